@@ -1,0 +1,64 @@
+"""Facts about the device that kernels and hosts need."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["is_interpreter", "kernel_target", "num_sms"]
+
+
+def is_interpreter() -> bool:
+    """Whether Triton kernels are interpreted on the CPU (``TRITON_INTERPRET=1`` when the kernels were imported)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=None)
+def _cuda_target(index: int) -> str:
+    if torch.version.hip:
+        return "hip"
+    major, minor = torch.cuda.get_device_capability(index)
+    if major >= 10:
+        return "sm_100"
+    if major == 9:
+        return "sm_90"
+    if major == 8:
+        return "sm_80"
+    raise NotSupportedError(f"compute capability {major}.{minor} is below 8.0")
+
+
+def kernel_target(device: torch.device) -> str:
+    """Returns what kernels take as their constexpr ``TARGET``.
+
+    One of ``interpreter``, ``sm_80``, ``sm_90``, ``sm_100``, ``hip``. It is an explicit argument since
+    ``tl.target_info`` needs a driver and would drop fences silently where a kernel is only compiled.
+
+    Raises:
+        NotSupportedError: A CPU device while Triton is not in interpreter mode, or a GPU that is too old.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _cuda_target(device.index if device.index is not None else torch.cuda.current_device())
+    if device.type == "cpu" and is_interpreter():
+        return "interpreter"
+    if device.type == "cpu":
+        raise NotSupportedError("CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before ditron_train is imported")
+    raise NotSupportedError(f"no kernels for device type {device.type!r}")
+
+
+@lru_cache(maxsize=None)
+def _cuda_num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_sms(device: torch.device) -> int:
+    """Number of multiprocessors; 1 in the interpreter, where the programs of a grid run one after another."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 1
+    return _cuda_num_sms(device.index if device.index is not None else torch.cuda.current_device())

@@ -1,0 +1,89 @@
+"""Every error that this package raises on purpose.
+
+A user's mistake raises the same class with the same words on every rank of the group, before anything is signalled
+where one rank can see it alone, and with the result discarded where only the group can see it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArenaError",
+    "DitronError",
+    "MismatchError",
+    "NotSupportedError",
+    "PeerTimeoutError",
+    "SettingError",
+    "VersionError",
+]
+
+
+class DitronError(RuntimeError):
+    """Base of all errors of ``ditron_train``."""
+
+
+class SettingError(DitronError, ValueError):
+    """A ``DITRON_*`` variable or a ``--ditron`` argument holds a value that is not one of those allowed."""
+
+
+class VersionError(DitronError):
+    """A library is outside the range that this version of the package supports."""
+
+
+class NotSupportedError(DitronError, ValueError):
+    """An op was asked for a shape, dtype, device, layout or group that it does not cover."""
+
+
+class MismatchError(DitronError):
+    """The ranks of a group called the same op with different shapes, dtypes or options; no result may be used."""
+
+
+class ArenaError(DitronError, MemoryError):
+    """Symmetric memory could not be had: too large for its cap, for the device, or the peers cannot reach each other."""
+
+
+class PeerTimeoutError(DitronError):
+    """A peer did not signal within the deadline.
+
+    Attributes:
+        op: Name of the op that waited.
+        group: Name of its process group.
+        waiting_rank: Group rank that waited.
+        missing_rank: Group rank whose signal did not come.
+        chunk: Index of the chunk (or tile) that was waited for.
+        expected_epoch: Epoch that was waited for.
+        seen_epoch: Epoch that the signal held when the deadline passed.
+    """
+
+    def __init__(
+        self,
+        *,
+        op: str,
+        group: str,
+        waiting_rank: int,
+        missing_rank: int,
+        chunk: int,
+        expected_epoch: int,
+        seen_epoch: int,
+        timeout_s: float,
+    ) -> None:
+        self.op = op
+        self.group = group
+        self.waiting_rank = waiting_rank
+        self.missing_rank = missing_rank
+        self.chunk = chunk
+        self.expected_epoch = expected_epoch
+        self.seen_epoch = seen_epoch
+        self.timeout_s = timeout_s
+        super().__init__(
+            f"{op} on group {group}: rank {waiting_rank} waited {timeout_s:g} s for rank {missing_rank}, chunk {chunk}: "
+            f"expected epoch {expected_epoch}, saw {seen_epoch}. The peer is dead, stalled or never called this op; "
+            "the result of this call must not be used. DITRON_TIMEOUT_S sets the deadline."
+        )
+
+    def __reduce__(self):  # keyword-only constructor: spell it out so that the error crosses process borders
+        fields = ("op", "group", "waiting_rank", "missing_rank", "chunk", "expected_epoch", "seen_epoch", "timeout_s")
+        return _rebuild_timeout, ({name: getattr(self, name) for name in fields},)
+
+
+def _rebuild_timeout(fields: dict) -> PeerTimeoutError:
+    return PeerTimeoutError(**fields)

@@ -1,0 +1,33 @@
+"""Logging: one line a decision, on rank 0 of the job."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+__all__ = ["get_logger", "log_once"]
+
+_ROOT = "ditron_train"
+_seen: set[tuple[str, str]] = set()
+
+
+def get_logger(name: str = _ROOT) -> logging.Logger:
+    """Returns the package's logger, or a child of it for ``name``; handlers and levels are the application's."""
+    return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
+
+
+def _is_first_rank() -> bool:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+def log_once(key: str, message: str, *, name: str = _ROOT, level: int = logging.INFO) -> None:
+    """Logs ``message`` the first time that ``key`` is seen in this process, on rank 0 of the job only."""
+    if (name, key) in _seen:
+        return
+    _seen.add((name, key))
+    if _is_first_rank():
+        get_logger(name).log(level, message)

@@ -1,0 +1,125 @@
+"""Every ``DITRON_*`` environment variable, stated once.
+
+``SETTINGS`` is the table from which the README's list is made; ``get_settings()`` reads the environment at the time of
+the call, so nothing is read on import and a test can set a variable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["SETTINGS", "Setting", "Settings", "get_settings"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable: how it is called, parsed, what it is when unset, and what it does."""
+
+    field: str
+    variable: str
+    parse: Callable[[str], Any]
+    default: Any
+    type_name: str
+    help: str
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("must be a number above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError("must be a whole number above 0")
+    return value
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def _num_bytes(text: str) -> int:
+    digits = text.strip().rstrip("kKmMgGiIbB")
+    unit = text.strip()[len(digits) :].lower()
+    if unit in ("b",):
+        unit = ""
+    if unit not in _UNITS:
+        raise ValueError("must be a size such as 268435456, 256M or 2GiB")
+    value = int(float(digits) * _UNITS[unit])
+    if value <= 0:
+        raise ValueError("must be a size above 0")
+    return value
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "transport",
+        "DITRON_TRANSPORT",
+        _one_of("auto", "torch", "nvshmem", "shm"),
+        "auto",
+        "auto, torch, nvshmem, shm",
+        "Where symmetric memory comes from. auto: shm for CPU processes, torch inside one node, nvshmem across nodes "
+        "where nvshmem4py is installed.",
+    ),
+    Setting(
+        "timeout_s",
+        "DITRON_TIMEOUT_S",
+        _positive_float,
+        100.0,
+        "seconds",
+        "Deadline of every wait on a peer; past it PeerTimeoutError is raised on every surviving rank.",
+    ),
+    Setting(
+        "arena_bytes",
+        "DITRON_ARENA_BYTES",
+        _num_bytes,
+        None,
+        "size",
+        "Cap on the symmetric memory of one process group (unset: no cap); what does not fit runs natively under "
+        "Megatron. With the nvshmem transport it is also the reserve that is allocated once (unset: 2 GiB).",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of all settings at one moment; fields are described in ``SETTINGS``."""
+
+    transport: str
+    timeout_s: float
+    arena_bytes: int | None
+
+
+def get_settings() -> Settings:
+    """Reads the environment.
+
+    Raises:
+        SettingError: A variable does not parse; names the variable, the value and what is allowed.
+    """
+    values: dict[str, Any] = {}
+    for setting in SETTINGS:
+        text = os.environ.get(setting.variable)
+        if text is None or text == "":
+            values[setting.field] = setting.default
+            continue
+        try:
+            values[setting.field] = setting.parse(text)
+        except ValueError as error:
+            raise SettingError(f"{setting.variable}={text!r}: {error}") from None
+    return Settings(**values)
