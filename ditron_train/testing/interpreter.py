@@ -1,0 +1,167 @@
+"""Repairs Triton's interpreter so that CPU tests can trust what it computes.
+
+What is wrong in Triton 3.6 without this module:
+
+- bf16 lives in NumPy ``uint16`` arrays, and arithmetic, casts to and from integers, fp16 and
+  fp64, and ``tl.dot`` work on those bits as if they were integers; casts from fp32 truncate.
+- fp32 to fp16 with an explicit rounding mode rounds half away from zero.
+- with NumPy >= 2.4 a one-element array no longer converts to an index, so ``range()`` over a
+  Triton scalar raises.
+
+Every bf16 operation is done here as the hardware does it: exact conversion to fp32, the
+operation in fp32, one rounding to nearest even.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import numpy as np
+
+__all__ = ["bf16_bits_to_fp32", "fp32_to_bf16_bits", "install", "is_installed"]
+
+_MARK = "_ditron_interpreter_repairs"
+
+
+def bf16_bits_to_fp32(bits: np.ndarray) -> np.ndarray:
+    """Value of bf16 bit patterns (``uint16``, any shape) as fp32; exact."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
+    """Nearest bf16 (ties to even, NaN stays NaN) of fp32 ``values``, as ``uint16`` bit patterns."""
+    values = np.asarray(values, dtype=np.float32)
+    bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
+    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded = ((bits.astype(np.uint64) + rounding) >> np.uint64(16)).astype(np.uint16)
+    quiet_nan = ((bits >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)
+    return np.where(np.isnan(values), quiet_nan, rounded)
+
+
+def is_installed() -> bool:
+    """Whether `install` has repaired the interpreter of this process."""
+    import triton.runtime.interpreter as interpreter
+
+    return hasattr(interpreter, _MARK)
+
+
+def install() -> None:
+    """Repair the interpreter of this process. Idempotent; changes nothing in compiled kernels."""
+    import triton.runtime.interpreter as interpreter
+
+    if is_installed():
+        return
+    _repair_casts(interpreter)
+    _repair_arithmetic(interpreter)
+    _repair_scalars(interpreter)
+    setattr(interpreter, _MARK, True)
+
+
+def _is_bf16(handle: Any) -> bool:
+    import triton.language as tl
+
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def _widen(interpreter: Any, handle: Any) -> Any:
+    """`handle` itself, or its fp32 value when it holds bf16."""
+    import triton.language as tl
+
+    if not _is_bf16(handle):
+        return handle
+    return interpreter.TensorHandle(bf16_bits_to_fp32(handle.data), tl.float32)
+
+
+def _narrow(interpreter: Any, values: np.ndarray) -> Any:
+    """A bf16 handle of fp32 `values`; the outcome of a comparison (bool) becomes an int1 handle."""
+    import triton.language as tl
+
+    if values.dtype == np.bool_:
+        return interpreter.TensorHandle(values, tl.int1)
+    return interpreter.TensorHandle(fp32_to_bf16_bits(values), tl.bfloat16)
+
+
+def _repair_casts(interpreter: Any) -> None:
+    import triton.language as tl
+
+    builder = interpreter.InterpreterBuilder
+    native_cast, native_convert = builder.cast_impl, interpreter._convert_float
+
+    def cast(self: Any, source: Any, target_type: Any) -> Any:
+        target = target_type.scalar
+        if not _is_bf16(source) and target != tl.bfloat16:
+            return native_cast(self, source, target_type)
+        values = _widen(interpreter, source).data
+        if target == tl.bfloat16:
+            return _narrow(interpreter, values.astype(np.float32))
+        return interpreter.TensorHandle(values.astype(interpreter._get_np_dtype(target)), target)
+
+    def convert_float(data: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
+        truncates = rounding_mode is not None and rounding_mode != interpreter._ir.ROUNDING_MODE.RTNE
+        ieee = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
+        known = (*ieee, tl.bfloat16)
+        if truncates or source not in known or target not in known:
+            return native_convert(data, source, target, rounding_mode)
+        values = bf16_bits_to_fp32(data) if source == tl.bfloat16 else data
+        if target == tl.bfloat16:
+            return fp32_to_bf16_bits(values.astype(np.float32))
+        with np.errstate(over="ignore"):
+            return values.astype(ieee[target])
+
+    builder.cast_impl, interpreter._convert_float = cast, convert_float
+
+
+def _repair_arithmetic(interpreter: Any) -> None:
+    builder = interpreter.InterpreterBuilder
+    native_binary, native_unary = builder.binary_op, builder.unary_op
+    native_ternary, native_fma, native_dot = builder.ternary_op, builder.create_fma, builder.create_dot
+    native_rsqrt = builder.create_rsqrt
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., np.ndarray]) -> Any:
+        if not _is_bf16(lhs):
+            return native_binary(self, lhs, rhs, op)
+        return _narrow(interpreter, op(_widen(interpreter, lhs).data, _widen(interpreter, rhs).data))
+
+    def unary_op(self: Any, arg: Any, op: Callable[..., np.ndarray]) -> Any:
+        if not _is_bf16(arg):
+            return native_unary(self, arg, op)
+        return _narrow(interpreter, op(_widen(interpreter, arg).data))
+
+    def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Callable[..., np.ndarray]) -> Any:
+        if not _is_bf16(other) or op is np.where:  # a selection moves bits and needs no arithmetic
+            return native_ternary(self, lhs, rhs, other, op)
+        wide = (_widen(interpreter, handle).data for handle in (lhs, rhs, other))
+        return _narrow(interpreter, op(*wide))
+
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if not _is_bf16(z):
+            return native_fma(self, x, y, z)
+        # The product of two bf16 is exact in fp32, so one rounding happens twice only in the sum.
+        wide_x, wide_y, wide_z = (_widen(interpreter, handle).data for handle in (x, y, z))
+        return _narrow(interpreter, wide_x * wide_y + wide_z)
+
+    def rsqrt(self: Any, arg: Any) -> Any:
+        if not _is_bf16(arg):
+            return native_rsqrt(self, arg)
+        return _narrow(interpreter, 1 / np.sqrt(_widen(interpreter, arg).data))
+
+    def dot(self: Any, a: Any, b: Any, accumulator: Any, *rest: Any) -> Any:
+        return native_dot(self, _widen(interpreter, a), _widen(interpreter, b), accumulator, *rest)
+
+    builder.binary_op, builder.unary_op, builder.ternary_op = binary_op, unary_op, ternary_op
+    builder.create_fma, builder.create_rsqrt, builder.create_dot = fma, rsqrt, dot
+
+
+def _repair_scalars(interpreter: Any) -> None:
+    builder = interpreter.InterpreterBuilder
+    native_patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        native_patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return _narrow(interpreter, np.array([value], dtype=np.float32))
+
+    interpreter._patch_lang_tensor = patch_tensor
+    builder.get_bf16 = get_bf16
