@@ -1,0 +1,21 @@
+"""Floor 2: stateless orders of tiles and chunks; each a NumPy function, and a device function that must equal it."""
+
+from ditron_train.schedule.orders import (
+    arrival_order,
+    chunk_order,
+    delivery_order,
+    gather_row_tile_order,
+    grouped_tile_order,
+    row_tile_owners,
+    scatter_row_tile_order,
+)
+
+__all__ = [
+    "arrival_order",
+    "chunk_order",
+    "delivery_order",
+    "gather_row_tile_order",
+    "grouped_tile_order",
+    "row_tile_owners",
+    "scatter_row_tile_order",
+]

@@ -1,0 +1,225 @@
+"""Orders of row tiles and of chunks, in NumPy: pure functions of (shape, rank, world).
+
+Rows of a matrix [M, ...] are spread over the ranks of a group: rank ``r`` owns rows ``row_starts[r]`` up to
+``row_starts[r + 1]`` (uneven and empty shares are allowed). Row tile ``t`` covers rows ``t * block_m`` up to
+``(t + 1) * block_m``, so it may straddle ranks.
+
+Gather mode (data arrives, compute follows): local rows first, then ranks in the order in which their data arrives; a
+tile that straddles ranks comes after all whole tiles of the last of them.
+Scatter mode (results leave): rows of the farthest rank first, own rows last; a tile that straddles ranks comes before
+all whole tiles of the first of them, since several ranks wait for it.
+
+Several nodes: node ``n`` holds ranks ``n * ranks_per_node`` up to ``(n + 1) * ranks_per_node``. Gather starts in the own
+node, scatter in the next one. Inside another node, gather starts with the rank of the same local index, since data
+crosses nodes between equal local indices and is forwarded to neighbours from there.
+
+The order of a whole shape is a small int32 table which a kernel loads (``ordered_tile``); for row counts that divide
+evenly, ``gather_tile`` and ``scatter_tile`` compute the same order without a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+__all__ = [
+    "ChunkMode",
+    "arrival_order",
+    "chunk_order",
+    "delivery_order",
+    "gather_row_tile_order",
+    "grouped_tile_order",
+    "row_tile_owners",
+    "scatter_row_tile_order",
+]
+
+ChunkMode = Literal["gather_push", "gather_pull", "scatter_push"]
+
+
+def _num_local_ranks(rank: int, world_size: int, ranks_per_node: int | None) -> int:
+    """Checks the arguments that every order shares; returns the ranks of one node."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in a group of {world_size}")
+    num_local = world_size if ranks_per_node is None else ranks_per_node
+    if num_local < 1 or world_size % num_local:
+        raise ValueError(f"world size {world_size} does not divide into nodes of {num_local} ranks")
+    return num_local
+
+
+def arrival_order(rank: int, world_size: int, ranks_per_node: int | None = None) -> np.ndarray:
+    """Ranks in the order in which their data arrives at ``rank``: itself, rank + 1, ..., then node by node.
+
+    Returns:
+        int32 [world_size], a permutation whose first entry is ``rank``.
+
+    Raises:
+        ValueError: The rank is not in the group, or nodes do not divide it.
+    """
+    num_local = _num_local_ranks(rank, world_size, ranks_per_node)
+    num_nodes = world_size // num_local
+    node, local = divmod(rank, num_local)
+    position = np.arange(world_size)
+    source_node = (node + position // num_local) % num_nodes
+    source_local = (local + position % num_local) % num_local
+    return (source_node * num_local + source_local).astype(np.int32)
+
+
+def delivery_order(rank: int, world_size: int, ranks_per_node: int | None = None) -> np.ndarray:
+    """Ranks in the order in which ``rank`` computes what it owes them: rank + 1, rank + 2, ..., itself last.
+
+    With several nodes the next node is first and the own node last.
+
+    Returns:
+        int32 [world_size], a permutation whose last entry is ``rank``.
+
+    Raises:
+        ValueError: The rank is not in the group, or nodes do not divide it.
+    """
+    num_local = _num_local_ranks(rank, world_size, ranks_per_node)
+    num_nodes = world_size // num_local
+    node, local = divmod(rank, num_local)
+    position = np.arange(world_size)
+    target_node = (node + 1 + position // num_local) % num_nodes
+    target_local = (local + 1 + position % num_local) % num_local
+    return (target_node * num_local + target_local).astype(np.int32)
+
+
+def chunk_order(rank: int, world_size: int, mode: ChunkMode, ranks_per_node: int | None = None) -> np.ndarray:
+    """The order in which ``rank`` moves chunks so that they arrive in the order in which they are consumed.
+
+    * ``gather_push``: destinations of the own chunk. A consumer wants the ranks after it first, so rank - 1 comes first.
+    * ``gather_pull``: sources, in the own order of consumption.
+    * ``scatter_push``: destinations of results, in the order in which they are computed.
+
+    Returns:
+        int32 [world_size - 1], every rank but the own one.
+
+    Raises:
+        ValueError: An unknown mode, a rank outside the group, or nodes that do not divide it.
+    """
+    if mode == "gather_pull":
+        return arrival_order(rank, world_size, ranks_per_node)[1:]
+    if mode == "scatter_push":
+        return delivery_order(rank, world_size, ranks_per_node)[:-1]
+    if mode != "gather_push":
+        raise ValueError(f"mode {mode!r} is not gather_push, gather_pull or scatter_push")
+    num_local = _num_local_ranks(rank, world_size, ranks_per_node)
+    num_nodes = world_size // num_local
+    node, local = divmod(rank, num_local)
+    position = np.arange(world_size)  # the place that this rank has in the consumer's arrival order
+    target_node = (node - position // num_local) % num_nodes
+    target_local = (local - position % num_local) % num_local
+    return (target_node * num_local + target_local).astype(np.int32)[1:]
+
+
+def _checked_row_starts(row_starts: Sequence[int] | np.ndarray, block_m: int) -> np.ndarray:
+    starts = np.asarray(row_starts, dtype=np.int64)
+    if block_m < 1:
+        raise ValueError(f"tiles of {block_m} rows")
+    if starts.ndim != 1 or starts.size < 2 or starts[0] != 0 or np.any(np.diff(starts) < 0):
+        raise ValueError("row_starts must be [world_size + 1], begin with 0 and never fall")
+    return starts
+
+
+def row_tile_owners(row_starts: Sequence[int] | np.ndarray, block_m: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last rank whose rows each row tile holds: what a tile waits for, or whom it is owed to.
+
+    Args:
+        row_starts: int [world_size + 1], see the module's docstring.
+        block_m: Rows of a tile.
+
+    Returns:
+        Two int32 [ceil(M / block_m)]. Ranks without rows are never first or last; they may lie between.
+
+    Raises:
+        ValueError: ``row_starts`` is not such a table, or ``block_m`` is not above 0.
+    """
+    starts = _checked_row_starts(row_starts, block_m)
+    num_rows = int(starts[-1])
+    first_row = np.arange(0, num_rows, block_m)
+    last_row = np.minimum(first_row + block_m, num_rows) - 1
+    # side="right" skips the empty ranks in front of the owner: the owner is the last rank that starts at or before the row
+    first = np.searchsorted(starts, first_row, side="right") - 1
+    last = np.searchsorted(starts, last_row, side="right") - 1
+    return first.astype(np.int32), last.astype(np.int32)
+
+
+def _positions_of_owners(
+    row_starts: Sequence[int] | np.ndarray, block_m: int, order: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each row tile: earliest and latest position in ``order`` of the ranks with rows in it, and whether it straddles."""
+    starts = _checked_row_starts(row_starts, block_m)
+    if starts.size - 1 != order.size:
+        raise ValueError(f"row_starts is for {starts.size - 1} ranks, the group has {order.size}")
+    position = np.empty(order.size, dtype=np.int64)
+    position[order] = np.arange(order.size)
+    has_rows = np.diff(starts) > 0
+    first, last = row_tile_owners(starts, block_m)
+    earliest, latest = np.empty(first.size, dtype=np.int64), np.empty(first.size, dtype=np.int64)
+    for tile, (low, high) in enumerate(zip(first, last)):
+        owners = position[low : high + 1][has_rows[low : high + 1]]
+        earliest[tile], latest[tile] = owners.min(), owners.max()
+    return earliest, latest, first != last
+
+
+def gather_row_tile_order(
+    row_starts: Sequence[int] | np.ndarray,
+    block_m: int,
+    rank: int,
+    world_size: int,
+    ranks_per_node: int | None = None,
+) -> np.ndarray:
+    """Row tiles in gather mode: own rows, then as data arrives; straddling tiles after whole tiles of their last rank.
+
+    Returns:
+        int32 [ceil(M / block_m)], a permutation: entry ``slot`` is the row tile to compute in that slot.
+
+    Raises:
+        ValueError: As ``row_tile_owners`` and ``arrival_order``, or a table for another world size.
+    """
+    order = arrival_order(rank, world_size, ranks_per_node)
+    _, latest, straddles = _positions_of_owners(row_starts, block_m, order)
+    return np.lexsort((np.arange(latest.size), straddles, latest)).astype(np.int32)
+
+
+def scatter_row_tile_order(
+    row_starts: Sequence[int] | np.ndarray,
+    block_m: int,
+    rank: int,
+    world_size: int,
+    ranks_per_node: int | None = None,
+) -> np.ndarray:
+    """Row tiles in scatter mode: farthest rank first, own rows last; straddling tiles before whole tiles of their first rank.
+
+    Returns:
+        int32 [ceil(M / block_m)], a permutation: entry ``slot`` is the row tile to compute in that slot.
+
+    Raises:
+        ValueError: As ``row_tile_owners`` and ``delivery_order``, or a table for another world size.
+    """
+    order = delivery_order(rank, world_size, ranks_per_node)
+    earliest, _, straddles = _positions_of_owners(row_starts, block_m, order)
+    return np.lexsort((np.arange(earliest.size), ~straddles, earliest)).astype(np.int32)
+
+
+def grouped_tile_order(
+    num_tiles_m: int, num_tiles_n: int, group_m: int, row_order: np.ndarray | None = None
+) -> np.ndarray:
+    """All tiles in the order in which programs take them: ``group_m`` slots of rows at a time, column by column.
+
+    A wave of programs then shares few rows of both operands, which stay in L2. Groups are made over slots, not rows, so
+    a reordering by ``row_order`` (one of the two functions above) keeps that reuse.
+
+    Returns:
+        int32 [num_tiles_m * num_tiles_n, 2] of (row tile, column tile).
+    """
+    rows = np.arange(num_tiles_m) if row_order is None else np.asarray(row_order)
+    tile_id = np.arange(num_tiles_m * num_tiles_n)
+    tiles_per_group = group_m * max(num_tiles_n, 1)
+    first_slot = tile_id // tiles_per_group * group_m
+    group_size = np.minimum(num_tiles_m - first_slot, group_m)
+    within = tile_id % tiles_per_group
+    slot = first_slot + within % np.maximum(group_size, 1)
+    return np.stack([rows[slot], within // np.maximum(group_size, 1)], axis=1).astype(np.int32).reshape(-1, 2)

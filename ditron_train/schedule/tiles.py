@@ -1,0 +1,68 @@
+"""Orders of tiles on the device; each equals its NumPy twin in ``orders.py``."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["gather_tile", "grouped_tile", "ordered_tile", "scatter_tile"]
+
+
+@triton.jit
+def grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
+    """Tile ``tile_id`` of the L2-friendly order: GROUP_M rows of tiles at a time, column by column within them.
+
+    Twin: ``grouped_tile_order``. Returns (tile_m, tile_n).
+    """
+    tiles_per_group = GROUP_M * num_tiles_n
+    first_m = (tile_id // tiles_per_group) * GROUP_M
+    group_size = min(num_tiles_m - first_m, GROUP_M)
+    within = tile_id % tiles_per_group
+    return first_m + within % group_size, within // group_size
+
+
+@triton.jit
+def ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
+    """As ``grouped_tile``, with slot -> row tile looked up in a table (int32 [num_tiles_m]).
+
+    Twin: ``grouped_tile_order(..., row_order)``, with the table of ``gather_row_tile_order`` or
+    ``scatter_row_tile_order``: uneven rows, straddling tiles and several nodes are all in the table.
+    """
+    slot, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+    return tl.load(order_ptr + slot), tile_n
+
+
+@triton.jit
+def gather_tile(
+    tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """Gather order without a table, where every rank owns the same whole number of row tiles.
+
+    Own rows first, then in order of arrival. Twin: ``grouped_tile_order`` of ``gather_row_tile_order``. Returns
+    (tile_m, tile_n, owner): the tile waits for rank ``owner``'s rows.
+    """
+    NUM_NODES: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE
+    slot, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+    tiles_per_rank = num_tiles_m // WORLD_SIZE
+    position = slot // tiles_per_rank
+    node = (rank // RANKS_PER_NODE + position // RANKS_PER_NODE) % NUM_NODES
+    local = (rank % RANKS_PER_NODE + position % RANKS_PER_NODE) % RANKS_PER_NODE
+    owner = node * RANKS_PER_NODE + local
+    return owner * tiles_per_rank + slot % tiles_per_rank, tile_n, owner
+
+
+@triton.jit
+def scatter_tile(
+    tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """Scatter order without a table, where every rank owns the same whole number of row tiles.
+
+    Rows of rank + 1 first, own rows last, the next node before the own. Twin: ``grouped_tile_order`` of
+    ``scatter_row_tile_order``. Returns (tile_m, tile_n, owner): the tile is owed to rank ``owner``.
+    """
+    NUM_NODES: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE
+    slot, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+    tiles_per_rank = num_tiles_m // WORLD_SIZE
+    position = slot // tiles_per_rank
+    node = (rank // RANKS_PER_NODE + 1 + position // RANKS_PER_NODE) % NUM_NODES
+    local = (rank % RANKS_PER_NODE + 1 + position % RANKS_PER_NODE) % RANKS_PER_NODE
+    owner = node * RANKS_PER_NODE + local
+    return owner * tiles_per_rank + slot % tiles_per_rank, tile_n, owner
