@@ -1,0 +1,304 @@
+"""Signals inside kernels: epochs, bounded waits and notifies.
+
+Every wait here ends: when the signal came, when the deadline passed, or when another wait of the channel gave up.
+A wait that gives up writes the channel's record (first one wins) and returns; the kernel runs on with wrong data, its
+result is discarded, and the host raises (``symm.Channel.check``). No control flow depends on a wait's outcome, so
+threads that see different outcomes never diverge at a barrier.
+
+``TARGET`` is ``runtime.device.kernel_target``: it picks between inline asm (NVIDIA), the generic loop (AMD) and a host
+loop (interpreter), since ``tl.target_info`` needs a driver.
+"""
+
+import ctypes
+import os
+import time
+
+import triton
+import triton.language as tl
+
+from ditron_train.symm import control as layout
+
+ABORT = tl.constexpr(layout.CONTROL_ABORT)
+TIMEOUT_NS = tl.constexpr(layout.CONTROL_TIMEOUT_NS)
+RECORD_ADDRESS = tl.constexpr(layout.CONTROL_RECORD_ADDRESS)
+RECORD_STATE = tl.constexpr(layout.RECORD_STATE)
+RECORD_KIND = tl.constexpr(layout.RECORD_KIND)
+RECORD_PEER = tl.constexpr(layout.RECORD_PEER)
+RECORD_CHUNK = tl.constexpr(layout.RECORD_CHUNK)
+RECORD_EXPECTED = tl.constexpr(layout.RECORD_EXPECTED)
+RECORD_SEEN = tl.constexpr(layout.RECORD_SEEN)
+KIND_TIMEOUT = tl.constexpr(layout.KIND_TIMEOUT)
+KIND_MISMATCH = tl.constexpr(layout.KIND_MISMATCH)
+READY_WORDS = tl.constexpr(layout.READY_WORDS)
+TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
+
+__all__ = [
+    "announce",
+    "await_ready",
+    "next_epoch",
+    "notify",
+    "record_failure",
+    "verify_ready",
+    "wait",
+    "wait_many",
+]
+
+
+@triton.constexpr_function
+def _is_cuda(target):
+    return target.startswith("sm_")
+
+
+@triton.jit
+def next_epoch(tickets_ptr):
+    """Epoch of this launch (int32: 1, 2, ..., cyclic), the same in all its programs; each calls it exactly once.
+
+    A launch draws 2**TICKET_UNIT_LOG2 tickets whatever its grid is: program 0 draws the rest. So
+    ``ticket >> TICKET_UNIT_LOG2`` counts launches, without a launch to advance it and right under graph replay.
+    Launches of one slot must not overlap. At most 1024 programs.
+    """
+    unit = tl.cast(1, tl.int64) << TICKET_UNIT_LOG2
+    others = (tl.num_programs(0) - 1).to(tl.int64)
+    draw = tl.where(tl.program_id(0) == 0, unit - others, 1)
+    ticket = tl.atomic_add(tickets_ptr, draw, sem="relaxed", scope="gpu")
+    return ((ticket >> TICKET_UNIT_LOG2) + 1).to(tl.int32)
+
+
+@triton.jit
+def record_failure(control_ptr, kind, peer, chunk, expected, seen):
+    """Writes the channel's record unless one is there; uniform over the program (it holds barriers)."""
+    claimed = tl.atomic_cas(control_ptr + ABORT, tl.cast(0, tl.int64), tl.cast(1, tl.int64), sem="acq_rel", scope="gpu")
+    if claimed == 0:
+        record = tl.load(control_ptr + RECORD_ADDRESS).to(tl.pointer_type(tl.int64))
+        tl.store(record + RECORD_KIND, tl.cast(kind, tl.int64))
+        tl.store(record + RECORD_PEER, tl.cast(peer, tl.int64))
+        tl.store(record + RECORD_CHUNK, tl.cast(chunk, tl.int64))
+        tl.store(record + RECORD_EXPECTED, tl.cast(expected, tl.int64))
+        tl.store(record + RECORD_SEEN, tl.cast(seen, tl.int64))
+        tl.debug_barrier()
+        tl.atomic_xchg(record + RECORD_STATE, tl.cast(1, tl.int64), sem="release", scope="sys")
+
+
+def _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk):
+    """The interpreter's wait: polls the flag with the interpreter's own acquire, yielding the core between polls."""
+    control = _int64_words(control_ptr, layout.CONTROL_WORDS)
+    deadline_ns = None
+    expected = _scalar(epoch)
+    polls = 0
+    while True:
+        seen = _scalar(tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys"))
+        if (seen - expected + 2**31) % 2**32 - 2**31 >= 0 or control[layout.CONTROL_ABORT]:
+            return
+        now_ns = time.monotonic_ns()
+        if deadline_ns is None:
+            deadline_ns = now_ns + control[layout.CONTROL_TIMEOUT_NS]
+        elif now_ns > deadline_ns:
+            break
+        polls += 1
+        if polls < 200:
+            os.sched_yield()
+        else:
+            time.sleep(0.0002)
+    control[layout.CONTROL_ABORT] = 1
+    record = (ctypes.c_int64 * layout.RECORD_WORDS).from_address(control[layout.CONTROL_RECORD_ADDRESS])
+    record[layout.RECORD_KIND] = layout.KIND_TIMEOUT
+    record[layout.RECORD_PEER] = _scalar(peer)
+    record[layout.RECORD_CHUNK] = _scalar(chunk)
+    record[layout.RECORD_EXPECTED] = expected
+    record[layout.RECORD_SEEN] = seen
+    record[layout.RECORD_STATE] = 1
+
+
+_wait_on_host.__triton_builtin__ = True  # the compiler's dependency walk refuses plain functions that it never compiles
+
+
+def _scalar(value) -> int:
+    handle = getattr(value, "handle", None)
+    return int(handle.data.reshape(-1)[0]) if handle is not None else int(getattr(value, "value", value))
+
+
+def _int64_words(pointer, count: int):
+    return (ctypes.c_int64 * count).from_address(_scalar(pointer))
+
+
+@triton.jit
+def _wait_cuda(signal_ptr, epoch, control_ptr, peer, chunk):
+    """One asm block a wait: every thread polls with ``ld.acquire.sys`` and so orders its own later loads.
+
+    The loop also leaves when the channel's abort word is set. The thread that wins the abort word writes the record;
+    a scalar atomic in Triton would cost two block barriers a poll. The words' offsets are ``symm.control``'s.
+    """
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred done, flag;
+            .reg .b32 seen, ahead;
+            .reg .b64 start, now, limit, abort, record, wide;
+            ld.acquire.sys.global.b32 seen, [$1];
+            sub.s32 ahead, seen, $2;
+            setp.ge.s32 done, ahead, 0;
+            @done bra WAIT_END;
+            mov.u64 start, %globaltimer;
+            ld.global.b64 limit, [$3+8];
+        WAIT_POLL:
+            nanosleep.u32 32;
+            ld.acquire.sys.global.b32 seen, [$1];
+            sub.s32 ahead, seen, $2;
+            setp.ge.s32 done, ahead, 0;
+            @done bra WAIT_END;
+            ld.volatile.global.b64 abort, [$3];
+            setp.ne.s64 flag, abort, 0;
+            @flag bra WAIT_END;
+            mov.u64 now, %globaltimer;
+            sub.s64 now, now, start;
+            setp.lt.s64 flag, now, limit;
+            @flag bra WAIT_POLL;
+            atom.acq_rel.gpu.global.cas.b64 abort, [$3], 0, 1;
+            setp.ne.s64 flag, abort, 0;
+            @flag bra WAIT_END;
+            ld.global.b64 record, [$3+16];
+            mov.u64 wide, 1;
+            st.volatile.global.b64 [record+8], wide;
+            cvt.s64.s32 wide, $4;
+            st.volatile.global.b64 [record+16], wide;
+            cvt.s64.s32 wide, $5;
+            st.volatile.global.b64 [record+24], wide;
+            cvt.s64.s32 wide, $2;
+            st.volatile.global.b64 [record+32], wide;
+            cvt.s64.s32 wide, seen;
+            st.volatile.global.b64 [record+40], wide;
+            fence.acq_rel.sys;
+            mov.u64 wide, 1;
+            st.volatile.global.b64 [record], wide;
+        WAIT_END:
+            mov.b32 $0, seen;
+        }
+        """,
+        "=r,l,r,l,r,r",
+        [signal_ptr, epoch, control_ptr, peer, chunk],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _clock_hip():
+    """Ticks of 10 ns."""
+    return tl.inline_asm_elementwise(
+        "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _wait_generic(signal_ptr, epoch, control_ptr, peer, chunk):
+    """Uniform over the program: the atomic's result is broadcast, the abort word is read by one atomic as well."""
+    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+    limit = tl.load(control_ptr + TIMEOUT_NS) // 10
+    start = _clock_hip()
+    waited = start - start
+    abort = tl.cast(0, tl.int64)
+    while ((seen - epoch) < 0) & (abort == 0) & (waited < limit):
+        seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+        abort = tl.atomic_add(control_ptr + ABORT, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
+        waited = _clock_hip() - start
+    if ((seen - epoch) < 0) & (abort == 0):
+        record_failure(control_ptr, KIND_TIMEOUT, peer, chunk, epoch, seen)
+
+
+@triton.jit
+def wait(signal_ptr, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr):
+    """Waits until ``*signal_ptr - epoch >= 0`` (cyclic int32); acquire at system scope.
+
+    After it, plain loads of what the notifier wrote are ordered; before descriptor (TMA) loads call
+    ``fence_async_proxy``. ``peer`` (group rank) and ``chunk`` only name what is missing in the record.
+    """
+    if TARGET == "interpreter":
+        _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk)
+    elif _is_cuda(TARGET):
+        _wait_cuda(signal_ptr, epoch, control_ptr, tl.cast(peer, tl.int32), tl.cast(chunk, tl.int32))
+    else:
+        _wait_generic(signal_ptr, epoch, control_ptr, peer, chunk)
+
+
+@triton.jit
+def wait_many(signal_ptr, count, epoch, control_ptr, peer, first_chunk, COUNT: tl.constexpr, TARGET: tl.constexpr):
+    """``wait`` for ``count <= COUNT`` (a power of two) consecutive flags, ``signal_ptr + i``.
+
+    One vector of volatile loads finds the usual case (all there) in one round trip; only then, or for those that are
+    behind, ``wait`` runs flag by flag. The acquire is a system-scope fence by every thread after its own loads.
+    """
+    if _is_cuda(TARGET):
+        lanes = tl.arange(0, COUNT)
+        seen = tl.load(signal_ptr + lanes, mask=lanes < count, other=epoch, volatile=True)
+        behind = tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
+        if behind > 0:  # warps may differ here: no barrier inside
+            for i in range(count):
+                wait(signal_ptr + i, epoch, control_ptr, peer, first_chunk + i, TARGET)
+        _acquire_fence(TARGET)
+    else:
+        for i in range(count):
+            wait(signal_ptr + i, epoch, control_ptr, peer, first_chunk + i, TARGET)
+
+
+@triton.jit
+def _acquire_fence(TARGET: tl.constexpr):
+    if _is_cuda(TARGET):
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def notify(signal_ptr, epoch, TARGET: tl.constexpr):
+    """Sets ``*signal_ptr = epoch``, released at system scope.
+
+    The block barrier in front is what makes all threads' stores part of the release: Triton emits none before an
+    atomic. Descriptor (TMA) stores need ``bulk_store_wait`` before.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """Start signal of ``rank`` to every rank (its own pad too): the signature, then ``epoch`` released.
+
+    It says: everything this rank's stream had before this op is done, so its symmetric buffers of the op may be
+    overwritten. One program of a launch calls it. Pads alternate by epoch parity: a slot is rewritten two epochs
+    later, which needs this rank's start signal in between.
+    """
+    lanes = tl.arange(0, READY_WORDS)
+    words = tl.load(signature_ptr + lanes)
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        base = tl.load(ready_addresses + peer).to(tl.pointer_type(tl.int32))
+        slot = base + ((epoch & 1) * WORLD_SIZE + rank) * READY_WORDS
+        tl.store(slot + lanes, words, mask=lanes > 0)
+        notify(slot, epoch, TARGET)
+
+
+@triton.jit
+def await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """Waits for ``peer``'s start signal of ``epoch``: after it, its buffers of this op may be written."""
+    wait(ready_ptr + ((epoch & 1) * WORLD_SIZE + peer) * READY_WORDS, epoch, control_ptr, peer, -1, TARGET)
+
+
+@triton.jit
+def verify_ready(
+    ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """``await_ready``, then compares ``peer``'s signature with this rank's; a difference aborts the channel.
+
+    Called by one program of a launch, for every peer.
+    """
+    await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+    lanes = tl.arange(0, READY_WORDS)
+    slot = ready_ptr + ((epoch & 1) * WORLD_SIZE + peer) * READY_WORDS
+    theirs = tl.load(slot + lanes, volatile=True)
+    mine = tl.load(signature_ptr + lanes)
+    arrived = tl.sum(tl.where(lanes == 0, (theirs - epoch >= 0).to(tl.int32), 0), axis=0)
+    different = tl.sum(((theirs != mine) & (lanes > 0)).to(tl.int32), axis=0)
+    if arrived * different > 0:
+        record_failure(control_ptr, KIND_MISMATCH, peer, -1, epoch, different)

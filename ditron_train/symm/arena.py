@@ -1,0 +1,205 @@
+"""``SymmetricArena``: the symmetric memory of one process group, carved by name and grown collectively."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import ArenaError
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.transport import Segment, Transport, exchange, select_transport
+
+__all__ = ["SymmetricArena", "SymmetricTensor", "close_all_arenas", "get_arena"]
+
+_ALIGNMENT_BYTES = 256
+
+
+class SymmetricTensor:
+    """A tensor that exists at the same place in every group rank's memory.
+
+    Attributes:
+        local: This rank's copy, of the shape and dtype that was asked for.
+        addresses: int64 tensor ``[world_size]`` on the arena's device: base address of each group rank's copy as seen
+            from this rank (0 where it cannot be addressed); kernels index it by *group* rank.
+        host_addresses: The same as a list.
+    """
+
+    def __init__(self, segment: Segment, shape: tuple[int, ...], dtype: torch.dtype, addresses: torch.Tensor) -> None:
+        self._segment = segment
+        self._shape = tuple(shape)
+        self._dtype = dtype
+        self.addresses = addresses
+        self.host_addresses = segment.addresses
+        self.local = self._view(segment.local)
+
+    def _view(self, storage: torch.Tensor) -> torch.Tensor:
+        num_bytes = math.prod(self._shape) * self._dtype.itemsize
+        return storage[:num_bytes].view(self._dtype).view(self._shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the allocation behind this tensor (it may be larger than the tensor)."""
+        return self._segment.num_bytes
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """Group rank ``rank``'s copy, mapped into this process.
+
+        Raises:
+            ArenaError: That rank's memory cannot be addressed from here (another node).
+        """
+        mapped = self._segment.peers[rank]
+        if mapped is None:
+            raise ArenaError(f"the memory of group rank {rank} cannot be addressed from this rank")
+        return self._view(mapped)
+
+
+class SymmetricArena:
+    """Symmetric memory of one process group.
+
+    Every call that allocates is collective: all ranks of the group call it with the same name, shape and dtype in the
+    same order (ops make sure of it by comparing signatures first). Memory that a captured CUDA graph may still use is
+    kept until ``close``.
+
+    Args:
+        group: The process group; addresses are indexed by rank in it.
+        device: Where the memory lies; ``cpu`` takes the ``shm`` transport.
+        transport: ``torch``, ``nvshmem``, ``shm`` or ``None`` for ``DITRON_TRANSPORT``.
+
+    Raises:
+        ArenaError: On every rank alike: transport not available, peers out of reach, cap or memory exceeded.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, transport: str | None = None) -> None:
+        self.group = group
+        self.device = torch.device(device)
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.group_name = getattr(group, "group_name", "") or f"of {self.world_size}"
+        self._transport: Transport = select_transport(group, self.device, transport)
+        self._segments: dict[str, tuple[Segment, torch.Tensor]] = {}
+        self._kept_for_graphs: list[Segment] = []
+        self.graph_captured = False
+        self.closed = False
+
+    @property
+    def transport_name(self) -> str:
+        return self._transport.name
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of symmetric memory that this rank holds for the group."""
+        live = sum(segment.num_bytes for segment, _ in self._segments.values())
+        return live + sum(segment.num_bytes for segment in self._kept_for_graphs)
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+        """Returns the buffer ``name`` as a tensor; collective when it is new or must grow.
+
+        A buffer that grows loses its contents and is zero-filled; smaller requests view the same memory.
+
+        Raises:
+            ArenaError: The group's cap (``DITRON_ARENA_BYTES``) or the memory does not hold it; on every rank alike.
+        """
+        if self.closed:
+            raise ArenaError("this arena was closed")
+        num_bytes = max(math.prod(shape) * dtype.itemsize, 1)
+        held = self._segments.get(name)
+        if held is None or held[0].num_bytes < num_bytes:
+            held = self._grow(name, num_bytes)
+        segment, addresses = held
+        return SymmetricTensor(segment, shape, dtype, addresses)
+
+    def would_fit(self, name: str, num_bytes: int) -> bool:
+        """Whether ``tensor(name, ...)`` of that size stays under the cap (no communication)."""
+        cap = get_settings().arena_bytes
+        return cap is None or self._size_after(name, num_bytes) <= cap
+
+    def _size_after(self, name: str, num_bytes: int) -> int:
+        held = self._segments.get(name)
+        have = held[0].num_bytes if held else 0
+        if have >= num_bytes:
+            return self.num_bytes
+        return self.num_bytes + num_bytes - (0 if self.graph_captured else have)
+
+    def _grow(self, name: str, num_bytes: int) -> tuple[Segment, torch.Tensor]:
+        num_bytes = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ArenaError(f"buffer {name!r} must grow while a CUDA graph is captured: run the op once before capture")
+        cap = get_settings().arena_bytes
+        requests = exchange(self.group, (name, num_bytes, cap, self._size_after(name, num_bytes)))
+        if len(set(request[:2] for request in requests)) > 1:
+            raise ArenaError(f"ranks asked for different symmetric buffers: {[request[:2] for request in requests]}")
+        for rank, (_, _, rank_cap, rank_size) in enumerate(requests):
+            if rank_cap is not None and rank_size > rank_cap:
+                raise ArenaError(
+                    f"symmetric buffer {name!r} of {num_bytes} bytes brings group {self.group_name} to {rank_size} "
+                    f"bytes, above rank {rank}'s cap DITRON_ARENA_BYTES={rank_cap}"
+                )
+        self._retire(name)
+        segment = self._transport.allocate(self.group, self.device, num_bytes)
+        addresses = torch.tensor(segment.addresses, dtype=torch.int64, device=self.device)
+        self._segments[name] = (segment, addresses)
+        log_once(
+            f"arena {self.group_name} {name} {num_bytes}",
+            f"symmetric memory of group {self.group_name} ({self.transport_name}): {name} {num_bytes / 2**20:.1f} MiB, "
+            f"{self.num_bytes / 2**20:.1f} MiB in all",
+        )
+        return self._segments[name]
+
+    def _retire(self, name: str) -> None:
+        """Collective: takes buffer ``name`` out of use once nobody's kernels can touch it."""
+        held = self._segments.pop(name, None)
+        if held is None:
+            return
+        self._quiesce()
+        if self.graph_captured:
+            self._kept_for_graphs.append(held[0])
+        else:
+            held[0].release()
+
+    def _quiesce(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+
+    def close(self) -> None:
+        """Frees everything; collective, explicit, never from a finaliser. The arena must not be used afterwards."""
+        if self.closed:
+            return
+        self._quiesce()
+        for segment, _ in self._segments.values():
+            segment.release()
+        for segment in self._kept_for_graphs:
+            segment.release()
+        self._segments.clear()
+        self._kept_for_graphs.clear()
+        self.closed = True
+
+
+_arenas: dict[tuple[dist.ProcessGroup, str], SymmetricArena] = {}
+
+
+def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> SymmetricArena:
+    """The one arena of ``group`` (``None``: WORLD) on ``device``; made at the first call, which is collective."""
+    group = group if group is not None else dist.group.WORLD
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (group, str(device))
+    arena = _arenas.get(key)
+    if arena is None or arena.closed:
+        arena = _arenas[key] = SymmetricArena(group, device)
+    return arena
+
+
+def close_all_arenas() -> None:
+    """Closes every arena that ``get_arena`` made, in the order in which they were made (collective)."""
+    for arena in list(_arenas.values()):
+        arena.close()
+    _arenas.clear()

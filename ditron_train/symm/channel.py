@@ -1,0 +1,176 @@
+"""``Channel``: the signals of one op on one group, with its epochs, its deadline and its record of what went wrong.
+
+Two ops, or two groups, never share a pad. Epochs are monotonic and wrap cyclically at 2**31; a signal is never reset:
+a waiter waits until ``signal - epoch >= 0``. The epoch is counted in device memory by the kernels themselves
+(``lang.next_epoch``), so a captured CUDA graph replays with fresh epochs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ditron_train.runtime.errors import DitronError, MismatchError, PeerTimeoutError
+from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
+from ditron_train.symm.control import (
+    CONTROL_ABORT,
+    CONTROL_RANK,
+    CONTROL_RECORD_ADDRESS,
+    CONTROL_TIMEOUT_NS,
+    CONTROL_WORDS,
+    CONTROL_WORLD_SIZE,
+    KIND_MISMATCH,
+    KIND_OVERFLOW,
+    READY_WORDS,
+    RECORD_CHUNK,
+    RECORD_EXPECTED,
+    RECORD_KIND,
+    RECORD_PEER,
+    RECORD_SEEN,
+    RECORD_STATE,
+    RECORD_WORDS,
+    TICKET_ROLES,
+    TICKET_UNIT_LOG2,
+)
+
+__all__ = ["Channel", "check_all"]
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class Channel:
+    """Signals, epochs and error record of op ``op_name`` on ``arena``'s group (collective to make).
+
+    Attributes:
+        signals: int32 ``SymmetricTensor`` of data-arrival flags; peers write, this rank waits.
+        ready: int32 ``SymmetricTensor`` ``[2, world_size, READY_WORDS]``: start signals with signatures, by epoch parity.
+        control: int64 control block on the device (see ``symm.control``).
+        tickets: int64 ``[TICKET_ROLES]`` launch counters, one slot for each kernel role of the op.
+
+    Args:
+        signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``).
+        first_epoch: Epoch before the first launch; tests start near the wrap.
+    """
+
+    def __init__(
+        self,
+        arena: SymmetricArena,
+        op_name: str,
+        num_signals: int,
+        *,
+        signature_fields: Sequence[str] = (),
+        first_epoch: int = 0,
+    ) -> None:
+        assert len(signature_fields) < READY_WORDS
+        self.arena = arena
+        self.op_name = op_name
+        self.signature_fields = tuple(signature_fields)
+        self.timeout_s = get_settings().timeout_s
+        device = arena.device
+        self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
+        self.ready = self._filled(f"{op_name}/ready", (2, arena.world_size, READY_WORDS), first_epoch)
+        self.tickets = torch.full((TICKET_ROLES,), first_epoch << TICKET_UNIT_LOG2, dtype=torch.int64, device=device)
+        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._record_words = self._record.numpy()
+        words = [0] * CONTROL_WORDS
+        words[CONTROL_TIMEOUT_NS] = int(self.timeout_s * 1e9)
+        words[CONTROL_RECORD_ADDRESS] = self._record.data_ptr()
+        words[CONTROL_RANK] = arena.rank
+        words[CONTROL_WORLD_SIZE] = arena.world_size
+        self.control = torch.tensor(words, dtype=torch.int64, device=device)
+        self._signatures: dict[tuple[int, ...], torch.Tensor] = {}
+        self._error: DitronError | None = None
+        _channels.add(self)
+
+    def _filled(self, name: str, shape: tuple[int, ...], epoch: int) -> SymmetricTensor:
+        tensor = self.arena.tensor(name, shape, torch.int32)
+        if epoch:
+            tensor.local.fill_(epoch)
+        self.arena._quiesce()
+        return tensor
+
+    def reserve_signals(self, num_signals: int) -> None:
+        """Makes room for ``num_signals`` flags (collective when it must grow; syncs then)."""
+        if self.signals.local.numel() >= num_signals:
+            return
+        epoch = int(self.tickets.max()) >> TICKET_UNIT_LOG2  # a fresh flag must not be ahead of the epoch after a wrap
+        epoch = (epoch + 2**31) % 2**32 - 2**31
+        self.signals = self._filled(f"{self.op_name}/signals", (num_signals,), epoch)
+
+    def signature(self, values: Sequence[int]) -> torch.Tensor:
+        """The int32 ``[READY_WORDS]`` device tensor that travels with the start signal; cached by its values."""
+        key = tuple(values)
+        tensor = self._signatures.get(key)
+        if tensor is None:
+            assert len(key) == len(self.signature_fields)
+            words = [0, *((value + 2**31) % 2**32 - 2**31 for value in key)]
+            words += [0] * (READY_WORDS - len(words))
+            tensor = self._signatures[key] = torch.tensor(words, dtype=torch.int32, device=self.arena.device)
+        return tensor
+
+    def check(self) -> None:
+        """Raises what a kernel of this channel recorded; reads host memory only, no sync.
+
+        Raises:
+            PeerTimeoutError: A wait passed its deadline.
+            MismatchError: The ranks' signatures differ.
+        """
+        if self._error is None and self._record_words[RECORD_STATE] != 0:
+            self._error = self._build_error()
+        if self._error is not None:
+            raise self._error
+
+    def synchronize(self) -> None:
+        """Waits for the device, then ``check``s: after it, results of earlier calls are known to be good."""
+        if self.arena.device.type == "cuda":
+            torch.cuda.synchronize(self.arena.device)
+        self.check()
+
+    def abort(self) -> None:
+        """Makes every wait of this channel return at once (for a watchdog; results are discarded)."""
+        self.control[CONTROL_ABORT : CONTROL_ABORT + 1].fill_(1)
+
+    def _build_error(self) -> DitronError:
+        words = [int(word) for word in self._record_words]
+        kind, peer = words[RECORD_KIND], words[RECORD_PEER]
+        if kind == KIND_MISMATCH:
+            return MismatchError(self._describe_mismatch(words[RECORD_EXPECTED]))
+        if kind == KIND_OVERFLOW:
+            return DitronError(
+                f"{self.op_name} on group {self.arena.group_name}: {words[RECORD_SEEN]} rows for slot "
+                f"{words[RECORD_CHUNK]} of rank {peer}, room for {words[RECORD_EXPECTED]}"
+            )
+        return PeerTimeoutError(
+            op=self.op_name,
+            group=self.arena.group_name,
+            waiting_rank=self.arena.rank,
+            missing_rank=peer,
+            chunk=words[RECORD_CHUNK],
+            expected_epoch=words[RECORD_EXPECTED],
+            seen_epoch=words[RECORD_SEEN],
+            timeout_s=self.timeout_s,
+        )
+
+    def _describe_mismatch(self, epoch: int) -> str:
+        """The same words on every rank: what each rank of the group called, in rank order."""
+        pad = self.ready.local[epoch & 1].cpu().tolist()
+        calls = []
+        for rank, words in enumerate(pad):
+            if words[0] != epoch:
+                calls.append(f"rank {rank}: not heard")
+                continue
+            fields = ", ".join(f"{name}={value}" for name, value in zip(self.signature_fields, words[1:]))
+            calls.append(f"rank {rank}: {fields}")
+        return (
+            f"{self.op_name} on group {self.arena.group_name}: the ranks called it with different arguments, and the "
+            f"result must not be used. " + "; ".join(calls)
+        )
+
+
+def check_all() -> None:
+    """``check``s every live channel of this process."""
+    for channel in list(_channels):
+        channel.check()

@@ -1,0 +1,53 @@
+"""Layout of the control block that kernels get, and of the record that survives them.
+
+Control block: int64 words in device memory, one block a channel. Record: int64 words in memory that the host reads
+without a sync (pinned where there is a GPU): a kernel that gives up writes it once, the first writer wins by a
+compare-and-swap on the abort word, and from then on every wait of the channel returns at once.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CONTROL_ABORT",
+    "CONTROL_RANK",
+    "CONTROL_RECORD_ADDRESS",
+    "CONTROL_TIMEOUT_NS",
+    "CONTROL_WORDS",
+    "CONTROL_WORLD_SIZE",
+    "KIND_MISMATCH",
+    "KIND_OVERFLOW",
+    "KIND_TIMEOUT",
+    "READY_WORDS",
+    "RECORD_CHUNK",
+    "RECORD_EXPECTED",
+    "RECORD_KIND",
+    "RECORD_PEER",
+    "RECORD_SEEN",
+    "RECORD_STATE",
+    "RECORD_WORDS",
+    "TICKET_ROLES",
+    "TICKET_UNIT_LOG2",
+]
+
+CONTROL_ABORT = 0
+CONTROL_TIMEOUT_NS = 1
+CONTROL_RECORD_ADDRESS = 2
+CONTROL_RANK = 3
+CONTROL_WORLD_SIZE = 4
+CONTROL_WORDS = 8
+
+RECORD_STATE = 0  # 0: nothing happened; 1: the other words are complete
+RECORD_KIND = 1
+RECORD_PEER = 2
+RECORD_CHUNK = 3
+RECORD_EXPECTED = 4
+RECORD_SEEN = 5
+RECORD_WORDS = 8
+
+KIND_TIMEOUT = 1
+KIND_MISMATCH = 2
+KIND_OVERFLOW = 3
+
+READY_WORDS = 16  # one rank's start signal: the epoch, then 15 words of signature
+TICKET_UNIT_LOG2 = 10  # a launch takes 2**10 tickets whatever its grid is (so at most 1024 programs)
+TICKET_ROLES = 4  # kernels of one op that count launches separately

@@ -1,0 +1,110 @@
+"""What a transport is: one way to allocate memory that all ranks of a group can address.
+
+A transport hands out ``Segment``s. Three exist: ``torch`` (``torch.distributed._symmetric_memory``, CUDA peers of one
+node), ``nvshmem`` (nvshmem4py, also across nodes) and ``shm`` (POSIX shared memory, CPU processes of one machine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import ArenaError
+from ditron_train.runtime.settings import get_settings
+
+__all__ = ["Segment", "Transport", "all_ranks_or_raise", "exchange", "select_transport"]
+
+
+@dataclass
+class Segment:
+    """One symmetric allocation of ``num_bytes`` on every rank of a group.
+
+    Attributes:
+        local: uint8 tensor of ``num_bytes`` in this rank's memory.
+        peers: The same allocation of each group rank, mapped here; ``None`` where a peer's memory cannot be addressed.
+        addresses: Base address in this process of each group rank's allocation; 0 where it cannot be addressed.
+        release: Gives this rank's mappings and memory back; called once, collectively.
+    """
+
+    local: torch.Tensor
+    peers: list[torch.Tensor | None]
+    addresses: list[int]
+    release: Callable[[], None] = field(default=lambda: None)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.local.numel()
+
+
+class Transport(Protocol):
+    """Allocates symmetric memory for one process group."""
+
+    name: str
+
+    def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
+        """Collective over ``group``: the same ``num_bytes`` on every rank, zero-filled.
+
+        Raises:
+            ArenaError: On every rank, if any rank could not allocate or map.
+        """
+        ...
+
+
+def exchange(group: dist.ProcessGroup, value: object) -> list:
+    """Returns ``value`` of every rank, by group rank (collective, host side, blocking)."""
+    values: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def all_ranks_or_raise(group: dist.ProcessGroup, error: str | None, what: str) -> None:
+    """Collective: raises the same ``ArenaError`` on every rank if any rank passes an error text."""
+    errors = exchange(group, error)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+    if failed:
+        raise ArenaError(f"{what} failed on {len(failed)} of {len(errors)} ranks: " + "; ".join(failed))
+
+
+def _spans_nodes(group: dist.ProcessGroup) -> bool:
+    import os
+    import socket
+
+    node = (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0"))
+    return len(set(exchange(group, node))) > 1
+
+
+def select_transport(group: dist.ProcessGroup, device: torch.device, name: str | None = None) -> Transport:
+    """Chooses the transport of a group (collective).
+
+    ``name`` or ``DITRON_TRANSPORT`` forces one; ``auto`` takes ``shm`` for CPU, ``torch`` where the group lies inside
+    one node ("node" means one torchrun agent), and ``nvshmem`` across nodes.
+
+    Raises:
+        ArenaError: The transport does not fit the device, or is not installed; the same on every rank.
+    """
+    name = name or get_settings().transport
+    if name == "auto":
+        if device.type == "cpu":
+            name = "shm"
+        else:
+            name = "nvshmem" if _spans_nodes(group) else "torch"
+    names = exchange(group, name)
+    if len(set(names)) > 1:
+        raise ArenaError(f"ranks chose different transports: {names}; set DITRON_TRANSPORT to one of them everywhere")
+    if (name == "shm") != (device.type == "cpu"):
+        raise ArenaError(f"transport {name!r} does not serve {device.type} tensors")
+    if name == "shm":
+        from ditron_train.symm.shm_transport import ShmTransport
+
+        return ShmTransport()
+    if name == "torch":
+        from ditron_train.symm.torch_transport import TorchTransport
+
+        return TorchTransport()
+    from ditron_train.symm.nvshmem_transport import NvshmemTransport
+
+    return NvshmemTransport.get(group, device)
