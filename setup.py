@@ -1,0 +1,30 @@
+"""Dependencies come from ``ditron_train/runtime/versions.py``, where the supported ranges are stated once."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import setup
+
+_versions = runpy.run_path(str(Path(__file__).parent / "ditron_train" / "runtime" / "versions.py"))
+_ranges = {entry.name: entry.specifier for entry in _versions["SUPPORTED"]}
+
+
+def _pinned(name: str, distribution: str = "") -> str:
+    return f"{distribution or name}{_ranges[name]}"
+
+
+_MEGATRON = [_pinned("megatron-core")]
+_BENCH = ["matplotlib"]
+
+setup(
+    python_requires=_ranges["python"],
+    install_requires=[_pinned("torch"), _pinned("triton"), _pinned("numpy"), "packaging", "rich"],
+    extras_require={
+        "megatron": _MEGATRON,
+        "cuda": ["cuda-bindings"],
+        "nvshmem": [_pinned("nvshmem4py", "nvshmem4py-cu13"), _pinned("nvidia-nvshmem", "nvidia-nvshmem-cu13")],
+        "te": [_pinned("transformer-engine", "transformer-engine[pytorch]")],
+        "bench": _BENCH,
+        "test": ["pytest", "pytest-timeout", "hypothesis", "setuptools", *_BENCH, *_MEGATRON],
+    },
+)

@@ -1,0 +1,86 @@
+"""The sdist and the wheel build, hold what they must and install."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+_BUILD = """
+import sys
+from setuptools import build_meta
+folder = sys.argv[1]  # the backend rewrites sys.argv
+build_meta.build_sdist(folder)
+build_meta.build_wheel(folder)
+"""
+
+
+def _run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist of the checkout and a wheel built from that sdist alone."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "ditron_train", source / "ditron_train", ignore=shutil.ignore_patterns("__pycache__"))
+    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    _run(sys.executable, "-c", _BUILD, first, cwd=source)
+    (archive,) = first.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(second, filter="data")
+    (unpacked,) = second.iterdir()
+    _run(sys.executable, "-c", _BUILD, second, cwd=unpacked)
+    return second
+
+
+def test_wheel_holds_every_module_and_the_data(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / "ditron_train").rglob("*.py")}
+    expected |= {"ditron_train/py.typed", "ditron_train/data/workloads.json"}
+    assert expected <= names
+    assert not [name for name in names if name.startswith(("tests/", "examples/"))]
+
+
+def test_metadata(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read("ditron_train-0.1.0.dist-info/METADATA").decode()
+    assert "\nLicense-Expression: Apache-2.0\n" in text
+    assert "ditron_train contributors" in text
+    for extra in ("megatron", "cuda", "nvshmem", "te", "bench", "test"):
+        assert f"\nProvides-Extra: {extra}\n" in text
+    required = [line for line in text.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert sorted(line.split()[1].split(">")[0].split("<")[0] for line in required) == [
+        "numpy",
+        "packaging",
+        "rich",
+        "torch",
+        "triton",
+    ]
+
+
+def test_wheel_installs(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    target = tmp_path / "target"
+    _run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel, cwd=tmp_path)
+    check = (
+        f"import sys; sys.path.insert(0, {str(target)!r})\n"
+        "import ditron_train; from ditron_train.data import load_workloads\n"
+        "assert 'torch' not in sys.modules and 'triton' not in sys.modules\n"
+        "print(ditron_train.__file__, ditron_train.__version__, len(load_workloads()['ag_gemm']['shapes']))"
+    )
+    where, version, shapes = _run(sys.executable, "-c", check, cwd=tmp_path).split()
+    assert Path(where).is_relative_to(target)
+    assert (version, shapes) == ("0.1.0", "6")
