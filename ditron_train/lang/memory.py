@@ -8,7 +8,8 @@ peers. SM-driven pulls are slow (a half of the push rate): kernels push.
 import triton
 import triton.language as tl
 
-from ditron_train.lang.waits import _is_cuda, await_ready, notify, wait
+from ditron_train.lang.waits import READY_WORDS, _is_cuda, await_ready, notify, wait
+from ditron_train.symm import control as layout
 
 __all__ = [
     "barrier_all",
@@ -30,8 +31,8 @@ __all__ = [
     "thread_id",
 ]
 
-_RANK = tl.constexpr(3)  # symm.control.CONTROL_RANK
-_WORLD_SIZE = tl.constexpr(4)  # symm.control.CONTROL_WORLD_SIZE
+_RANK = tl.constexpr(layout.CONTROL_RANK)
+_WORLD_SIZE = tl.constexpr(layout.CONTROL_WORLD_SIZE)
 
 
 @triton.constexpr_function
@@ -171,10 +172,9 @@ def signal_wait_until(signal_ptr, value, control_ptr, peer, TARGET: tl.constexpr
 @triton.jit
 def barrier_all(ready_addresses, ready_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
     """All ranks of the group have called it for ``epoch`` (one program a launch; bounded like every wait)."""
-    words: tl.constexpr = 16  # symm.control.READY_WORDS
     for step in tl.static_range(WORLD_SIZE):
         peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
         base = tl.load(ready_addresses + peer).to(tl.pointer_type(tl.int32))
-        notify(base + ((epoch & 1) * WORLD_SIZE + rank) * words, epoch, TARGET)
+        notify(base + ((epoch & 1) * WORLD_SIZE + rank) * READY_WORDS, epoch, TARGET)
     for step in tl.static_range(WORLD_SIZE):
         await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)

@@ -24,6 +24,7 @@ from ditron_train.symm.control import (
     CONTROL_WORLD_SIZE,
     KIND_MISMATCH,
     KIND_OVERFLOW,
+    KIND_TIMEOUT,
     READY_WORDS,
     RECORD_CHUNK,
     RECORD_EXPECTED,
@@ -128,6 +129,21 @@ class Channel:
         if self.arena.device.type == "cuda":
             torch.cuda.synchronize(self.arena.device)
         self.check()
+
+    def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
+        """Records from the host that a wait passed its deadline (first record wins) and aborts the kernels' waits."""
+        if self._record_words[RECORD_STATE] == 0:
+            self._record_words[RECORD_KIND] = KIND_TIMEOUT
+            self._record_words[RECORD_PEER] = peer
+            self._record_words[RECORD_CHUNK] = chunk
+            self._record_words[RECORD_EXPECTED] = expected_epoch
+            self._record_words[RECORD_SEEN] = seen_epoch
+            self._record_words[RECORD_STATE] = 1
+
+    @property
+    def failed(self) -> bool:
+        """Whether a failure is recorded (host memory only)."""
+        return bool(self._record_words[RECORD_STATE])
 
     def abort(self) -> None:
         """Makes every wait of this channel return at once (for a watchdog; results are discarded)."""

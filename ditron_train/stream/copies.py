@@ -1,0 +1,42 @@
+"""Copies between kernels: puts and gets by a copy engine on a GPU, plain copies on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.stream import driver
+
+__all__ = ["get", "put"]
+
+
+def put(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """Copies ``source`` into ``destination`` (often a peer's memory): same number of bytes, both contiguous.
+
+    On a GPU it is enqueued on ``stream`` (default: the current one) and costs no SM between devices; on the CPU it is done
+    when the call returns.
+
+    Raises:
+        NotSupportedError: Sizes differ or a side is not contiguous.
+    """
+    num_bytes = source.numel() * source.element_size()
+    if num_bytes != destination.numel() * destination.element_size():
+        raise NotSupportedError(f"put of {num_bytes} bytes into {destination.numel() * destination.element_size()}")
+    if not (source.is_contiguous() and destination.is_contiguous()):
+        raise NotSupportedError("put takes contiguous tensors")
+    if num_bytes == 0:
+        return
+    if source.device.type != "cuda":
+        destination.view(-1).view(torch.uint8).copy_(source.detach().view(-1).view(torch.uint8))
+        return
+    stream = stream if stream is not None else torch.cuda.current_stream(source.device)
+    if driver.has_driver():
+        driver.memcpy_async(destination.data_ptr(), source.data_ptr(), num_bytes, stream.cuda_stream)
+        return
+    with torch.cuda.stream(stream):
+        destination.view(-1).view(torch.uint8).copy_(source.detach().view(-1).view(torch.uint8), non_blocking=True)
+
+
+def get(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """``put`` seen from the receiving side: ``source`` is a peer's memory."""
+    put(destination, source, stream)

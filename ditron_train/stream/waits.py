@@ -1,0 +1,187 @@
+"""Signals between kernels: a flag written or waited for by the stream itself, with a deadline.
+
+A stream wait of the driver has no timeout, so each wait is three memory operations in one driver call: write "begun"
+to pinned memory, wait for the flag, write "done". A watchdog thread reads these words (no CUDA call while all is well,
+so it cannot disturb a graph capture); when a wait has begun and is not done within the deadline, it records the failure
+in the channel and releases the wait by writing the flag itself from a stream of its own. The host then raises at the
+next ``Channel.check``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.stream import driver
+from ditron_train.symm.channel import Channel
+
+__all__ = ["stream_notify", "stream_wait"]
+
+_POLL_S = 0.05
+_SLOTS = 4096
+
+
+def cyclic_difference(a: int, b: int) -> int:
+    """``a - b`` as a signed 32-bit number: at least 0 where epoch ``a`` is ``b`` or later."""
+    return (a - b + 2**31) % 2**32 - 2**31
+
+
+def stream_notify(
+    channel: Channel, signal_address: int, epoch: int, stream: torch.cuda.Stream | None = None
+) -> None:
+    """Sets the 32-bit flag at ``signal_address`` (here or at a peer) to ``epoch`` once the stream has got there; what the
+    stream did before is visible to whoever sees it. On the CPU it is set at once."""
+    if channel.arena.device.type != "cuda":
+        _flag(signal_address).value = cyclic_difference(epoch, 0)
+        return
+    stream = stream if stream is not None else torch.cuda.current_stream(channel.arena.device)
+    driver.stream_memory_ops(stream.cuda_stream, [("write", signal_address, epoch)])
+
+
+def stream_wait(
+    channel: Channel,
+    signal_address: int,
+    epoch: int,
+    *,
+    peer: int,
+    chunk: int,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Holds the stream until the local flag at ``signal_address`` is ``epoch`` or later, at most the channel's deadline.
+
+    ``peer`` and ``chunk`` name what is missing. On the CPU it blocks the caller. Enqueue the producing kernel of this
+    process, if any, before the wait: with one hardware queue the wait would sit in front of it.
+
+    Raises:
+        PeerTimeoutError: On the CPU at once; on a GPU at the channel's next ``check``.
+    """
+    if channel.arena.device.type != "cuda":
+        _wait_on_cpu(channel, signal_address, epoch, peer, chunk)
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise NotSupportedError("a stream wait cannot be captured: its epoch would be frozen in the graph")
+    stream = stream if stream is not None else torch.cuda.current_stream(channel.arena.device)
+    _watchdog().guard(channel, signal_address, epoch, peer, chunk, stream)
+
+
+def _flag(address: int) -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(address)
+
+
+def _wait_on_cpu(channel: Channel, address: int, epoch: int, peer: int, chunk: int) -> None:
+    flag = _flag(address)
+    deadline_s = time.monotonic() + channel.timeout_s
+    polls = 0
+    while cyclic_difference(flag.value, epoch) < 0:
+        channel.check()
+        if time.monotonic() > deadline_s:
+            channel.record_timeout(peer=peer, chunk=chunk, expected_epoch=epoch, seen_epoch=flag.value)
+            break
+        polls += 1
+        if polls < 200:
+            os.sched_yield()
+        else:
+            time.sleep(0.0002)
+    channel.check()
+
+
+@dataclass
+class _Wait:
+    channel: Channel
+    address: int
+    epoch: int
+    peer: int
+    chunk: int
+    slot: int
+    ticket: int
+    begun_at_s: float | None = field(default=None)
+
+
+class _Watchdog:
+    """Releases stream waits that pass their deadline. One daemon thread a process, started at the first wait."""
+
+    def __init__(self) -> None:
+        self._words = torch.zeros(2 * _SLOTS, dtype=torch.int32, pin_memory=True)
+        self._progress = self._words.numpy()  # [slot] begun ticket, [_SLOTS + slot] done ticket
+        self._lock = threading.Lock()
+        self._waits: list[_Wait] = []
+        self._ticket = 0
+        self._release_streams: dict[torch.device, torch.cuda.Stream] = {}
+        threading.Thread(target=self._run, name="ditron-watchdog", daemon=True).start()
+
+    def guard(
+        self, channel: Channel, address: int, epoch: int, peer: int, chunk: int, stream: torch.cuda.Stream
+    ) -> None:
+        device = channel.arena.device
+        with self._lock:
+            if device not in self._release_streams:
+                self._release_streams[device] = torch.cuda.Stream(device, priority=-1)
+            self._ticket = self._ticket % (2**31 - 1) + 1
+            slot = self._ticket % _SLOTS
+            entry = _Wait(channel, address, epoch, peer, chunk, slot, self._ticket)
+            if len(self._waits) >= _SLOTS:
+                raise NotSupportedError(f"more than {_SLOTS} stream waits in flight")
+            self._waits.append(entry)
+        base = self._words.data_ptr()
+        driver.stream_memory_ops(
+            stream.cuda_stream,
+            [
+                ("write", base + 4 * slot, entry.ticket),
+                ("wait", address, epoch),
+                ("write", base + 4 * (_SLOTS + slot), entry.ticket),
+            ],
+        )
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_POLL_S)
+            with self._lock:
+                self._waits = [entry for entry in self._waits if not self._is_done(entry)]
+                pending = list(self._waits)
+            now_s = time.monotonic()
+            for entry in pending:
+                self._look_at(entry, now_s)
+
+    def _is_done(self, entry: _Wait) -> bool:
+        return cyclic_difference(int(self._progress[_SLOTS + entry.slot]), entry.ticket) >= 0
+
+    def _look_at(self, entry: _Wait, now_s: float) -> None:
+        if entry.begun_at_s is None:
+            if cyclic_difference(int(self._progress[entry.slot]), entry.ticket) >= 0:
+                entry.begun_at_s = now_s
+            return
+        late = now_s - entry.begun_at_s > entry.channel.timeout_s
+        if (late or entry.channel.failed) and not self._is_done(entry):
+            self._release(entry)
+
+    def _release(self, entry: _Wait) -> None:
+        device = entry.channel.arena.device
+        with torch.cuda.device(device):
+            stream = self._release_streams[device].cuda_stream
+            seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            driver.memcpy_async(seen.data_ptr(), entry.address, 4, stream)
+            self._release_streams[device].synchronize()
+            entry.channel.record_timeout(
+                peer=entry.peer, chunk=entry.chunk, expected_epoch=entry.epoch, seen_epoch=int(seen[0])
+            )
+            driver.memset_u32_async(entry.address, entry.epoch, 1, stream)
+        get_logger("stream").error("%s: released a stream wait for rank %d", entry.channel.op_name, entry.peer)
+
+
+_the_watchdog: _Watchdog | None = None
+_start_lock = threading.Lock()
+
+
+def _watchdog() -> _Watchdog:
+    global _the_watchdog
+    with _start_lock:
+        if _the_watchdog is None:
+            _the_watchdog = _Watchdog()
+        return _the_watchdog
