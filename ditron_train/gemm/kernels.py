@@ -1,0 +1,99 @@
+"""Tile GEMM: the building blocks that overlapped kernels inline, and the plain persistent kernel made of them."""
+
+import triton
+import triton.language as tl
+
+from ditron_train.schedule.tiles import grouped_tile
+
+__all__ = ["gemm_kernel", "store_tile", "tile_product"]
+
+
+@triton.jit
+def tile_product(
+    a_desc,
+    b_desc,
+    row,
+    col,
+    num_k_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    TRANSPOSE_A: tl.constexpr = False,
+    INPUT_PRECISION: tl.constexpr = "ieee",
+):
+    """acc[i, j] = sum over k of a[row + i, k] * b[k, col + j], in fp32, K blocks in ascending order.
+
+    That order, one accumulator and one rounding at the end are what cuBLAS does where it does not split K: the tile
+    sizes do not change a bit. Beyond the edges of a matrix descriptors read zeros, so any K is right.
+
+    Descriptor blocks: a [BLOCK_M, BLOCK_K] of A [M, K] (with TRANSPOSE_A [BLOCK_K, BLOCK_M] of A^T [K, M]); b
+    [BLOCK_K, BLOCK_N] of B [K, N] (with TRANSPOSE_B [BLOCK_N, BLOCK_K] of B^T [N, K], a weight as Linear stores it).
+
+    It waits for nobody. What a peer wrote must have been acquired before (and, since descriptors read through the async
+    proxy, fenced): keep waits out of the K loop, which the compiler pipelines.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k_tile in range(num_k_tiles):
+        k = k_tile * BLOCK_K
+        if TRANSPOSE_A:
+            a = a_desc.load([k, row]).T
+        else:
+            a = a_desc.load([row, k])
+        if TRANSPOSE_B:
+            b = b_desc.load([col, k]).T
+        else:
+            b = b_desc.load([k, col])
+        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+    return acc
+
+
+@triton.jit
+def store_tile(c_desc, acc, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr):
+    """c[row + i, col + j] = acc[i, j], rounded once to c's type; what lies beyond the edges of c is dropped.
+
+    With SPLIT_STORE the tile leaves in two halves, left first, through a descriptor of [BLOCK_M, BLOCK_N // 2]: half the
+    shared memory, which buys the K loop a stage. The stores are asynchronous: a kernel that signals them must wait for
+    them (``dl.bulk_store_wait``) and then notify.
+    """
+    if SPLIT_STORE:
+        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        c_desc.store([row, col], left.to(c_desc.dtype))
+        c_desc.store([row, col + BLOCK_N // 2], right.to(c_desc.dtype))
+    else:
+        c_desc.store([row, col], acc.to(c_desc.dtype))
+
+
+@triton.jit
+def gemm_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TRANSPOSE_A: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+):
+    """C [M, N] = A @ B, persistent: program p computes tiles p, p + num_programs, ... of the grouped order.
+
+    Nobody waits: no signals, no memory order. ``flatten`` makes one loop of tiles and K blocks, so that the loads of
+    the next tile run under the epilogue of this one.
+    """
+    num_tiles_m = tl.cdiv(M, BLOCK_M)
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    for tile_id in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        acc = tile_product(
+            a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A
+        )
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)

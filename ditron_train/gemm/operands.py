@@ -1,0 +1,53 @@
+"""What a tensor needs before a kernel can read or write it through a tensor descriptor (TMA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = ["aligned_operand", "empty_aligned", "is_aligned", "make_descriptor"]
+
+_ALIGNMENT_BYTES = 16
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a 2-D tensor can be described as it is: unit inner stride, base and row stride in whole 16 bytes."""
+    if tensor.data_ptr() % _ALIGNMENT_BYTES or (tensor.stride(1) != 1 and tensor.shape[1] != 1):
+        return False
+    if tensor.shape[0] == 1:
+        return True
+    row_stride = tensor.stride(0)
+    return row_stride >= tensor.shape[1] and row_stride * tensor.element_size() % _ALIGNMENT_BYTES == 0
+
+
+def _padded_columns(num_columns: int, element_size: int) -> int:
+    per_line = _ALIGNMENT_BYTES // element_size
+    return -(-num_columns // per_line) * per_line
+
+
+def empty_aligned(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised [num_rows, num_columns] that can be described: a view of a wider buffer where rows need padding."""
+    padded = _padded_columns(num_columns, dtype.itemsize)
+    buffer = torch.empty(num_rows, padded, dtype=dtype, device=device)
+    return buffer if padded == num_columns else buffer[:, :num_columns]
+
+
+def aligned_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the 2-D tensor itself where it can be described, else a copy that can be.
+
+    A copy has equal values, so results do not change; it costs one pass over the tensor and its memory.
+    """
+    if is_aligned(tensor):
+        return tensor
+    copy = empty_aligned(*tensor.shape, tensor.dtype, tensor.device)
+    return copy.copy_(tensor)
+
+
+def make_descriptor(tensor: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Host descriptor of an aligned, not empty 2-D tensor, read or written in blocks of ``block`` elements."""
+    num_rows, num_columns = tensor.shape
+    # the row stride of a single row is never used, but the descriptor checks it
+    row_stride = tensor.stride(0) if num_rows > 1 else _padded_columns(num_columns, tensor.element_size())
+    return TensorDescriptor(tensor, [num_rows, num_columns], [row_stride, 1], list(block))

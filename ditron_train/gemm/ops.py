@@ -1,0 +1,209 @@
+"""Host side of the tile GEMM: three layouts, any shape and stride, the bits of cuBLAS where ``bits.py`` says so."""
+
+from __future__ import annotations
+
+import torch
+
+from ditron_train.gemm.configs import GemmConfig, choose_config
+from ditron_train.gemm.kernels import gemm_kernel
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, is_aligned, make_descriptor
+from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["check_operands", "launch_gemm", "matmul_nn", "matmul_nt", "matmul_tn"]
+
+_DTYPES = {
+    "interpreter": (torch.float32, torch.bfloat16, torch.float16),
+    "gpu": (torch.bfloat16, torch.float16),
+}
+
+
+def check_operands(name: str, a: torch.Tensor, b: torch.Tensor) -> str:
+    """Checks that two tensors can be multiplied by the kernels; returns the ``TARGET`` of their device.
+
+    Raises:
+        NotSupportedError: Different devices or types, or a type or device without a kernel.
+    """
+    if a.device != b.device:
+        raise NotSupportedError(f"{name}: operands on {a.device} and {b.device}")
+    if a.dtype != b.dtype:
+        raise NotSupportedError(f"{name}: operands of {a.dtype} and {b.dtype}")
+    target = kernel_target(a.device)
+    allowed = _DTYPES["interpreter" if target == "interpreter" else "gpu"]
+    if a.dtype not in allowed:
+        raise NotSupportedError(f"{name}: {a.dtype} on {target}; allowed: {', '.join(map(str, allowed))}")
+    return target
+
+
+def _check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device:
+        raise NotSupportedError(
+            f"{name}: out is {tuple(out.shape)} {out.dtype} on {out.device}, needed is {shape} {like.dtype} on {like.device}"
+        )
+    if out.numel() and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+        raise NotSupportedError(f"{name}: out overlaps itself (a stride of 0)")
+
+
+def _shares_memory(out: torch.Tensor, operand: torch.Tensor) -> bool:
+    return out.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()
+
+
+def launch_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    config: GemmConfig,
+    *,
+    transpose_a: bool,
+    transpose_b: bool,
+    num_programs: int,
+) -> None:
+    """Launches the kernel on aligned, not empty 2-D operands of one device, which must be the current one."""
+    m, n = out.shape
+    k = a.shape[0] if transpose_a else a.shape[1]
+    a_block = (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k)
+    b_block = (config.block_n, config.block_k) if transpose_b else (config.block_k, config.block_n)
+    gemm_kernel[(min(num_programs, config.num_tiles(m, n)),)](
+        make_descriptor(a, a_block),
+        make_descriptor(b, b_block),
+        make_descriptor(out, config.store_block),
+        m,
+        n,
+        k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        TRANSPOSE_A=transpose_a,
+        TRANSPOSE_B=transpose_b,
+        SPLIT_STORE=config.split_store,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _product(
+    name: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None,
+    config: GemmConfig | None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> torch.Tensor:
+    """C = op(a) @ op(b) for 2-D operands, see the public functions."""
+    target = check_operands(name, a, b)
+    k, m = a.shape if transpose_a else a.shape[::-1]
+    n, b_k = b.shape if transpose_b else b.shape[::-1]
+    if k != b_k:
+        raise NotSupportedError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit: {k} against {b_k}")
+    if out is not None:
+        _check_out(name, out, (m, n), a)
+    if m == 0 or n == 0 or k == 0:
+        return torch.zeros(m, n, dtype=a.dtype, device=a.device) if out is None else out.zero_()
+
+    direct = out is not None and is_aligned(out) and not _shares_memory(out, a) and not _shares_memory(out, b)
+    result = out if direct else empty_aligned(m, n, a.dtype, a.device)
+    sms = num_sms(a.device)
+    config = config or choose_config(m, n, k, a.dtype, target, sms)
+    a, b = aligned_operand(a), aligned_operand(b)
+    options = dict(transpose_a=transpose_a, transpose_b=transpose_b, num_programs=sms)
+    if a.device.type == "cuda" and a.device.index != torch.cuda.current_device():
+        with torch.cuda.device(a.device):  # Triton launches on the current device
+            launch_gemm(a, b, result, config, **options)
+    else:
+        launch_gemm(a, b, result, config, **options)
+    if direct:
+        return result
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+def _matrix(name: str, role: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 2:
+        raise NotSupportedError(f"{name}: {role} must have 2 dimensions, has {tensor.dim()}")
+    return tensor
+
+
+def _rows(name: str, role: str, tensor: torch.Tensor) -> torch.Tensor:
+    """[..., K] as [rows, K]."""
+    if tensor.dim() < 1:
+        raise NotSupportedError(f"{name}: {role} has no dimension")
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+def _on_rows(
+    name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, config: GemmConfig | None, transpose_b: bool
+) -> torch.Tensor:
+    weight = _matrix(name, "weight", weight)
+    shape = (*x.shape[:-1], weight.shape[0 if transpose_b else 1])
+    if out is None or x.dim() == 2:
+        y = _product(name, _rows(name, "x", x), weight, out, config, transpose_b=transpose_b)
+        return y if x.dim() == 2 else y.view(shape)
+    _check_out(name, out, shape, x)
+    if out.is_contiguous():
+        _product(name, _rows(name, "x", x), weight, out.view(-1, shape[-1]) if out.numel() else out.reshape(0, shape[-1]), config,
+                 transpose_b=transpose_b)  # fmt: skip
+        return out
+    return out.copy_(_on_rows(name, x, weight, None, config, transpose_b))
+
+
+def matmul_nt(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, *, config: GemmConfig | None = None
+) -> torch.Tensor:
+    """y = x @ weight.T: the forward of a linear layer, without bias. Not differentiable by itself.
+
+    Args:
+        x: [..., K], bf16 or fp16 (on CPU, interpreted, fp32 too); any strides.
+        weight: [N, K] of the same type.
+        out: Where to write [..., N]; may share memory with an operand.
+        config: Tile sizes; chosen by the shape where None. They do not change bits.
+
+    Returns:
+        [..., N], ``out`` where given, else contiguous. Zero where K is 0.
+
+    Raises:
+        NotSupportedError: Shapes, types or devices that do not fit or have no kernel.
+    """
+    return _on_rows("matmul_nt", x, weight, out, config, True)
+
+
+def matmul_nn(
+    grad: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, *, config: GemmConfig | None = None
+) -> torch.Tensor:
+    """dx = grad @ weight: the dgrad of a linear layer. Not differentiable by itself.
+
+    Args:
+        grad: [..., N], as ``matmul_nt``.
+        weight: [N, K] of the same type.
+        out: Where to write [..., K]; may share memory with an operand.
+        config: Tile sizes; chosen by the shape where None.
+
+    Returns:
+        [..., K], ``out`` where given, else contiguous.
+
+    Raises:
+        NotSupportedError: As ``matmul_nt``.
+    """
+    return _on_rows("matmul_nn", grad, weight, out, config, False)
+
+
+def matmul_tn(
+    grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None, *, config: GemmConfig | None = None
+) -> torch.Tensor:
+    """dw = grad.T @ x: the wgrad of a linear layer, one sum over all rows in order. Not differentiable by itself.
+
+    Args:
+        grad: [..., N], as ``matmul_nt``.
+        x: [..., K] of the same type and rows.
+        out: Where to write [N, K]; may share memory with an operand.
+        config: Tile sizes; chosen by the shape where None.
+
+    Returns:
+        [N, K], ``out`` where given, else contiguous.
+
+    Raises:
+        NotSupportedError: As ``matmul_nt``.
+    """
+    name = "matmul_tn"
+    return _product(name, _rows(name, "grad", grad), _rows(name, "x", x), out, config, transpose_a=True)
