@@ -1,0 +1,13 @@
+"""Floor 5: plugs the ops into megatron-core. The only floor that imports megatron, and only when something is switched on.
+
+Three ways in:
+
+1. No edit: ``torchrun ... -m ditron_train.megatron.run pretrain_gpt.py <args> --ditron tp``.
+2. Two lines in the script: ``extra_args_provider=add_ditron_args`` and ``wrap_model_provider(model_provider)``.
+3. Python: ``spec = apply(spec, features=("tp",))``, or ``apply()`` before models are built; `restore` is the inverse.
+"""
+
+from ditron_train.megatron.switch import active_features, apply, restore, wrap_model_provider
+from ditron_train.megatron.arguments import add_ditron_args
+
+__all__ = ["active_features", "add_ditron_args", "apply", "restore", "wrap_model_provider"]

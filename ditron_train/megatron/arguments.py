@@ -1,0 +1,139 @@
+"""The ``--ditron`` arguments, in the style of Megatron's own argument groups.
+
+They are not fields of Megatron's configuration (which drops what it does not know), so the chosen options are kept
+here: `options_from_args` makes them from the parsed namespace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.settings import SETTINGS
+
+__all__ = [
+    "FEATURES",
+    "Options",
+    "add_ditron_args",
+    "available_features",
+    "options_from_argv",
+    "options_from_args",
+    "parse_features",
+]
+
+#: Name on the command line: what it accelerates. Each is a module ``ditron_train.megatron.<name>``.
+FEATURES: dict[str, str] = {
+    "tp": "tensor parallel linear layers (with --sequence-parallel)",
+    "sp": "attention with --cp-comm-type a2a (Ulysses)",
+    "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
+    "pp": "pipeline sends and receives",
+    "muon": "the Muon optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        features: Names out of `FEATURES`, in the order of that table.
+        transport: Value for ``DITRON_TRANSPORT``, or None to leave the environment as it is.
+        timeout_s: Value for ``DITRON_TIMEOUT_S`` in seconds, or None to leave the environment as it is.
+    """
+
+    features: tuple[str, ...] = ()
+    transport: str | None = None
+    timeout_s: float | None = None
+
+    def environment(self) -> dict[str, str]:
+        """The ``DITRON_*`` variables that these options set."""
+        values = {"DITRON_TRANSPORT": self.transport, "DITRON_TIMEOUT_S": self.timeout_s}
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def available_features() -> tuple[str, ...]:
+    """The names of `FEATURES` that this version of the package implements."""
+    return tuple(name for name in FEATURES if importlib.util.find_spec(f"ditron_train.megatron.{name}"))
+
+
+def parse_features(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the feature names in ``"tp,pp"`` or ``("tp", "pp")``, without repetitions, in the order of `FEATURES`.
+
+    Raises:
+        SettingError: A name is unknown or not implemented; the message lists those that are.
+    """
+    names = [name.strip() for name in (value.split(",") if isinstance(value, str) else value)]
+    available = available_features()
+    unknown = sorted({name for name in names if name not in available})
+    if unknown or not names:
+        given = ", ".join(repr(name) for name in unknown) or "nothing"
+        raise SettingError(f"--ditron does not know {given}; it takes a comma-separated list of: {', '.join(available)}")
+    return tuple(name for name in FEATURES if name in names)
+
+
+def _argparse_features(text: str) -> tuple[str, ...]:
+    try:
+        return parse_features(text)
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _argparse_setting(variable: str) -> Any:
+    setting = next(setting for setting in SETTINGS if setting.variable == variable)
+
+    def parse(text: str) -> Any:
+        try:
+            return setting.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
+
+
+def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the group ``ditron`` to `parser` and returns it; usable as Megatron's ``extra_args_provider``. Idempotent."""
+    if any(group.title == "ditron" for group in parser._action_groups):
+        return parser
+    listed = "; ".join(f"{name}: {FEATURES[name]}" for name in available_features())
+    group = parser.add_argument_group(title="ditron")
+    group.add_argument(
+        "--ditron",
+        type=_argparse_features,
+        default=(),
+        metavar="NAME[,NAME]",
+        help="Overlap communication with computation in these parts of the model, without changing a bit of the result. "
+        f"{listed}. What is not covered runs natively, with one log line saying why.",
+    )
+    group.add_argument(
+        "--ditron-transport",
+        type=_argparse_setting("DITRON_TRANSPORT"),
+        default=None,
+        metavar="{auto,torch,nvshmem,shm}",
+        help="Where symmetric memory comes from. Overrides DITRON_TRANSPORT.",
+    )
+    group.add_argument(
+        "--ditron-timeout-s",
+        type=_argparse_setting("DITRON_TIMEOUT_S"),
+        default=None,
+        metavar="SECONDS",
+        help="Deadline of every wait on a peer; past it an error is raised on every rank. Overrides DITRON_TIMEOUT_S.",
+    )
+    return parser
+
+
+def options_from_args(args: Any) -> Options:
+    """The options in a parsed namespace; fields that are missing there count as not given."""
+    return Options(
+        features=tuple(getattr(args, "ditron", None) or ()),
+        transport=getattr(args, "ditron_transport", None),
+        timeout_s=getattr(args, "ditron_timeout_s", None),
+    )
+
+
+def options_from_argv(argv: Sequence[str]) -> Options:
+    """The options among the words of a command line whose other words are not ours."""
+    parser = add_ditron_args(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    return options_from_args(parser.parse_known_args(list(argv))[0])

@@ -1,0 +1,84 @@
+"""Replaces what megatron-core uses by name, for runs whose source is not edited; everything is reversible.
+
+Two kinds of replacement:
+
+- `redirect_construction(native, ours)`: calling the class `native` builds an `ours`, a subclass of it. Every alias of
+  the class keeps its identity, whenever it was or will be imported, so ``isinstance`` and ``spec.module in (...)`` tests
+  inside megatron-core go on working. The right tool wherever ours is a subclass.
+- `replace_symbol(native, ours)`: every name bound to the object `native` in any module of a package is bound to `ours`
+  instead. For functions and for classes that cannot be subclassed. Modules imported later are reached only if they
+  import the name from a module that was already patched.
+
+Both are idempotent; `undo_all` restores the state before the first of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["is_redirected", "redirect_construction", "replace_symbol", "undo_all"]
+
+_redirected: dict[type, type] = {}
+_hooked: set[type] = set()
+_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+
+def redirect_construction(native: type, ours: type) -> None:
+    """Make ``native(...)`` build an instance of its subclass `ours`. Subclasses of `native` are not affected.
+
+    Raises:
+        TypeError: `ours` is not a subclass of `native`.
+        RuntimeError: `native` is already redirected to another class.
+    """
+    if not issubclass(ours, native):
+        raise TypeError(f"{ours.__qualname__} is not a subclass of {native.__qualname__}")
+    if _redirected.setdefault(native, ours) is not ours:
+        raise RuntimeError(f"{native.__qualname__} is already redirected to {_redirected[native].__qualname__}")
+    if native not in _hooked:
+        _hook_construction(native)
+
+
+def _hook_construction(native: type) -> None:
+    """Give `native` a ``__new__`` that looks its class up; it stays for good, since CPython cannot take one away cleanly."""
+    inherited = native.__new__
+
+    def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
+        target = _redirected.get(native, native) if cls is native else cls
+        if inherited is object.__new__:
+            return object.__new__(target)
+        return inherited(target, *args, **kwargs)
+
+    native.__new__ = staticmethod(construct)  # type: ignore[method-assign,assignment]
+    _hooked.add(native)
+
+
+def is_redirected(native: type) -> bool:
+    """Whether constructing `native` currently builds something else."""
+    return native in _redirected
+
+
+def replace_symbol(native: Any, ours: Any, *, package: str = "megatron") -> int:
+    """Bind every module-level name that refers to `native` in `package` to `ours`; returns how many were bound.
+
+    Calling it again reaches modules that were imported since, and changes nothing elsewhere.
+    """
+    count = 0
+    for name, module in list(sys.modules.items()):
+        if module is None or not (name == package or name.startswith(package + ".")):
+            continue
+        namespace = vars(module)
+        for key in [key for key, value in list(namespace.items()) if value is native]:
+            _replaced.append((namespace, key, native, ours))
+            namespace[key] = ours
+            count += 1
+    return count
+
+
+def undo_all() -> None:
+    """Take back every redirection and replacement. Names that someone else has bound since are left alone."""
+    while _replaced:
+        namespace, key, native, ours = _replaced.pop()
+        if namespace.get(key) is ours:
+            namespace[key] = native
+    _redirected.clear()

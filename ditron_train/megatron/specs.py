@@ -1,0 +1,66 @@
+"""Rewrites a finished layer spec: the same tree with some of its module classes exchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Mapping
+
+__all__ = ["count_replacements", "rewrite_spec"]
+
+
+def rewrite_spec(spec: Any, classes: Mapping[type, type]) -> Any:
+    """Returns a copy of `spec` in which every class that is a key of `classes` is its value.
+
+    Walks through ``ModuleSpec`` and other dataclasses (``TransformerBlockSubmodules.layer_specs`` included), lists, tuples,
+    dictionaries and ``functools.partial``. The given spec is not changed; parts without a replacement are shared with it.
+    """
+    if isinstance(spec, type):
+        return classes.get(spec, spec)
+    if isinstance(spec, functools.partial):
+        return functools.partial(
+            rewrite_spec(spec.func, classes),
+            *(rewrite_spec(value, classes) for value in spec.args),
+            **{key: rewrite_spec(value, classes) for key, value in spec.keywords.items()},
+        )
+    if dataclasses.is_dataclass(spec):
+        return _rewrite_dataclass(spec, classes)
+    if isinstance(spec, dict):
+        return {key: rewrite_spec(value, classes) for key, value in spec.items()}
+    if type(spec) in (list, tuple):
+        return type(spec)(rewrite_spec(value, classes) for value in spec)
+    return spec
+
+
+def _rewrite_dataclass(spec: Any, classes: Mapping[type, type]) -> Any:
+    if type(spec).__name__.endswith("Config"):  # a model configuration among the parameters is not part of the tree
+        return spec
+    changed = {}
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        new_value = rewrite_spec(value, classes)
+        if new_value is not value:
+            changed[field.name] = new_value
+    if not changed:
+        return spec
+    copy = object.__new__(type(spec))  # keeps attributes that are not fields, and needs no init=True
+    copy.__dict__.update(vars(spec))
+    copy.__dict__.update(changed)
+    return copy
+
+
+def count_replacements(spec: Any, classes: Mapping[type, type]) -> int:
+    """How many places of `spec` hold a class that is a key of `classes`."""
+    if isinstance(spec, type):
+        return int(spec in classes)
+    if isinstance(spec, functools.partial):
+        return sum(count_replacements(part, classes) for part in (spec.func, spec.args, spec.keywords))
+    if dataclasses.is_dataclass(spec):
+        if type(spec).__name__.endswith("Config"):
+            return 0
+        return sum(count_replacements(getattr(spec, field.name), classes) for field in dataclasses.fields(spec))
+    if isinstance(spec, dict):
+        return sum(count_replacements(value, classes) for value in spec.values())
+    if isinstance(spec, (list, tuple)):
+        return sum(count_replacements(value, classes) for value in spec)
+    return 0

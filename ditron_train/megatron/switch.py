@@ -1,0 +1,165 @@
+"""Switches features on in megatron-core and off again.
+
+A feature is a module ``ditron_train.megatron.<name>`` that defines
+
+- ``class_map() -> dict[type, type]``: megatron-core's classes and the subclasses of them that stand in;
+
+and, where it needs them,
+
+- ``symbols() -> list[tuple[object, object]]``: objects that are replaced by name (functions and the like);
+- ``start()`` and ``stop()``: called once when the feature is switched on, and when it is switched off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import Any, Sequence
+
+from ditron_train.megatron import patching
+from ditron_train.megatron.arguments import Options, parse_features
+from ditron_train.megatron.specs import count_replacements, rewrite_spec
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
+
+__all__ = ["active_features", "apply", "apply_options", "restore", "wrap_model_provider"]
+
+_started: dict[str, ModuleType] = {}
+_patched: list[str] = []
+_hook: list[Any] = []
+_saved_environment: dict[str, str | None] = {}
+
+
+def active_features() -> tuple[str, ...]:
+    """The features that `apply` has switched on for newly built models without an edit of their spec."""
+    return tuple(_patched)
+
+
+def apply(
+    spec: Any = None,
+    features: str | Sequence[str] = ("tp",),
+    *,
+    transport: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Switches `features` on: in one layer spec, or (without a spec) in every model built from now on.
+
+    Args:
+        spec: A ``ModuleSpec`` or ``TransformerBlockSubmodules``. A rewritten copy is returned and only models built from
+            it are accelerated; modules that ``GPTModel`` hard-codes (its output layer) stay native. None: calls of
+            megatron-core's own classes build ours, the output layer included, and None is returned.
+        features: Names as after ``--ditron``: a sequence, or one string with commas.
+        transport: Sets ``DITRON_TRANSPORT`` until `restore`.
+        timeout_s: Sets ``DITRON_TIMEOUT_S`` until `restore`.
+
+    Calling it again adds features and changes nothing for those already on.
+
+    Raises:
+        SettingError: An unknown feature or setting.
+        VersionError: A library outside the supported range.
+    """
+    return apply_options(Options(parse_features(features), transport, timeout_s), spec)
+
+
+def apply_options(options: Options, spec: Any = None) -> Any:
+    """`apply` for options that were parsed from a command line; no feature at all changes nothing."""
+    if not options.features:
+        return spec
+    from ditron_train.runtime.versions import check_versions
+
+    check_versions()
+    _set_environment(options.environment())
+    get_settings()  # a malformed variable is reported here, before any model is built
+    modules = {name: _start(name) for name in options.features}
+    _hook_optimizers()
+    if spec is not None:
+        classes = {native: ours for module in modules.values() for native, ours in module.class_map().items()}
+        names = ", ".join(options.features)
+        log_once(f"spec {names}", f"{names}: {count_replacements(spec, classes)} modules of the layer spec replaced")
+        return rewrite_spec(spec, classes)
+    for name, module in modules.items():
+        _patch(name, module)
+    return None
+
+
+def _start(name: str) -> ModuleType:
+    module = importlib.import_module(f"ditron_train.megatron.{name}")
+    if name not in _started:
+        if hasattr(module, "start"):
+            module.start()
+        _started[name] = module
+    return module
+
+
+def _patch(name: str, module: ModuleType) -> None:
+    classes = module.class_map()
+    for native, ours in classes.items():
+        patching.redirect_construction(native, ours)
+    for native, ours in module.symbols() if hasattr(module, "symbols") else ():
+        patching.replace_symbol(native, ours)
+    if name not in _patched:
+        _patched.append(name)
+        listed = ", ".join(sorted(native.__name__ for native in classes))
+        log_once(f"patched {name}", f"{name}: on for models built from now on ({listed})")
+
+
+def restore() -> None:
+    """Undo every `apply`: models built from now on are native, and the environment is as before. Idempotent.
+
+    Models that exist already keep their modules.
+    """
+    patching.undo_all()
+    _patched.clear()
+    while _started:
+        module = _started.popitem()[1]
+        if hasattr(module, "stop"):
+            module.stop()
+    while _hook:
+        _hook.pop().remove()
+    while _saved_environment:
+        name, value = _saved_environment.popitem()
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    for name, value in values.items():
+        _saved_environment.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
+
+def _check_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Raises what any op has recorded, so that a failed op never reaches the weights."""
+    from ditron_train.symm import check_all
+
+    check_all()
+
+
+def _hook_optimizers() -> None:
+    if not _hook:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        _hook.append(register_optimizer_step_pre_hook(_check_before_step))
+
+
+def wrap_model_provider(model_provider: Any) -> Any:
+    """Returns `model_provider` preceded by `apply` with the options of ``megatron.training.get_args()``.
+
+    For pretraining scripts that are edited: pass ``extra_args_provider=add_ditron_args`` and the wrapped provider to
+    ``megatron.training.pretrain``.
+    """
+    import functools
+
+    @functools.wraps(model_provider)
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        from ditron_train.megatron.arguments import options_from_args
+
+        apply_options(options_from_args(get_args()))
+        return model_provider(*args, **kwargs)
+
+    return provider

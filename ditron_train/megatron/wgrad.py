@@ -1,0 +1,98 @@
+"""The weight gradient as megatron-core's own layers compute it: the GEMM, and where its result goes.
+
+The ops of floor 3 call these objects in backward instead of a plain ``grad_output.t().matmul(total_input)``, so they
+need to know nothing of ``main_grad`` and its flags.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["NativeWgrad"]
+
+
+class NativeWgrad:
+    """wgrad of one call of a local (not Transformer Engine) linear layer.
+
+    ``dw [N, K] = grad_output [tokens, N].T @ total_input [tokens, K]``, one GEMM over all rows.
+    Without fusion it is returned in the activation's type. With gradient accumulation fusion it is added to
+    ``weight.main_grad`` by the kernels that megatron-core uses, and autograd gets what it expects there: a dummy when
+    ``grad_added_to_main_grad`` exists (zeros under ``zero_out_wgrad``), else None.
+
+    Args:
+        weight: The parameter, ``[N, K]``.
+        fused: ``gradient_accumulation_fusion`` of the call.
+        grad_output_buffer: List that collects output gradients whose wgrad is deferred, or None.
+        deferral_limit: How many it may hold (0: no limit).
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        fused: bool,
+        grad_output_buffer: list[torch.Tensor] | None = None,
+        deferral_limit: int | None = 0,
+    ) -> None:
+        self._weight = weight
+        self._fused = fused
+        # A module may be used again before its backward, so the buffer of this call is remembered, as native does.
+        self._main_grad = getattr(weight, "main_grad", None) if fused else None
+        self._buffer = grad_output_buffer
+        self._deferral_limit = deferral_limit
+
+    def defer(self, grad_output: torch.Tensor) -> bool:
+        """Whether the wgrad of this call is left to later; keeps `grad_output` ``[s, b, N]`` then.
+
+        The caller then neither gathers the input nor computes the GEMM, and returns `result_without_gemm` to autograd.
+        """
+        if self._buffer is None:
+            return False
+        if self._deferral_limit and len(self._buffer) >= self._deferral_limit:
+            return False
+        self._buffer.append(grad_output)
+        return True
+
+    def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
+        """Computes the gradient; both arguments are 2-D with the tokens of the whole group in order."""
+        if not self._fused:
+            return grad_output.t().matmul(total_input)
+        weight: Any = self._weight
+        weight.main_grad = self._main_grad
+        if hasattr(weight, "__fsdp_param__"):
+            weight.main_grad = weight.get_main_grad()
+            torch.matmul(grad_output.t(), total_input, out=weight.main_grad)
+        else:
+            _accumulate(total_input, grad_output, weight.main_grad)
+        return self.result_without_gemm(total_input.dtype)
+
+    def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What autograd gets as the weight's gradient when ``main_grad`` holds it, or will."""
+        weight: Any = self._weight
+        if self._fused:
+            weight.main_grad = self._main_grad
+        if not (self._fused and hasattr(weight, "grad_added_to_main_grad")):
+            return None
+        weight.grad_added_to_main_grad = True
+        return _dummy_gradient(weight.main_grad, dtype, zero=getattr(weight, "zero_out_wgrad", False))
+
+
+def _accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    import fused_weight_gradient_mlp_cuda as kernels
+
+    if main_grad.dtype == torch.float32:
+        kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
+    elif main_grad.dtype in (torch.float16, torch.bfloat16):
+        kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
+    else:
+        raise RuntimeError(f"no kernel accumulates the weight gradient into {main_grad.dtype}")
+
+
+def _dummy_gradient(main_grad: torch.Tensor, dtype: torch.dtype, zero: bool) -> torch.Tensor:
+    from megatron.core.tensor_parallel import layers
+
+    if layers.HAVE_TE:
+        return layers.get_dummy_wgrad(list(main_grad.shape), dtype, zero=zero)
+    make = torch.zeros if zero else torch.empty
+    return make(main_grad.shape, dtype=dtype, device=main_grad.device)
