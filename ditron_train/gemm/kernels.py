@@ -20,7 +20,6 @@ def tile_product(
     BLOCK_K: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     TRANSPOSE_A: tl.constexpr = False,
-    INPUT_PRECISION: tl.constexpr = "ieee",
 ):
     """acc[i, j] = sum over k of a[row + i, k] * b[k, col + j], in fp32, K blocks in ascending order.
 
@@ -44,7 +43,7 @@ def tile_product(
             b = b_desc.load([col, k]).T
         else:
             b = b_desc.load([k, col])
-        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
 
 

@@ -1,0 +1,46 @@
+"""Kernels of the gemm room, as its configurations launch them."""
+
+from ditron_train.testing.compile_check import KernelSpec
+
+
+def _gemm(name, transpose_a, transpose_b, block_m, block_n, block_k, stages, dtype="bf16", targets=("sm_90", "sm_100")):
+    a_block = f"{block_k},{block_m}" if transpose_a else f"{block_m},{block_k}"
+    b_block = f"{block_n},{block_k}" if transpose_b else f"{block_k},{block_n}"
+    split = block_n >= 256
+    return KernelSpec(
+        name=name,
+        kernel="ditron_train.gemm.kernels:gemm_kernel",
+        signature={
+            "a_desc": f"tensordesc<{dtype}[{a_block}]>",
+            "b_desc": f"tensordesc<{dtype}[{b_block}]>",
+            "c_desc": f"tensordesc<{dtype}[{block_m},{block_n // 2 if split else block_n}]>",
+            "M": "i32",
+            "N": "i32",
+            "K": "i32",
+        },
+        constexprs={
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "GROUP_M": 8,
+            "TRANSPOSE_A": transpose_a,
+            "TRANSPOSE_B": transpose_b,
+            "SPLIT_STORE": split,
+        },
+        num_warps=8,
+        num_stages=stages,
+        targets=targets,
+    )
+
+
+SPECS = [
+    spec
+    for layout, transpose_a, transpose_b in (("nt", False, True), ("nn", False, False), ("tn", True, False))
+    for spec in (
+        _gemm(f"gemm_{layout}_wide", transpose_a, transpose_b, 128, 256, 64, 3),
+        _gemm(f"gemm_{layout}_square", transpose_a, transpose_b, 128, 128, 64, 4),
+        _gemm(f"gemm_{layout}_square_fp16", transpose_a, transpose_b, 128, 128, 64, 4, dtype="fp16"),
+        _gemm(f"gemm_{layout}_ampere", transpose_a, transpose_b, 128, 128, 32, 3, targets=("sm_80",)),
+        _gemm(f"gemm_{layout}_cdna", transpose_a, transpose_b, 128, 128, 64, 2, targets=("hip",)),
+    )
+]

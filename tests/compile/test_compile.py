@@ -1,0 +1,86 @@
+"""Every kernel that a room lists compiles for each target, fits, does not spill and signals as it must."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+
+import pytest
+
+from ditron_train.testing.compile_check import CompileReport, KernelSpec, check_report, compile_specs, unguarded_releases
+
+
+def _room_specs() -> list[KernelSpec]:
+    specs = []
+    for path in sorted(pathlib.Path(__file__).parent.glob("specs_*.py")):
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        specs += module.SPECS
+    assert len({spec.name for spec in specs}) == len(specs), "two specs have one name"
+    return specs
+
+
+SPECS = _room_specs()
+
+
+@functools.lru_cache(maxsize=1)
+def _reports():
+    return compile_specs(SPECS)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "spec, target", [pytest.param(s, t, id=f"{s.name}-{t}") for s in SPECS for t in s.targets]
+)
+def test_kernel(spec, target):
+    check_report(spec, _reports()[spec.name, target])
+
+
+BARRIER, WRITE = "\tbar.sync \t0;", "\tst.global.v4.b32 [%rd1], {%r1};"
+RELEASE, ACQUIRE = "\tatom.global.release.sys.exch.b32 %r1, [%rd2], %r3;", "\tld.acquire.sys.global.b32 %r1, [%rd2];"
+
+
+@pytest.mark.parametrize(
+    "lines, num_unguarded",
+    [
+        ([WRITE, BARRIER, RELEASE], 0),
+        ([WRITE, RELEASE], 1),
+        ([BARRIER, WRITE, RELEASE], 1),
+        ([BARRIER, "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1}], [%r2];", RELEASE], 1),
+        ([WRITE, "\t// bar.sync 0;", "\tst.release.sys.global.u32 [%rd1], %r1;"], 1),
+        ([WRITE, BARRIER, "\tst.release.sys.global.u32 [%rd1], %r1;"], 0),
+        ([WRITE, BARRIER, "\tred.release.gpu.global.add.u32 [%rd1], 1;", RELEASE], 1),
+        ([WRITE, BARRIER, ACQUIRE], 0),
+    ],
+)
+def test_a_release_without_a_barrier_is_found(lines, num_unguarded):
+    assert len(unguarded_releases("\n".join([".visible .entry kernel(", *lines]))) == num_unguarded
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"error": "CompilationError: no"}, "does not compile"),
+        ({"spill_bytes": 8}, "spills 8 bytes"),
+        ({"spill_bytes": None}, "no spills at all"),
+        ({"shared_bytes": 300_000}, "shared memory"),
+        ({"asm": "\n".join([WRITE, BARRIER, RELEASE])}, "not stated"),
+    ],
+)
+def test_the_check_can_fail(change, words):
+    spec = KernelSpec("kernel", "module:kernel", {})
+    good = dict(name="kernel", target="sm_90", error=None, asm="", num_registers=32, spill_bytes=0, shared_bytes=1024)
+    check_report(spec, CompileReport(**good))
+    with pytest.raises(AssertionError, match=words):
+        check_report(spec, CompileReport(**{**good, **change}))
+    signalling = KernelSpec("kernel", "module:kernel", {}, signals=True)
+    with pytest.raises(AssertionError, match="release is missing"):
+        check_report(signalling, CompileReport(**good))
+    check_report(signalling, CompileReport(**{**good, "asm": "\n".join([WRITE, BARRIER, RELEASE, ACQUIRE])}))
+
+
+def test_a_kernel_that_does_not_compile_is_reported_with_its_error():
+    spec = KernelSpec("broken", "ditron_train.gemm.kernels:gemm_kernel", {}, targets=("sm_90",))
+    assert compile_specs([spec])["broken", "sm_90"].error
