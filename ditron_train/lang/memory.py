@@ -132,7 +132,7 @@ def putmem(destination_ptr, source_ptr, num_elements, first_block, block_step, B
     until the next ``notify`` or ``quiet``."""
     lanes = tl.arange(0, BLOCK)
     for block in range(first_block, tl.cdiv(num_elements, BLOCK), block_step):
-        offsets = block.to(tl.int64) * BLOCK + lanes
+        offsets = tl.cast(block, tl.int64) * BLOCK + lanes
         values = tl.load(source_ptr + offsets, mask=offsets < num_elements)
         tl.store(destination_ptr + offsets, values, mask=offsets < num_elements)
 

@@ -175,7 +175,7 @@ def _wait_cuda(signal_ptr, epoch, control_ptr, peer, chunk):
         }
         """,
         "=r,l,r,l,r,r",
-        [signal_ptr, epoch, control_ptr, peer, chunk],
+        [signal_ptr.to(tl.int64), epoch, control_ptr.to(tl.int64), peer, chunk],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -1,0 +1,40 @@
+"""Kernels of the primitives' tests: an all-gather and a barrier made of them."""
+
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+
+
+@triton.jit
+def push_all(
+    source, gathered_addresses, signals_addresses, ready_addresses, ready, signature, tickets, control, num_elements,
+    WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Each rank announces itself, checks everybody's signature, then pushes its elements to every rank's row."""
+    epoch = dl.next_epoch(tickets)
+    rank = dl.rank(control)
+    dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        dl.verify_ready(ready, signature, epoch, control, peer, WORLD_SIZE, TARGET)
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        destination = dl.symm_at(gathered_addresses, peer, source.dtype.element_ty) + rank * num_elements
+        signal = dl.symm_at(signals_addresses, peer, tl.int32) + rank
+        dl.putmem_signal(destination, source, num_elements, signal, epoch, BLOCK, TARGET)
+
+
+@triton.jit
+def wait_all(signals, tickets, control, WORLD_SIZE: tl.constexpr, COUNT: tl.constexpr, TARGET: tl.constexpr):
+    """Waits for every rank's row."""
+    epoch = dl.next_epoch(tickets + 1)
+    dl.wait_many(signals, WORLD_SIZE, epoch, control, -1, 0, COUNT, TARGET)
+
+
+@triton.jit
+def wait_each(signals, tickets, control, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """The same flag by flag."""
+    epoch = dl.next_epoch(tickets + 2)
+    for peer in tl.static_range(WORLD_SIZE):
+        dl.wait(signals + peer, epoch, control, peer, 7, TARGET)
