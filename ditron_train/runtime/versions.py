@@ -12,7 +12,7 @@ import sys
 from importlib import metadata
 from typing import NamedTuple
 
-__all__ = ["SUPPORTED", "Supported", "check_versions", "find_version", "find_versions", "version_problems"]
+__all__ = ["SUPPORTED", "Supported", "check_versions", "find_version", "find_versions", "is_supported", "version_problems"]
 
 
 class Supported(NamedTuple):
@@ -81,15 +81,23 @@ def find_versions() -> dict[str, str | None]:
     return {entry.name: find_version(entry) for entry in SUPPORTED}
 
 
+def is_supported(entry: Supported, version: str) -> bool:
+    """Whether ``version`` lies in the range of ``entry``; a local part such as ``+cu130`` does not matter."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return SpecifierSet(entry.specifier).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
 def version_problems(versions: dict[str, str | None] | None = None) -> list[str]:
     """Returns one sentence for each dependency that is missing or outside its range.
 
     Args:
         versions: What is installed, as ``find_versions()`` gives it (the default).
     """
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion, Version
-
     versions = find_versions() if versions is None else versions
     problems = []
     for entry in SUPPORTED:
@@ -98,11 +106,7 @@ def version_problems(versions: dict[str, str | None] | None = None) -> list[str]
             if entry.required:
                 problems.append(f"{entry.name} is not installed; {entry.specifier} is needed")
             continue
-        try:
-            known = SpecifierSet(entry.specifier).contains(Version(version), prereleases=True)
-        except InvalidVersion:
-            known = False
-        if not known:
+        if not is_supported(entry, version):
             problems.append(f"{entry.name} {version} is outside the supported range {entry.specifier} ({entry.why})")
     return problems
 

@@ -1,0 +1,203 @@
+"""Makes a virtual environment in which everything that a script needs can be imported.
+
+    python scripts/environment.py .venv quickstart        (or: test, bench)
+
+Only the standard library is needed. A torch or triton that the calling interpreter can import is used as it is and never
+replaced: the new environment then sees the outer one behind its own packages. What is missing is installed with the
+versions of ``constraints.txt``; what is there already and in the supported range stays. ``TORCH=2.11.0`` names another
+version of torch to install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# The CUDA build that was tried (it asks for this repository's triton); CPU machines take constraints.txt's version.
+CUDA_TORCH = "2.11.0"
+CORE = ("torch", "triton", "numpy")  # installed first, so that nothing else can pull another build of them
+MODULES = {
+    "torch": "torch",
+    "triton": "triton",
+    "numpy": "numpy",
+    "packaging": "packaging",
+    "rich": "rich",
+    "megatron-core": "megatron.core",
+    "matplotlib": "matplotlib",
+    "pytest": "pytest",
+    "pytest-timeout": "pytest_timeout",
+    "hypothesis": "hypothesis",
+    "setuptools": "setuptools",
+    "cuda-bindings": "cuda.bindings",
+}
+BASE = (*CORE, "packaging", "rich", "megatron-core", "matplotlib", "setuptools")
+PURPOSES = {"quickstart": BASE, "bench": BASE, "test": (*BASE, "pytest", "pytest-timeout", "hypothesis")}
+# Run inside the environment: which of the modules named on the command line are there, and which version.
+_LOOK = """
+import importlib.util, json, sys
+from importlib import metadata
+found = {}
+for name, module in json.loads(sys.argv[1]).items():
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        spec = None
+    if spec is not None:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+print(json.dumps(found))
+"""
+_UNSUPPORTED = """
+import json
+from ditron_train.runtime.versions import SUPPORTED, find_version, is_supported
+print(json.dumps([e.name for e in SUPPORTED if find_version(e) and not is_supported(e, find_version(e))]))
+"""
+
+
+class SetupError(Exception):
+    """What stands in the way, in words for the person at the keyboard."""
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver with at least one GPU answers here."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and "GPU 0" in subprocess.run([tool, "-L"], capture_output=True, text=True).stdout
+
+
+def read_pins() -> dict[str, str]:
+    """Returns the versions of ``constraints.txt`` by name."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def check_interpreter() -> None:
+    """Raises SetupError unless this interpreter is one that the project supports."""
+    supported = runpy.run_path(str(ROOT / "ditron_train" / "runtime" / "versions.py"))["SUPPORTED"]
+    wanted = next(entry for entry in supported if entry.name == "python").specifier
+    low, high = (tuple(int(part) for part in bound.lstrip("<>=").split(".")) for bound in wanted.split(","))
+    if not low <= sys.version_info[:2] < high:
+        raise SetupError(f"Python {sys.version.split()[0]} is outside {wanted}; name another one: PYTHON=python3.11")
+
+
+def make_venv(folder: Path) -> Path:
+    """Creates the environment where it is not there yet and returns its interpreter."""
+    python = folder / "bin" / "python"
+    if python.exists():
+        version = _output([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).strip()
+        if version == "%d.%d" % sys.version_info[:2]:
+            return python
+        raise SetupError(f"{folder} was made by Python {version}, this is {sys.version.split()[0]}: remove {folder} first")
+    _say(f"creating {folder} with Python {sys.version.split()[0]}")
+    own_pip = importlib.util.find_spec("ensurepip") is not None
+    if not own_pip and importlib.util.find_spec("pip") is None:
+        raise SetupError("this Python has neither ensurepip nor pip (Debian, Ubuntu: apt install python3-venv python3-pip)")
+    venv.EnvBuilder(with_pip=own_pip, symlinks=True).create(folder)
+    return python
+
+
+def link_outside(python: Path) -> None:
+    """Puts the checkout, and the outer environment where it has torch or triton, on the environment's path."""
+    lines = [str(ROOT)]
+    if any(importlib.util.find_spec(name) for name in ("torch", "triton")):
+        outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        lines += [f"import site; site.addsitedir({path!r})" for path in outer]
+    site = _output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    Path(site, "ditron_train_checkout.pth").write_text("\n".join(lines) + "\n")
+
+
+def installed(python: Path) -> dict[str, str]:
+    """Returns what of ``MODULES`` the environment can import, with versions ("" where unknown)."""
+    return json.loads(_output([python, "-c", _LOOK, json.dumps(MODULES)]))
+
+
+def install(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> None:
+    """Installs ``names`` without touching what is there; megatron-core without its dependencies (they are ours)."""
+    kept = installed(python)
+    pins = {**pins, **{name: kept[name] for name in CORE if kept.get(name) and name not in names}}
+    chosen = os.environ.get("TORCH", CUDA_TORCH if gpu else f"{pins['torch']}+cpu")  # a plain version: CUDA libraries
+    if "torch" in names:
+        pins["torch"] = chosen
+    constraints = python.parent.parent / "constraints.txt"
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+    exact = {name: f"{name}=={pins[name]}" if name in pins else name for name in names}
+    groups = ([n for n in names if n in CORE], [n for n in names if n not in CORE and n != "megatron-core"])
+    for group in groups:
+        if group:
+            _pip(python, ["-c", str(constraints), *(exact[name] for name in group)])
+    if "megatron-core" in names:
+        _pip(python, ["--no-deps", exact["megatron-core"]])
+
+
+def _pip(python: Path, arguments: list[str]) -> None:
+    _say("installing " + " ".join(word for word in arguments if "==" in word or word in MODULES))
+    command = [str(python), "-m", "pip"]
+    if subprocess.run([*command, "--version"], capture_output=True).returncode != 0:
+        command = [sys.executable, "-m", "pip", "--python", str(python)]
+    command += ["install", "--quiet", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
+        hint = ""
+        if any("+cpu" in word for word in arguments):
+            hint = (
+                "\nIf pip finds no CPU build of torch here: install one as pytorch.org shows and start this script with "
+                f"that Python, or set TORCH={CUDA_TORCH} for the CUDA build (gigabytes; it runs on the CPU too)."
+            )
+        raise SetupError(f"pip could not install {' '.join(arguments)}:\n{tail}{hint}")
+
+
+def check(python: Path, pins: dict[str, str], gpu: bool) -> None:
+    """Replaces what is outside its supported range, torch and triton excepted: those are only reported."""
+    wrong = json.loads(_output([python, "-c", _UNSUPPORTED]))
+    fixable = [name for name in wrong if name in pins and name not in ("torch", "triton")]
+    if fixable:
+        install(python, fixable, pins, gpu)
+    _output([python, "-c", "import torch, triton; from ditron_train.runtime import versions; versions.check_versions()"])
+
+
+def _output(command: list[str | Path]) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode != 0:
+        raise SetupError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{command[0]} failed")
+    return done.stdout
+
+
+def _say(text: str) -> None:
+    print(f"[environment] {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Sets the environment up; prints nothing where nothing is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("purpose", choices=PURPOSES)
+    arguments = parser.parse_args()
+    os.environ.pop("PIP_USER", None)  # pip refuses --user inside an environment
+    try:
+        check_interpreter()
+        python, pins, gpu = make_venv(arguments.folder.absolute()), read_pins(), has_gpu()
+        link_outside(python)
+        wanted = [*PURPOSES[arguments.purpose], *(["cuda-bindings"] if gpu else [])]
+        missing = [name for name in wanted if name not in installed(python)]
+        if missing:
+            install(python, missing, pins, gpu)
+        check(python, pins, gpu)
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
