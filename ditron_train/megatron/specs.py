@@ -15,6 +15,8 @@ def rewrite_spec(spec: Any, classes: Mapping[type, type]) -> Any:
     Walks through ``ModuleSpec`` and other dataclasses (``TransformerBlockSubmodules.layer_specs`` included), lists, tuples,
     dictionaries and ``functools.partial``. The given spec is not changed; parts without a replacement are shared with it.
     """
+    if count_replacements(spec, classes) == 0:
+        return spec
     if isinstance(spec, type):
         return classes.get(spec, spec)
     if isinstance(spec, functools.partial):
@@ -27,25 +29,14 @@ def rewrite_spec(spec: Any, classes: Mapping[type, type]) -> Any:
         return _rewrite_dataclass(spec, classes)
     if isinstance(spec, dict):
         return {key: rewrite_spec(value, classes) for key, value in spec.items()}
-    if type(spec) in (list, tuple):
-        return type(spec)(rewrite_spec(value, classes) for value in spec)
-    return spec
+    return type(spec)(rewrite_spec(value, classes) for value in spec)
 
 
 def _rewrite_dataclass(spec: Any, classes: Mapping[type, type]) -> Any:
-    if type(spec).__name__.endswith("Config"):  # a model configuration among the parameters is not part of the tree
-        return spec
-    changed = {}
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        new_value = rewrite_spec(value, classes)
-        if new_value is not value:
-            changed[field.name] = new_value
-    if not changed:
-        return spec
     copy = object.__new__(type(spec))  # keeps attributes that are not fields, and needs no init=True
     copy.__dict__.update(vars(spec))
-    copy.__dict__.update(changed)
+    for field in dataclasses.fields(spec):
+        copy.__dict__[field.name] = rewrite_spec(getattr(spec, field.name), classes)
     return copy
 
 
@@ -56,11 +47,11 @@ def count_replacements(spec: Any, classes: Mapping[type, type]) -> int:
     if isinstance(spec, functools.partial):
         return sum(count_replacements(part, classes) for part in (spec.func, spec.args, spec.keywords))
     if dataclasses.is_dataclass(spec):
-        if type(spec).__name__.endswith("Config"):
+        if type(spec).__name__.endswith("Config"):  # a model configuration among the parameters is not part of the tree
             return 0
         return sum(count_replacements(getattr(spec, field.name), classes) for field in dataclasses.fields(spec))
     if isinstance(spec, dict):
         return sum(count_replacements(value, classes) for value in spec.values())
-    if isinstance(spec, (list, tuple)):
+    if type(spec) in (list, tuple):
         return sum(count_replacements(value, classes) for value in spec)
     return 0

@@ -1,0 +1,68 @@
+"""The --ditron argument group."""
+
+import argparse
+
+import pytest
+
+from ditron_train.megatron.arguments import (
+    Options,
+    add_ditron_args,
+    available_features,
+    options_from_args,
+    options_from_argv,
+    parse_features,
+)
+from ditron_train.runtime.errors import SettingError
+
+
+def _parser():
+    return add_ditron_args(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_defaults_ask_for_nothing():
+    assert options_from_args(_parser().parse_args([])) == Options()
+    assert Options().environment() == {}
+
+
+def test_values():
+    args = _parser().parse_args(["--ditron", "tp", "--ditron-transport", "shm", "--ditron-timeout-s", "2.5"])
+    options = options_from_args(args)
+    assert options == Options(("tp",), "shm", 2.5)
+    assert options.environment() == {"DITRON_TRANSPORT": "shm", "DITRON_TIMEOUT_S": "2.5"}
+
+
+def test_adding_twice_changes_nothing_and_help_names_every_feature(capsys):
+    parser = add_ditron_args(_parser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert text.count("--ditron-timeout-s SECONDS") >= 1
+    for name in available_features():
+        assert f"{name}: " in text
+
+
+@pytest.mark.parametrize("text", ["tp,warp", "", "tp tp", "TP"])
+def test_unknown_names_are_an_error_that_lists_the_known_ones(text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        _parser().parse_args(["--ditron", text])
+    assert caught.value.code == 2
+    assert "tp" in capsys.readouterr().err
+    with pytest.raises(SettingError, match="comma-separated list of: tp"):
+        parse_features(text)
+
+
+def test_features_come_in_a_fixed_order_without_repetition():
+    names = available_features()
+    assert parse_features(",".join(reversed(names)) + f",{names[0]}") == names
+    assert parse_features(["tp", "tp"]) == ("tp",)
+
+
+@pytest.mark.parametrize("words", [["--ditron-transport", "carrier-pigeon"], ["--ditron-timeout-s", "-3"]])
+def test_bad_settings(words):
+    with pytest.raises(SystemExit):
+        _parser().parse_args(words)
+
+
+def test_our_words_among_those_of_a_script():
+    words = ["--num-layers", "2", "--ditron", "tp", "--bf16", "--ditron-timeout-s", "7"]
+    assert options_from_argv(words) == Options(("tp",), None, 7.0)

@@ -1,0 +1,87 @@
+"""Rewriting of finished layer specs."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from ditron_train.megatron.specs import count_replacements, rewrite_spec
+
+pytest.importorskip("megatron.core")
+
+
+class _Native:
+    pass
+
+
+class _Other:
+    pass
+
+
+class _Ours(_Native):
+    pass
+
+
+@dataclasses.dataclass
+class _Submodules:
+    linear: object = None
+    layers: list = None
+
+
+def _classes_of_gpt_spec(spec):
+    attention = spec.submodules.self_attention.submodules
+    mlp = spec.submodules.mlp.submodules
+    return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
+
+
+def test_gpt_spec_is_rewritten_and_the_original_is_left_alone():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    class Column(ColumnParallelLinear):
+        pass
+
+    class Row(RowParallelLinear):
+        pass
+
+    spec = get_gpt_layer_local_spec()
+    classes = {ColumnParallelLinear: Column, RowParallelLinear: Row}
+    rewritten = rewrite_spec(spec, classes)
+    assert _classes_of_gpt_spec(spec) == (ColumnParallelLinear, RowParallelLinear) * 2
+    assert _classes_of_gpt_spec(rewritten) == (Column, Row) * 2
+    assert count_replacements(spec, classes) == 4
+    assert count_replacements(rewritten, classes) == 0
+    assert type(rewritten) is type(spec)
+    assert rewritten.module is spec.module
+    assert rewritten.submodules.self_attention.params == spec.submodules.self_attention.params
+    assert rewritten.submodules.sharded_state_dict_keys_map is spec.submodules.sharded_state_dict_keys_map
+
+
+def test_moe_spec_experts_are_reached():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    class Column(ColumnParallelLinear):
+        pass
+
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    rewritten = rewrite_spec(spec, {ColumnParallelLinear: Column})
+    assert rewritten.submodules.mlp.submodules.experts.submodules.linear_fc1 is Column
+    assert rewritten.submodules.mlp.module is spec.submodules.mlp.module
+
+
+def test_block_spec_layers_partials_tuples_and_params():
+    classes = {_Native: _Ours}
+    block = _Submodules(linear=functools.partial(_Native, 1, kind=_Native), layers=[_Native, (_Native, _Other), {"a": _Native}])
+    rewritten = rewrite_spec(block, classes)
+    assert rewritten.linear.func is _Ours
+    assert rewritten.linear.args == (1,)
+    assert rewritten.linear.keywords == {"kind": _Ours}
+    assert rewritten.layers == [_Ours, (_Ours, _Other), {"a": _Ours}]
+    assert block.layers == [_Native, (_Native, _Other), {"a": _Native}]
+    assert count_replacements(block, classes) == 5
+
+
+def test_a_spec_without_replacements_is_returned_as_it_is():
+    block = _Submodules(linear=_Other, layers=None)
+    assert rewrite_spec(block, {_Native: _Ours}) is block
