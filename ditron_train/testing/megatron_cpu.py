@@ -105,6 +105,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             kwargs["pin_memory"] = False
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # the optimizers compare these names
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         return func(*args, **kwargs)

@@ -1,0 +1,223 @@
+"""A byte-level GPT built and trained with megatron-core: model, optimizer, step, and a digest of every gradient.
+
+Nothing here knows of ditron_train: `train` is a plain Megatron training loop, and is run natively and accelerated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from functools import partial
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from corpus import Corpus
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from ditron_train.testing import megatron_cpu
+
+__all__ = ["Job", "StepResult", "train"]
+
+VOCABULARY = 256
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd and without pattern; as a signed 64-bit number
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        num_layers: Transformer layers.
+        hidden_size: Width of the model.
+        ffn_hidden_size: Width of the MLP.
+        num_heads: Attention heads.
+        sequence_length: Tokens (bytes) of a sample.
+        batch_size: Samples of a step on each data-parallel rank.
+        num_steps: Optimizer steps.
+        learning_rate: Adam's.
+        dtype: Of parameters and activations.
+        use_te: Transformer Engine's layers instead of megatron-core's own.
+        seed: Of parameters and samples.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    sequence_length: int
+    batch_size: int
+    num_steps: int
+    learning_rate: float
+    dtype: torch.dtype
+    use_te: bool
+    seed: int = 1234
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this process trains on a GPU (the CPU shim is not installed)."""
+        return not megatron_cpu.is_installed()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """One step: mean loss over the data-parallel ranks, its duration, and 64 bits for each gradient of this rank."""
+
+    loss: float
+    time_ms: float
+    gradients: dict[str, int]
+
+
+def _config(job: Job) -> TransformerConfig:
+    world_size = parallel_state.get_tensor_model_parallel_world_size()
+    options: dict[str, Any] = dict(megatron_cpu.CPU_CONFIG)
+    if job.on_gpu:
+        options.update(use_cpu_initialization=False, deterministic_mode=True)
+    return TransformerConfig(
+        num_layers=job.num_layers,
+        hidden_size=job.hidden_size,
+        ffn_hidden_size=job.ffn_hidden_size,
+        num_attention_heads=job.num_heads,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=job.dtype,
+        pipeline_dtype=job.dtype,
+        bf16=job.dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=world_size,
+        sequence_parallel=world_size > 1,
+        **options,
+    )
+
+
+def _build_model(job: Job, config: TransformerConfig) -> Any:
+    if job.use_te:
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    model: Any = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=job.sequence_length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    if job.on_gpu:
+        model.cuda(torch.cuda.current_device())
+    if config.bf16:
+        model = Float16Module(config, model)
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    return DistributedDataParallel(config, ddp_config, model)
+
+
+def _build_optimizer(job: Job, model: Any) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=job.learning_rate,
+        min_lr=job.learning_rate,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        bf16=job.dtype == torch.bfloat16,
+        params_dtype=job.dtype,
+        use_distributed_optimizer=False,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def _causal_mask(job: Job, device: torch.device) -> torch.Tensor | None:
+    """True where attention is forbidden; Transformer Engine's attention and the fused softmax need none."""
+    if job.use_te:
+        return None
+    return torch.ones(job.sequence_length, job.sequence_length, dtype=torch.bool, device=device).triu(1)[None, None]
+
+
+def _forward_step(mask: torch.Tensor | None, batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+    batch = next(batches)
+    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+
+    def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = (output.float() * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+        reported = loss.detach().clone()
+        dist.all_reduce(reported, op=dist.ReduceOp.AVG if reported.is_cuda else dist.ReduceOp.SUM,
+                        group=parallel_state.get_data_parallel_group())  # fmt: skip
+        if not reported.is_cuda:  # gloo has no average
+            reported /= parallel_state.get_data_parallel_world_size()
+        return loss, {"loss": reported}
+
+    return losses, mean_loss
+
+
+def _digest(gradient: torch.Tensor) -> int:
+    """64 bits of a tensor's bits: any single changed element changes them, others all but certainly.
+
+    Each 32-bit pattern is multiplied by an odd pseudo-random number made from its index, and all are added modulo 2**64.
+    """
+    total = 0
+    for part_index, part in enumerate(gradient.detach().reshape(-1).split(1 << 24)):
+        bits = part.float().view(torch.int32).long()
+        index = torch.arange(part.numel(), device=part.device, dtype=torch.int64) + (part_index << 24)
+        weights = (index * _GOLDEN) | 1
+        total += int((bits * weights).sum().item())
+    return total % 2**64
+
+
+def _gradients(model: Any) -> dict[str, int]:
+    return {name: _digest(p.main_grad) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def train(job: Job, corpus: Corpus, on_step: Callable[[StepResult], None]) -> list[StepResult]:
+    """Builds the model from `job.seed`, trains it, and returns what every step gave on this rank."""
+    megatron_cpu.seed(job.seed)
+    device = torch.device("cuda", torch.cuda.current_device()) if job.on_gpu else torch.device("cpu")
+    config = _config(job)
+    model = _build_model(job, config)
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = _build_optimizer(job, model)
+    forward_step = partial(_forward_step, _causal_mask(job, device))
+    data_rank = parallel_state.get_data_parallel_rank()
+    results = []
+    model.train()
+    for step in range(job.num_steps):
+        batch = corpus.batch(step, job.batch_size, data_rank, device)
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([batch]),
+            model=[model],
+            num_microbatches=1,
+            seq_length=job.sequence_length,
+            micro_batch_size=job.batch_size,
+            forward_only=False,
+        )
+        torch.cuda.synchronize()
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        gradients = _gradients(model)
+        start = time.perf_counter()
+        optimizer.step()
+        torch.cuda.synchronize()
+        elapsed_ms += (time.perf_counter() - start) * 1e3
+        results.append(StepResult(losses[0]["loss"].item(), elapsed_ms, gradients))
+        on_step(results[-1])
+    del model, optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    return results

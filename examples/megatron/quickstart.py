@@ -1,0 +1,184 @@
+"""Trains a byte-level GPT with megatron-core twice, natively and with ditron_train, and compares every step.
+
+    torchrun --standalone --nproc-per-node 2 examples/megatron/quickstart.py [--data FILE]
+
+With GPUs: bf16, Megatron's deterministic settings; every loss and every gradient has to be equal bit for bit, else the exit
+status is 1. Native is run twice first, and what it does not repeat itself is named and left out. Without a GPU: fp32 on
+gloo with Triton's interpreter, where a GEMM adds in another order than torch's: losses have to agree within 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+# Read by CUDA, cuBLAS, NCCL and Transformer Engine when they start: Megatron's settings for deterministic training.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("NCCL_ALGO", "Ring")
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
+
+_CPU_TOLERANCE = 1e-4  # of a loss: the sums of about 20 GEMMs a step are rounded in another order
+
+
+def _arguments() -> argparse.Namespace:
+    from ditron_train.megatron import add_ditron_args
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", metavar="FILE", help="text to train on (default: sources and documentation of this Python)")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("quickstart_results"), help="where loss.png goes")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each run")
+    parser.add_argument("--tp", type=int, help="tensor parallel size (default: all processes)")
+    parser.add_argument("--layers", type=int, help="transformer layers")
+    parser.add_argument("--hidden", type=int, help="width of the model")
+    parser.add_argument("--sequence", type=int, help="bytes of a sample")
+    parser.add_argument("--batch", type=int, help="samples of a step on each data-parallel rank")
+    parser.add_argument("--spec", choices=("auto", "local", "te"), default="auto", help="layers: megatron-core's or TE's")
+    parser.set_defaults(ditron=("tp",))
+    add_ditron_args(parser)
+    arguments = parser.parse_args()
+    arguments.ditron = arguments.ditron or ("tp",)
+    return arguments
+
+
+def _start() -> bool:
+    """Joins the job; returns whether it runs on GPUs."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.use_deterministic_algorithms(True)
+        # Filling fresh buffers would race with streams that communicate into them.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        dist.init_process_group("nccl", timeout=timedelta(minutes=5),
+                                device_id=torch.device("cuda", torch.cuda.current_device()))  # fmt: skip
+    else:
+        from ditron_train.testing import interpreter, megatron_cpu
+
+        interpreter.install()
+        megatron_cpu.install()
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    return on_gpu
+
+
+def _make_job(arguments: argparse.Namespace, on_gpu: bool):
+    from byte_gpt import Job
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if arguments.spec == "te" and not (HAVE_TE and on_gpu):
+        raise SystemExit("error: --spec te needs Transformer Engine and GPUs")
+    small = {"layers": 2, "hidden": 128, "sequence": 128, "batch": 2, "steps": 50}
+    large = {"layers": 4, "hidden": 4096, "sequence": 4096, "batch": 2, "steps": 30}
+    size = {name: getattr(arguments, name) or value for name, value in (large if on_gpu else small).items()}
+    head_size = 128 if on_gpu else 32
+    return Job(
+        num_layers=size["layers"],
+        hidden_size=size["hidden"],
+        ffn_hidden_size=size["hidden"] * (7 if on_gpu else 4) // 2,
+        num_heads=max(1, size["hidden"] // head_size),
+        sequence_length=size["sequence"],
+        batch_size=size["batch"],
+        num_steps=size["steps"],
+        learning_rate=3e-4 if on_gpu else 2e-3,
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        use_te=HAVE_TE and on_gpu and arguments.spec != "local",
+    )
+
+
+def _run(job, corpus, label: str, console: Console):
+    """One training run behind a progress bar."""
+    from byte_gpt import train
+
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("loss {task.fields[loss]:.4f}"))  # fmt: skip
+    with Progress(*columns, console=console, disable=dist.get_rank() != 0) as progress:
+        task = progress.add_task(label, total=job.num_steps, loss=float("nan"))
+        return train(job, corpus, lambda result: progress.update(task, advance=1, loss=result.loss))
+
+
+def _verdict(comparison, on_gpu: bool, console: Console) -> int:
+    """Says what was found; returns the exit status, the same on every rank."""
+    if comparison.unstable:
+        console.print(f"native does not repeat these itself, left out: {', '.join(comparison.unstable)}")
+    console.print(f"largest difference of a loss: {comparison.largest:g}")
+    if not on_gpu:
+        if comparison.largest <= _CPU_TOLERANCE:
+            return 0
+        console.print(f"error: losses differ by more than {_CPU_TOLERANCE:g}")
+        return 1
+    if not comparison.different:
+        console.print(f"every loss and every gradient of {comparison.compared_steps} steps is equal bit for bit")
+        return 0
+    step, name = comparison.different[0]
+    console.print(f"error: {len(comparison.different)} losses or gradients differ from native; the first: {name}, step {step + 1}")
+    return 1
+
+
+def main() -> int:
+    """Runs the whole comparison; returns the exit status."""
+    warnings.filterwarnings("ignore")  # megatron-core's, on what is not installed
+    arguments = _arguments()
+    on_gpu = _start()
+    from comparison import Comparison, median_time_ms, plot_losses, print_table, write_json
+    from corpus import CorpusError, load_corpus
+    from megatron.core import parallel_state
+
+    import ditron_train.megatron as ditron
+    from ditron_train.testing import megatron_cpu
+
+    console = Console(quiet=dist.get_rank() != 0)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("ditron_train").setLevel(logging.INFO)
+    world_size = dist.get_world_size()
+    job = _make_job(arguments, on_gpu)
+    try:
+        corpus = load_corpus(arguments.data, job.sequence_length)
+    except CorpusError as error:
+        raise SystemExit(f"error: {error}") from None
+    tensor_parallel = arguments.tp or world_size
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+    if on_gpu and not job.use_te:
+        megatron_cpu.allow_torch_norm_with_sequence_parallel()
+    where = torch.cuda.get_device_name() if on_gpu else "CPU, Triton interpreter"
+    console.print(f"{world_size} x {where}: TP {tensor_parallel}{' + sequence parallel' if tensor_parallel > 1 else ''}, "
+                  f"{'Transformer Engine' if job.use_te else 'local'} layers, {job}, text of {corpus.num_bytes} bytes")  # fmt: skip
+
+    native = _run(job, corpus, "native", console)
+    again = _run(job, corpus, "native, once more", console) if on_gpu else None
+    ditron.apply(features=arguments.ditron, transport=arguments.ditron_transport, timeout_s=arguments.ditron_timeout_s)
+    try:
+        ours = _run(job, corpus, "ditron_train " + ",".join(arguments.ditron), console)
+    finally:
+        ditron.restore()
+
+    comparison = Comparison(native, again, ours)
+    times_ms = median_time_ms(again or native), median_time_ms(ours)
+    print_table(console, native, ours, times_ms)
+    if dist.get_rank() == 0:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        summary = {"device": where, "world_size": world_size, "native_ms": times_ms[0], "ditron_ms": times_ms[1],
+                   "largest_loss_difference": comparison.largest, "different": comparison.different,
+                   "not_repeated_by_native": comparison.unstable}  # fmt: skip
+        write_json(arguments.out / "losses.json", summary, native, ours)
+        plot_losses(arguments.out / "loss.png", native, ours, f"byte-level GPT, TP {tensor_parallel}, {where}")
+        console.print(f"written: {arguments.out / 'loss.png'}, {arguments.out / 'losses.json'}")
+    status = _verdict(comparison, on_gpu, console)
+    dist.barrier()
+    dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
