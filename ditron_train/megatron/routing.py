@@ -1,23 +1,23 @@
 """Decides for each call of a linear layer whether it runs as an overlapped op or natively.
 
-The answer depends on what all ranks of the group see alike (shapes, types, options), so the ranks agree without talking;
-where they cannot know (the bits of an unmeasured shape, memory that has to be had together) they decide together, once
-per shape. Everything that is not covered runs natively: same bits, one log line a reason on rank 0.
+The answer depends on what all ranks of the group see alike (shapes, types, options), so the ranks agree without talking.
+What they cannot know beforehand is tried once per shape, on random data, all ranks together: whether the symmetric memory
+can be had, and on GPUs whether forward and dgrad give the bits of cuBLAS and NCCL here. Everything that is not covered
+runs natively: same bits, one log line a reason on rank 0.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.gemm.bits import known_bits, probe_bits
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
-from ditron_train.tp.context import TPContext, get_tp_context
+from ditron_train.tp.context import TPContext, get_context
+from ditron_train.tp.ops import ag_gemm, gemm_rs
 
 __all__ = ["Kind", "forget_routes", "log_native", "route"]
 
@@ -37,7 +37,7 @@ def forget_routes() -> None:
 
 def log_native(name: str, reason: str) -> None:
     """One line, the first time that `name` runs natively for `reason`."""
-    log_once(f"native {name} {reason}", f"{name}: native, {reason}", level=logging.INFO)
+    log_once(f"native {name} {reason}", f"{name}: native, {reason}")
 
 
 def route(
@@ -63,12 +63,13 @@ def route(
     context = None
     if reason is None:
         try:
-            context = get_tp_context(group, x.device)
-            context.reserve(kind, x, weight)
-        except (ArenaError, NotSupportedError) as error:
-            context, reason = None, str(error)
-    if context is None:
-        log_native(f"tp {kind}", str(reason))
+            context = get_context(group, x.device)
+            reason = _try(kind, x, weight, context)
+        except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+            reason = str(error)
+    if reason is not None:
+        log_native(f"tp {kind}", reason)
+        context = None
     _routes[key] = context
     return context
 
@@ -92,8 +93,6 @@ def _why_not(
         return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
     if kind == "row" and x.shape[0] % world_size:
         return f"the sequence of {x.shape[0]} does not divide by {world_size}"
-    if x.device.type == "cuda" and not _bits_are_equal(kind, x, weight, group, world_size):
-        return f"at {tuple(x.shape)} x {tuple(weight.shape)} the bits of cuBLAS are other than those of the tile GEMM"
     return None
 
 
@@ -109,21 +108,44 @@ def _why_not_device(x: torch.Tensor) -> str | None:
     return None if x.dtype in _GPU_DTYPES else f"{x.dtype} is not covered"
 
 
-def _bits_are_equal(kind: Kind, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, world_size: int) -> bool:
-    """Whether forward and dgrad have cuBLAS's bits on every rank of `group`; a collective where measurements do not say."""
-    n, k = weight.shape
-    m = x.shape[:-1].numel() * (world_size if kind == "column" else 1)
-    target = kernel_target(x.device)
-    products = ((m, n, k, "nt"), (m, k, n, "nn"))
-    known = [known_bits(*product, x.dtype, target) for product in products]
-    if weight.stride(1) != 1 or weight.stride(0) != k:
-        known = [None, None]
-    if all(answer is not None for answer in known):
-        return all(known)
-    equal = all(
-        probe_bits(*product, x.dtype, x.device, b_row_stride=weight.stride(0) if weight.stride(1) == 1 else None)
-        for product in products
-    )
-    agreed = torch.tensor([int(equal)], dtype=torch.int32, device=x.device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-    return bool(agreed.item())
+def _random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Normal values in the layout of `tensor`, from a generator of its own: the user's random state does not move."""
+    generator = torch.Generator(device=tensor.device).manual_seed(seed)
+    return torch.empty_like(tensor).normal_(generator=generator)
+
+
+def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) -> str | None:
+    """Runs forward and dgrad once; returns why this shape must stay native (the same on every rank), or None.
+
+    Memory is had and kernels are compiled by it, so that nothing of that can fail between a forward and its backward.
+    """
+    with torch.no_grad():
+        x, weight = _random_like(x, 1 + context.rank), _random_like(weight, 101 + context.rank)
+        gathers_first = kind == "column"
+        y = ag_gemm(x, weight, context=context) if gathers_first else gemm_rs(x, weight, context=context)
+        grad_y = _random_like(y, 201 + context.rank)
+        backward = gemm_rs if gathers_first else ag_gemm
+        grad_x = backward(grad_y, weight, context=context, layout="nn")
+        context.synchronize()
+        if x.device.type != "cuda":  # the interpreter's GEMM is NumPy's, whose bits are not torch's
+            return None
+        native = (_gather_then_matmul, _matmul_then_scatter)[:: 1 if gathers_first else -1]
+        equal = torch.equal(y, native[0](x, weight.t(), context)) and torch.equal(grad_x, native[1](grad_y, weight, context))
+        agreed = torch.tensor([int(equal)], dtype=torch.int32, device=x.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=context.group)
+    if agreed.item():
+        return None
+    return f"at {tuple(x.shape)} x {tuple(weight.shape)} the bits would not be those of cuBLAS and NCCL on this machine"
+
+
+def _gather_then_matmul(x: torch.Tensor, matrix: torch.Tensor, context: TPContext) -> torch.Tensor:
+    total = x.new_empty((x.shape[0] * context.world_size, *x.shape[1:]))
+    dist.all_gather_into_tensor(total, x.contiguous(), group=context.group)
+    return torch.matmul(total, matrix)
+
+
+def _matmul_then_scatter(x: torch.Tensor, matrix: torch.Tensor, context: TPContext) -> torch.Tensor:
+    partial = torch.matmul(x, matrix)
+    out = partial.new_empty((partial.shape[0] // context.world_size, *partial.shape[1:]))
+    dist.reduce_scatter_tensor(out, partial, group=context.group)
+    return out
