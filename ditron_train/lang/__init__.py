@@ -29,6 +29,7 @@ from ditron_train.lang.waits import (
     verify_ready,
     wait,
     wait_many,
+    wait_ranks,
 )
 
 __all__ = [
@@ -57,4 +58,5 @@ __all__ = [
     "verify_ready",
     "wait",
     "wait_many",
+    "wait_ranks",
 ]

@@ -41,6 +41,7 @@ __all__ = [
     "verify_ready",
     "wait",
     "wait_many",
+    "wait_ranks",
 ]
 
 
@@ -153,7 +154,7 @@ def _wait_cuda(signal_ptr, epoch, control_ptr, peer, chunk):
             sub.s64 now, now, start;
             setp.lt.s64 flag, now, limit;
             @flag bra WAIT_POLL;
-            atom.acq_rel.gpu.global.cas.b64 abort, [$3], 0, 1;
+            atom.relaxed.gpu.global.cas.b64 abort, [$3], 0, 1;
             setp.ne.s64 flag, abort, 0;
             @flag bra WAIT_END;
             ld.global.b64 record, [$3+16];
@@ -239,6 +240,22 @@ def wait_many(signal_ptr, count, epoch, control_ptr, peer, first_chunk, COUNT: t
     else:
         for i in range(count):
             wait(signal_ptr + i, epoch, control_ptr, peer, first_chunk + i, TARGET)
+
+
+@triton.jit
+def wait_ranks(signal_ptr, stride, epoch, control_ptr, chunk, WORLD_SIZE: tl.constexpr, COUNT: tl.constexpr, TARGET: tl.constexpr):
+    """``wait`` for one flag of every rank, ``signal_ptr + rank * stride``; ``COUNT`` is the power of two from WORLD_SIZE."""
+    if _is_cuda(TARGET):
+        lanes = tl.arange(0, COUNT)
+        seen = tl.load(signal_ptr + lanes * stride, mask=lanes < WORLD_SIZE, other=epoch, volatile=True)
+        behind = tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
+        if behind > 0:  # warps may differ here: no barrier inside
+            for peer in range(WORLD_SIZE):
+                wait(signal_ptr + peer * stride, epoch, control_ptr, peer, chunk, TARGET)
+        _acquire_fence(TARGET)
+    else:
+        for peer in range(WORLD_SIZE):
+            wait(signal_ptr + peer * stride, epoch, control_ptr, peer, chunk, TARGET)
 
 
 @triton.jit

@@ -49,7 +49,8 @@ class Channel:
         signals: int32 ``SymmetricTensor`` of data-arrival flags; peers write, this rank waits.
         ready: int32 ``SymmetricTensor`` ``[2, world_size, READY_WORDS]``: start signals with signatures, by epoch parity.
         control: int64 control block on the device (see ``symm.control``).
-        tickets: int64 ``[TICKET_ROLES]`` launch counters, one slot for each kernel role of the op.
+        tickets: int64 ``[TICKET_ROLES]``: launch counters in slots 0 and 1, one for each kernel role of the op; slots 2 and 3
+            are zero at first and free for the op's own counters.
 
     Args:
         signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``).
@@ -73,7 +74,8 @@ class Channel:
         device = arena.device
         self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
         self.ready = self._filled(f"{op_name}/ready", (2, arena.world_size, READY_WORDS), first_epoch)
-        self.tickets = torch.full((TICKET_ROLES,), first_epoch << TICKET_UNIT_LOG2, dtype=torch.int64, device=device)
+        self.tickets = torch.zeros(TICKET_ROLES, dtype=torch.int64, device=device)
+        self.tickets[:2] = first_epoch << TICKET_UNIT_LOG2
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._record_words = self._record.numpy()
         words = [0] * CONTROL_WORDS
@@ -97,7 +99,7 @@ class Channel:
         """Makes room for ``num_signals`` flags (collective when it must grow; syncs then)."""
         if self.signals.local.numel() >= num_signals:
             return
-        epoch = int(self.tickets.max()) >> TICKET_UNIT_LOG2  # a fresh flag must not be ahead of the epoch after a wrap
+        epoch = int(self.tickets[0]) >> TICKET_UNIT_LOG2  # a fresh flag must not be ahead of the epoch after a wrap
         epoch = (epoch + 2**31) % 2**32 - 2**31
         self.signals = self._filled(f"{self.op_name}/signals", (num_signals,), epoch)
 

@@ -50,4 +50,4 @@ KIND_OVERFLOW = 3
 
 READY_WORDS = 16  # one rank's start signal: the epoch, then 15 words of signature
 TICKET_UNIT_LOG2 = 10  # a launch takes 2**10 tickets whatever its grid is (so at most 1024 programs)
-TICKET_ROLES = 4  # kernels of one op that count launches separately
+TICKET_ROLES = 4  # two kernels of one op that count launches separately, two counters of the op

@@ -35,6 +35,6 @@ def wait_all(signals, tickets, control, WORLD_SIZE: tl.constexpr, COUNT: tl.cons
 @triton.jit
 def wait_each(signals, tickets, control, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
     """The same flag by flag."""
-    epoch = dl.next_epoch(tickets + 2)
+    epoch = dl.next_epoch(tickets + 1)
     for peer in tl.static_range(WORLD_SIZE):
         dl.wait(signals + peer, epoch, control, peer, 7, TARGET)

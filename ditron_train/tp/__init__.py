@@ -1,0 +1,20 @@
+"""Tensor parallelism: AG-GEMM and GEMM-RS, and the linear layers made of them."""
+
+from ditron_train.tp.context import RowPartition, TPContext, get_context
+from ditron_train.tp.functions import column_linear, row_linear
+from ditron_train.tp.ops import ag_gemm, all_gather, gemm_rs, reserve_linear, start_all_gather
+from ditron_train.tp.tuning import GatherPlan
+
+__all__ = [
+    "GatherPlan",
+    "RowPartition",
+    "TPContext",
+    "ag_gemm",
+    "all_gather",
+    "column_linear",
+    "gemm_rs",
+    "get_context",
+    "reserve_linear",
+    "row_linear",
+    "start_all_gather",
+]

@@ -1,0 +1,194 @@
+"""``TPContext``: who owns the symmetric memory of tensor parallelism on one group.
+
+All layers of a group share it: one gathered activation and one set of partials, of the largest layer's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
+from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
+from ditron_train.symm.channel import Channel
+from ditron_train.tp.kernels import agree_kernel
+
+__all__ = ["RowPartition", "TPContext", "get_context"]
+
+FLAGS_PER_RANK = 1024  # arrival flags of one source rank in a gather
+
+
+@dataclass(frozen=True)
+class RowPartition:
+    """How the rows of a matrix are spread over the ranks of a group.
+
+    Attributes:
+        starts: ``world_size + 1`` row indices; rank ``r`` owns rows ``starts[r]`` up to ``starts[r + 1]``.
+    """
+
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> RowPartition:
+        """From the number of rows of each rank."""
+        return cls((0, *(int(total) for total in np.cumsum(np.asarray(counts, dtype=np.int64)))))
+
+    @property
+    def num_rows(self) -> int:
+        return self.starts[-1]
+
+    def count(self, rank: int) -> int:
+        return self.starts[rank + 1] - self.starts[rank]
+
+    @property
+    def max_count(self) -> int:
+        return max(end - start for start, end in zip(self.starts, self.starts[1:]))
+
+    def is_even(self, block_m: int) -> bool:
+        """Whether every rank owns the same whole number of tiles of ``block_m`` rows."""
+        rows = self.count(0)
+        return rows > 0 and rows % block_m == 0 and all(self.count(r) == rows for r in range(len(self.starts) - 1))
+
+    @property
+    def fingerprint(self) -> int:
+        """31 bits that tell partitions apart when ranks compare what they were called with."""
+        return hash(self.starts) & 0x7FFFFFFF
+
+
+class TPContext:
+    """Buffers, channels and the communication stream of one tensor-parallel group (collective to make).
+
+    Ops of one context run one after another, on whichever streams they are called: the context orders them.
+
+    Args:
+        group: The tensor-parallel process group (``None``: WORLD).
+        device: Where activations live.
+        first_epoch: For tests of the epoch's wrap.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
+        self.arena: SymmetricArena = get_arena(group, device)
+        self.group = self.arena.group
+        self.device = self.arena.device
+        self.rank = self.arena.rank
+        self.world_size = self.arena.world_size
+        self.target = kernel_target(self.device)
+        self.num_sms = num_sms(self.device)
+        self.gather_channel = Channel(
+            self.arena,
+            "tp.gather",
+            self.world_size * FLAGS_PER_RANK,
+            signature_fields=("total_rows", "row_partition", "columns", "element_bytes", "granule_rows"),
+            first_epoch=first_epoch,
+        )
+        self.scatter_channel = Channel(
+            self.arena,
+            "tp.gemm_rs",
+            self.world_size * 4096,
+            signature_fields=("total_rows", "row_partition", "columns", "element_bytes", "block_m", "block_n"),
+            first_epoch=first_epoch,
+        )
+        self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
+        self.is_cuda = self.device.type == "cuda"
+        self.comm_stream = torch.cuda.Stream(self.device, priority=-1) if self.is_cuda else None
+        self._last_stream: torch.cuda.Stream | None = None
+        self._agreed: set[tuple] = set()
+        self._tables: dict[object, torch.Tensor] = {}
+
+    def enter(self) -> None:
+        """Start of every op: raises what an earlier op recorded, and orders this stream behind the last one's."""
+        self.gather_channel.check()
+        self.scatter_channel.check()
+        if self.is_cuda:
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_stream is not None and self._last_stream != stream:
+                stream.wait_stream(self._last_stream)
+            self._last_stream = stream
+            if torch.cuda.is_current_stream_capturing():
+                self.arena.graph_captured = True
+
+    def leave(self, channel: Channel) -> None:
+        """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""
+        if not self.is_cuda:
+            channel.check()
+
+    def synchronize(self) -> None:
+        """Waits for the device and raises what any op of this context recorded."""
+        self.gather_channel.synchronize()
+        self.scatter_channel.synchronize()
+
+    def agree(self, channel: Channel, values: Sequence[int]) -> torch.Tensor:
+        """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
+
+        Only after that may buffers grow (collectively). Known signatures cost a lookup.
+
+        Raises:
+            MismatchError: On every rank, if the ranks differ.
+            NotSupportedError: A new signature while a CUDA graph is being captured.
+        """
+        signature = channel.signature(values)
+        key = (channel.op_name, *values)
+        if key in self._agreed:
+            return signature
+        if self.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotSupportedError(f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}")
+        agree_kernel[(1,)](
+            channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
+            WORLD_SIZE=self.world_size, TARGET=self.target,
+        )  # fmt: skip
+        channel.synchronize()
+        self._agreed.add(key)
+        return signature
+
+    def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """A small int32 table on the device, made once for ``key``."""
+        tensor = self._tables.get(key)
+        if tensor is None:
+            host = np.ascontiguousarray(values, dtype=np.int32)
+            tensor = self._tables[key] = torch.from_numpy(host.copy()).to(self.device)
+        return tensor
+
+    def tile_order(
+        self, kind: Literal["gather", "scatter"], partition: RowPartition, block_m: int, even: bool
+    ) -> torch.Tensor:
+        """Table of row tiles in gather or scatter order; a kernel that needs none (``even``) gets any table."""
+        if even:
+            return self.table(partition, partition.starts)
+        key = (kind, partition, block_m)
+        if key in self._tables:
+            return self._tables[key]
+        function = gather_row_tile_order if kind == "gather" else scatter_row_tile_order
+        return self.table(key, function(partition.starts, block_m, self.rank, self.world_size))
+
+    def gathered(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
+        """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context."""
+        return self.arena.tensor("tp.gathered", (num_rows, num_columns), dtype)
+
+    def slots(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
+        """The partials that peers store here."""
+        return self.arena.tensor("tp.partials", (num_rows, num_columns), dtype)
+
+
+_contexts: dict[tuple[dist.ProcessGroup, str], TPContext] = {}
+
+
+def get_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> TPContext:
+    """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
+    group = group if group is not None else dist.group.WORLD
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (group, str(device))
+    context = _contexts.get(key)
+    if context is None or context.arena.closed:
+        context = _contexts[key] = TPContext(group, device)
+    return context

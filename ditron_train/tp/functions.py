@@ -1,0 +1,154 @@
+"""Column and row linear layers with sequence parallelism, as autograd functions.
+
+Shapes: s tokens of the sequence (dimension 0 of activations), W ranks, K inputs and N outputs of the whole layer. With
+``AG`` an all-gather over ranks along dimension 0, ``RS`` a reduce-scatter along it:
+
+    column: Y [s, N/W] = AG(X [s/W, K]) @ Wt^T       Wt [N/W, K]
+            dX = RS(dY @ Wt)                          dWt = dY^T @ AG(X)
+    row:    Y [s/W, N] = RS(X [s, K/W] @ Wt^T)        Wt [N, K/W]
+            dX = AG(dY) @ Wt                          dWt = AG(dY)^T @ X
+
+Order of roundings as in Megatron's ``LinearWithGradAccumulationAndAsyncCommunication`` and ``RowParallelLinear``: GEMMs
+round once to the activation dtype, partial sums are folded in ring order with a rounding at every hop, bias is a
+separate addition, wgrad is one GEMM over all rows in canonical order.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ditron_train.tp.context import TPContext
+from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather
+
+__all__ = ["PlainWgrad", "Wgrad", "column_linear", "row_linear"]
+
+
+class Wgrad(Protocol):
+    """Computes the weight gradient of one call of a layer, and says where it goes."""
+
+    def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
+        """[rows, N] and [rows, K] to [N, K], or None where it went elsewhere (``main_grad``)."""
+
+    def defer(self, grad_output: torch.Tensor) -> bool:
+        """Whether it is left to later: then nothing is gathered, and ``result_without_gemm`` goes to autograd."""
+
+    def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What autograd gets for a deferred gradient."""
+
+
+class PlainWgrad:
+    """grad_output^T @ input, at once, as the native path without fused accumulation computes it."""
+
+    def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
+        """See ``Wgrad``."""
+        return grad_output.t().matmul(total_input)
+
+    def defer(self, grad_output: torch.Tensor) -> bool:
+        """Never."""
+        return False
+
+    def result_without_gemm(self, dtype: torch.dtype) -> None:
+        """Nothing: it is never deferred."""
+        return None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, context, wgrad):
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        ctx.context, ctx.wgrad = context, wgrad
+        y = ag_gemm(x, weight, context=context)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        deferred = needs_weight and ctx.wgrad.defer(grad_output)
+        grad_x = grad_weight = None
+        gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
+        if needs_x:
+            grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn")
+        grad_rows = _rows(grad_output)
+        if gather is not None:
+            grad_weight = ctx.wgrad(grad_rows, gather.wait()[:, : x.shape[-1]])
+        elif deferred:
+            grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
+        grad_bias = grad_rows.sum(dim=0) if ctx.has_bias and needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, context, wgrad):
+        ctx.save_for_backward(x, weight)
+        ctx.context, ctx.wgrad = context, wgrad
+        return gemm_rs(x, weight, context=context)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = grad_weight = total_grad = None
+        if needs_x:
+            grad_x, total_grad = ag_gemm(
+                grad_output, weight, context=ctx.context, layout="nn", return_gathered=True
+            )
+        elif needs_weight:
+            total_grad = start_all_gather(grad_output, context=ctx.context).wait()[:, : grad_output.shape[-1]]
+        if needs_weight:
+            grad_weight = ctx.wgrad(total_grad, _rows(x))
+        return grad_x, grad_weight, None, None
+
+
+def column_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    context: TPContext,
+    bias: torch.Tensor | None = None,
+    wgrad: Wgrad | None = None,
+) -> torch.Tensor:
+    """AG(x) @ weight^T (+ bias): the column-parallel linear layer under sequence parallelism.
+
+    Args:
+        x: [s / W, ..., K], this rank's tokens.
+        weight: [N / W, K], this rank's rows of the weight.
+        context: The tensor-parallel group's context.
+        bias: [N / W] or None; added after the GEMM's rounding.
+        wgrad: Computes the weight gradient from the gathered input (None: ``PlainWgrad``).
+
+    Returns:
+        [s, ..., N / W].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm`` and ``gemm_rs``, in backward too.
+    """
+    return _ColumnLinear.apply(x, weight, bias, context, wgrad or PlainWgrad())
+
+
+def row_linear(
+    x: torch.Tensor, weight: torch.Tensor, *, context: TPContext, wgrad: Wgrad | None = None
+) -> torch.Tensor:
+    """RS(x @ weight^T): the row-parallel linear layer under sequence parallelism (bias is added by the caller).
+
+    Args:
+        x: [s, ..., K / W], all tokens, this rank's share of the inputs.
+        weight: [N, K / W].
+        context: The tensor-parallel group's context.
+        wgrad: Computes the weight gradient from the gathered output gradient (None: ``PlainWgrad``).
+
+    Returns:
+        [s / W, ..., N].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm`` and ``gemm_rs``, in backward too.
+    """
+    return _RowLinear.apply(x, weight, context, wgrad or PlainWgrad())

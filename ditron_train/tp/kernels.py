@@ -1,0 +1,448 @@
+"""Kernels of tensor parallelism: gather (push, start, wait), AG-GEMM, GEMM-RS, and the agreement on a new shape.
+
+Memory: one gathered activation ``[M, K]`` and one set of partials ``[world * slot_rows, N]`` a rank. They are single
+buffers: a rank may write into a peer's only after the peer's start signal of this epoch (``dl.announce``: everything that
+its stream had before is done). Arrival is told by flags that hold the epoch, one for each (source rank, granule).
+
+Ticket roles of a channel: 0 for the kernel that sends, 1 for the kernel that waits.
+"""
+
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+from ditron_train.gemm.kernels import store_tile, tile_product
+from ditron_train.schedule.tiles import gather_tile, ordered_tile, scatter_tile
+
+__all__ = ["ag_gemm_kernel", "agree_kernel", "gather_start_kernel", "gather_wait_kernel", "gemm_rs_kernel", "push_shard_kernel"]
+
+
+@triton.jit
+def agree_kernel(
+    ready_addresses, ready_ptr, signature_ptr, tickets_ptr, control_ptr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """One program: all ranks announce the same signature, or the channel records the mismatch.
+
+    It stands for a launch of the op: it advances both roles, and leaves the work counters as the next launch wants them.
+    """
+    epoch = dl.next_epoch(tickets_ptr)
+    dl.next_epoch(tickets_ptr + 1)
+    tl.store(tickets_ptr + 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+    rank = dl.rank(control_ptr)
+    dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    for step in tl.static_range(1, WORLD_SIZE):
+        dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+
+
+@triton.jit
+def push_shard_kernel(
+    x_ptr,
+    gathered_addresses,
+    signals_addresses,
+    ready_addresses,
+    ready_ptr,
+    signature_ptr,
+    row_starts_ptr,
+    tickets_ptr,
+    control_ptr,
+    K,
+    granule_rows,
+    FLAGS_PER_RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Copies this rank's rows x [rows, K] (contiguous) to its place in every rank's gathered buffer.
+
+    Own buffer first, then rank - 1, rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM
+    consumes, and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a granule's
+    flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
+    """
+    epoch = dl.next_epoch(tickets_ptr)
+    rank = dl.rank(control_ptr)
+    program = tl.program_id(0)
+    if program == 0:
+        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    first_row = tl.load(row_starts_ptr + rank)
+    num_rows = tl.load(row_starts_ptr + rank + 1) - first_row
+    num_granules = tl.cdiv(num_rows, granule_rows)
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        if step > 0:
+            if program == 0:
+                dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+            else:
+                dl.await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+        destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_row.to(tl.int64) * K
+        flags = dl.symm_at(signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
+        for granule in range(program, num_granules, tl.num_programs(0)):
+            row = tl.cast(granule, tl.int64) * granule_rows
+            count = tl.minimum(num_rows - row, granule_rows) * K
+            dl.putmem(destination + row * K, x_ptr + row * K, count, 0, 1, BLOCK)
+            dl.notify(flags + granule, epoch, TARGET)
+
+
+@triton.jit
+def gather_start_kernel(
+    epochs_ptr,
+    num_flags,
+    ready_addresses,
+    ready_ptr,
+    signature_ptr,
+    tickets_ptr,
+    control_ptr,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """One program in front of a gather by copy engines: start signals both ways, then ``epochs_ptr[:num_flags] = epoch``.
+
+    The copy engines copy those words behind the data onto the peers' flags: the epoch stays in device memory, so a
+    captured graph replays with fresh ones.
+    """
+    epoch = dl.next_epoch(tickets_ptr)
+    rank = dl.rank(control_ptr)
+    dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    lanes = tl.arange(0, BLOCK)
+    for block in range(0, tl.cdiv(num_flags, BLOCK)):
+        offsets = block * BLOCK + lanes
+        tl.store(epochs_ptr + offsets, epoch + tl.zeros((BLOCK,), tl.int32), mask=offsets < num_flags)
+    for step in tl.static_range(1, WORLD_SIZE):
+        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+
+
+@triton.jit
+def gather_wait_kernel(
+    signals_ptr,
+    row_starts_ptr,
+    tickets_ptr,
+    control_ptr,
+    granule_rows,
+    FLAGS_PER_RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """One program behind a gather: every peer's rows have arrived. What follows on the stream reads them plainly."""
+    epoch = dl.next_epoch(tickets_ptr + 1)
+    rank = dl.rank(control_ptr)
+    for step in tl.static_range(1, WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        num_rows = tl.load(row_starts_ptr + peer + 1) - tl.load(row_starts_ptr + peer)
+        for flag in range(0, tl.cdiv(num_rows, granule_rows)):
+            dl.wait(signals_ptr + peer * FLAGS_PER_RANK + flag, epoch, control_ptr, peer, flag, TARGET)
+
+
+@triton.jit
+def _wait_rows(
+    signals_ptr,
+    row_starts_ptr,
+    epoch,
+    control_ptr,
+    rank,
+    row,
+    last_row,
+    granule_rows,
+    FLAGS_PER_RANK: tl.constexpr,
+    FLAGS_PER_TILE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    OWN_FLAGS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Waits for rows [row, last_row] of the gathered buffer, whichever ranks they belong to."""
+    for owner in range(0, WORLD_SIZE):
+        start = tl.load(row_starts_ptr + owner)
+        low = tl.maximum(row, start)
+        high = tl.minimum(last_row, tl.load(row_starts_ptr + owner + 1) - 1)
+        if (low <= high) & (OWN_FLAGS | (owner != rank)):
+            first = (low - start) // granule_rows
+            count = (high - start) // granule_rows - first + 1
+            flags = signals_ptr + owner * FLAGS_PER_RANK + first
+            dl.wait_many(flags, count, epoch, control_ptr, owner, first, FLAGS_PER_TILE, TARGET)
+
+
+@triton.jit
+def ag_gemm_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    signals_ptr,
+    order_ptr,
+    row_starts_ptr,
+    tickets_ptr,
+    control_ptr,
+    M,
+    N,
+    K,
+    granule_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    FLAGS_PER_RANK: tl.constexpr,
+    FLAGS_PER_TILE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    EVEN: tl.constexpr,
+    OWN_FLAGS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """C [M, N] = gathered A [M, K] @ B, persistent; a tile starts when the granules of its rows have arrived.
+
+    It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch, which
+    are enqueued before it and need no SM that this grid could take (the grid leaves theirs free). ``EVEN``: every rank
+    owns the same whole number of row tiles, and the order needs no table. ``OWN_FLAGS``: whether this rank's own rows
+    are signalled too (push) or were there before the launch (copy engine).
+    """
+    epoch = dl.next_epoch(tickets_ptr + 1)
+    rank = dl.rank(control_ptr)
+    num_tiles_m = tl.cdiv(M, BLOCK_M)
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    for tile_id in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0)):
+        if EVEN:
+            tile_m, tile_n, owner = gather_tile(
+                tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE, WORLD_SIZE, GROUP_M
+            )
+            low = (tile_m % (num_tiles_m // WORLD_SIZE)) * BLOCK_M
+            if OWN_FLAGS | (owner != rank):
+                first = low // granule_rows
+                count = (low + BLOCK_M - 1) // granule_rows - first + 1
+                flags = signals_ptr + owner * FLAGS_PER_RANK + first
+                dl.wait_many(flags, count, epoch, control_ptr, owner, first, FLAGS_PER_TILE, TARGET)
+        else:
+            tile_m, tile_n = ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M)
+            low = tile_m * BLOCK_M
+            high = tl.minimum(low + BLOCK_M, M) - 1
+            _wait_rows(
+                signals_ptr, row_starts_ptr, epoch, control_ptr, rank, low, high, granule_rows,
+                FLAGS_PER_RANK, FLAGS_PER_TILE, WORLD_SIZE, OWN_FLAGS, TARGET,
+            )  # fmt: skip
+        dl.fence_async_proxy(TARGET)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+
+
+@triton.jit
+def _store_to_peer(
+    peer, acc, row, col, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
+    slots_addresses, slot_stride, num_slot_rows, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    USE_DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of partials into ``peer``'s slots at (row, col).
+
+    Through the peer's descriptor (a tuple of descriptors is no kernel argument, hence eight), since pointer stores to a
+    peer stall the tensor cores; through pointers in groups of more than eight.
+    """
+    if USE_DESCRIPTORS:
+        if peer == 0:
+            store_tile(slots0, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        if WORLD_SIZE > 1:
+            if peer == 1:
+                store_tile(slots1, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        if WORLD_SIZE > 2:
+            if peer == 2:
+                store_tile(slots2, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        if WORLD_SIZE > 3:
+            if peer == 3:
+                store_tile(slots3, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        if WORLD_SIZE > 4:
+            if peer == 4:
+                store_tile(slots4, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        if WORLD_SIZE > 5:
+            if peer == 5:
+                store_tile(slots5, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        if WORLD_SIZE > 6:
+            if peer == 6:
+                store_tile(slots6, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        if WORLD_SIZE > 7:
+            if peer == 7:
+                store_tile(slots7, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+    else:
+        base = dl.symm_at(slots_addresses, peer, slots0.dtype)
+        rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        offsets = rows[:, None].to(tl.int64) * slot_stride + cols[None, :]
+        mask = (rows[:, None] < num_slot_rows) & (cols[None, :] < N)
+        tl.store(base + offsets, acc.to(slots0.dtype), mask=mask)
+
+
+@triton.jit
+def _next_work(counter_ptr):
+    return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
+
+
+@triton.jit
+def _fold(
+    work, num_tiles, counter_ptr, slots_ptr, signals_ptr, out_ptr, row_starts_ptr, epoch, control_ptr, rank, N,
+    slot_rows, slot_stride, flags_per_rank,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD_ROWS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    RANKS_POW2: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """out = ((x[rank + 1] + x[rank + 2]) + ...) + x[rank]: NCCL's ring order, each + in fp32, rounded at every hop.
+
+    Waits for the partial tiles of all ranks that cover a block of FOLD_ROWS rows, then reads them from own memory.
+    """
+    first_row = tl.load(row_starts_ptr + rank)
+    end_row = tl.load(row_starts_ptr + rank + 1)
+    first_tile = first_row // BLOCK_M
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_blocks = tl.cdiv(end_row - first_row, FOLD_ROWS) * num_tiles_n
+    while work < num_tiles + num_blocks:
+        block = work - num_tiles
+        work = _next_work(counter_ptr)
+        tile_n = block % num_tiles_n
+        row = first_row + (block // num_tiles_n) * FOLD_ROWS
+        last_row = tl.minimum(row + FOLD_ROWS, end_row) - 1
+        for tile in range(row // BLOCK_M - first_tile, last_row // BLOCK_M - first_tile + 1):
+            flag = tile * num_tiles_n + tile_n
+            dl.wait_ranks(
+                signals_ptr + flag, flags_per_rank, epoch, control_ptr, flag, WORLD_SIZE, RANKS_POW2, TARGET
+            )
+        rows = row + tl.arange(0, FOLD_ROWS)
+        cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (rows[:, None] <= last_row) & (cols[None, :] < N)
+        offsets = (rows[:, None] - first_tile * BLOCK_M).to(tl.int64) * slot_stride + cols[None, :]
+        slot_elements = slot_rows.to(tl.int64) * slot_stride
+        source = (rank + 1) % WORLD_SIZE
+        total = tl.load(slots_ptr + source * slot_elements + offsets, mask=mask).to(tl.float32)
+        for step in tl.static_range(2, WORLD_SIZE + 1):
+            source = (rank + step) % WORLD_SIZE
+            partial = tl.load(slots_ptr + source * slot_elements + offsets, mask=mask).to(tl.float32)
+            total = (total + partial).to(slots_ptr.dtype.element_ty).to(tl.float32)
+        out_offsets = (rows[:, None] - first_row).to(tl.int64) * N + cols[None, :]
+        tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gemm_rs_kernel(
+    a_desc,
+    b_desc,
+    slots0,
+    slots1,
+    slots2,
+    slots3,
+    slots4,
+    slots5,
+    slots6,
+    slots7,
+    slots_addresses,
+    slots_ptr,
+    signals_addresses,
+    signals_ptr,
+    ready_addresses,
+    ready_ptr,
+    signature_ptr,
+    out_ptr,
+    order_ptr,
+    row_starts_ptr,
+    tickets_ptr,
+    control_ptr,
+    M,
+    N,
+    K,
+    slot_rows,
+    slot_stride,
+    flags_per_rank,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    FOLD_ROWS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    EVEN: tl.constexpr,
+    USE_DESCRIPTORS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """out [rows of this rank, N] = reduce-scatter over ranks of A [M, K] @ B, persistent, one launch.
+
+    Tiles are computed in scatter order and stored straight into their owner's slots (slot ``rank``, rows aligned down to
+    the tile grid, so a tile that straddles two owners goes whole to both). Before the first store to an owner: its start
+    signal. A tile is signalled one tile later, when its asynchronous stores are complete (``bulk_store_wait``), by a
+    release after a block barrier; so the store of one tile runs under the products of the next. At the end every program
+    folds blocks of its own rank's rows (``_fold``).
+
+    Programs draw tiles, then blocks to fold, from a counter (ticket slots 2 and 3 by epoch parity; the other one is reset
+    for the next launch). So the programs that run do all the work: one that finds no SM, because another stream's kernel
+    holds it, is not waited for, and two ranks cannot block each other that way.
+    """
+    epoch = dl.next_epoch(tickets_ptr)
+    rank = dl.rank(control_ptr)
+    if tl.program_id(0) == 0:
+        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    num_tiles_m = tl.cdiv(M, BLOCK_M)
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    num_slot_rows = WORLD_SIZE * slot_rows
+    num_tiles = num_tiles_m * num_tiles_n
+    counter_ptr = tickets_ptr + 2 + (epoch & 1)
+    if tl.program_id(0) == 0:
+        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
+    ready_owner = rank
+    pending = tl.cast(0, tl.int64)  # address of the flag of the tile that is still being stored
+    work = _next_work(counter_ptr)
+    while work < num_tiles:
+        tile_id = work
+        work = _next_work(counter_ptr)  # drawn early: its latency lies under this tile's products
+        if EVEN:
+            tile_m, tile_n, owner = scatter_tile(
+                tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE, WORLD_SIZE, GROUP_M
+            )
+        else:
+            tile_m, tile_n = ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        if pending != 0:
+            dl.bulk_store_wait(TARGET)
+            dl.notify(pending.to(tl.pointer_type(tl.int32)), epoch, TARGET)
+        if EVEN:
+            if owner != ready_owner:
+                dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
+                ready_owner = owner
+            local_tile = tile_m % (num_tiles_m // WORLD_SIZE)
+            _store_to_peer(
+                owner, acc, rank * slot_rows + local_tile * BLOCK_M, col,
+                slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
+                slots_addresses, slot_stride, num_slot_rows, N,
+                BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS,
+            )  # fmt: skip
+            flags = dl.symm_at(signals_addresses, owner, tl.int32)
+            pending = (flags + rank * flags_per_rank + local_tile * num_tiles_n + tile_n).to(tl.int64)
+        else:
+            last_row = tl.minimum(row + BLOCK_M, M) - 1
+            for owner in range(0, WORLD_SIZE):
+                start = tl.load(row_starts_ptr + owner)
+                end = tl.load(row_starts_ptr + owner + 1)
+                if tl.maximum(start, row) < tl.minimum(end, last_row + 1):
+                    dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
+                    local_tile = tile_m - start // BLOCK_M
+                    _store_to_peer(
+                        owner, acc, rank * slot_rows + local_tile * BLOCK_M, col,
+                        slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
+                        slots_addresses, slot_stride, num_slot_rows, N,
+                        BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS,
+                    )  # fmt: skip
+                    dl.bulk_store_wait(TARGET)
+                    flags = dl.symm_at(signals_addresses, owner, tl.int32)
+                    flag = flags + rank * flags_per_rank + local_tile * num_tiles_n + tile_n
+                    dl.notify(flag, epoch, TARGET)
+    if pending != 0:
+        dl.bulk_store_wait(TARGET)
+        dl.notify(pending.to(tl.pointer_type(tl.int32)), epoch, TARGET)
+    if tl.program_id(0) == 0:
+        for step in tl.static_range(1, WORLD_SIZE):
+            peer = (rank + step) % WORLD_SIZE
+            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+    _fold(
+        work, num_tiles, counter_ptr, slots_ptr, signals_ptr, out_ptr, row_starts_ptr, epoch, control_ptr, rank, N,
+        slot_rows, slot_stride, flags_per_rank,
+        BLOCK_M, BLOCK_N, FOLD_ROWS, WORLD_SIZE, RANKS_POW2, TARGET,
+    )  # fmt: skip

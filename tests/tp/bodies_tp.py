@@ -1,0 +1,150 @@
+"""What the workers of the TP tests run: every function is called on each rank, with gloo initialised."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.tp import GatherPlan, TPContext, ag_gemm, all_gather, column_linear, gemm_rs, get_context, row_linear
+
+from ditron_train.tp.context import FLAGS_PER_RANK
+
+CPU = torch.device("cpu")
+
+
+def integers(shape, seed: int, dtype=torch.float32) -> torch.Tensor:
+    """Small integers: products and sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def gather_rows(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """All ranks' rows by gloo, uneven counts too."""
+    padded = torch.zeros(max(counts), x.shape[-1], dtype=x.dtype)
+    padded[: x.shape[0]] = x
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts)])
+
+
+def ring_fold(partials: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """NCCL's ring order: rank + 1 first, the own partial last, rounded at every hop."""
+    world = len(partials)
+    total = partials[(rank + 1) % world]
+    for step in range(2, world + 1):
+        total = (total.float() + partials[(rank + step) % world].float()).to(total.dtype)
+    return total
+
+
+def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dtype_name: str, repeats: int) -> None:
+    """ag_gemm against gloo's gather and a matmul, on integers; buffers poisoned, a random straggler."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtype = getattr(torch, dtype_name)
+    context = get_context(None, CPU)
+    rng = random.Random(rank)
+    for repeat in range(repeats):
+        x = integers((counts[rank], k), 100 * repeat + rank, dtype)
+        weight = integers((n, k) if layout == "nt" else (k, n), 7 + repeat + 50 * rank, dtype)
+        if repeat:
+            context.gathered(sum(counts), k + -k % (16 // dtype.itemsize), dtype).local.fill_(float("nan"))
+        dist.barrier()
+        time.sleep(rng.random() * 0.02)
+        y, gathered = ag_gemm(
+            x, weight, context=context, layout=layout, row_counts=None if len(set(counts)) == 1 else counts,
+            return_gathered=True, plan=GatherPlan(mode, push_programs=1, num_chunks=2),
+        )  # fmt: skip
+        total = gather_rows(x, counts)
+        expected = total.float() @ (weight.float().t() if layout == "nt" else weight.float())
+        assert torch.equal(gathered, total)
+        assert torch.equal(y.float(), expected.to(dtype).float())
+
+
+def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, dtype_name: str, repeats: int) -> None:
+    """gemm_rs against partial products folded in ring order (real numbers in bf16: the order of roundings shows)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtype = getattr(torch, dtype_name)
+    context = get_context(None, CPU)
+    rng = random.Random(rank)
+    m = sum(counts)
+    for repeat in range(repeats):
+        x = integers((m, k), 100 * repeat + rank, dtype)
+        weight = integers((n, k) if layout == "nt" else (k, n), 7 + repeat + 50 * rank, dtype)
+        scale = torch.tensor(1.0 + rank / 8, dtype=dtype)  # partials of several magnitudes, exact in themselves
+        time.sleep(rng.random() * 0.02)
+        y = gemm_rs(x * scale, weight, context=context, layout=layout, row_counts=None if len(set(counts)) == 1 else counts)
+        partial = ((x * scale).float() @ (weight.float().t() if layout == "nt" else weight.float())).to(dtype)
+        parts = [torch.empty_like(partial) for _ in range(world)]
+        dist.all_gather(parts, partial)
+        start = sum(counts[:rank])
+        expected = ring_fold([part[start : start + counts[rank]] for part in parts], rank)
+        assert torch.equal(y, expected), (rank, repeat)
+
+
+def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:
+    """Column and row linear, forward and all gradients, against gloo and torch.matmul on integers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_context(None, CPU)
+    sequence, batch = shape
+    x = integers((sequence // world, batch, k), rank).requires_grad_()
+    weight = integers((n // world, k), 10 + rank).requires_grad_()
+    bias = integers((n // world,), 20 + rank).requires_grad_()
+    y = column_linear(x, weight, context=context, bias=bias)
+    grad = integers(tuple(y.shape), 30 + rank)
+    y.backward(grad)
+    total = gather_rows(x.detach().reshape(-1, k), [sequence * batch // world] * world).view(sequence, batch, k)
+    assert torch.equal(y.detach(), total @ weight.detach().t() + bias.detach())
+    dgrad = grad @ weight.detach()
+    dist.all_reduce(dgrad)
+    assert torch.equal(x.grad, dgrad.chunk(world)[rank])
+    assert torch.equal(weight.grad, grad.view(-1, n // world).t() @ total.view(-1, k))
+    assert torch.equal(bias.grad, grad.view(-1, n // world).sum(0))
+
+    x = integers((sequence, batch, k // world), 40 + rank).requires_grad_()
+    weight = integers((n, k // world), 50 + rank).requires_grad_()
+    y = row_linear(x, weight, context=context)
+    partial = x.detach() @ weight.detach().t()
+    dist.all_reduce(partial)
+    assert torch.equal(y.detach(), partial.chunk(world)[rank])
+    grad = integers(tuple(y.shape), 60 + rank)
+    y.backward(grad)
+    total = gather_rows(grad.reshape(-1, n), [sequence * batch // world] * world)
+    assert torch.equal(x.grad.view(-1, k // world), total @ weight.detach())
+    assert torch.equal(weight.grad, total.t() @ x.detach().view(-1, k // world))
+
+
+def check_wrap() -> int:
+    """Epochs across 2**31: a context that starts just below it, on a group of its own."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    context = TPContext(group, CPU, first_epoch=2**31 - 4)
+    for repeat in range(8):
+        x = integers((32, 32), repeat + dist.get_rank())
+        y = all_gather(x, context=context)
+        assert torch.equal(y, gather_rows(x, [32] * dist.get_world_size()))
+        gemm_rs(x, x, context=context)
+    peer = (dist.get_rank() + 1) % dist.get_world_size()
+    epoch = int(context.gather_channel.signals.local[peer * FLAGS_PER_RANK])
+    context.arena.close()
+    return epoch
+
+
+def mismatched(field: str) -> str:
+    """Ranks that call the op with different shapes; returns the error's words."""
+    rank = dist.get_rank()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    context = TPContext(group, CPU)
+    rows, k = 32, 32
+    try:
+        ag_gemm(integers((rows, k), 1), integers((16, k), 2), context=context)
+        rows += 16 * rank if field == "rows" else 0
+        k += 16 * rank if field == "columns" else 0
+        if field == "known":  # every rank has seen both shapes: only the kernels can find out
+            for count in (32, 48):
+                ag_gemm(integers((count, k), 1), integers((16, k), 2), context=context)
+            rows = 48 if rank else 32
+        ag_gemm(integers((rows, k), 1), integers((16, k), 2), context=context)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

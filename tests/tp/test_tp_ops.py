@@ -1,0 +1,63 @@
+"""TP ops in the interpreter, several processes, against gloo."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bodies_tp as bodies  # noqa: E402
+
+from ditron_train.testing.processes import run_workers  # noqa: E402
+
+
+@pytest.mark.parametrize("mode", ["push", "copy"])
+@pytest.mark.parametrize(
+    "counts, n, k, layout, dtype",
+    [
+        ([128, 128], 96, 64, "nt", "float32"),
+        ([40, 40], 48, 40, "nn", "bfloat16"),
+        ([33, 70], 64, 36, "nt", "float32"),
+        ([0, 50], 20, 17, "nn", "float32"),
+    ],
+)
+def test_ag_gemm_equals_gather_then_matmul(counts, n, k, layout, dtype, mode):
+    run_workers(2, bodies.check_ag_gemm, counts, n, k, layout, mode, dtype, 3)
+
+
+@pytest.mark.parametrize(
+    "counts, n, k, layout, dtype",
+    [
+        ([128, 128], 96, 64, "nt", "bfloat16"),
+        ([40, 40], 48, 40, "nn", "float32"),
+        ([33, 70], 72, 36, "nt", "bfloat16"),
+        ([0, 50], 20, 17, "nn", "float32"),
+    ],
+)
+def test_gemm_rs_equals_matmul_then_ring(counts, n, k, layout, dtype):
+    run_workers(2, bodies.check_gemm_rs, counts, n, k, layout, dtype, 3)
+
+
+def test_four_ranks():
+    run_workers(4, bodies.check_ag_gemm, [32, 10, 0, 90], 40, 32, "nt", "push", "float32", 2)
+    run_workers(4, bodies.check_ag_gemm, [64] * 4, 40, 32, "nn", "copy", "bfloat16", 2)
+    run_workers(4, bodies.check_gemm_rs, [32, 10, 0, 90], 40, 32, "nt", "bfloat16", 2)
+    run_workers(4, bodies.check_gemm_rs, [64] * 4, 40, 32, "nn", "bfloat16", 2)
+
+
+def test_linear_layers_and_all_gradients():
+    run_workers(2, bodies.check_linear_layers, (64, 2), 64, 48)
+
+
+def test_epochs_wrap():
+    assert run_workers(2, bodies.check_wrap) == [-(2**31) + 5] * 2
+
+
+@pytest.mark.parametrize("field", ["rows", "columns", "known"])
+def test_mismatch_is_the_same_error_on_every_rank(field):
+    words = run_workers(2, bodies.mismatched, field)
+    assert words[0] == words[1]
+    assert words[0].startswith("MismatchError: tp.gather")
+    assert "rank 0: total_rows=64" in words[0] and "rank 1:" in words[0]
