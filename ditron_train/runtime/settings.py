@@ -94,6 +94,15 @@ SETTINGS: tuple[Setting, ...] = (
         "Cap on the symmetric memory of one process group (unset: no cap); what does not fit runs natively under "
         "Megatron. With the nvshmem transport it is also the reserve that is allocated once (unset: 2 GiB).",
     ),
+    Setting(
+        "pp_slots",
+        "DITRON_PP_SLOTS",
+        _positive_int,
+        2,
+        "count",
+        "Messages that a pipeline stage may send to a neighbour before the neighbour has taken the first; each direction "
+        "holds that many buffers of the largest message.",
+    ),
 )
 
 
@@ -104,6 +113,7 @@ class Settings:
     transport: str
     timeout_s: float
     arena_bytes: int | None
+    pp_slots: int
 
 
 def get_settings() -> Settings:
