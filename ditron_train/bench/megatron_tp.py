@@ -1,0 +1,136 @@
+"""The native side of ``bench tp`` where it needs megatron-core: the linear layers' backward and a whole layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import build_module
+
+from ditron_train.bench.rows import Row
+from ditron_train.bench.session import BenchSession
+from ditron_train.megatron import apply, restore
+from ditron_train.testing import megatron_cpu
+
+__all__ = ["layer_rows", "megatron_world", "native_linear"]
+
+_LLAMA_70B = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8)
+_TOKENS = 8192
+
+
+@contextmanager
+def megatron_world(session: BenchSession) -> Iterator[None]:
+    """Megatron's groups with all ranks in one tensor-parallel group; without a GPU megatron-core is made to run there."""
+    if session.device.type == "cpu":
+        megatron_cpu.install()
+    elif not HAVE_TE:
+        megatron_cpu.allow_torch_norm_with_sequence_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=session.world_size)
+    megatron_cpu.seed(1234)
+    try:
+        yield
+    finally:
+        restore()
+        parallel_state.destroy_model_parallel()
+        megatron_cpu.uninstall()
+
+
+def native_linear(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Megatron's column-parallel (``ag_gemm``) or row-parallel (``gemm_rs``) linear under sequence parallelism."""
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input=x,
+            weight=weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=False,
+            sequence_parallel=sequence_parallel,
+            tp_group=group,
+        )
+
+    if op == "ag_gemm":
+        return lambda x, weight: linear(x, weight, True)
+    return lambda x, weight: reduce_scatter_to_sequence_parallel_region(linear(x, weight, False), group=group)
+
+
+def _layer_config(world_size: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1,
+        **_LLAMA_70B,
+        tensor_model_parallel_size=world_size,
+        sequence_parallel=world_size > 1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def _build_layer(spec: Any, session: BenchSession) -> torch.nn.Module:
+    megatron_cpu.seed(1234)
+    layer = build_module(spec, config=_layer_config(session.world_size), layer_number=1).cuda(session.device)
+    return layer.to(torch.bfloat16)
+
+
+def layer_rows(session: BenchSession) -> Iterator[Row]:
+    """One LLaMA-70B transformer layer, forward and forward + backward, TE's spec where TE is installed."""
+    spec = get_gpt_layer_with_transformer_engine_spec() if HAVE_TE else get_gpt_layer_local_spec(normalization="RMSNorm")
+    layers = {"native": _build_layer(spec, session), "ditron": _build_layer(apply(spec, ("tp",)), session)}
+    layers["ditron"].load_state_dict(layers["native"].state_dict())
+    tokens = _TOKENS if HAVE_TE else _TOKENS // 4  # the local attention stores every score
+    shape = (tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
+    generator = torch.Generator(session.device).manual_seed(session.rank)
+    x, grad = (torch.empty(shape, device=session.device, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+    mask = None if HAVE_TE else torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=session.device).triu_(1)
+
+    def forward(name: str) -> torch.Tensor:
+        with torch.no_grad():
+            return layers[name](x, attention_mask=mask)[0]
+
+    def forward_backward(name: str) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        y, _ = layers[name](leaf, attention_mask=mask)
+        parameters = list(layers[name].parameters())
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], grad)]
+
+    for direction, body in (("forward", forward), ("forward_backward", forward_backward)):
+        results = {name: body(name) for name in layers}
+        as_list = {name: [value] if torch.is_tensor(value) else value for name, value in results.items()}
+        equal = session.equal(as_list["ditron"], as_list["native"])
+        del results, as_list
+        timings = session.measure({name: lambda index, n=name: body(n) for name in layers})
+        yield Row(
+            op="transformer_layer",
+            direction=direction,
+            model="LLaMA3.1-70B",
+            world_size=session.world_size,
+            dtype="bfloat16",
+            shape={"tokens": tokens, "hidden": _LLAMA_70B["hidden_size"], "ffn_hidden": _LLAMA_70B["ffn_hidden_size"]},
+            native_us=timings["native"].median_us,
+            ditron_us=timings["ditron"].median_us,
+            bitwise_equal=equal,
+            comm_sms=0,
+            spread=max(timing.spread for timing in timings.values()),
+        )

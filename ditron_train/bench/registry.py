@@ -1,0 +1,20 @@
+"""Which benchmarks exist."""
+
+from __future__ import annotations
+
+import importlib.util
+
+__all__ = ["ROOMS", "available_benches"]
+
+ROOMS = {
+    "tp": "tensor parallel: AG-GEMM, GEMM-RS, a transformer layer",
+    "pp": "pipeline: send and receive by copy engine",
+    "sp": "Ulysses: projections and all-to-all",
+    "ep": "mixture of experts: dispatch, grouped GEMMs, combine",
+    "muon": "optimizer: Newton-Schulz steps",
+}
+
+
+def available_benches() -> dict[str, str]:
+    """Returns name and description of every benchmark that has a module in this package."""
+    return {name: text for name, text in ROOMS.items() if importlib.util.find_spec(f"ditron_train.bench.{name}")}

@@ -1,0 +1,167 @@
+"""What a benchmark writes: rows of measurements under a stamp that says where they were taken."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Pass", "RESULTS", "Row", "Stamp", "read_results", "result_path", "write_results"]
+
+RESULTS = Path("benchmarks") / "results"
+Pass = Literal["forward", "backward", "forward_backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One op at one shape. Every ``_us`` is the median over repetitions of the maximum over ranks.
+
+    Attributes:
+        op: What was measured, such as ``ag_gemm`` or ``transformer_layer``.
+        direction: Forward, backward or both; ``pass`` in the file.
+        model: Which model's shape it is.
+        world_size: Ranks of the group.
+        dtype: Of the activations, such as ``bfloat16``.
+        shape: Sizes by name (``m``, ``n``, ``k``, or the names of ``workloads.json``); global, before division over ranks.
+        native_us: The path that Megatron runs.
+        ditron_us: Ours.
+        bitwise_equal: Whether every output of ours has native's bits, on every rank.
+        comm_sms: Multiprocessors that ours takes for communication alone.
+        gemm_us: The computation alone.
+        comm_us: The collective alone.
+        limit_us: What no overlap can beat: the larger of ``gemm_us`` and the bytes on the wire at full link speed.
+        peer: Name of the best other implementation that runs here.
+        peer_us: Its time.
+        wire_gbps: Bytes that cross a link, per second of ours (10^9).
+        logical_gbps: Bytes in the convention of the field's tables, where it differs from ``wire_gbps``.
+        spread: Largest relative difference between the two measurements of one of the columns.
+    """
+
+    op: str
+    direction: Pass
+    model: str
+    world_size: int
+    dtype: str
+    shape: dict[str, int]
+    native_us: float
+    ditron_us: float
+    bitwise_equal: bool
+    comm_sms: int
+    gemm_us: float | None = None
+    comm_us: float | None = None
+    limit_us: float | None = None
+    peer: str | None = None
+    peer_us: float | None = None
+    wire_gbps: float | None = None
+    logical_gbps: float | None = None
+    spread: float | None = None
+
+    @property
+    def speedup(self) -> float:
+        """Native time over ours."""
+        return self.native_us / self.ditron_us
+
+    @property
+    def fraction_of_limit(self) -> float | None:
+        """How much of the possible speed is reached, 1 being all of it."""
+        return None if self.limit_us is None else self.limit_us / self.ditron_us
+
+    @property
+    def peer_speedup(self) -> float | None:
+        """The peer's time over ours; above 1 means that ours is faster."""
+        return None if self.peer_us is None else self.peer_us / self.ditron_us
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the flat form of the file: ``pass``, the shape's fields, derived ratios, nothing that is unknown."""
+        values: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            if name == "shape":
+                values.update(value)
+            else:
+                values["pass" if name == "direction" else name] = value
+            if name == "ditron_us":
+                values["speedup"] = self.speedup
+            elif name == "limit_us":
+                values["fraction_of_limit"] = self.fraction_of_limit
+            elif name == "peer_us":
+                values["peer_speedup"] = self.peer_speedup
+        return {name: _rounded(name, value) for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Row:
+        """Inverse of ``to_json``; what is no field is part of the shape."""
+        known = {f.name for f in fields(cls)} - {"shape", "direction"}
+        derived = {"speedup", "fraction_of_limit", "peer_speedup", "pass"}
+        shape = {name: value for name, value in values.items() if name not in known | derived}
+        kept = {name: value for name, value in values.items() if name in known}
+        return cls(direction=values["pass"], shape=shape, **kept)
+
+
+def _rounded(name: str, value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return round(value, 2) if name.endswith(("_us", "_gbps")) else round(value, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """Where and with what a file of results was measured; None for what is not installed.
+
+    Attributes:
+        device: Name of the GPU, or ``CPU``.
+        count: Number of ranks, one for each GPU.
+        commit: Of the working tree, with ``+`` behind it where files differed from it.
+        settings: Environment variables and options that matter to speed or bits.
+    """
+
+    device: str
+    count: int
+    driver: str | None
+    torch: str
+    triton: str
+    nccl: str | None
+    nvshmem: str | None
+    megatron_core: str | None
+    transformer_engine: str | None
+    ditron_train: str
+    commit: str | None
+    date: str
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+def result_path(folder: Path, stamp: Stamp, bench: str) -> Path:
+    """Returns ``<folder>/<device>x<count>/<bench>.json`` (``NVIDIA H200`` on 8 ranks: ``H200x8``)."""
+    device = re.sub(r"[^A-Za-z0-9]+", "-", stamp.device.replace("NVIDIA", "")).strip("-")
+    return folder / f"{device}x{stamp.count}" / f"{bench}.json"
+
+
+def write_results(folder: Path, bench: str, stamp: Stamp, rows: Iterable[Row]) -> Path:
+    """Writes one benchmark's file and returns its path; what was there is replaced.
+
+    Raises:
+        OSError: The folder cannot be made or written.
+    """
+    path = result_path(folder, stamp, bench)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n  ".join(json.dumps(row.to_json()) for row in rows)
+    text = f'{{"stamp": {json.dumps(asdict(stamp), indent=1)},\n "rows": [\n  {lines}\n]}}\n'
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def read_results(path: Path) -> tuple[Stamp, list[Row]]:
+    """Reads what ``write_results`` wrote.
+
+    Raises:
+        ValueError: The file is not one of this format; names the file and what is wrong.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return Stamp(**values["stamp"]), [Row.from_json(row) for row in values["rows"]]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no benchmark results: {error!r}") from error

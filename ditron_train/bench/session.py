@@ -1,0 +1,159 @@
+"""What every benchmark does around its measurements: join the job, check bits on all ranks, show, write."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.rows import RESULTS, Row, write_results
+from ditron_train.bench.stamp import collect_stamp
+from ditron_train.bench.tables import show_rows
+from ditron_train.bench.timing import Contender, Timing, measure, num_input_sets
+from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.versions import check_versions
+
+__all__ = ["BenchSession", "add_common_arguments", "bench_session"]
+
+_TIMEOUT_S = 300
+
+
+class BenchSession:
+    """One benchmark's process: its device and ranks, how it measures, the rows so far.
+
+    Attributes:
+        name: Name of the benchmark, which is also its file's.
+        device: This rank's device.
+        rank: Rank in WORLD.
+        world_size: Number of ranks.
+        rows: What ``add`` collected; the same on every rank.
+    """
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        self.name = name
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = _device()
+        self.rows: list[Row] = []
+        self._arguments = arguments
+
+    def measure(self, contenders: Mapping[str, Contender], group: dist.ProcessGroup | None = None) -> dict[str, Timing]:
+        """``timing.measure`` with the repetitions that the command line asks for."""
+        arguments = self._arguments
+        return measure(
+            contenders, group=group, device=self.device, repetitions=arguments.repetitions, warmup=arguments.warmup
+        )
+
+    def num_input_sets(self, set_bytes: int) -> int:
+        """``timing.num_input_sets`` on this rank's device."""
+        return num_input_sets(set_bytes, self.device)
+
+    def agree(self, mine: bool, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether ``mine`` holds on every rank."""
+        flag = torch.tensor([int(mine)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        return bool(flag.item())
+
+    def equal(self, ours: Sequence[torch.Tensor], native: Sequence[torch.Tensor]) -> bool:
+        """Whether all tensors have equal bits on every rank."""
+        return self.agree(len(ours) == len(native) and all(torch.equal(a, b) for a, b in zip(ours, native)))
+
+    def attempt(self, what: str, contender: Contender) -> bool:
+        """Runs ``contender`` once; False, with a log line, where it fails on any rank: to leave a peer out."""
+        try:
+            contender(0)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            works = True
+        except (RuntimeError, AttributeError, NotImplementedError, ValueError, AssertionError) as error:
+            get_logger("bench").warning("%s does not run here: %s", what, str(error).splitlines()[0])
+            works = False
+        return self.agree(works)
+
+    def add(self, row: Row) -> None:
+        """Adds a row and logs it."""
+        self.rows.append(row)
+        if self.rank == 0:
+            sizes = "x".join(str(size) for size in row.shape.values())
+            line = f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours {row.ditron_us:.0f} us"
+            get_logger("bench").info("%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER")
+
+    def finish(self) -> int:
+        """Rank 0 writes and shows the rows. Returns the exit status: 1 where bits of any row differ."""
+        if self.rank == 0 and self.rows:
+            stamp = collect_stamp(
+                self.device, self.world_size, repetitions=self._arguments.repetitions, warmup=self._arguments.warmup
+            )
+            show_rows(self.rows, stamp)
+            folder = self._arguments.output or (RESULTS if self.device.type == "cuda" else None)
+            if folder is not None:
+                get_logger("bench").info("written: %s", write_results(folder, self.name, stamp, self.rows))
+        return 0 if all(row.bitwise_equal for row in self.rows) else 1
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _join() -> None:
+    """Joins torchrun's job, or makes one of a single rank."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        os.environ.setdefault(name, value)
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= torch.cuda.device_count():
+            raise DitronError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} here; start fewer processes")
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+@contextmanager
+def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSession]:
+    """Joins the process group for the time of a benchmark.
+
+    Raises:
+        VersionError: A library is outside its supported range.
+        DitronError: More processes than GPUs; CPU without the interpreter.
+    """
+    check_versions()
+    if not torch.cuda.is_available():
+        from ditron_train.runtime.device import is_interpreter
+
+        if not is_interpreter():
+            raise DitronError("no GPU here: set TRITON_INTERPRET=1 to run the benchmark in Triton's interpreter")
+        from ditron_train.testing import interpreter
+
+        interpreter.install()
+    joined = not dist.is_initialized()
+    if joined:
+        _join()
+    try:
+        yield BenchSession(name, arguments)
+    finally:
+        if joined:
+            dist.destroy_process_group()
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, extra: Callable[..., None] | None = None) -> None:
+    """Adds what every benchmark takes, and ``extra(parser)`` behind it."""
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--repetitions", type=int, default=15 if on_gpu else 3, help="timed calls (default %(default)s)")
+    parser.add_argument("--warmup", type=int, default=4 if on_gpu else 1, help="calls before them (default %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help=f"folder of the JSON files (default {RESULTS}; none without a GPU)"
+    )
+    parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated)")
+    if extra is not None:
+        extra(parser)

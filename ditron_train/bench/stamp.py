@@ -1,0 +1,77 @@
+"""Collects the stamp of a benchmark: device, versions, commit, settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import ditron_train
+from ditron_train.bench.rows import Stamp
+from ditron_train.runtime.versions import find_versions
+
+__all__ = ["collect_stamp", "driver_version", "nccl_version"]
+
+_PREFIXES = ("DITRON_", "NCCL_", "NVTE_", "NVSHMEM_", "TORCH_NCCL_")
+_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def driver_version() -> str | None:
+    """Returns the NVIDIA driver's version, None without one."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return lines[0] if lines else None
+
+
+def nccl_version() -> str | None:
+    """Returns the version of the NCCL that torch loads, None in a build without it."""
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def _commit() -> str | None:
+    """The commit that this package's files come from, None where they are no git checkout."""
+    root = Path(ditron_train.__file__).parent.parent
+    if not (root / ".git").exists() or not shutil.which("git"):
+        return None
+    git = ["git", "-C", str(root)]
+    commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "ditron_train"], capture_output=True, text=True).stdout
+    return (commit + ("+" if changed.strip() else "")) or None
+
+
+def collect_stamp(device: torch.device, count: int, **settings: object) -> Stamp:
+    """Returns the stamp of a benchmark that runs here, now.
+
+    Args:
+        device: This rank's device.
+        count: Number of ranks.
+        settings: Options of the benchmark that belong to its results.
+    """
+    versions = find_versions()
+    variables = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES) or name in _VARIABLES
+    }
+    return Stamp(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
+        count=count,
+        driver=driver_version() if device.type == "cuda" else None,
+        torch=torch.__version__,
+        triton=versions["triton"] or "",
+        nccl=nccl_version(),
+        nvshmem=versions["nvidia-nvshmem"],
+        megatron_core=versions["megatron-core"],
+        transformer_engine=versions["transformer-engine"],
+        ditron_train=ditron_train.__version__,
+        commit=_commit(),
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        settings={**variables, **{name: str(value) for name, value in settings.items()}},
+    )

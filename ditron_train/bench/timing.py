@@ -1,0 +1,105 @@
+"""Measures device time: medians over repetitions of the maximum over ranks, each contender twice.
+
+All ranks call ``measure`` with the same names in the same order: in front of every repetition stands a barrier of the
+group on the device, so the ranks start together and a repetition lasts until the slowest rank is done. On CUDA the
+device waits a little in front of that barrier, so that the host is ahead and its cost is not measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Contender", "Timing", "measure", "num_input_sets"]
+
+Contender = Callable[[int], object]
+"""Runs once on the current stream; its argument counts up, and chooses the set of inputs."""
+
+_PASSES = 2
+_HEAD_START_CYCLES = 400_000  # about 0.2 ms of the GPU's clock
+
+
+@dataclass(frozen=True)
+class Timing:
+    """``median_us`` over all repetitions; ``spread``: relative difference of the medians of the two measurements."""
+
+    median_us: float
+    spread: float
+
+
+def num_input_sets(set_bytes: int, device: torch.device, *, most: int = 8) -> int:
+    """Returns how many sets of inputs, used in turn, are never found in the L2 cache (CPU: 2)."""
+    if device.type != "cuda":
+        return 2
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(most, -(-2 * l2_bytes // max(set_bytes, 1)) + 1))
+
+
+def measure(
+    contenders: Mapping[str, Contender],
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    repetitions: int = 15,
+    warmup: int = 4,
+) -> dict[str, Timing]:
+    """Times every contender, in order, and then all of them once more.
+
+    Args:
+        contenders: Functions by name; the same names in the same order on every rank.
+        group: Ranks to take the maximum over (None: WORLD).
+        device: CUDA events are used on CUDA, the process's clock on CPU.
+        repetitions: Timed calls of each measurement.
+        warmup: Calls in front of each measurement, not timed.
+
+    Returns:
+        Timings by name, the same on every rank.
+    """
+    passes: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    for _ in range(_PASSES):
+        for name, contender in contenders.items():
+            once = _time_cuda if device.type == "cuda" else _time_cpu
+            mine = torch.tensor(once(contender, group, device, repetitions, warmup), dtype=torch.float64, device=device)
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+            passes[name].append(mine.tolist())
+    return {name: _summary(times) for name, times in passes.items()}
+
+
+def _summary(passes: list[list[float]]) -> Timing:
+    medians = [statistics.median(times) for times in passes]
+    median = statistics.median([time_us for times in passes for time_us in times])
+    return Timing(median, (max(medians) - min(medians)) / median)
+
+
+def _time_cuda(
+    contender: Contender, group: dist.ProcessGroup | None, device: torch.device, repetitions: int, warmup: int
+) -> list[float]:
+    barrier = torch.zeros(1, device=device)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+    for index in range(-warmup, repetitions):
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        dist.all_reduce(barrier, group=group)
+        if index >= 0:
+            events[index][0].record()
+        contender(index + warmup)
+        if index >= 0:
+            events[index][1].record()
+    torch.cuda.synchronize(device)
+    return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+def _time_cpu(
+    contender: Contender, group: dist.ProcessGroup | None, device: torch.device, repetitions: int, warmup: int
+) -> list[float]:
+    times = []
+    for index in range(-warmup, repetitions):
+        dist.barrier(group=group)
+        start = time.perf_counter()
+        contender(index + warmup)
+        times.append(1e6 * (time.perf_counter() - start))
+    return times[warmup:]
