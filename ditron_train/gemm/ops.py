@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
@@ -10,7 +12,7 @@ from ditron_train.gemm.operands import aligned_operand, empty_aligned, is_aligne
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["check_operands", "launch_gemm", "matmul_nn", "matmul_nt", "matmul_tn"]
+__all__ = ["check_operands", "launch_gemm", "matmul_nn", "matmul_nt", "matmul_tn", "on_device"]
 
 _DTYPES = {
     "interpreter": (torch.float32, torch.bfloat16, torch.float16),
@@ -46,6 +48,13 @@ def _check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], like: torch
 
 def _shares_memory(out: torch.Tensor, operand: torch.Tensor) -> bool:
     return out.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes ``device`` the current one for a launch: Triton launches on the current device, not on the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def launch_gemm(
@@ -109,10 +118,7 @@ def _product(
     config = config or choose_config(m, n, k, a.dtype, target, sms)
     a, b = aligned_operand(a), aligned_operand(b)
     options = dict(transpose_a=transpose_a, transpose_b=transpose_b, num_programs=sms)
-    if a.device.type == "cuda" and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):  # Triton launches on the current device
-            launch_gemm(a, b, result, config, **options)
-    else:
+    with on_device(a.device):
         launch_gemm(a, b, result, config, **options)
     if direct:
         return result

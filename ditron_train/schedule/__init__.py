@@ -6,6 +6,7 @@ from ditron_train.schedule.orders import (
     delivery_order,
     gather_row_tile_order,
     grouped_tile_order,
+    lower_triangle_tile_order,
     row_tile_owners,
     scatter_row_tile_order,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "delivery_order",
     "gather_row_tile_order",
     "grouped_tile_order",
+    "lower_triangle_tile_order",
     "row_tile_owners",
     "scatter_row_tile_order",
 ]

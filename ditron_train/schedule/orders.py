@@ -31,6 +31,7 @@ __all__ = [
     "delivery_order",
     "gather_row_tile_order",
     "grouped_tile_order",
+    "lower_triangle_tile_order",
     "row_tile_owners",
     "scatter_row_tile_order",
 ]
@@ -223,3 +224,26 @@ def grouped_tile_order(
     within = tile_id % tiles_per_group
     slot = first_slot + within % np.maximum(group_size, 1)
     return np.stack([rows[slot], within // np.maximum(group_size, 1)], axis=1).astype(np.int32).reshape(-1, 2)
+
+
+def lower_triangle_tile_order(size: int, block_m: int, block_n: int, group_m: int) -> np.ndarray:
+    """Tiles of a symmetric [size, size] result that touch its lower triangle, in an order that is kind to L2.
+
+    ``group_m`` row tiles are walked together, column by column, as in ``grouped_tile_order``: both operands are the same
+    matrix, so a wave of programs shares the panels of few rows and few columns.
+
+    Returns:
+        int32 [num_tiles, 2] of (row tile, column tile).
+
+    Raises:
+        ValueError: A size below 0, or tiles without rows, columns or groups.
+    """
+    if size < 0 or min(block_m, block_n, group_m) < 1:
+        raise ValueError(f"size {size}, tiles of {block_m} x {block_n} in groups of {group_m}")
+    num_tiles_m, num_tiles_n = -(-size // block_m), -(-size // block_n)
+    tile_m, tile_n = np.divmod(np.arange(num_tiles_m * num_tiles_n), max(num_tiles_n, 1))
+    last_row = np.minimum((tile_m + 1) * block_m, size) - 1
+    touches = tile_n * block_n <= last_row
+    tile_m, tile_n = tile_m[touches], tile_n[touches]
+    order = np.lexsort((tile_m, tile_n, tile_m // group_m))
+    return np.stack([tile_m[order], tile_n[order]], axis=1).astype(np.int32)

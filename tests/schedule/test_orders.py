@@ -13,6 +13,7 @@ from ditron_train.schedule import (
     delivery_order,
     gather_row_tile_order,
     grouped_tile_order,
+    lower_triangle_tile_order,
     row_tile_owners,
     scatter_row_tile_order,
 )
@@ -145,9 +146,23 @@ def test_grouped_order_is_a_permutation_group_by_group(num_tiles_m, num_tiles_n,
     assert list(groups_in_order) == sorted(groups_in_order)
 
 
+@given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 40), st.integers(1, 9))
+def test_the_triangle_is_covered_once_and_nothing_above_it_is_computed(size, block_m, block_n, group_m):
+    tiles = lower_triangle_tile_order(size, block_m, block_n, group_m)
+    covered = np.zeros((size, size), dtype=int)
+    for tile_m, tile_n in tiles:
+        row, col = tile_m * block_m, tile_n * block_n
+        assert col <= min(row + block_m, size) - 1
+        covered[row : row + block_m, col : col + block_n] += 1
+    assert np.all(covered[np.tril_indices(size)] == 1)
+    assert list(tiles[:, 0] // group_m) == sorted(tiles[:, 0] // group_m)
+
+
 @pytest.mark.parametrize(
     "call",
     [
+        lambda: lower_triangle_tile_order(-1, 8, 8, 1),
+        lambda: lower_triangle_tile_order(8, 8, 8, 0),
         lambda: arrival_order(2, 2),
         lambda: delivery_order(0, 6, 4),
         lambda: chunk_order(0, 4, "sideways"),

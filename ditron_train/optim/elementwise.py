@@ -1,0 +1,124 @@
+"""The elementwise work around orthogonalisation: one fused pass on a GPU, torch's own operators elsewhere. Equal bits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ditron_train.gemm.ops import on_device
+from ditron_train.optim.kernels import momentum_kernel, update_kernel
+
+__all__ = ["DecayMethod", "apply_update", "momentum_step"]
+
+DecayMethod = Literal["decoupled", "independent", "l2"]
+
+_BLOCK = 2048
+_SMALL_WEIGHT = 0.5  # below it torch.lerp starts from its first argument, else from its second
+
+
+def _is_fusible(*tensors: torch.Tensor) -> bool:
+    return all(t.device.type == "cuda" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+
+
+def momentum_step(
+    param: torch.Tensor,
+    momentum: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    lr: float,
+    weight_decay: float,
+    decay_method: DecayMethod,
+    momentum_beta: float,
+    use_nesterov: bool,
+) -> torch.Tensor:
+    """Weight decay and momentum, in place; returns the direction to orthogonalise.
+
+        decoupled:   p = p - weight_decay * lr * p        independent: p = p - weight_decay * p
+        l2:          g = g + weight_decay * p
+        m = lerp(m, g, 1 - momentum_beta);  direction = lerp(g, m, momentum_beta) with nesterov, else m
+
+    Args:
+        param: Changed in place by decoupled and independent decay.
+        momentum: Changed in place.
+        grad: Changed in place by l2 decay where torch's operators run; not otherwise.
+        lr: Learning rate.
+        weight_decay: 0 for none.
+        decay_method: See above.
+        momentum_beta: How much of the momentum stays.
+        use_nesterov: Whether to look ahead.
+
+    Returns:
+        The direction, of ``grad``'s type; ``momentum`` itself without nesterov (do not write to it).
+    """
+    decay_alpha = {"decoupled": -weight_decay * lr, "independent": -weight_decay, "l2": weight_decay}[decay_method]
+    if not _is_fusible(param, momentum, grad) or grad.numel() == 0:
+        if weight_decay != 0 and decay_method == "l2":
+            grad = grad.add(param, alpha=decay_alpha)
+        elif weight_decay != 0:
+            param.add_(param, alpha=decay_alpha)
+        momentum.lerp_(grad, 1 - momentum_beta)
+        return grad.lerp(momentum, momentum_beta) if use_nesterov else momentum
+
+    direction = torch.empty_like(grad) if use_nesterov else momentum
+    decay = "none" if weight_decay == 0 else "l2" if decay_method == "l2" else "decoupled"
+    with on_device(grad.device):
+        momentum_kernel[(-(-grad.numel() // _BLOCK),)](
+            param,
+            momentum,
+            grad,
+            direction,
+            grad.numel(),
+            float(decay_alpha),
+            float(1 - momentum_beta),
+            float(momentum_beta),
+            DECAY=decay,
+            MOMENTUM_SMALL=abs(1 - momentum_beta) < _SMALL_WEIGHT,
+            NESTEROV=use_nesterov,
+            NESTEROV_SMALL=abs(momentum_beta) < _SMALL_WEIGHT,
+            BLOCK=_BLOCK,
+        )
+    return direction
+
+
+def apply_update(
+    param: torch.Tensor, x: torch.Tensor, *, transposed: bool, scale: float, extra_scale: float, lr: float
+) -> None:
+    """p = p - lr * ((x * scale) * extra_scale), in place.
+
+    Args:
+        param: [rows, columns], or [groups, rows / groups, columns] where the rows of a component are interleaved with
+            others' (a view of the whole weight); unit inner stride.
+        x: The orthogonal factor, [rows, columns], or [columns, rows] where ``transposed``.
+        transposed: See ``x``.
+        scale: Of the shape, ``muon_scale``.
+        extra_scale: Of the user.
+        lr: Learning rate.
+    """
+    if param.numel() == 0:
+        return
+    whole = param if param.dim() == 3 else param.unsqueeze(0)
+    num_groups, rows_per_group, columns = whole.shape
+    if param.device.type != "cuda" or param.dtype != torch.float32 or param.stride(-1) != 1 or x.stride(1) != 1:
+        update = (x.mT if transposed else x).to(torch.float32) * scale * extra_scale
+        whole.add_(update.reshape(whole.shape).to(param.dtype), alpha=-lr)
+        return
+    rows = num_groups * rows_per_group
+    with on_device(param.device):
+        update_kernel[(-(-rows // 64), -(-columns // 64))](
+            whole,
+            x,
+            rows,
+            columns,
+            rows_per_group,
+            whole.stride(0),
+            whole.stride(1),
+            x.stride(0),
+            float(scale),
+            float(extra_scale),
+            float(-lr),
+            TRANSPOSE=transposed,
+            BLOCK_M=64,
+            BLOCK_N=64,
+            num_warps=4,
+        )

@@ -1,0 +1,303 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz, for matrices; AdamW for everything else.
+
+For a matrix W with gradient G (fp32, in this order, each rounded as torch rounds it):
+
+    W <- W - weight_decay * lr * W                     (decoupled decay)
+    M <- lerp(M, G, 1 - momentum_beta)
+    D  = lerp(G, M, momentum_beta) with nesterov, else M
+    O  = NewtonSchulz(D)                                of q, k and v apart where ``split_qkv``
+    W <- W - lr * O * scale(rows, columns) * extra_scale_factor
+
+The bits are those of the same formulas with whole cuBLAS products and torch's elementwise operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim.adamw import adamw
+
+from ditron_train.optim.elementwise import DecayMethod, apply_update, momentum_step
+from ditron_train.optim.newton_schulz import (
+    CoefficientType,
+    ScaleMode,
+    muon_scale,
+    newton_schulz,
+    step_coefficients,
+)
+from ditron_train.optim.products import ProductMode
+from ditron_train.optim.sharding import LayerShards, newton_schulz_cost, shard_by_cost
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["Muon", "TensorParallelMode"]
+
+TensorParallelMode = Literal["blockwise", "duplicated"]
+_PRODUCT_DTYPES = {"medium": torch.bfloat16, "high": torch.float32, "highest": torch.float32}
+
+
+def _default_algorithm(param: torch.Tensor) -> str:
+    is_embedding = getattr(param, "is_embedding_or_output_parameter", False)
+    return "muon" if param.dim() == 2 and not is_embedding else "adamw"
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices, AdamW for other parameters.
+
+    A parameter takes Muon where it has two dimensions and no true ``is_embedding_or_output_parameter`` attribute; a
+    param group may say ``algorithm="muon"`` or ``"adamw"`` for all of its parameters (embeddings and output layers are
+    matrices too: put them in a group with ``"adamw"``).
+
+    Args:
+        params: Parameters, named parameters or param groups.
+        lr: Learning rate.
+        momentum_beta: How much of the momentum stays.
+        use_nesterov: Whether to look ahead.
+        weight_decay: 0 for none.
+        weight_decay_method: ``decoupled`` (times lr), ``independent`` (not times lr) or ``l2`` (added to the gradient).
+        fp32_matmul_prec: ``medium`` runs the products in bf16; ``high`` and ``highest`` in fp32, by torch alone.
+        coefficient_type: Polynomials of Newton-Schulz; any but ``quintic`` changes results against native Muon.
+        num_ns_steps: Newton-Schulz steps.
+        scale_mode: See ``muon_scale``.
+        extra_scale_factor: Multiplies every update.
+        adamw_betas: Of parameters that take AdamW.
+        adamw_eps: Likewise.
+        split_qkv: Orthogonalise q, k and v of attention weights apart.
+        is_qkv_fn: Which parameters those are.
+        qkv_split_shapes: Rows of q, k and v in one query group.
+        tp_mode: ``blockwise`` orthogonalises each tensor-parallel shard by itself; ``duplicated`` gathers the direction
+            over the tensor-parallel group along the parameter's ``partition_dim``, computes it whole on every rank, and
+            keeps the own part.
+        tp_group_fn: Gives the tensor-parallel group of a parameter, or None.
+        shard_group: Shards whole matrices over this (data-parallel) group: each is stepped by one rank, balanced by
+            cost, and sent to the others while the next is computed. Gradients must be equal on all of its ranks.
+            Momentum then lives on the owner alone.
+        mode: Which products run by our kernels: ``strict`` where proven equal and faster, ``force``, ``native``.
+
+    Raises:
+        NotSupportedError: Values out of range, or a parameter that ``algorithm="muon"`` cannot take.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 3e-4,
+        momentum_beta: float = 0.95,
+        use_nesterov: bool = True,
+        weight_decay: float = 0.01,
+        *,
+        weight_decay_method: DecayMethod = "decoupled",
+        fp32_matmul_prec: str = "medium",
+        coefficient_type: CoefficientType = "quintic",
+        num_ns_steps: int = 5,
+        scale_mode: ScaleMode = "spectral",
+        extra_scale_factor: float = 1.0,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        split_qkv: bool = False,
+        is_qkv_fn: Callable[[torch.Tensor], bool] | None = None,
+        qkv_split_shapes: tuple[int, int, int] | None = None,
+        tp_mode: TensorParallelMode = "blockwise",
+        tp_group_fn: Callable[[torch.Tensor], dist.ProcessGroup | None] | None = None,
+        shard_group: dist.ProcessGroup | None = None,
+        mode: ProductMode = "strict",
+    ) -> None:
+        if fp32_matmul_prec not in _PRODUCT_DTYPES:
+            raise NotSupportedError(f"fp32_matmul_prec {fp32_matmul_prec!r} is not one of {', '.join(_PRODUCT_DTYPES)}")
+        if weight_decay_method not in ("decoupled", "independent", "l2"):
+            raise NotSupportedError(f"weight_decay_method {weight_decay_method!r} is not decoupled, independent or l2")
+        if tp_mode not in ("blockwise", "duplicated"):
+            raise NotSupportedError(f"tp_mode {tp_mode!r} is not blockwise or duplicated")
+        if split_qkv and (is_qkv_fn is None or qkv_split_shapes is None):
+            raise NotSupportedError("split_qkv needs is_qkv_fn and qkv_split_shapes")
+        step_coefficients(coefficient_type, num_ns_steps)
+        muon_scale(1, 1, scale_mode)
+        self.coefficient_type = coefficient_type
+        self.num_ns_steps = num_ns_steps
+        self.scale_mode = scale_mode
+        self.extra_scale_factor = extra_scale_factor
+        self.weight_decay_method = weight_decay_method
+        self.split_qkv = split_qkv
+        self.is_qkv_fn = is_qkv_fn
+        self.qkv_split_shapes = tuple(qkv_split_shapes) if qkv_split_shapes is not None else None
+        self.tp_mode = tp_mode
+        self.tp_group_fn = tp_group_fn
+        self.shard_group = shard_group
+        self.mode = mode
+        defaults = dict(
+            lr=lr, momentum_beta=momentum_beta, use_nesterov=use_nesterov, weight_decay=weight_decay,
+            fp32_matmul_prec=fp32_matmul_prec, adamw_betas=adamw_betas, adamw_eps=adamw_eps, algorithm=None,
+        )  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch's optimizers do; checks its hyperparameters and what it asks Muon to take."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except NotSupportedError:
+            self.param_groups.pop()
+            raise
+
+    @staticmethod
+    def _check_group(group: dict[str, Any]) -> None:
+        if not float(group["lr"]) >= 0 or not group["weight_decay"] >= 0:
+            raise NotSupportedError(f"lr {group['lr']} and weight_decay {group['weight_decay']} must not be below 0")
+        if not 0 <= group["momentum_beta"] < 1:
+            raise NotSupportedError(f"momentum_beta {group['momentum_beta']} is not in [0, 1)")
+        if group["algorithm"] not in (None, "muon", "adamw"):
+            raise NotSupportedError(f"algorithm {group['algorithm']!r} is not muon or adamw")
+        for param in group["params"]:
+            if group["algorithm"] == "muon" and param.dim() != 2:
+                raise NotSupportedError(f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group algorithm='adamw'")
+            if not param.is_floating_point():
+                raise NotSupportedError(f"a parameter of {param.dtype}")
+
+    def _algorithm(self, group: dict[str, Any], param: torch.Tensor) -> str:
+        return group["algorithm"] or _default_algorithm(param)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of every parameter that has a gradient; returns the closure's loss.
+
+        Raises:
+            NotSupportedError: A sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        for group in self.param_groups:
+            others = []
+            for param in group["params"]:
+                if self._algorithm(group, param) == "muon":
+                    matrices.append((param, group))
+                elif param.grad is not None:
+                    others.append(param)
+            self._adamw_step(group, others)
+        if self.shard_group is not None and dist.get_world_size(self.shard_group) > 1:
+            self._sharded_step(matrices)
+        else:
+            for param, group in matrices:
+                self._matrix_step(param, group)
+        return loss
+
+    def _sharded_step(self, matrices: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        costs = [newton_schulz_cost(*param.shape, self.num_ns_steps) for param, _ in matrices]
+        shards = LayerShards(
+            [param for param, _ in matrices], shard_by_cost(costs, dist.get_world_size(self.shard_group)), self.shard_group
+        )
+        shards.run(lambda index: self._matrix_step(*matrices[index]))
+
+    def _matrix_step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        """Decay, momentum, orthogonalisation and update of one matrix."""
+        grad = param.grad
+        if grad is None:
+            return
+        if grad.is_sparse:
+            raise NotSupportedError("Muon does not take sparse gradients")
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        direction = momentum_step(
+            param,
+            state["momentum_buffer"],
+            grad,
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            decay_method=self.weight_decay_method,
+            momentum_beta=group["momentum_beta"],
+            use_nesterov=group["use_nesterov"],
+        )
+        self.apply_direction(param, direction, group)
+
+    def apply_direction(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
+        """Orthogonalises ``direction`` and updates ``param`` with it, component by component where q, k, v are split."""
+        if not (self.split_qkv and self.is_qkv_fn(param)):
+            self._apply_component(param, param, direction, group)
+            return
+        rows_per_group = sum(self.qkv_split_shapes)
+        if param.shape[0] % rows_per_group:
+            raise NotSupportedError(f"qkv weight of {param.shape[0]} rows does not divide into groups of {rows_per_group}")
+        num_groups, columns = param.shape[0] // rows_per_group, param.shape[1]
+        whole = param.view(num_groups, rows_per_group, columns)
+        parts = torch.split(direction.view(whole.shape), self.qkv_split_shapes, dim=1)
+        first = 0
+        for part in parts:
+            rows = part.shape[1]
+            # a copy, as native makes one: the norm's order of summation depends on the memory it reads
+            self._apply_component(param, whole[:, first : first + rows], part.reshape(-1, columns), group)
+            first += rows
+
+    def _apply_component(
+        self, param: torch.Tensor, target: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        """Updates ``target`` (the parameter or the rows of one component) by the orthogonal factor of ``direction``."""
+        rows, columns = direction.shape
+        tp_group, dim = self._partition(param)
+        gathered = direction
+        if tp_group is not None:
+            shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(tp_group))]
+            dist.all_gather(shards, direction.contiguous(), group=tp_group)
+            gathered = torch.cat(shards, dim=dim)
+            del shards
+            rows, columns = gathered.shape
+        x = newton_schulz(
+            gathered.to(torch.float32),
+            num_steps=self.num_ns_steps,
+            coefficient_type=self.coefficient_type,
+            dtype=_PRODUCT_DTYPES[group["fp32_matmul_prec"]],
+            mode=self.mode if group["fp32_matmul_prec"] == "medium" or direction.device.type == "cpu" else "native",
+        )
+        transposed = rows > columns
+        if tp_group is not None:
+            x_dim = 1 - dim if transposed else dim
+            x = x.chunk(dist.get_world_size(tp_group), dim=x_dim)[dist.get_rank(tp_group)]
+        apply_update(
+            target,
+            x,
+            transposed=transposed,
+            scale=muon_scale(*self._scale_shape(param, rows, columns), self.scale_mode),
+            extra_scale=self.extra_scale_factor,
+            lr=float(group["lr"]),
+        )
+
+    def _partition(self, param: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
+        """The group to gather a direction over and the dimension it is cut along; (None, -1) where none is needed."""
+        if self.tp_mode == "blockwise" or self.tp_group_fn is None:
+            return None, -1
+        dim = getattr(param, "partition_dim", None)
+        tp_group = self.tp_group_fn(param)
+        if dim is None or dim < 0 or tp_group is None or dist.get_world_size(tp_group) == 1:
+            return None, -1
+        return tp_group, dim
+
+    def _scale_shape(self, param: torch.Tensor, rows: int, columns: int) -> tuple[int, int]:
+        """Shape that the scale is made of: what was orthogonalised, as one matrix."""
+        return rows, columns
+
+    def _adamw_step(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        """torch's AdamW on the group's parameters that Muon does not take."""
+        if not params:
+            return
+        for param in params:
+            state = self.state[param]
+            if "exp_avg" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        beta1, beta2 = group["adamw_betas"]
+        adamw(
+            params,
+            [param.grad for param in params],
+            [self.state[param]["exp_avg"] for param in params],
+            [self.state[param]["exp_avg_sq"] for param in params],
+            [],
+            [self.state[param]["step"] for param in params],
+            amsgrad=False, beta1=beta1, beta2=beta2, lr=float(group["lr"]), weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"], maximize=False,
+        )  # fmt: skip

@@ -1,0 +1,273 @@
+"""Host side of the three products of a Newton-Schulz step, and the decision which of them run by our kernels.
+
+    A = X @ X^T            [m, m], symmetric: half of it is computed and mirrored
+    B = b * A + c * A @ A  [m, m], symmetric likewise
+    Y = a * X + B @ X      [m, n]
+
+cuBLAS computes each whole. Where bits equal and time is lower at a shape on this device, ours runs; else cuBLAS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from ditron_train.gemm.configs import GemmConfig, choose_config
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, is_aligned, make_descriptor
+from ditron_train.gemm.ops import check_operands, on_device
+from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
+from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import log_once
+from ditron_train.schedule import lower_triangle_tile_order
+
+__all__ = ["ProductMode", "ProductPlan", "addmm", "gram", "plan_products", "scaled_square"]
+
+ProductMode = Literal["strict", "force", "native"]
+
+_MIN_ROWS = 1024  # below, the whole product is less than a wave of tiles: half of it takes as long
+_MIN_GAIN = 1.02  # a kernel must win by more than the timer's noise
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """Which products of one step run by our kernels.
+
+    Attributes:
+        use_gram: X @ X^T by its lower triangle.
+        use_square: b * A + c * A @ A by its lower triangle.
+        use_update: a * X + B @ X by the tile GEMM.
+        reason: Why, in words for the log.
+    """
+
+    use_gram: bool
+    use_square: bool
+    use_update: bool
+    reason: str
+
+
+@lru_cache(maxsize=256)
+def _triangle(size: int, block_m: int, block_n: int, group_m: int, device: torch.device) -> torch.Tensor:
+    """The order of lower-triangle tiles as int32 [num_tiles, 2] on the device, made once for a shape."""
+    return torch.from_numpy(lower_triangle_tile_order(size, block_m, block_n, group_m)).to(device)
+
+
+# On Hopper and later; a wide tile runs at the better rate but covers more above the diagonal and fills the last wave worse.
+_WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
+_SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+_SQUARE_RATE = 0.93
+
+
+@lru_cache(maxsize=1024)
+def _symmetric_config(size: int, k: int, dtype: torch.dtype, target: str, sms: int) -> GemmConfig:
+    if target not in ("sm_90", "sm_100"):
+        config = choose_config(size, size, k, dtype, target, sms)
+        block = min(config.block_m, config.block_n)
+        return GemmConfig(block, block, config.block_k, config.num_warps, config.num_stages, config.group_m)
+
+    def waves(config: GemmConfig) -> int:
+        return -(-len(lower_triangle_tile_order(size, config.block_m, config.block_n, config.group_m)) // sms)
+
+    return _WIDE if 2 * waves(_WIDE) <= waves(_SQUARE) / _SQUARE_RATE else _SQUARE
+
+
+def _symmetric(
+    a: torch.Tensor, add: torch.Tensor | None, alpha: float, beta: float, config: GemmConfig | None
+) -> torch.Tensor:
+    """alpha * A @ A^T + beta * add, [m, m], aligned."""
+    target = check_operands("symmetric product", a, a if add is None else add)
+    m, k = a.shape
+    if m == 0 or k == 0:
+        raise NotSupportedError(f"symmetric product of an empty matrix {m} x {k}")
+    sms = num_sms(a.device)
+    config = config or _symmetric_config(m, k, a.dtype, target, sms)
+    a = aligned_operand(a)
+    has_add = add is not None
+    add = aligned_operand(add) if has_add else a  # a stand-in that is not read
+    out = empty_aligned(m, m, a.dtype, a.device)
+    order = _triangle(m, config.block_m, config.block_n, config.group_m, a.device)
+    block = (config.block_m, config.block_m)
+    with on_device(a.device):
+        symmetric_kernel[(min(sms, len(order)),)](
+            make_descriptor(a, (config.block_m, config.block_k)),
+            make_descriptor(a, (config.block_n, config.block_k)),
+            make_descriptor(add, block),
+            make_descriptor(out, block),
+            order,
+            len(order),
+            k,
+            float(alpha),
+            float(beta),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            HAS_ADD=has_add,
+            SPLIT_STORE=config.block_n > config.block_m,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
+
+
+def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
+    """X @ X^T by its lower triangle.
+
+    Args:
+        x: [m, n], bf16 or fp16 (interpreted: fp32 too), any strides, not empty.
+        config: Tile sizes, ``block_n`` equal to ``block_m`` or twice it; by shape where None.
+
+    Returns:
+        [m, m], symmetric bit for bit.
+
+    Raises:
+        NotSupportedError: A type or device without a kernel, or an empty matrix.
+    """
+    return _symmetric(x, None, 1.0, 0.0, config)
+
+
+def scaled_square(a: torch.Tensor, b: float, c: float, *, config: GemmConfig | None = None) -> torch.Tensor:
+    """b * A + c * A @ A for a symmetric A, by its lower triangle; rounds as ``torch.addmm(A, A, A, beta=b, alpha=c)``.
+
+    Args:
+        a: [m, m], symmetric bit for bit (not checked), as ``gram`` gives it.
+        b: Factor of A.
+        c: Factor of the product.
+        config: As ``gram``.
+
+    Returns:
+        [m, m], symmetric bit for bit.
+
+    Raises:
+        NotSupportedError: As ``gram``, or A is not square.
+    """
+    if a.shape[0] != a.shape[1]:
+        raise NotSupportedError(f"scaled_square of a {a.shape[0]} x {a.shape[1]} matrix")
+    return _symmetric(a, a, c, b, config)
+
+
+def addmm(
+    add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float, beta: float, config: GemmConfig | None = None
+) -> torch.Tensor:
+    """beta * add + alpha * A @ B by the tile GEMM; rounds as ``torch.addmm(add, A, B, beta=beta, alpha=alpha)``.
+
+    Args:
+        add: [m, n], bf16 or fp16 (interpreted: fp32 too), any strides, not empty.
+        a: [m, k] of the same type.
+        b: [k, n] of the same type.
+        alpha: Factor of the product.
+        beta: Factor of ``add``.
+        config: Tile sizes; by shape where None.
+
+    Returns:
+        [m, n].
+
+    Raises:
+        NotSupportedError: A type or device without a kernel, an empty matrix, or shapes that do not fit.
+    """
+    target = check_operands("addmm", add, a)
+    check_operands("addmm", a, b)
+    m, n, k = *add.shape, a.shape[1]
+    if tuple(a.shape) != (m, k) or tuple(b.shape) != (k, n) or min(m, n, k) == 0:
+        raise NotSupportedError(f"addmm of shapes {tuple(add.shape)}, {tuple(a.shape)} and {tuple(b.shape)}")
+    sms = num_sms(a.device)
+    config = config or choose_config(m, n, k, a.dtype, target, sms)
+    add, a, b = aligned_operand(add), aligned_operand(a), aligned_operand(b)
+    out = empty_aligned(m, n, a.dtype, a.device)
+    with on_device(a.device):
+        addmm_kernel[(min(sms, config.num_tiles(m, n)),)](
+            make_descriptor(a, (config.block_m, config.block_k)),
+            make_descriptor(b, (config.block_k, config.block_n)),
+            make_descriptor(add, config.store_block),
+            make_descriptor(out, config.store_block),
+            m,
+            n,
+            k,
+            float(alpha),
+            float(beta),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            GROUP_M=config.group_m,
+            SPLIT_STORE=config.split_store,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
+
+
+_plans: dict[tuple, ProductPlan] = {}
+_NATIVE = ProductPlan(False, False, False, "native products were asked for")
+_FORCED = ProductPlan(True, True, True, "our products were asked for")
+
+
+def _median_us(function: Callable[[], torch.Tensor], device: torch.device, repetitions: int = 7) -> float:
+    """Median time on the current stream of ``device``, after two warm-up calls."""
+    for _ in range(2):
+        function()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize(device)
+    times = sorted(before.elapsed_time(after) for before, after in zip(events, events[1:]))
+    return times[repetitions // 2] * 1e3
+
+
+def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device) -> ProductPlan:
+    """Compares bits, then times, of each product at one shape with random data."""
+    generator = torch.Generator(device=device).manual_seed(1)
+    x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
+    a_matrix = x @ x.mT
+    pairs = (
+        (lambda: x @ x.mT, lambda: gram(x)),
+        (
+            lambda: torch.addmm(a_matrix, a_matrix, a_matrix, beta=-6.8946, alpha=2.9270),
+            lambda: scaled_square(a_matrix, -6.8946, 2.9270),
+        ),
+        (lambda: torch.addmm(x, a_matrix, x, beta=4.0848), lambda: addmm(x, a_matrix, x, alpha=1.0, beta=4.0848)),
+    )
+    uses, words = [], []
+    for name, (native, ours) in zip(("gram", "square", "update"), pairs):
+        if not torch.equal(native(), ours()):
+            uses.append(False)
+            words.append(f"{name}: other bits")
+            continue
+        gain = _median_us(native, device) / _median_us(ours, device)
+        uses.append(gain >= _MIN_GAIN)
+        words.append(f"{name}: {gain:.2f}x")
+    return ProductPlan(*uses, reason=", ".join(words))
+
+
+def plan_products(m: int, n: int, dtype: torch.dtype, device: torch.device, mode: ProductMode = "strict") -> ProductPlan:
+    """Decides, once for a shape, which products of an [m, n] step (m <= n) run by our kernels.
+
+    ``strict``: those whose bits equal cuBLAS's and whose time is lower, both seen on this device with random data.
+    ``force``: all. ``native``: none. The choice cannot make ranks differ, since it does not change bits.
+
+    Raises:
+        NotSupportedError: An unknown mode, or ``force`` where there is no kernel.
+    """
+    if mode == "native":
+        return _NATIVE
+    if mode == "force":
+        kernel_target(device)
+        return _FORCED
+    if mode != "strict":
+        raise NotSupportedError(f"mode {mode!r} is not strict, force or native")
+    if device.type != "cuda" or is_interpreter():
+        return ProductPlan(False, False, False, "no GPU: whole products of torch")
+    if dtype not in (torch.bfloat16, torch.float16) or m < _MIN_ROWS or not is_aligned(torch.empty(2, n, dtype=dtype)):
+        return ProductPlan(False, False, False, "a type, size or alignment that cuBLAS serves better")
+    key = (m, n, dtype, device.index if device.index is not None else torch.cuda.current_device())
+    if key not in _plans:
+        if torch.cuda.is_current_stream_capturing():
+            return ProductPlan(False, False, False, "not measured before the CUDA graph capture began")
+        with torch.cuda.device(device):
+            _plans[key] = _measure(m, n, dtype, torch.device("cuda", key[-1]))
+        log_once(f"newton_schulz {m}x{n} {dtype}", f"Newton-Schulz {m} x {n}: {_plans[key].reason}", name="ditron_train.optim")
+    return _plans[key]

@@ -1,0 +1,253 @@
+"""Muon on CPU: equal to the published equations, with torch's habits, for every kind of parameter and gradient."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import pathlib
+
+import pytest
+import torch
+
+from ditron_train.gemm import GemmConfig, matmul_nt
+from ditron_train.optim import Muon, muon_scale, newton_schulz, orthogonalize
+from ditron_train.optim import products
+from ditron_train.runtime.device import is_interpreter
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.testing import interpreter
+
+_spec = importlib.util.spec_from_file_location("reference_muon", pathlib.Path(__file__).with_name("reference_muon.py"))
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+needs_interpreter = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _repaired_interpreter():
+    if is_interpreter():
+        interpreter.install()
+
+
+def parameter(*shape, seed=0, dtype=torch.float32):
+    param = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
+    param.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 100)).to(dtype)
+    return param
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16), (1, 8), (8, 1)])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("decay", ["decoupled", "independent", "l2"])
+def test_steps_equal_the_equations(shape, nesterov, decay):
+    param = parameter(*shape)
+    expected, momentum = param.detach().clone(), torch.zeros(shape)
+    optimizer = Muon(
+        [param], lr=0.02, use_nesterov=nesterov, weight_decay=0.1, weight_decay_method=decay, extra_scale_factor=0.2
+    )
+    for seed in range(3):
+        param.grad = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        grad = param.grad.clone()
+        optimizer.step()
+        assert torch.equal(param.grad, grad)
+        reference.reference_step(expected, momentum, grad, lr=0.02, nesterov=nesterov, weight_decay=0.1, decay=decay, extra=0.2)
+        assert torch.equal(param, expected)
+        assert torch.equal(optimizer.state[param]["momentum_buffer"], momentum)
+
+
+@pytest.mark.parametrize("qkv", [(8, 4, 4), (16, 2, 2)])
+def test_q_k_and_v_are_orthogonalised_apart(qkv):
+    param = parameter(3 * sum(qkv), 24)
+    expected, momentum = param.detach().clone(), torch.zeros(param.shape)
+    optimizer = Muon([param], lr=0.1, split_qkv=True, is_qkv_fn=lambda p: True, qkv_split_shapes=qkv)
+    grad = param.grad.clone()
+    optimizer.step()
+    reference.reference_step(expected, momentum, grad, lr=0.1, qkv=qkv)
+    assert torch.equal(param, expected)
+    whole = parameter(3 * sum(qkv), 24)
+    Muon([whole], lr=0.1, split_qkv=True, is_qkv_fn=lambda p: False, qkv_split_shapes=qkv).step()
+    assert not torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
+def test_scales(mode):
+    assert muon_scale(64, 16, mode) == {"spectral": 8.0, "unit_rms_norm": 2.0, "shape_scaling": 2.0}[mode]
+    assert muon_scale(16, 64, mode) == {"spectral": 8.0, "unit_rms_norm": 0.5, "shape_scaling": 1.0}[mode]
+
+
+def test_newton_schulz_orthogonalises():
+    grad = torch.randn(30, 50, generator=torch.Generator().manual_seed(1))
+    singular = torch.linalg.svdvals(orthogonalize(grad, dtype=torch.float32))
+    assert singular.min() > 0.6 and singular.max() < 1.3
+    u, _, v = torch.linalg.svd(grad, full_matrices=False)
+    assert torch.dist(orthogonalize(grad, dtype=torch.float32), u @ v) < 0.35 * 30**0.5
+
+
+@needs_interpreter
+def test_half_products_give_the_weights_of_whole_tile_products(monkeypatch):
+    """50 steps of a small model by the symmetric kernels and by the same tiles computed whole: equal weights."""
+    module = importlib.import_module("ditron_train.optim.newton_schulz")  # the package's attribute is the function
+
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(24, 36), torch.nn.Tanh(), torch.nn.Linear(36, 8))
+        optimizer = Muon(model.parameters(), lr=0.02, mode="force", fp32_matmul_prec="highest")
+        x = torch.randn(64, 24)
+        y = torch.tanh(x @ torch.randn(24, 8) / 5)
+        losses = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        return [p.detach().clone() for p in model.parameters()], losses
+
+    half, losses = train()
+    assert losses[-1] < 0.5 * losses[0]
+    calls = []
+
+    def whole_gram(x):
+        calls.append("gram")
+        block = products._symmetric_config(x.shape[0], x.shape[1], x.dtype, "interpreter", 1)
+        return matmul_nt(x, x, config=block)
+
+    def whole_square(a, b, c):
+        calls.append("square")
+        block = products._symmetric_config(a.shape[0], a.shape[1], a.dtype, "interpreter", 1)
+        return matmul_nt(a, a, config=block) * c + a * b  # fp32: no rounding between product and epilogue
+
+    monkeypatch.setattr(module, "gram", whole_gram)
+    monkeypatch.setattr(module, "scaled_square", whole_square)
+    whole, _ = train()
+    assert calls.count("gram") == calls.count("square") == 50 * 2 * 5
+    assert all(torch.equal(a, b) for a, b in zip(half, whole))
+
+
+def test_training_learns_and_schedulers_and_closures_work():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 16), torch.nn.Linear(16, 11))
+    groups = [
+        {"params": model[0].parameters(), "algorithm": "adamw", "lr": 5e-2},
+        {"params": model[1].parameters(), "lr": 2e-2},
+    ]
+    optimizer = Muon(groups, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    tokens, targets = torch.arange(11), (torch.arange(11) * 3) % 11
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(tokens), targets)
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(30):
+        losses.append(float(optimizer.step(closure)))
+        scheduler.step()
+    assert losses[-1] < 0.2 * losses[0]
+    assert set(optimizer.state[model[0].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optimizer.state[model[1].weight]) == {"momentum_buffer"}
+    assert set(optimizer.state[model[1].bias]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_parameters_that_are_not_matrices_take_torch_adamw():
+    shapes = [(5,), (), (2, 3, 4)]
+    ours = [parameter(*shape, seed=i) for i, shape in enumerate(shapes)]
+    marked = parameter(6, 4, seed=9)
+    marked.is_embedding_or_output_parameter = True
+    theirs = [copy.deepcopy(p) for p in (*ours, marked)]
+    for ours_p, theirs_p in zip((*ours, marked), theirs):
+        theirs_p.grad = ours_p.grad.clone()
+    optimizer = Muon([*ours, marked], lr=0.01, weight_decay=0.1)
+    torch_adamw = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    for _ in range(3):
+        optimizer.step()
+        torch_adamw.step()
+    assert all(torch.equal(a, b) for a, b in zip((*ours, marked), theirs))
+
+
+def test_state_dict_round_trip_continues_bit_for_bit():
+    params = [parameter(12, 20, seed=1), parameter(7, seed=2)]
+    optimizer = Muon(params, lr=0.05)
+    optimizer.step()
+    saved, values = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    optimizer.step()
+    again = [torch.nn.Parameter(value) for value in values]
+    for new, old in zip(again, params):
+        new.grad = old.grad.clone()
+    resumed = Muon(again, lr=9.0)
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["lr"] == 0.05
+    resumed.step()
+    assert all(torch.equal(a, b) for a, b in zip(again, params))
+
+
+def test_gradients_that_users_meet():
+    zero, missing, nan, infinite = (parameter(8, 12, seed=i) for i in range(4))
+    zero.grad.zero_()
+    missing.grad = None
+    nan.grad[3, 3] = float("nan")
+    infinite.grad[2, 2] = float("inf")
+    before = zero.detach().clone(), missing.detach().clone()
+    Muon([zero, missing, nan, infinite], lr=0.1, weight_decay=0.0).step()
+    assert torch.equal(zero, before[0]) and torch.equal(missing, before[1])
+    assert bool(nan.isnan().all())
+    expected, momentum = parameter(8, 12, seed=3).detach(), torch.zeros(8, 12)
+    reference.reference_step(expected, momentum, infinite.grad, lr=0.1, weight_decay=0.0)
+    assert torch.equal(infinite.isnan(), expected.isnan()) and bool(infinite.isnan().any())
+
+
+def test_empty_parameters_and_groups():
+    empty, param = torch.nn.Parameter(torch.zeros(0, 5)), parameter(4, 4)
+    empty.grad = torch.zeros(0, 5)
+    optimizer = Muon([{"params": []}, {"params": [empty, param]}])
+    optimizer.step()
+    assert len(optimizer.state_dict()["param_groups"]) == 2
+
+
+def test_bf16_parameters_are_stepped_in_their_own_type():
+    param = parameter(16, 24, dtype=torch.bfloat16)
+    expected, momentum = param.detach().clone(), torch.zeros(16, 24, dtype=torch.bfloat16)
+    grad = param.grad.clone()
+    Muon([param], lr=0.1, weight_decay=0.1).step()
+    expected.add_(expected, alpha=-0.1 * 0.1)
+    momentum.lerp_(grad, 1 - 0.95)
+    update = reference.reference_newton_schulz(grad.lerp(momentum, 0.95).float()) * 24**0.5
+    expected.add_(update.bfloat16(), alpha=-0.1)
+    assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        (dict(lr=-1.0), "lr"),
+        (dict(momentum_beta=1.0), "momentum_beta"),
+        (dict(weight_decay=-0.1), "weight_decay"),
+        (dict(weight_decay_method="none"), "weight_decay_method"),
+        (dict(num_ns_steps=3), "multiple"),
+        (dict(num_ns_steps=0), "multiple"),
+        (dict(coefficient_type="cubic"), "cubic"),
+        (dict(scale_mode="big"), "scale mode"),
+        (dict(fp32_matmul_prec="low"), "fp32_matmul_prec"),
+        (dict(tp_mode="distributed"), "tp_mode"),
+        (dict(split_qkv=True), "split_qkv"),
+        (dict(mode="sometimes"), "sometimes"),
+    ],
+)
+def test_bad_options_raise(options, word):
+    with pytest.raises(NotSupportedError, match=word):
+        Muon([parameter(4, 4)], **options).step()
+
+
+def test_a_vector_in_a_muon_group_raises_and_leaves_the_optimizer_as_it_was():
+    optimizer = Muon([parameter(4, 4)])
+    with pytest.raises(NotSupportedError, match="matrices"):
+        optimizer.add_param_group({"params": [parameter(4)], "algorithm": "muon"})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_newton_schulz_refuses_what_is_not_an_fp32_matrix():
+    for bad in (torch.zeros(3), torch.zeros(2, 3, 4), torch.zeros(3, 3).bfloat16()):
+        with pytest.raises(NotSupportedError):
+            newton_schulz(bad)

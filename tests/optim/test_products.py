@@ -1,0 +1,119 @@
+"""Symmetric products and the addmm product in the interpreter: exact on small integers, equal to whole products on any data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ditron_train.gemm import GemmConfig, matmul_nt
+from ditron_train.optim import products
+from ditron_train.optim.products import addmm, gram, plan_products, scaled_square
+from ditron_train.runtime.device import is_interpreter
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.testing import interpreter
+
+pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
+
+WIDE = GemmConfig(32, 64, 32, 4, 1, group_m=2)
+SQUARE = GemmConfig(32, 32, 32, 4, 1, group_m=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _repaired_interpreter():
+    interpreter.install()
+
+
+def integers(*shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def symmetric(size, dtype, seed):
+    a = integers(size, size, dtype=dtype, seed=seed)
+    return torch.tril(a) + torch.tril(a, -1).t()
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+CONFIGS = st.sampled_from([None, WIDE, SQUARE])
+
+
+@given(st.integers(1, 150), st.integers(1, 150), DTYPES, CONFIGS)
+@settings(max_examples=40, deadline=None)
+def test_gram_is_exact_and_symmetric(m, n, dtype, config):
+    x = integers(m, n, dtype=dtype, seed=m)
+    result = gram(x, config=config)
+    assert torch.equal(result, (x.float() @ x.float().t()).to(dtype))
+    assert torch.equal(result, result.t())
+
+
+@given(st.integers(1, 150), DTYPES, CONFIGS)
+@settings(max_examples=30, deadline=None)
+def test_scaled_square_is_exact_and_symmetric(m, dtype, config):
+    a = symmetric(m, dtype, seed=m)
+    result = scaled_square(a, -2.5, 0.5, config=config)  # factors that keep every value exact in fp32
+    assert torch.equal(result, (-2.5 * a.float() + 0.5 * (a.float() @ a.float())).to(dtype))
+    assert torch.equal(result, result.t())
+
+
+@given(st.integers(1, 100), st.integers(1, 150), st.integers(1, 90), DTYPES, st.sampled_from([None, GemmConfig(32, 256, 32, 4, 1)]))
+@settings(max_examples=30, deadline=None)
+def test_addmm_is_exact(m, n, k, dtype, config):
+    add, a, b = (integers(*shape, dtype=dtype, seed=m) for shape in ((m, n), (m, k), (k, n)))
+    result = addmm(add, a, b, alpha=0.5, beta=1.5, config=config)
+    assert torch.equal(result, (1.5 * add.float() + 0.5 * (a.float() @ b.float())).to(dtype))
+
+
+@pytest.mark.parametrize("m, n", [(96, 64), (100, 200), (33, 70)])
+def test_half_the_tiles_give_the_bits_of_the_whole_product(m, n):
+    # square tiles only: NumPy's product of a wide tile sums in another order than that of its transpose
+    x = torch.randn(m, n, generator=torch.Generator().manual_seed(1))
+    whole = matmul_nt(x, x, config=SQUARE)
+    half = gram(x, config=SQUARE)
+    assert torch.equal(half, whole) and torch.equal(half, half.t())
+
+
+def test_strided_operands_are_copied():
+    x = integers(40, 30, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(gram(x.t().contiguous().t()), gram(x))
+    b, strided = symmetric(40, torch.bfloat16, 2), x.t().contiguous().t()
+    assert torch.equal(addmm(strided, b, strided, alpha=1.0, beta=2.0), addmm(x, b, x, alpha=1.0, beta=2.0))
+
+
+def test_nan_reaches_every_element_that_it_should():
+    x = integers(40, 30, dtype=torch.float32, seed=1)
+    x[7, 3] = float("nan")
+    nan = gram(x).isnan()
+    assert bool(nan[7].all()) and bool(nan[:, 7].all()) and int(nan.sum()) == 2 * 40 - 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gram(torch.zeros(0, 4)),
+        lambda: gram(torch.zeros(4, 4, dtype=torch.float64)),
+        lambda: scaled_square(torch.zeros(4, 5), 1.0, 1.0),
+        lambda: addmm(torch.zeros(4, 5), torch.zeros(5, 5), torch.zeros(5, 5), alpha=1.0, beta=1.0),
+        lambda: addmm(torch.zeros(4, 5), torch.zeros(4, 4), torch.zeros(4, 5).bfloat16(), alpha=1.0, beta=1.0),
+        lambda: addmm(torch.zeros(4, 5), torch.zeros(4, 0), torch.zeros(0, 5), alpha=1.0, beta=1.0),
+        lambda: plan_products(8, 8, torch.float32, torch.device("cpu"), "sometimes"),
+    ],
+)
+def test_bad_input_raises(call):
+    with pytest.raises(NotSupportedError):
+        call()
+
+
+def test_plans():
+    cpu = torch.device("cpu")
+    assert plan_products(4096, 4096, torch.bfloat16, cpu) == plan_products(8, 8, torch.float32, cpu)
+    assert not plan_products(4096, 4096, torch.bfloat16, cpu).use_gram
+    assert plan_products(8, 8, torch.float32, cpu, "force").use_square
+    assert not plan_products(8, 8, torch.float32, cpu, "native").use_update
+
+
+def test_the_tile_is_the_one_whose_waves_take_less_time():
+    # 4096: 528 square tiles are exactly 4 waves of 132, 272 wide ones are 3; 8192: 1056 wide ones are exactly 8
+    assert products._symmetric_config(4096, 4096, torch.bfloat16, "sm_90", 132) == products._SQUARE
+    assert products._symmetric_config(8192, 8192, torch.bfloat16, "sm_90", 132) == products._WIDE
