@@ -8,6 +8,9 @@ What is wrong in Triton 3.6 without this module:
 - with NumPy >= 2.4 a one-element array no longer converts to an index, so ``range()`` over a
   Triton scalar raises.
 
+- every call of a device function patches ``triton.language`` anew, half a millisecond each, and
+  what a nested call patches first is never taken back.
+
 Every bf16 operation is done here as the hardware does it: exact conversion to fp32, the
 operation in fp32, one rounding to nearest even.
 """
@@ -54,6 +57,7 @@ def install() -> None:
     _repair_casts(interpreter)
     _repair_arithmetic(interpreter)
     _repair_scalars(interpreter)
+    _repair_patching(interpreter)
     setattr(interpreter, _MARK, True)
 
 
@@ -165,3 +169,43 @@ def _repair_scalars(interpreter: Any) -> None:
 
     interpreter._patch_lang_tensor = patch_tensor
     builder.get_bf16 = get_bf16
+
+
+def _repair_patching(interpreter: Any) -> None:
+    """Patches ``triton.language`` once per kernel launch, nested device functions included, and restores all of it."""
+    import triton.language as tl
+
+    native_patch, scope_type = interpreter._patch_lang, interpreter._LangPatchScope
+    languages_of: dict[int, frozenset[int]] = {}  # by id of a module's globals, which live as long as the module
+    active: set[int] = set()
+    nested_scopes: list[Any] = []
+
+    def languages(fn: Any) -> frozenset[int]:
+        key = id(fn.__globals__)
+        if key not in languages_of:
+            visible = {id(value) for value in fn.__globals__.values()}
+            languages_of[key] = frozenset(visible & {id(tl), id(tl.core)})
+        return languages_of[key]
+
+    def patch_lang(fn: Any) -> Any:
+        wanted = languages(fn)
+        if wanted and wanted <= active:
+            return scope_type()
+        is_launch = not active
+        scope = native_patch(fn)
+        active.update(wanted)
+        if not is_launch:
+            nested_scopes.append(scope)
+            return scope_type()
+        restore = scope.restore
+
+        def restore_all() -> None:
+            while nested_scopes:
+                nested_scopes.pop().restore()
+            restore()
+            active.clear()
+
+        scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_lang

@@ -223,7 +223,8 @@ def _request(fn: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str]
         raise ValueError(f"{qualname} must be a function at module level to run in a worker")
     packaged = fn.__module__.split(".")[0] == "ditron_train"
     path = None if packaged else getattr(module, "__file__", None)
-    return pickle.dumps((fn.__module__, path, qualname, pickle.dumps(tuple(args)), dict(env)))
+    name = fn.__module__ if fn.__module__ != "__main__" else "__parent_main__"  # the worker has a main of its own
+    return pickle.dumps((name, path, qualname, pickle.dumps(tuple(args)), dict(env)))
 
 
 def _receive(worker: _Worker, outcome: WorkerOutcome, starting: bool) -> None:
