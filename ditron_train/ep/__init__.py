@@ -1,0 +1,20 @@
+"""Expert parallelism: tokens sent once to a rank and fanned out there, grouped GEMMs, rows returned in the native order."""
+
+from ditron_train.ep.context import EPContext, get_ep_context
+from ditron_train.ep.functions import combine_rows, dispatch_tokens
+from ditron_train.ep.layout import Layout, LayoutShape
+from ditron_train.ep.ops import PendingLayout, SumOrder, begin_layout, combine, dispatch
+
+__all__ = [
+    "EPContext",
+    "Layout",
+    "LayoutShape",
+    "PendingLayout",
+    "SumOrder",
+    "begin_layout",
+    "combine",
+    "combine_rows",
+    "dispatch",
+    "dispatch_tokens",
+    "get_ep_context",
+]

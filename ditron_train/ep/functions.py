@@ -1,0 +1,74 @@
+"""Autograd functions of dispatch and combine: each is the other's backward.
+
+    rows[row(t, e)] = x[t]                      dx[t] = sum over e of drows[row(t, e)]
+    row_probs[row(t, e)] = probs[t, e]          dprobs[t, e] = drow_probs[row(t, e)], 0 where not routed
+    out[t] = sum over e of y[row(t, e)]         dy[row(t, e)] = dout[t]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ditron_train.ep import ops
+from ditron_train.ep.context import EPContext
+from ditron_train.ep.layout import Layout
+from ditron_train.ep.ops import SumOrder
+
+__all__ = ["combine_rows", "dispatch_tokens"]
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder):
+        ctx.layout, ctx.context, ctx.order = layout, context, order
+        ctx.probs_dtype = probs.dtype
+        rows, row_probs = ops.dispatch(x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "fused")
+        return rows, row_probs
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor):
+        grad_x, grad_probs = ops.combine(
+            grad_rows,
+            ctx.layout,
+            ctx.context,
+            order=ctx.order,
+            row_grads=grad_row_probs if ctx.needs_input_grad[1] else None,
+            probs_dtype=ctx.probs_dtype,
+        )
+        return grad_x, grad_probs, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder) -> torch.Tensor:
+        ctx.layout, ctx.context = layout, context
+        return ops.combine(y, layout, context, order=order)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor):
+        return ops.dispatch(grad_out, ctx.layout, ctx.context)[0], None, None, None
+
+
+def dispatch_tokens(
+    x: torch.Tensor, probs: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Differentiable ``ops.dispatch`` of a fresh layout.
+
+    Args:
+        x: [num_tokens, hidden].
+        probs: [num_tokens, num_experts], as given to ``begin_layout``.
+        layout: Not dispatched yet.
+        context: Of the group.
+        order: Which native permutation is in force; decides how gradients of a token are added up.
+
+    Returns:
+        rows [num_rows, hidden] and their probabilities [num_rows] (type of ``probs``).
+    """
+    return _Dispatch.apply(x, probs, layout, context, order)
+
+
+def combine_rows(y: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder) -> torch.Tensor:
+    """Differentiable ``ops.combine``: y [num_rows, hidden] to [num_tokens, hidden]."""
+    return _Combine.apply(y, layout, context, order)

@@ -1,0 +1,238 @@
+"""Where every (token, expert) row goes: the shape of a plan, the plan itself, and its NumPy twin.
+
+The native order that bits need: at the expert's rank rows by local expert, then source rank, then token; at the source
+each token's rows by global expert. A token travels once to each rank that has one of its experts (its *slot* there);
+an *entry* says which row a slot is copied to, and to which *place* ``token * topk + j`` of the source its result returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["HostCounts", "Layout", "LayoutShape", "RankPlan", "plan_on_host"]
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class LayoutShape:
+    """What all layouts of one context have in common.
+
+    Attributes:
+        world_size: Ranks of the expert-parallel group.
+        num_experts: Experts of the layer, over all ranks.
+        topk: Experts of a token at most.
+        num_chunks: Chunks that a rank's tokens are cut into at most.
+        min_chunk_tokens: Tokens of a chunk at least (a power of two).
+    """
+
+    world_size: int
+    num_experts: int
+    topk: int
+    num_chunks: int = 128
+    min_chunk_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.num_experts < 1:
+            raise NotSupportedError(f"expert parallel: {self.num_experts} experts on {self.world_size} ranks")
+        if self.num_experts % self.world_size:
+            raise NotSupportedError(
+                f"expert parallel: {self.num_experts} experts do not divide by the group's {self.world_size} ranks"
+            )
+        if not 1 <= self.topk <= self.num_experts:
+            raise NotSupportedError(f"expert parallel: top-k {self.topk} is not in 1..{self.num_experts} (the number of experts)")
+        assert self.num_chunks == _power_of_two(self.num_chunks)
+        assert self.min_chunk_tokens == _power_of_two(self.min_chunk_tokens)
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.num_experts // self.world_size
+
+    @property
+    def ranks(self) -> int:
+        """``world_size`` padded to a power of two."""
+        return _power_of_two(self.world_size)
+
+    @property
+    def slots(self) -> int:
+        """``experts_per_rank`` padded to a power of two."""
+        return _power_of_two(self.experts_per_rank)
+
+    @property
+    def columns(self) -> int:
+        """Padded expert columns."""
+        return self.ranks * self.slots
+
+    @property
+    def topk_lanes(self) -> int:
+        """``topk`` padded to a power of two."""
+        return _power_of_two(self.topk)
+
+    @property
+    def common_words(self) -> int:
+        """int32 words of a message that are the same for every receiver."""
+        return self.columns + self.ranks + 2
+
+    @property
+    def message_words(self) -> int:
+        """int32 words of one rank's message."""
+        return self.common_words + self.num_chunks
+
+    def chunk_tokens(self, num_tokens: int) -> int:
+        """Tokens of a chunk for a rank that holds ``num_tokens``."""
+        return max(self.min_chunk_tokens, _power_of_two(-(-num_tokens // self.num_chunks)))
+
+
+@dataclass(frozen=True)
+class HostCounts:
+    """What the host learns from the exchange: the same numbers on every rank.
+
+    Attributes:
+        counts: [world_size, num_experts] tokens of each source for each expert.
+        dests: [world_size, world_size] distinct tokens of each source for each destination rank.
+        tokens: [world_size] tokens of each source.
+        widest: Experts of the token that has most.
+    """
+
+    counts: np.ndarray
+    dests: np.ndarray
+    tokens: np.ndarray
+    widest: int
+
+    @classmethod
+    def from_messages(cls, messages: np.ndarray, shape: LayoutShape) -> HostCounts:
+        """Reads the int32 ``[world_size, message_words]`` messages."""
+        w = shape.world_size
+        padded = messages[:, : shape.columns].reshape(w, shape.ranks, shape.slots)
+        return cls(
+            counts=padded[:, :w, : shape.experts_per_rank].reshape(w, shape.num_experts),
+            dests=messages[:, shape.columns : shape.columns + w],
+            tokens=messages[:, shape.columns + shape.ranks],
+            widest=int(messages[:, shape.columns + shape.ranks + 1].max()),
+        )
+
+    def rows(self, shape: LayoutShape) -> np.ndarray:
+        """[world_size] rows that each rank receives."""
+        return self.counts.sum(0).reshape(shape.world_size, shape.experts_per_rank).sum(1)
+
+
+@dataclass
+class Layout:
+    """One routing on this rank, kept for backward. Tables are int32 on the device (see ``layout_kernels``).
+
+    Attributes:
+        num_tokens: Tokens of this rank.
+        chunk_tokens: Tokens of one of its chunks.
+        num_rows: Rows that this rank's experts get (with a capacity: rows of the buffer).
+        tokens_per_expert: int64 [experts_per_rank]: on the CPU with exact sizes, on the device with a capacity.
+        chunk_entries: [ranks, num_chunks + 1] entries for each rank before each chunk.
+        recv_offsets: [ranks, num_chunks + 1] first entry of each source's chunk here.
+        expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond.
+        dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
+        send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
+        entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
+        slot_capacity: Slots that any rank needs.
+        entry_capacity: Rows that any rank needs.
+        place_capacity: Places that any rank needs.
+    """
+
+    shape: LayoutShape
+    num_tokens: int
+    chunk_tokens: int
+    num_rows: int
+    tokens_per_expert: torch.Tensor
+    chunk_entries: torch.Tensor
+    recv_offsets: torch.Tensor
+    list_base: torch.Tensor
+    entry_base: torch.Tensor
+    expert_ids: torch.Tensor
+    dest_slots: torch.Tensor
+    send_list: torch.Tensor | None
+    entries: torch.Tensor
+    slot_capacity: int
+    entry_capacity: int
+    place_capacity: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank receives and sends, computed on the host.
+
+    Attributes:
+        row_token: [num_rows, 3] source rank, token and global expert of each row.
+        entries: [num_rows, 3] row, slot and place, in the order of arrival.
+        dest_slots: [num_tokens, world_size].
+        expert_ids: [num_tokens, topk].
+        recv_offsets: [world_size, num_chunks + 1].
+    """
+
+    row_token: np.ndarray
+    entries: np.ndarray
+    dest_slots: np.ndarray
+    expert_ids: np.ndarray
+    recv_offsets: np.ndarray
+
+
+def plan_on_host(routing_maps: Sequence[np.ndarray], shape: LayoutShape) -> list[RankPlan]:
+    """The NumPy twin: the plans of all ranks from their routing maps, written as plainly as the order is defined.
+
+    Args:
+        routing_maps: bool [num_tokens of that rank, num_experts] by rank.
+        shape: Of the context; ``topk`` must cover the widest token.
+    """
+    w, local = shape.world_size, shape.experts_per_rank
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(w)]
+    for expert in range(shape.num_experts):
+        for source, routed in enumerate(routing_maps):
+            rows[expert // local] += [(source, int(token), expert) for token in np.flatnonzero(routed[:, expert])]
+    row_of = [{key: row for row, key in enumerate(owned)} for owned in rows]
+
+    slots = [np.full((len(routed), w), -1, np.int32) for routed in routing_maps]
+    for owner in range(w):
+        next_slot = 0
+        for source, routed in enumerate(routing_maps):
+            for token in np.flatnonzero(routed[:, owner * local : (owner + 1) * local].any(1)):
+                slots[source][token, owner] = next_slot
+                next_slot += 1
+
+    plans = []
+    for rank in range(w):
+        entries, offsets = _entries_of(rank, routing_maps, row_of[rank], slots, shape)
+        ids = np.full((len(routing_maps[rank]), shape.topk), -1, np.int32)
+        for token, routed in enumerate(routing_maps[rank]):
+            experts = np.flatnonzero(routed)
+            ids[token, : len(experts)] = experts
+        plans.append(RankPlan(np.array(rows[rank], np.int32).reshape(-1, 3), entries, slots[rank], ids, offsets))
+    return plans
+
+
+def _entries_of(
+    owner: int,
+    routing_maps: Sequence[np.ndarray],
+    row_of: dict[tuple[int, int, int], int],
+    slots: Sequence[np.ndarray],
+    shape: LayoutShape,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Entries of rank ``owner`` by source, token, expert, and where each source's chunks begin among them."""
+    local = shape.experts_per_rank
+    entries: list[tuple[int, int, int]] = []
+    offsets = np.zeros((shape.world_size, shape.num_chunks + 1), np.int32)
+    for source, routed in enumerate(routing_maps):
+        chunk_tokens = shape.chunk_tokens(len(routed))
+        for chunk in range(shape.num_chunks):
+            offsets[source, chunk] = len(entries)
+            for token in range(chunk * chunk_tokens, min((chunk + 1) * chunk_tokens, len(routed))):
+                for nth, expert in enumerate(np.flatnonzero(routed[token])):
+                    if expert // local == owner:
+                        place = token * shape.topk + nth
+                        entries.append((row_of[source, token, int(expert)], int(slots[source][token, owner]), place))
+        offsets[source, shape.num_chunks] = len(entries)
+    return np.array(entries, np.int32).reshape(-1, 3), offsets

@@ -1,0 +1,226 @@
+"""Kernels that turn a routing map into a plan on the device: who gets which row, at which place.
+
+Columns of experts are padded: column ``owner * SLOTS + local`` is local expert ``local`` of rank ``owner``, with
+``RANKS >= WORLD_SIZE`` and ``SLOTS >= EXPERTS_PER_RANK`` powers of two. Padding holds zeros, so ascending columns are
+ascending global experts. A rank's tokens are cut into ``NUM_CHUNKS`` chunks of ``chunk_tokens`` (a power of two).
+"""
+
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+
+__all__ = ["count_chunks", "exchange_counts", "list_entries"]
+
+
+@triton.jit
+def _load_map(
+    pointer, tokens, last_token, EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``tokens`` of a [num_tokens, num_experts] matrix in padded columns [BLOCK, RANKS * SLOTS], 0 elsewhere."""
+    lanes = tl.arange(0, RANKS * SLOTS)
+    owner = lanes // SLOTS
+    local = lanes % SLOTS
+    valid = (owner < WORLD_SIZE) & (local < EXPERTS_PER_RANK)
+    offsets = tl.cast(tokens, tl.int64)[:, None] * (WORLD_SIZE * EXPERTS_PER_RANK) + (owner * EXPERTS_PER_RANK + local)[None, :]
+    return tl.load(pointer + offsets, mask=(tokens < last_token)[:, None] & valid[None, :], other=0)
+
+
+@triton.jit
+def count_chunks(
+    routing_map, chunk_counts, chunk_dests, chunk_widest, num_tokens, chunk_tokens,
+    EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Program c counts in chunk c: tokens of each expert, distinct tokens of each destination rank, experts of the widest token.
+
+    Nobody waits. Writes ``chunk_counts[c, column]``, ``chunk_dests[c, owner]``, ``chunk_widest[c]``.
+    """
+    chunk = tl.program_id(0)
+    first = chunk * chunk_tokens
+    last = tl.minimum(first + chunk_tokens, num_tokens)
+    counts = tl.zeros((RANKS * SLOTS,), tl.int32)
+    dests = tl.zeros((RANKS,), tl.int32)
+    widest = tl.zeros((1,), tl.int32)
+    for start in range(0, chunk_tokens, BLOCK_T):
+        tokens = first + start + tl.arange(0, BLOCK_T)
+        routed = _load_map(routing_map, tokens, last, EXPERTS_PER_RANK, WORLD_SIZE, RANKS, SLOTS).to(tl.int32)
+        per_rank = tl.sum(tl.reshape(routed, (BLOCK_T, RANKS, SLOTS)), axis=2)
+        counts += tl.sum(routed, axis=0)
+        dests += tl.sum((per_rank > 0).to(tl.int32), axis=0)
+        widest = tl.maximum(widest, tl.max(tl.sum(routed, axis=1), axis=0))
+    tl.store(chunk_counts + chunk * (RANKS * SLOTS) + tl.arange(0, RANKS * SLOTS), counts)
+    tl.store(chunk_dests + chunk * RANKS + tl.arange(0, RANKS), dests)
+    tl.store(chunk_widest + chunk + tl.arange(0, 1), widest)
+
+
+@triton.jit
+def exchange_counts(
+    chunk_counts, chunk_dests, chunk_widest, chunk_entries, row_base, slot_base, entry_base, list_base, recv_offsets,
+    messages, message_addresses, signals, signal_addresses, ready, ready_addresses, signature, tickets, control,
+    num_tokens, row_capacity, slot_capacity,
+    WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    MESSAGE_WORDS: tl.constexpr, CHECK_CAPACITY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Exchanges the counts of all ranks and derives every base and offset from them; one program.
+
+    Turns ``chunk_counts`` and ``chunk_dests`` into exclusive sums over chunks (in place), sends this rank's message
+    (counts of every column, distinct tokens of every rank, number of tokens, widest token, then the running number of
+    entries for the receiver after each chunk) to every rank, waits for theirs, and writes
+
+    - ``row_base[column]``: first row at its owner of this rank's tokens for that expert,
+    - ``slot_base[d]``, ``entry_base[d]``: first slot and first entry at rank d that belong to this rank,
+    - ``list_base[d]``: first entry for rank d in this rank's own list, which is grouped by destination,
+    - ``chunk_entries[d, c]``: entries for rank d before chunk c (``NUM_CHUNKS + 1`` columns),
+    - ``recv_offsets[s, c]``: first entry of rank s's chunk c at this rank (``NUM_CHUNKS + 1`` columns).
+
+    Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for its
+    message (release/acquire at system scope by ``notify`` and ``wait``).
+    """
+    COLUMNS: tl.constexpr = RANKS * SLOTS
+    COMMON_WORDS: tl.constexpr = COLUMNS + RANKS + 2
+    epoch = dl.next_epoch(tickets)
+    rank = dl.rank(control)
+    dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
+    chunks = tl.arange(0, NUM_CHUNKS)
+    ranks = tl.arange(0, RANKS)
+    mine = messages + rank * MESSAGE_WORDS
+
+    for owner in tl.static_range(RANKS):
+        places = chunk_counts + chunks[:, None] * COLUMNS + owner * SLOTS + tl.arange(0, SLOTS)[None, :]
+        tile = tl.load(places)
+        tl.store(places, tl.cumsum(tile, 0) - tile)
+        tl.store(mine + owner * SLOTS + tl.arange(0, SLOTS), tl.sum(tile, axis=0))
+        entries = chunk_entries + owner * (NUM_CHUNKS + 1)
+        tl.store(entries + 1 + chunks, tl.cumsum(tl.sum(tile, axis=1), 0))
+        tl.store(entries + tl.arange(0, 1), tl.zeros((1,), tl.int32))
+    places = chunk_dests + chunks[:, None] * RANKS + ranks[None, :]
+    tile = tl.load(places)
+    tl.store(places, tl.cumsum(tile, 0) - tile)
+    tl.store(mine + COLUMNS + ranks, tl.sum(tile, axis=0))
+    tl.store(mine + COLUMNS + RANKS, tl.cast(num_tokens, tl.int32))
+    tl.store(mine + COLUMNS + RANKS + 1, tl.max(tl.load(chunk_widest + chunks), axis=0))
+    tl.debug_barrier()
+
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        dl.verify_ready(ready, signature, epoch, control, peer, WORLD_SIZE, TARGET)
+        theirs = dl.symm_at(message_addresses, peer, tl.int32) + rank * MESSAGE_WORDS
+        if step > 0:
+            dl.putmem(theirs, mine, COMMON_WORDS, 0, 1, 256)
+        tl.store(theirs + COMMON_WORDS + chunks, tl.load(chunk_entries + peer * (NUM_CHUNKS + 1) + 1 + chunks))
+        dl.notify(dl.symm_at(signal_addresses, peer, tl.int32) + rank, epoch, TARGET)
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        dl.wait(signals + peer, epoch, control, peer, -2, TARGET)
+    tl.debug_barrier()
+
+    columns = tl.arange(0, COLUMNS)
+    counts = tl.load(
+        messages + ranks[:, None] * MESSAGE_WORDS + columns[None, :], mask=(ranks < WORLD_SIZE)[:, None], other=0
+    )
+    totals = tl.reshape(tl.sum(counts, axis=0), (RANKS, SLOTS))
+    before = tl.sum(tl.where((ranks < rank)[:, None], counts, 0), axis=0)
+    tl.store(row_base + columns, tl.reshape(tl.cumsum(totals, 1) - totals, (COLUMNS,)) + before)
+    tl.store(entry_base + ranks, tl.sum(tl.reshape(before, (RANKS, SLOTS)), axis=1))
+    owned = tl.load(mine + columns)
+    per_dest = tl.sum(tl.reshape(owned, (RANKS, SLOTS)), axis=1)
+    tl.store(list_base + ranks, tl.cumsum(per_dest, 0) - per_dest)
+    dests = tl.load(
+        messages + ranks[:, None] * MESSAGE_WORDS + COLUMNS + ranks[None, :],
+        mask=(ranks < WORLD_SIZE)[:, None],
+        other=0,
+    )
+    tl.store(slot_base + ranks, tl.sum(tl.where((ranks < rank)[:, None], dests, 0), axis=0))
+
+    here = tl.sum(tl.where((columns // SLOTS == rank)[None, :], counts, 0), axis=1)
+    recv_base = tl.cumsum(here, 0) - here
+    arrived = tl.load(
+        messages + ranks[:, None] * MESSAGE_WORDS + COMMON_WORDS + chunks[None, :],
+        mask=(ranks < WORLD_SIZE)[:, None],
+        other=0,
+    )
+    places = recv_offsets + ranks * (NUM_CHUNKS + 1)
+    tl.store(places, recv_base)
+    tl.store(places[:, None] + 1 + chunks[None, :], recv_base[:, None] + arrived)
+    if CHECK_CAPACITY:
+        rows_of = tl.sum(totals, axis=1)
+        slots_of = tl.sum(dests, axis=0)
+        for owner in tl.static_range(WORLD_SIZE):
+            rows = tl.sum(tl.where(ranks == owner, rows_of, 0), axis=0)
+            slots = tl.sum(tl.where(ranks == owner, slots_of, 0), axis=0)
+            fullest = tl.argmax(tl.where(columns // SLOTS == owner, tl.reshape(totals, (COLUMNS,)), -1), axis=0)
+            if rows > row_capacity:
+                dl.record_failure(control, 3, owner, fullest % SLOTS, row_capacity, rows)
+            if slots > slot_capacity:
+                dl.record_failure(control, 3, owner, fullest % SLOTS, slot_capacity, slots)
+
+
+@triton.jit
+def list_entries(
+    routing_map, probs, chunk_counts, chunk_dests, chunk_entries, row_base, slot_base, list_base,
+    send_list, dest_slots, expert_ids, num_tokens, chunk_tokens,
+    TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
+    SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, TOPK_LANES: tl.constexpr,
+):  # fmt: skip
+    """Program c lists what chunk c sends: one entry for each (token, expert), one slot for each (token, destination rank).
+
+    ``send_list`` is grouped by destination, then ordered by token, then by expert; an entry is four int32: the row at the
+    destination in [local expert, source rank, token] order, the slot where the token arrives there, the place
+    ``token * TOPK + j`` where its result returns to, and the bits of its fp32 probability. ``expert_ids[t, j]`` is
+    token t's j-th expert, ascending (-1: none); ``dest_slots[t, d]`` the token's slot at rank d (-1: not sent there).
+
+    Nobody waits.
+    """
+    chunk = tl.program_id(0)
+    first = chunk * chunk_tokens
+    last = tl.minimum(first + chunk_tokens, num_tokens)
+    columns = tl.arange(0, RANKS * SLOTS)
+    ranks = tl.arange(0, RANKS)
+    experts = tl.reshape((columns // SLOTS) * EXPERTS_PER_RANK + columns % SLOTS, (1, RANKS, SLOTS))
+    next_row = tl.load(row_base + columns) + tl.load(chunk_counts + chunk * (RANKS * SLOTS) + columns)
+    next_slot = tl.load(slot_base + ranks) + tl.load(chunk_dests + chunk * RANKS + ranks)
+    next_entry = tl.load(list_base + ranks) + tl.load(chunk_entries + ranks * (NUM_CHUNKS + 1) + chunk)
+    for start in range(0, chunk_tokens, BLOCK_T):
+        tokens = first + start + tl.arange(0, BLOCK_T)
+        routed = _load_map(routing_map, tokens, last, EXPERTS_PER_RANK, WORLD_SIZE, RANKS, SLOTS).to(tl.int32)
+        weight = _load_map(probs, tokens, last, EXPERTS_PER_RANK, WORLD_SIZE, RANKS, SLOTS).to(tl.float32)
+        routed3 = tl.reshape(routed, (BLOCK_T, RANKS, SLOTS))
+        per_rank = tl.sum(routed3, axis=2)
+        sent = (per_rank > 0).to(tl.int32)
+        within = tl.cumsum(routed3, 2) - routed3
+        nth = (tl.cumsum(per_rank, 1) - per_rank)[:, :, None] + within
+
+        rows = tl.reshape(next_row[None, :] + tl.cumsum(routed, 0) - routed, (BLOCK_T, RANKS, SLOTS))
+        slots = next_slot[None, :] + tl.cumsum(sent, 0) - sent
+        entries = (next_entry[None, :] + tl.cumsum(per_rank, 0) - per_rank)[:, :, None] + within
+        places = tokens[:, None, None] * TOPK + nth
+        bits = tl.reshape(weight, (BLOCK_T, RANKS, SLOTS)).to(tl.int32, bitcast=True)
+
+        chosen = (routed3 > 0) & (nth < TOPK)
+        target = send_list + tl.cast(entries, tl.int64) * 4
+        tl.store(target, rows, mask=chosen)
+        tl.store(target + 1, tl.broadcast_to(slots[:, :, None], (BLOCK_T, RANKS, SLOTS)), mask=chosen)
+        tl.store(target + 2, places, mask=chosen)
+        tl.store(target + 3, bits, mask=chosen)
+
+        lanes = tl.arange(0, TOPK_LANES)
+        inside = (tokens < last)[:, None]
+        tl.store(
+            expert_ids + tokens[:, None] * TOPK_LANES + lanes[None, :],
+            tl.full((BLOCK_T, TOPK_LANES), -1, tl.int32),
+            mask=inside,
+        )
+        tl.debug_barrier()
+        tl.store(
+            expert_ids + tokens[:, None, None] * TOPK_LANES + nth,
+            tl.broadcast_to(experts, (BLOCK_T, RANKS, SLOTS)),
+            mask=chosen,
+        )
+        tl.store(
+            dest_slots + tokens[:, None] * RANKS + ranks[None, :], tl.where(sent > 0, slots, -1), mask=inside
+        )
+        next_row += tl.sum(routed, axis=0)
+        next_slot += tl.sum(sent, axis=0)
+        next_entry += tl.sum(per_rank, axis=0)

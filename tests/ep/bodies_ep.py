@@ -1,0 +1,140 @@
+"""What the workers of the expert-parallel tests run (2 or 4 processes, Triton interpreter)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, get_ep_context
+from ditron_train.ep import ops
+from ditron_train.ep.layout import plan_on_host
+
+
+def routing(kind: str, rank: int, num_tokens: int, num_experts: int, topk: int, seed: int) -> torch.Tensor:
+    """bool [num_tokens, num_experts] of rank ``rank``; any process can compute any rank's."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    if kind == "one_expert":  # everything to the last expert, the rest of top-k to its neighbours
+        scores[:] = torch.arange(num_experts, dtype=torch.float32)
+    if kind == "empty_experts":
+        scores[:, : num_experts - topk] = -1
+    routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
+    if num_tokens:
+        routed.scatter_(1, scores.topk(topk, dim=1).indices, True)
+    if kind == "dropped":
+        routed &= torch.rand(num_tokens, num_experts, generator=generator) < 0.6
+    return routed
+
+
+def _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed):
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    maps = [routing(kind, r, tokens_by_rank[r], num_experts, topk, seed) for r in range(world_size)]
+    generator = torch.Generator().manual_seed(77 + rank)
+    x = torch.randn(tokens_by_rank[rank], hidden, generator=generator).to(dtype)
+    probs = torch.rand(tokens_by_rank[rank], num_experts, generator=generator) * maps[rank]
+    return world_size, rank, maps, x, probs
+
+
+def _sum(rows: torch.Tensor, order: str) -> torch.Tensor:
+    """[n, hidden] rows of one token in ascending expert order, added as native adds them."""
+    total = torch.zeros_like(rows[0], dtype=torch.float32)
+    for row in rows.flip(0) if order == "fused" else rows:
+        total = total + row.float()
+        if order == "index_add":
+            total = total.to(rows.dtype).float()
+    return total.to(rows.dtype)
+
+
+def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, order, seed):
+    """Layout tables against the twin; rows, probabilities and sums against plain indexing, forward and backward."""
+    world_size, rank, maps, x, probs = _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
+    plans = plan_on_host([m.numpy() for m in maps], context.shape)
+    plan = plans[rank]
+    xs, ps = [None] * world_size, [None] * world_size
+    dist.all_gather_object(xs, x)
+    dist.all_gather_object(ps, probs)
+
+    x = x.requires_grad_()
+    probs = probs.requires_grad_()
+    layout = begin_layout(maps[rank], probs, hidden, dtype, context).finish()
+    assert np.array_equal(layout.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets)
+    assert np.array_equal(layout.dest_slots[:, :world_size].numpy(), plan.dest_slots)
+    assert np.array_equal(layout.expert_ids[:, :topk].numpy(), plan.expert_ids)
+    rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
+    context.check()
+    assert np.array_equal(layout.entries[:, :3].numpy(), plan.entries)
+    expected = [(xs[s][t], ps[s][t, e]) for s, t, e in plan.row_token]
+    assert rows.shape == (len(expected), hidden) and int(layout.tokens_per_expert.sum()) == len(expected)
+    if expected:
+        wanted = torch.stack([e[0] for e in expected])
+        if order == "fused":
+            wanted = torch.where(torch.stack([e[1] for e in expected])[:, None] == 0, 0.0, wanted.float()).to(dtype)
+        assert torch.equal(rows, wanted)
+        assert torch.equal(row_probs, torch.stack([e[1] for e in expected]))
+
+    y = (rows.detach() * 2 - rank).requires_grad_()
+    out = combine_rows(y, layout, context, order)
+    ys = [None] * world_size
+    dist.all_gather_object(ys, y.detach())
+    row_of = [{tuple(key): row for row, key in enumerate(p.row_token.tolist())} for p in plans]
+    local = num_experts // world_size
+
+    def sums(by_rank, like):
+        result = torch.zeros_like(like)
+        for token in range(len(like)):
+            experts = maps[rank][token].nonzero()[:, 0].tolist()
+            if experts:
+                picked = [by_rank[e // local][row_of[e // local][rank, token, e]] for e in experts]
+                result[token] = _sum(torch.stack(picked), order)
+        return result
+
+    assert torch.equal(out, sums(ys, out.detach()))
+
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(5 + rank)).to(dtype)
+    out.backward(grad_out)
+    gos = [None] * world_size
+    dist.all_gather_object(gos, grad_out)
+    for row, (s, t, _) in enumerate(plan.row_token):
+        assert torch.equal(y.grad[row], gos[s][t])
+
+    generator = torch.Generator().manual_seed(9 + rank)
+    grad_rows = torch.randn(rows.shape, generator=generator).to(dtype)
+    grad_row_probs = torch.randn(row_probs.shape, generator=generator)
+    torch.autograd.backward([rows, row_probs], [grad_rows, grad_row_probs])
+    grs, gps = [None] * world_size, [None] * world_size
+    dist.all_gather_object(grs, grad_rows)
+    dist.all_gather_object(gps, grad_row_probs)
+    assert torch.equal(x.grad, sums(grs, x.detach()))
+    wanted = torch.zeros_like(probs)
+    for t, e in maps[rank].nonzero().tolist():
+        wanted[t, e] = gps[e // local][row_of[e // local][rank, t, e]]
+    assert torch.equal(probs.grad, wanted)
+    context.check()
+
+
+def changing_counts(steps, num_experts, topk, hidden):
+    """Many steps in one context with tokens, routings and stragglers that change from step to step."""
+    import random
+    import time
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
+    kinds = ["random", "one_expert", "empty_experts", "dropped"]
+    for step in range(steps):
+        shared = random.Random(step)
+        tokens = [shared.choice([0, 1, 3, 8, 17]) for _ in range(world_size)]
+        kind = shared.choice(kinds)
+        if random.Random(step * 31 + rank).random() < 0.1:
+            time.sleep(0.01)
+        routed = routing(kind, rank, tokens[rank], num_experts, topk, step)
+        probs = torch.rand(routed.shape) * routed
+        x = torch.randint(-4, 5, (tokens[rank], hidden)).float()
+        layout = begin_layout(routed, probs, hidden, torch.float32, context).finish()
+        rows, row_probs = ops.dispatch(x, layout, context)
+        out, grads = ops.combine(rows, layout, context, order="index_add", row_grads=row_probs)
+        assert torch.equal(out, x * routed.sum(1, keepdim=True)), step
+        assert torch.equal(grads, probs), step
+        context.rows_buffer(1, 1, hidden, torch.float32).local.fill_(float("nan"))
+    context.check()

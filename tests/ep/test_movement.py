@@ -1,0 +1,47 @@
+"""Layouts, dispatch and combine on 2 and 4 processes in the interpreter, against plain indexing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bodies_ep import changing_counts, layout_and_movement  # noqa: E402
+
+from ditron_train.testing.processes import run_workers  # noqa: E402
+
+CASES = [
+    # kind, tokens by rank, experts, topk, hidden, dtype, order
+    ("random", (12, 12), 8, 2, 32, torch.bfloat16, "index_add"),
+    ("random", (12, 9), 8, 3, 40, torch.bfloat16, "fused"),
+    ("random", (7, 0), 6, 4, 24, torch.float32, "index_add"),
+    ("random", (0, 0), 4, 2, 16, torch.float32, "index_add"),
+    ("one_expert", (10, 5), 4, 1, 16, torch.bfloat16, "index_add"),
+    ("empty_experts", (6, 11), 12, 3, 48, torch.float16, "fused"),
+    ("dropped", (16, 13), 10, 4, 33, torch.bfloat16, "index_add"),
+    ("random", (5, 6), 2, 2, 16, torch.float32, "fused"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-e{case[2]}k{case[3]}-{case[6]}")
+def test_two_ranks(case):
+    run_workers(2, layout_and_movement, *case, 3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("random", (9, 4, 0, 17), 8, 3, 24, torch.bfloat16, "index_add"),
+        ("one_expert", (3, 8, 5, 2), 8, 2, 16, torch.float32, "fused"),
+    ],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def test_four_ranks(case):
+    run_workers(4, layout_and_movement, *case, 4)
+
+
+def test_changing_counts_and_stragglers():
+    run_workers(2, changing_counts, 30, 6, 3, 24)
