@@ -1,0 +1,132 @@
+"""Muon on a GPU: products, Newton-Schulz and whole steps have the bits of the published equations run by cuBLAS and torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import random
+
+import pytest
+import torch
+
+from ditron_train.optim import Muon, addmm, gram, newton_schulz, scaled_square
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+_path = pathlib.Path(__file__).parents[1] / "optim" / "reference_muon.py"
+_spec = importlib.util.spec_from_file_location("reference_muon", _path)
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+
+def matrix(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(*shape, dtype=dtype, device="cuda", generator=generator)
+
+
+@pytest.mark.parametrize("m, n", [(2048, 2048), (4096, 4096), (4096, 11008), (4096, 14336), (8192, 8192)])
+def test_products_have_the_bits_of_cublas(m, n):
+    x = matrix(m, n, dtype=torch.bfloat16) * (m * n) ** -0.5
+    a = x @ x.mT
+    assert torch.equal(gram(x), a)
+    for factor_a, factor_b, factor_c in reference.QUINTIC:
+        b = torch.addmm(a, a, a, alpha=factor_c, beta=factor_b)
+        assert torch.equal(scaled_square(a, factor_b, factor_c), b)
+        assert torch.equal(addmm(x, b, x, alpha=1.0, beta=factor_a), torch.addmm(x, b, x, alpha=1.0, beta=factor_a))
+
+
+def equal_to_reference(shape, seed, mode="strict"):
+    grad = matrix(*shape, seed=seed)
+    x = newton_schulz(grad, mode=mode)
+    x = x.mT if shape[0] > shape[1] else x
+    return torch.equal(x.to(torch.float32), reference.reference_newton_schulz(grad))
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 11008), (11008, 4096), (6144, 4096), (8192, 8192), (2048, 8192)])
+def test_newton_schulz_by_our_products_alone(shape):
+    assert equal_to_reference(shape, 1, "force")
+
+
+@pytest.mark.timeout(600)
+def test_newton_schulz_at_200_random_shapes():
+    draw = random.Random(7)
+    different = []
+    for seed in range(200):
+        align = draw.choice([128, 64, 16, 8, 1])
+        largest = 4096 if seed % 10 == 0 else 2300
+        shape = tuple(max(1, draw.randint(1, largest) // align * align) for _ in range(2))
+        if not equal_to_reference(shape, seed):
+            different.append(shape)
+    assert not different
+
+
+@pytest.mark.parametrize("shape", [(1024, 2816), (2816, 1024), (640, 640), (37, 53), (2048, 5632)])
+@pytest.mark.parametrize("decay", ["decoupled", "independent", "l2"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_steps_equal_the_equations(shape, decay, nesterov):
+    param = torch.nn.Parameter(matrix(*shape, seed=1))
+    expected, momentum = param.detach().clone(), torch.zeros(shape, device="cuda")
+    optimizer = Muon(
+        [param], lr=0.013, momentum_beta=0.93, use_nesterov=nesterov, weight_decay=0.17, weight_decay_method=decay,
+        extra_scale_factor=0.2,
+    )  # fmt: skip
+    for seed in range(3):
+        param.grad = matrix(*shape, seed=seed + 10)
+        reference.reference_step(
+            expected, momentum, param.grad.clone(), lr=0.013, momentum_beta=0.93, nesterov=nesterov, weight_decay=0.17,
+            decay=decay, extra=0.2,
+        )  # fmt: skip
+        optimizer.step()
+        assert torch.equal(optimizer.state[param]["momentum_buffer"], momentum)
+        assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("beta", [0.3, 0.5, 0.95])
+def test_both_forms_of_lerp(beta):
+    param = torch.nn.Parameter(matrix(300, 500, seed=1))
+    expected, momentum = param.detach().clone(), torch.zeros(300, 500, device="cuda")
+    optimizer = Muon([param], lr=0.013, momentum_beta=beta)
+    for seed in range(3):
+        param.grad = matrix(300, 500, seed=seed + 10)
+        reference.reference_step(expected, momentum, param.grad.clone(), lr=0.013, momentum_beta=beta)
+        optimizer.step()
+        assert torch.equal(param, expected)
+
+
+def test_qkv_components_of_a_grouped_query_weight():
+    qkv = (512, 128, 128)
+    param = torch.nn.Parameter(matrix(8 * sum(qkv), 4096, seed=1))
+    expected, momentum = param.detach().clone(), torch.zeros(param.shape, device="cuda")
+    param.grad = matrix(*param.shape, seed=2)
+    reference.reference_step(expected, momentum, param.grad.clone(), lr=0.02, qkv=qkv)
+    Muon([param], lr=0.02, split_qkv=True, is_qkv_fn=lambda p: True, qkv_split_shapes=qkv).step()
+    assert torch.equal(param, expected)
+
+
+def test_nan_and_zero_gradients():
+    zero, nan = torch.nn.Parameter(matrix(2048, 2048)), torch.nn.Parameter(matrix(2048, 2048))
+    before = zero.detach().clone()
+    zero.grad, nan.grad = torch.zeros_like(zero), torch.zeros_like(nan)
+    nan.grad[5, 5] = float("nan")
+    Muon([zero, nan], lr=0.1, weight_decay=0.0).step()
+    assert torch.equal(zero, before) and bool(nan.isnan().all())
+
+
+def test_memory_stays_within_two_matrices_of_the_native_peak():
+    def peak(step):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    shape = (4096, 11008)
+    param = torch.nn.Parameter(matrix(*shape, seed=1))
+    param.grad = matrix(*shape, seed=2)
+    optimizer = Muon([param], lr=0.01)
+    optimizer.step()  # measures the shape once
+    ours = peak(optimizer.step)
+    expected, momentum = param.detach().clone(), torch.zeros(shape, device="cuda")
+    native = peak(lambda: reference.reference_step(expected, momentum, param.grad, lr=0.01))
+    assert ours <= native + 2 * param.numel() * 4

@@ -1,0 +1,79 @@
+"""Bodies that run on the ranks of a gloo group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.optim import Muon
+
+SHAPES = [(16, 24), (24, 16), (8, 40), (5,), (32, 32), (12, 8), (0, 4), (4, 4), (20, 20)]
+
+
+def _parameters(seed):
+    params = []
+    for index, shape in enumerate(SHAPES):
+        generator = torch.Generator().manual_seed(100 * seed + index)
+        param = torch.nn.Parameter(torch.randn(shape, generator=generator))
+        param.grad = torch.randn(shape, generator=generator)
+        params.append(param)
+    return params
+
+
+def sharded_equals_whole(num_steps):
+    """Steps sharded over the group and, for comparison, unsharded; returns the owned indices."""
+    params, alone = _parameters(1), _parameters(1)
+    sharded = Muon(params, lr=0.05, shard_group=dist.group.WORLD)
+    whole = Muon(alone, lr=0.05)
+    for step in range(num_steps):
+        for index, (a, b) in enumerate(zip(params, alone)):
+            grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(1000 * step + index))
+            a.grad, b.grad = grad.clone(), grad.clone()
+        sharded.step()
+        whole.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, alone))
+    return [index for index, param in enumerate(params) if "momentum_buffer" in sharded.state[param]]
+
+
+def missing_gradient_does_not_hang():
+    """A parameter without a gradient takes part in its round and keeps its value."""
+    params = _parameters(2)
+    before = params[0].detach().clone()
+    params[0].grad = None
+    Muon(params, lr=0.05, shard_group=dist.group.WORLD).step()
+    return torch.equal(params[0], before)
+
+
+def error_on_one_rank_does_not_hang_the_others():
+    """The owner of the largest matrix fails: it raises, the others finish."""
+    params = _parameters(3)
+    optimizer = Muon(params, lr=0.05, shard_group=dist.group.WORLD)
+    if dist.get_rank() == 0:
+        def fail(*args, **kwargs):
+            raise RuntimeError("no memory")
+
+        optimizer.apply_direction = fail
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "finished"
+
+
+def duplicated_equals_unsharded(dim):
+    """Each rank holds a shard along ``dim``; the step must give the shard of the whole matrix's step."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.nn.Parameter(torch.randn(24, 32, generator=generator))
+    whole.grad = torch.randn(24, 32, generator=generator)
+    shard = torch.nn.Parameter(whole.detach().chunk(world_size, dim)[rank].clone())
+    shard.grad = whole.grad.chunk(world_size, dim)[rank].clone()
+    shard.partition_dim = dim
+    blockwise = torch.nn.Parameter(shard.detach().clone())
+    blockwise.grad, blockwise.partition_dim = shard.grad.clone(), dim
+    options = dict(lr=0.05, tp_group_fn=lambda param: dist.group.WORLD)
+    Muon([whole], lr=0.05).step()
+    Muon([shard], tp_mode="duplicated", **options).step()
+    Muon([blockwise], tp_mode="blockwise", **options).step()
+    same = torch.equal(shard, whole.detach().chunk(world_size, dim)[rank])
+    return same, torch.equal(blockwise, shard)
