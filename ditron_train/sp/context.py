@@ -1,0 +1,56 @@
+"""``SPContext``: who owns the symmetric memory of Ulysses sequence parallelism on one group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.stream.op_context import OpContext
+from ditron_train.symm.arena import SymmetricTensor
+
+__all__ = ["SPContext", "get_context"]
+
+
+class SPContext(OpContext):
+    """Buffers and channels of one sequence parallel (Megatron: context parallel) group; collective to make.
+
+    All layers share two buffers: ``to_heads`` (what attention gets, or its output's gradient) and ``to_sequence`` (what
+    the output projection multiplies, or the projected q, k, v's gradient). What ops return lies outside of them.
+
+    Args:
+        group: The process group (``None``: WORLD).
+        device: Where activations live.
+        first_epoch: For tests of the epoch's wrap.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
+        super().__init__(group, device, first_epoch=first_epoch)
+        fields = ("operation", "rows", "groups", "width0", "width1", "width2", "k", "dtype", "block_m", "block_n")
+        self.heads_channel = self.add_channel("sp.to_heads", self.world_size * 1024, fields)
+        self.sequence_channel = self.add_channel("sp.to_sequence", self.world_size * 1024, fields)
+
+    def heads_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
+        """Where peers store what belongs to this rank's heads: slots of source ranks."""
+        return self.arena.tensor("sp.to_heads", (num_rows, num_columns), dtype)
+
+    def sequence_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
+        """Where peers store what belongs to this rank's part of the sequence: columns of source ranks."""
+        return self.arena.tensor("sp.to_sequence", (num_rows, num_columns), dtype)
+
+
+_contexts: dict[tuple[dist.ProcessGroup, str], SPContext] = {}
+
+
+def get_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> SPContext:
+    """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
+    group = group if group is not None else dist.group.WORLD
+    if device is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (group, str(device))
+    context = _contexts.get(key)
+    if context is None or context.arena.closed:
+        context = _contexts[key] = SPContext(group, device)
+    return context

@@ -1,0 +1,172 @@
+"""Autograd of Ulysses sequence parallelism.
+
+With P the exchange before attention (local rows, all heads -> all rows, own heads: a permutation over the group), so that
+P^T is the exchange after it:
+
+=====================  ==========================  =================================  ====================
+\t                      forward                     dgrad                              wgrad
+=====================  ==========================  =================================  ====================
+``qkv_projection``     (q, k, v) = P(x W^T)        dx = P^T(dq, dk, dv) W             dW = P^T(..)^T x
+``output_projection``  y = P^T(o) W^T              do = P(dy W)                       dW = dy^T P^T(o)
+``heads_exchange``     P(q, k, v)                  P^T(dq, dk, dv)
+``sequence_exchange``  P^T(o)                      P(do)
+=====================  ==========================  =================================  ====================
+
+wgrad is one GEMM over all local rows in order, as native computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ditron_train.sp.context import SPContext
+from ditron_train.sp.layouts import HeadsLayout
+from ditron_train.sp.ops import a2a_gemm, gemm_a2a, to_heads, to_sequence
+
+__all__ = ["Wgrad", "heads_exchange", "output_projection", "qkv_projection", "sequence_exchange"]
+
+#: Takes grad_output [rows, N] and input [rows, K]; returns the weight's gradient [N, K] (None where it kept it itself).
+Wgrad = Callable[[torch.Tensor, torch.Tensor], "torch.Tensor | None"]
+
+
+def _plain_wgrad(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
+    return grad_output.t().matmul(total_input)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class _QkvProjection(torch.autograd.Function):
+    """(q, k, v) = P(x W^T); see the module's table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, context: SPContext, layout: HeadsLayout, wgrad: Wgrad
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, weight)
+        ctx.context, ctx.layout, ctx.wgrad = context, layout, wgrad
+        return gemm_a2a(x, weight, context=context, layout=layout)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = grad_weight = grad_rows = None
+        options = dict(context=ctx.context, layout=ctx.layout)
+        if needs_x:
+            result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=needs_weight, **options)
+            grad_x, grad_rows = result if needs_weight else (result, None)
+        elif needs_weight:
+            grad_rows = _mixed(to_sequence(grads, **options), ctx.layout, ctx.context.world_size)
+        if needs_weight:
+            grad_weight = ctx.wgrad(grad_rows, _rows(x))
+        return grad_x, grad_weight, None, None, None
+
+
+def _mixed(parts: Sequence[torch.Tensor], layout: HeadsLayout, world_size: int) -> torch.Tensor:
+    """Parts of all heads side by side, group by group: [rows, world_size * layout.num_columns]."""
+    groups = world_size * layout.num_groups
+    slices = [part.reshape(-1, groups, width) for part, width in zip(parts, layout.widths)]
+    return torch.cat(slices, dim=-1).flatten(1)
+
+
+class _OutputProjection(torch.autograd.Function):
+    """y = P^T(o) W^T; see the module's table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, attended: torch.Tensor, weight: torch.Tensor, context: SPContext, layout: HeadsLayout, wgrad: Wgrad
+    ) -> torch.Tensor:
+        keep = ctx.needs_input_grad[1]
+        result = a2a_gemm((attended,), weight, context=context, layout=layout, return_gathered=keep)
+        out, gathered = result if keep else (result, None)
+        ctx.save_for_backward(weight, gathered)
+        ctx.context, ctx.layout, ctx.wgrad = context, layout, wgrad
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, gathered = ctx.saved_tensors
+        needs_attended, needs_weight = ctx.needs_input_grad[:2]
+        grad_attended = grad_weight = None
+        if needs_attended:
+            (grad_attended,) = gemm_a2a(
+                grad_out, weight, context=ctx.context, layout=ctx.layout, weight_layout="nn"
+            )
+        if needs_weight:
+            grad_weight = ctx.wgrad(_rows(grad_out), gathered)
+        return grad_attended, grad_weight, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """P or its inverse, which is each other's backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, towards_heads: bool, context: SPContext, layout: HeadsLayout, *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.towards_heads, ctx.context, ctx.layout = towards_heads, context, layout
+        return (to_heads if towards_heads else to_sequence)(parts, context=context, layout=layout)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inverse = to_sequence if ctx.towards_heads else to_heads
+        return (None, None, None, *inverse(grads, context=ctx.context, layout=ctx.layout))
+
+
+def qkv_projection(
+    x: torch.Tensor, weight: torch.Tensor, *, context: SPContext, layout: HeadsLayout, wgrad: Wgrad | None = None
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v of this rank's heads for the whole sequence; differentiable.
+
+    Args:
+        x: [s / world, b, hidden], this rank's two chunks.
+        weight: [world * layout.num_columns, hidden], rows group by group.
+        context: The group's context.
+        layout: Columns of one rank (``qkv_layout``).
+        wgrad: Computes the weight's gradient; ``grad.T @ x`` where None.
+
+    Returns:
+        One tensor a part, [s, b, heads of this rank, head size].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
+    """
+    return _QkvProjection.apply(x, weight, context, layout, wgrad or _plain_wgrad)
+
+
+def output_projection(
+    attended: torch.Tensor, weight: torch.Tensor, *, context: SPContext, layout: HeadsLayout, wgrad: Wgrad | None = None
+) -> torch.Tensor:
+    """The attention's output of all heads, for this rank's two chunks, projected; differentiable.
+
+    Args:
+        attended: [s, b, heads of this rank, head size].
+        weight: [hidden, world * layout.num_columns].
+        context: The group's context.
+        layout: Columns of one rank, one part.
+        wgrad: As ``qkv_projection``.
+
+    Returns:
+        [s / world, b, hidden].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``a2a_gemm``.
+    """
+    return _OutputProjection.apply(attended, weight, context, layout, wgrad or _plain_wgrad)
+
+
+def heads_exchange(parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout) -> tuple[torch.Tensor, ...]:
+    """``ops.to_heads``, differentiable: for what stands between the projection and the exchange (q and k norms)."""
+    return _Exchange.apply(True, context, layout, *parts)
+
+
+def sequence_exchange(
+    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout
+) -> tuple[torch.Tensor, ...]:
+    """``ops.to_sequence``, differentiable."""
+    return _Exchange.apply(False, context, layout, *parts)

@@ -1,0 +1,126 @@
+"""``OpContext``: what the ops of one room share on one process group, below what each room adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.lang.agree import agree_kernel
+from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.symm.arena import SymmetricArena, get_arena
+from ditron_train.symm.channel import Channel
+
+__all__ = ["OpContext", "SideStream"]
+
+
+class OpContext:
+    """Arena, channels and communication stream of one group (collective to make).
+
+    Ops of one context run one after another, on whichever streams they are called: the context orders them.
+
+    Args:
+        group: The process group (``None``: WORLD).
+        device: Where activations live.
+        first_epoch: For tests of the epoch's wrap.
+
+    Attributes:
+        comm_stream: A stream of high priority beside the current one; None on the CPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
+        self.arena: SymmetricArena = get_arena(group, device)
+        self.group = self.arena.group
+        self.device = self.arena.device
+        self.rank = self.arena.rank
+        self.world_size = self.arena.world_size
+        self.target = kernel_target(self.device)
+        self.num_sms = num_sms(self.device)
+        self.is_cuda = self.device.type == "cuda"
+        self.comm_stream = torch.cuda.Stream(self.device, priority=-1) if self.is_cuda else None
+        self._first_epoch = first_epoch
+        self._channels: list[Channel] = []
+        self._last_stream: torch.cuda.Stream | None = None
+        self._agreed: set[tuple] = set()
+
+    def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
+        """A channel of this context (collective)."""
+        channel = Channel(
+            self.arena, name, num_signals, signature_fields=signature_fields, first_epoch=self._first_epoch
+        )
+        self._channels.append(channel)
+        return channel
+
+    def enter(self) -> None:
+        """Start of every op: raises what an earlier op recorded, and orders this stream behind the last one's."""
+        for channel in self._channels:
+            channel.check()
+        if self.is_cuda:
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_stream is not None and self._last_stream != stream:
+                stream.wait_stream(self._last_stream)
+            self._last_stream = stream
+            if torch.cuda.is_current_stream_capturing():
+                self.arena.graph_captured = True
+
+    def leave(self, channel: Channel) -> None:
+        """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""
+        if not self.is_cuda:
+            channel.check()
+
+    def synchronize(self) -> None:
+        """Waits for the device and raises what any op of this context recorded."""
+        for channel in self._channels:
+            channel.synchronize()
+
+    def agree(self, channel: Channel, values: Sequence[int], *, num_roles: int = 2) -> torch.Tensor:
+        """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
+
+        Only after that may buffers grow (collectively). Known signatures cost a lookup.
+
+        Raises:
+            MismatchError: On every rank, if the ranks differ.
+            NotSupportedError: A new signature while a CUDA graph is being captured.
+        """
+        signature = channel.signature(values)
+        key = (channel.op_name, *values)
+        if key in self._agreed:
+            return signature
+        if self.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotSupportedError(f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}")
+        agree_kernel[(1,)](
+            channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
+            NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, num_warps=1,
+        )  # fmt: skip
+        channel.synchronize()
+        self._agreed.add(key)
+        return signature
+
+
+class SideStream:
+    """``with SideStream(context):`` enqueues on the communication stream, behind the current one; on the CPU nothing.
+
+    ``join`` orders the current stream behind it.
+    """
+
+    def __init__(self, context: OpContext) -> None:
+        self._stream = context.comm_stream
+        self._device = context.device
+        self._scope = torch.cuda.stream(self._stream) if self._stream is not None else None
+
+    def __enter__(self) -> torch.cuda.Stream | None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._scope.__enter__()
+        return self._stream
+
+    def __exit__(self, *error: object) -> None:
+        if self._scope is not None:
+            self._scope.__exit__(*error)
+
+    def join(self) -> None:
+        """Holds the current stream until what was enqueued here is done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
