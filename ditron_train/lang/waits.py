@@ -68,7 +68,7 @@ def next_epoch(tickets_ptr):
 @triton.jit
 def record_failure(control_ptr, kind, peer, chunk, expected, seen):
     """Writes the channel's record unless one is there; uniform over the program (it holds barriers)."""
-    claimed = tl.atomic_cas(control_ptr + ABORT, tl.cast(0, tl.int64), tl.cast(1, tl.int64), sem="acq_rel", scope="gpu")
+    claimed = tl.atomic_cas(control_ptr + ABORT, tl.cast(0, tl.int64), tl.cast(1, tl.int64), sem="relaxed", scope="gpu")
     if claimed == 0:
         record = tl.load(control_ptr + RECORD_ADDRESS).to(tl.pointer_type(tl.int64))
         tl.store(record + RECORD_KIND, tl.cast(kind, tl.int64))

@@ -1,0 +1,43 @@
+"""Kernels of the primitives' tests: every primitive that waits or signals, on every target."""
+
+import sys
+from pathlib import Path
+
+from ditron_train.testing.compile_check import KernelSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lang"))
+
+_PADS = {"tickets": "*i64", "control": "*i64"}
+
+SPECS = [
+    KernelSpec(
+        name="lang_push_all",
+        kernel="kernels_lang:push_all",
+        signature={
+            "source": "*bf16",
+            "gathered_addresses": "*i64",
+            "signals_addresses": "*i64",
+            "ready_addresses": "*i64",
+            "ready": "*i32",
+            "signature": "*i32",
+            **_PADS,
+            "num_elements": "i32",
+        },
+        constexprs={"WORLD_SIZE": 4, "BLOCK": 4096},
+        signals=True,
+    ),
+    KernelSpec(
+        name="lang_wait_all",
+        kernel="kernels_lang:wait_all",
+        signature={"signals": "*i32", **_PADS},
+        constexprs={"WORLD_SIZE": 4, "COUNT": 4},
+        signals=None,
+    ),
+    KernelSpec(
+        name="lang_wait_each",
+        kernel="kernels_lang:wait_each",
+        signature={"signals": "*i32", **_PADS},
+        constexprs={"WORLD_SIZE": 4},
+        signals=None,
+    ),
+]

@@ -1,0 +1,145 @@
+"""Kernels of the tp room, as its ops launch them."""
+
+from ditron_train.testing.compile_check import KernelSpec
+
+_CHANNEL = {"tickets_ptr": "*i64", "control_ptr": "*i64"}
+_READY = {"ready_addresses": "*i64", "ready_ptr": "*i32", "signature_ptr": "*i32"}
+_MNK = {"M": "i32", "N": "i32", "K": "i32"}
+_TABLES = {"order_ptr": "*i32", "row_starts_ptr": "*i32"}
+
+
+def _tile(block_m, block_n, block_k, transpose_b):
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "GROUP_M": 8,
+        "TRANSPOSE_B": transpose_b,
+        "SPLIT_STORE": block_n >= 256,
+    }
+
+
+def _operands(block_m, block_n, block_k, transpose_b):
+    b = f"{block_n},{block_k}" if transpose_b else f"{block_k},{block_n}"
+    return {"a_desc": f"tensordesc<bf16[{block_m},{block_k}]>", "b_desc": f"tensordesc<bf16[{b}]>"}
+
+
+def _store(block_m, block_n):
+    return f"tensordesc<bf16[{block_m},{block_n // 2 if block_n >= 256 else block_n}]>"
+
+
+def _ag_gemm(name, transpose_b, even, block, stages, targets):
+    return KernelSpec(
+        name=name,
+        kernel="ditron_train.tp.kernels:ag_gemm_kernel",
+        signature={
+            **_operands(*block, transpose_b),
+            "c_desc": _store(*block[:2]),
+            "signals_ptr": "*i32",
+            **_TABLES,
+            **_CHANNEL,
+            **_MNK,
+            "granule_rows": "i32",
+        },
+        constexprs={
+            **_tile(*block, transpose_b),
+            "FLAGS_PER_RANK": 1024,
+            "FLAGS_PER_TILE": 32,
+            "WORLD_SIZE": 8,
+            "EVEN": even,
+            "OWN_FLAGS": True,
+        },
+        num_stages=stages,
+        targets=targets,
+        signals=None,
+    )
+
+
+def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8):
+    return KernelSpec(
+        name=name,
+        kernel="ditron_train.tp.kernels:gemm_rs_kernel",
+        signature={
+            **_operands(*block, transpose_b),
+            **{f"slots{peer}": _store(*block[:2]) for peer in range(8)},
+            "slots_addresses": "*i64",
+            "slots_ptr": "*bf16",
+            "signals_addresses": "*i64",
+            "signals_ptr": "*i32",
+            **_READY,
+            "out_ptr": "*bf16",
+            **_TABLES,
+            **_CHANNEL,
+            **_MNK,
+            "slot_rows": "i32",
+            "slot_stride": "i32",
+            "flags_per_rank": "i32",
+        },
+        constexprs={
+            **_tile(*block, transpose_b),
+            "FOLD_ROWS": 32,
+            "WORLD_SIZE": world_size,
+            "RANKS_POW2": world_size,
+            "EVEN": even,
+            "USE_DESCRIPTORS": world_size <= 8,
+        },
+        num_stages=stages,
+        targets=targets,
+        signals=True,
+    )
+
+
+_WIDE = ((128, 256, 64), 3, ("sm_90", "sm_100"))
+_SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
+
+SPECS = [
+    KernelSpec(
+        name="tp_agree",
+        kernel="ditron_train.tp.kernels:agree_kernel",
+        signature={**_READY, **_CHANNEL},
+        constexprs={"WORLD_SIZE": 8},
+        num_warps=4,
+        signals=True,
+    ),
+    KernelSpec(
+        name="tp_push_shard",
+        kernel="ditron_train.tp.kernels:push_shard_kernel",
+        signature={
+            "x_ptr": "*bf16",
+            "gathered_addresses": "*i64",
+            "signals_addresses": "*i64",
+            **_READY,
+            "row_starts_ptr": "*i32",
+            **_CHANNEL,
+            "K": "i32",
+            "granule_rows": "i32",
+        },
+        constexprs={"FLAGS_PER_RANK": 1024, "WORLD_SIZE": 8, "BLOCK": 16384},
+        num_warps={"default": 32, "hip": 16},
+        signals=True,
+    ),
+    KernelSpec(
+        name="tp_gather_start",
+        kernel="ditron_train.tp.kernels:gather_start_kernel",
+        signature={"epochs_ptr": "*i32", "num_flags": "i32", **_READY, **_CHANNEL},
+        constexprs={"WORLD_SIZE": 8, "BLOCK": 128},
+        num_warps=1,
+        signals=True,
+    ),
+    KernelSpec(
+        name="tp_gather_wait",
+        kernel="ditron_train.tp.kernels:gather_wait_kernel",
+        signature={"signals_ptr": "*i32", "row_starts_ptr": "*i32", **_CHANNEL, "granule_rows": "i32"},
+        constexprs={"FLAGS_PER_RANK": 1024, "WORLD_SIZE": 8},
+        num_warps=1,
+        signals=None,
+    ),
+    *(
+        build(f"tp_{build.__name__[1:]}_{layout}_{size}_{'even' if even else 'uneven'}", layout == "nt", even, *shape)
+        for build in (_ag_gemm, _gemm_rs)
+        for layout in ("nt", "nn")
+        for even in (True, False)
+        for size, shape in (("wide", _WIDE), ("square", _SQUARE))
+    ),
+    _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),
+]
