@@ -40,7 +40,10 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
             kwargs.get("grad_output_buffer"),
             kwargs.get("wgrad_deferral_limit"),
         )
-        return column_linear(input, weight, context=context, bias=kwargs["bias"], wgrad=wgrad)
+        bias = kwargs["bias"]
+        if bias is not None and not weight.requires_grad:
+            bias = bias.detach()  # native gives no bias gradient where the weight is frozen
+        return column_linear(input, weight, context=context, bias=bias, wgrad=wgrad)
 
 
 class DitronRowParallelLinear(RowParallelLinear):

@@ -24,6 +24,7 @@ __all__ = [
     "install",
     "is_installed",
     "megatron_on_cpu",
+    "model_parallel",
     "seed",
     "uninstall",
 ]
@@ -212,11 +213,14 @@ def install() -> None:
     mode.__enter__()
     _mode.append(mode)
 
+    import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):
         _replace(moe_utils, "te_general_gemm", None)
+    _replace(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
+    _replace(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
     allow_torch_norm_with_sequence_parallel()
 
@@ -245,6 +249,34 @@ def megatron_on_cpu() -> Iterator[None]:
         yield
     finally:
         uninstall()
+
+
+@contextlib.contextmanager
+def model_parallel(**sizes: int) -> Iterator[None]:
+    """The shim, and megatron-core's groups of the given sizes; on exit everything of both is gone (collective).
+
+    Args:
+        sizes: Keywords of ``parallel_state.initialize_model_parallel``, for example ``tensor_model_parallel_size=2``.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    import ditron_train.megatron
+    from ditron_train.symm import close_all_arenas
+
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(**sizes)
+        seed(1234)
+        try:
+            yield
+            dist.barrier()
+            close_all_arenas()
+        finally:
+            ditron_train.megatron.restore()
+            parallel_state.destroy_model_parallel()
+            for group in list(dist.distributed_c10d._world.pg_map):
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
 
 
 def seed(value: int) -> None:

@@ -1,0 +1,276 @@
+"""Our column and row linear layers against megatron-core's own, on gloo: outputs and every gradient.
+
+The data are small integers in fp32, so every GEMM and every sum is exact in any order: equality is bitwise.
+"""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.testing.processes import run_workers
+
+pytest.importorskip("megatron.core")
+
+TOKENS, BATCH, HIDDEN, FFN = 24, 2, 48, 96
+
+
+def _integers(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).float()
+
+
+def _config(**options):
+    from megatron.core.transformer import TransformerConfig
+
+    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+
+    settings = {"add_bias_linear": False, **CPU_CONFIG, **options}
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        params_dtype=torch.float32,
+        tensor_model_parallel_size=dist.get_world_size(),
+        sequence_parallel=options.pop("sequence_parallel", True),
+        **{key: value for key, value in settings.items() if key != "sequence_parallel"},
+    )
+
+
+def _integer_init(weight):
+    with torch.no_grad():
+        weight.copy_(_integers(*weight.shape, seed=weight.shape[0]))
+
+
+def _layers(ours, config, *, bias=False, skip_bias_add=False, ffn=FFN, **column_options):
+    """One column and one row layer; rank-dependent integer weights and biases, the same for native and ours."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from ditron_train.megatron.tp import DitronColumnParallelLinear, DitronRowParallelLinear
+
+    column_class, row_class = ColumnParallelLinear, RowParallelLinear
+    if ours:
+        column_class, row_class = DitronColumnParallelLinear, DitronRowParallelLinear
+    column = column_class(
+        HIDDEN, ffn, config=config, init_method=_integer_init, bias=bias, skip_bias_add=skip_bias_add, **column_options
+    )
+    row = row_class(
+        ffn, HIDDEN, config=config, init_method=_integer_init, bias=bias, input_is_parallel=True, skip_bias_add=skip_bias_add
+    )
+    for index, parameter in enumerate((*column.parameters(), *row.parameters())):
+        parameter.data.copy_(_integers(*parameter.shape, seed=100 * dist.get_rank() + index))
+    return column, row
+
+
+def _run(column, row, tokens=TOKENS, batch=BATCH):
+    """Forward and backward through both; returns everything that came out, by name."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    shape = (tokens // world_size, batch, HIDDEN) if batch else (tokens // world_size, HIDDEN)
+    x = _integers(*shape, seed=7 + rank).requires_grad_()
+    hidden, column_bias = column(x)
+    y, row_bias = row(hidden)
+    (y * _integers(*y.shape, seed=50 + rank)).sum().backward()
+    found = {"hidden": hidden, "y": y, "column_bias": column_bias, "row_bias": row_bias, "dx": x.grad}
+    for name, layer in (("column", column), ("row", row)):
+        found.update({f"d{name}.{key}": p.grad for key, p in layer.named_parameters()})
+        found.update({f"main.{name}.{key}": getattr(p, "main_grad", None) for key, p in layer.named_parameters()})
+    return {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in found.items()}
+
+
+def _assert_equal(native, ours):
+    assert native.keys() == ours.keys()
+    for key, expected in native.items():
+        if expected is None:
+            assert ours[key] is None, key
+        else:
+            assert torch.equal(ours[key], expected), key
+
+
+def _assert_ran_as_ops():
+    from ditron_train.megatron.routing import _routes
+
+    assert _routes and all(context is not None for context in _routes.values())
+
+
+def _compare(options, sizes):
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        config = _config()
+        ffn = sizes.pop("ffn", FFN)
+        native = _run(*_layers(False, config, ffn=ffn, **options), **sizes)
+        ours = _run(*_layers(True, config, ffn=ffn, **options), **sizes)
+        _assert_equal(native, ours)
+        _assert_ran_as_ops()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": True}, {"bias": True, "skip_bias_add": True}],
+    ids=["no-bias", "bias", "bias-returned"],
+)
+def test_layers_equal_native(world_size, options):
+    run_workers(world_size, _compare, options, {})
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tokens": 2, "batch": 1}, {"tokens": 150, "batch": 3}, {"tokens": 36, "batch": None}, {"ffn": 100}],
+    ids=["one-token", "uneven-tiles", "two-dimensions", "unaligned"],
+)  # fmt: skip
+def test_sizes(sizes):
+    run_workers(2, _compare, {"bias": True}, dict(sizes))
+
+
+def _frozen():
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        found = []
+        for ours in (False, True):
+            column, row = _layers(ours, _config(), bias=True)
+            column.weight.requires_grad_(False)
+            row.weight.requires_grad_(False)
+            found.append(_run(column, row))
+        assert found[0]["dcolumn.weight"] is None and found[0]["drow.weight"] is None
+        _assert_equal(*found)
+        _assert_ran_as_ops()
+
+
+def test_frozen_weights():
+    run_workers(2, _frozen)
+
+
+def _install_fused_kernels():
+    """What apex's extension does, on the CPU: ``main_grad += grad_output^T @ input``."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(total_input, grad_output, main_grad):
+        main_grad.add_(grad_output.t().matmul(total_input))
+
+    kernels = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    kernels.wgrad_gemm_accum_fp32 = kernels.wgrad_gemm_accum_fp16 = accumulate
+    sys.modules["fused_weight_gradient_mlp_cuda"] = kernels
+    layers.fused_weight_gradient_mlp_cuda = kernels
+    layers._grad_accum_fusion_available = True
+
+
+def _fused(flags):
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    _install_fused_kernels()
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        config = _config(gradient_accumulation_fusion=True)
+        found = []
+        for ours in (False, True):
+            column, row = _layers(ours, config)
+            for weight in (column.weight, row.weight):
+                weight.main_grad = torch.full(weight.shape, 3.0)
+                if "flag" in flags:
+                    weight.grad_added_to_main_grad = False
+                if "zero" in flags:
+                    weight.zero_out_wgrad = True
+            result = _run(column, row)
+            if "flag" in flags and "zero" not in flags:  # the dummy is uninitialised memory
+                for name in ("dcolumn.weight", "drow.weight"):
+                    result[name] = torch.tensor(result[name].shape)
+            result["flags"] = torch.tensor([getattr(w, "grad_added_to_main_grad", -1) for w in (column.weight, row.weight)])
+            found.append(result)
+        _assert_equal(*found)
+        assert not torch.equal(found[1]["main.column.weight"], torch.full_like(found[1]["main.column.weight"], 3.0))
+        _assert_ran_as_ops()
+
+
+@pytest.mark.parametrize("flags", [(), ("flag",), ("flag", "zero")], ids=["none", "flag", "zero"])
+def test_wgrad_into_main_grad(flags):
+    run_workers(2, _fused, flags)
+
+
+def _deferred():
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    _install_fused_kernels()
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        found = []
+        for ours in (False, True):
+            config = _config(gradient_accumulation_fusion=True)
+            config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 1
+            inputs, grads = [], []
+            column, row = _layers(ours, config, embedding_activation_buffer=inputs, grad_output_buffer=grads)
+            for weight in (column.weight, row.weight):
+                weight.main_grad = torch.zeros_like(weight)
+            first = _run(column, row)
+            assert len(inputs) == len(grads) == 1
+            assert not column.weight.main_grad.any()  # left to later
+            second = _run(column, row)
+            assert len(grads) == 1 and column.weight.main_grad.any()  # the buffer is full: computed at once
+            found.append({**{f"1{k}": v for k, v in first.items()}, **second, "kept": grads[0], "input": inputs[0]})
+        _assert_equal(*found)
+        _assert_ran_as_ops()
+
+
+def test_deferred_wgrad():
+    run_workers(2, _deferred)
+
+
+def _recomputed():
+    from megatron.core import tensor_parallel
+
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        found = []
+        for ours in (False, True):
+            column, row = _layers(ours, _config())
+            x = _integers(TOKENS // 2, BATCH, HIDDEN, seed=dist.get_rank()).requires_grad_()
+            y = tensor_parallel.checkpoint(lambda t: row(column(t)[0])[0], False, x)  # noqa: B023
+            y.square().sum().backward()
+            found.append({"y": y.detach(), "dx": x.grad, "dc": column.weight.grad, "dr": row.weight.grad})
+        _assert_equal(*found)
+        _assert_ran_as_ops()
+
+
+def test_activation_recomputation():
+    run_workers(2, _recomputed)
+
+
+def _weight_argument_and_gathered_output():
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        found = []
+        for ours in (False, True):
+            column, _ = _layers(ours, _config(), skip_weight_param_allocation=True)
+            weight = _integers(FFN // 2, HIDDEN, seed=dist.get_rank()).requires_grad_()
+            x = _integers(TOKENS // 2, BATCH, HIDDEN, seed=3).requires_grad_()
+            y, bias = column(x, weight=weight, runtime_gather_output=True)
+            assert y.shape[-1] == FFN and bias is None
+            y.square().sum().backward()
+            found.append({"y": y.detach(), "dx": x.grad, "dw": weight.grad})
+        _assert_equal(*found)
+
+
+def test_weight_given_in_the_call_and_output_gathered():
+    run_workers(2, _weight_argument_and_gathered_output)
+
+
+def _pipelined_microbatches():
+    """Several forwards before the first backward, as under 1F1B: each backward must find its own input."""
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        found = []
+        for ours in (False, True):
+            column, row = _layers(ours, _config())
+            inputs = [_integers(TOKENS // 2, BATCH, HIDDEN, seed=s).requires_grad_() for s in range(3)]
+            outputs = [row(column(x)[0])[0] for x in inputs]
+            for y in reversed(outputs):
+                y.square().sum().backward()
+            found.append({**{f"dx{i}": x.grad for i, x in enumerate(inputs)}, "dc": column.weight.grad, "dr": row.weight.grad})
+        _assert_equal(*found)
+
+
+def test_several_forwards_before_backward():
+    run_workers(2, _pipelined_microbatches)
