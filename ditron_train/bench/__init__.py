@@ -1,23 +1,23 @@
 """Tool: measures native, peers and ours in one run.
 
-A benchmark is a module ``ditron_train.bench.<room>`` with ``run(arguments) -> int`` (the exit status) and, where it takes
-options of its own, ``add_arguments(parser)``. ``run`` works inside ``bench_session``; importing the module must be cheap.
+A benchmark is a module ``ditron_train.bench.<room>`` with ``add_arguments(parser)`` and ``run(arguments) -> int`` (the exit
+status). ``run`` works inside ``session.bench_session``, adds a ``rows.Row`` for each shape and returns ``finish()``; see
+``tp`` for an example. Once the module exists the command line lists it.
 """
 
-from ditron_train.bench.registry import available_benches
-from ditron_train.bench.rows import Row, Stamp, read_results, write_results
-from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
-from ditron_train.bench.timing import Timing, measure
+import importlib.util
 
-__all__ = [
-    "BenchSession",
-    "Row",
-    "Stamp",
-    "Timing",
-    "add_common_arguments",
-    "available_benches",
-    "bench_session",
-    "measure",
-    "read_results",
-    "write_results",
-]
+__all__ = ["ROOMS", "available_benches"]
+
+ROOMS = {
+    "tp": "tensor parallel: AG-GEMM, GEMM-RS, their layers' backward, a transformer layer",
+    "pp": "pipeline: send and receive by copy engine",
+    "sp": "Ulysses: projections and all-to-all",
+    "ep": "mixture of experts: dispatch, grouped GEMMs, combine",
+    "muon": "optimizer: Newton-Schulz steps",
+}
+
+
+def available_benches() -> dict[str, str]:
+    """Returns name and description of every benchmark that has a module in this package."""
+    return {name: text for name, text in ROOMS.items() if importlib.util.find_spec(f"ditron_train.bench.{name}")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -146,8 +146,8 @@ def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSes
             dist.destroy_process_group()
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, extra: Callable[..., None] | None = None) -> None:
-    """Adds what every benchmark takes, and ``extra(parser)`` behind it."""
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what every benchmark takes."""
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--repetitions", type=int, default=15 if on_gpu else 3, help="timed calls (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=4 if on_gpu else 1, help="calls before them (default %(default)s)")
@@ -155,5 +155,3 @@ def add_common_arguments(parser: argparse.ArgumentParser, extra: Callable[..., N
         "--output", type=Path, metavar="DIR", help=f"folder of the JSON files (default {RESULTS}; none without a GPU)"
     )
     parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated)")
-    if extra is not None:
-        extra(parser)

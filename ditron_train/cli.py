@@ -1,0 +1,95 @@
+"""The command line: ``python -m ditron_train doctor``, ``bench``, ...
+
+Every command is a function that imports what it needs, so that ``--help`` is quick and works where nothing is installed.
+Exit status: 0 well, 1 the command found something wrong, 2 it could not be run as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+import ditron_train
+
+__all__ = ["main"]
+
+_REQUIRED = ("torch", "triton", "numpy", "packaging", "rich")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ditron_train", description=ditron_train.__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"ditron_train {ditron_train.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="what works on this machine, what does not, and the fix")
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.set_defaults(function=_doctor)
+
+    from ditron_train.bench import available_benches
+
+    bench = commands.add_parser("bench", help="measure native, peers and ours (under torchrun)")
+    rooms = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, text in available_benches().items():
+        rooms.add_parser(name, help=text, add_help=False).set_defaults(function=_bench)
+    return parser
+
+
+def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    from ditron_train.doctor import examine, show
+
+    _refuse(rest)
+    report = examine()
+    print(report.to_json()) if arguments.json else show(report)
+    return 0 if report.healthy else 1
+
+
+def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    # Megatron's own settings, read when CUDA and Transformer Engine start; they are part of the results' stamp.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    warnings.simplefilter("ignore")  # of the libraries that are measured; what matters here is logged
+    module = importlib.import_module(f"ditron_train.bench.{arguments.bench}")
+    parser = argparse.ArgumentParser(prog=f"python -m ditron_train bench {arguments.bench}", description=module.__doc__)
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(rest))
+
+
+def _refuse(rest: Sequence[str]) -> None:
+    if rest:
+        raise _UsageError(f"unknown arguments: {' '.join(rest)}")
+
+
+class _UsageError(Exception):
+    """A command line that argparse let through and a command does not take."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    arguments, rest = _parser().parse_known_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("ditron_train").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    try:
+        return _run(arguments, rest)
+    except ModuleNotFoundError as error:
+        if error.name not in _REQUIRED:
+            raise
+        print(f"error: {error.name} is not installed here; pip install {error.name}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    from ditron_train.runtime.errors import DitronError
+
+    try:
+        return arguments.function(arguments, rest)
+    except BrokenPipeError:  # the reader of a pipe had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (DitronError, _UsageError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

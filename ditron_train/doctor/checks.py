@@ -1,0 +1,192 @@
+"""Judges facts: each check returns findings, each finding that is not well has a fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ditron_train.doctor.facts import Facts
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.versions import SUPPORTED, is_supported
+
+__all__ = ["Finding", "find_problems"]
+
+Level = Literal["ok", "note", "warning", "error"]
+_SMALL_SHM_BYTES = 256 << 20
+# NCCL algorithms whose sums do not follow the ring order that GEMM-RS reproduces.
+_OTHER_ORDERS = ("tree", "nvls", "nvlstree", "collnet", "collnetdirect", "collnetchain", "pat")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``error``: something does not work; ``warning``: slower, or native instead of ours."""
+
+    topic: str
+    level: Level
+    text: str
+    fix: str | None = None
+
+
+def find_problems(facts: Facts) -> list[Finding]:
+    """Returns all findings, good ones included, in the order of the report."""
+    checks = (_versions, _gpus, _links, _peers, _multicast, _nccl, _connections, _nvshmem, _copies, _shm, _tools, _settings)
+    return [finding for check in checks for finding in check(facts)]
+
+
+def _versions(facts: Facts) -> list[Finding]:
+    findings = []
+    for entry in SUPPORTED:
+        version = facts.versions.get(entry.name)
+        if version is None:
+            level: Level = "error" if entry.required else "note"
+            pip = entry.distributions[0] if entry.distributions else entry.name
+            fix = f"pip install '{pip}{entry.specifier}'"
+            findings.append(Finding("versions", level, f"{entry.name} is not installed", fix))
+        elif is_supported(entry, version):
+            findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {entry.specifier})"))
+        else:
+            fix = f"install a version in {entry.specifier}: {entry.why}"
+            findings.append(Finding("versions", "error", f"{entry.name} {version} is outside {entry.specifier}", fix))
+    return findings
+
+
+def _gpus(facts: Facts) -> list[Finding]:
+    if not facts.gpus:
+        text = "none: kernels run in Triton's interpreter on CPU processes, to read, test and try"
+        fix = None if facts.environment.get("TRITON_INTERPRET") == "1" else "set TRITON_INTERPRET=1 to run here"
+        return [Finding("GPUs", "note", text, fix)]
+    findings = []
+    for name in sorted({gpu.name for gpu in facts.gpus}):
+        same = [gpu for gpu in facts.gpus if gpu.name == name]
+        gpu = same[0]
+        text = f"{len(same)} x {name}: {gpu.memory_bytes >> 30} GiB, {gpu.num_sms} SMs, driver {facts.driver}"
+        if gpu.capability < (8, 0):
+            text += f", compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+            findings.append(Finding("GPUs", "error", text, "kernels need compute capability 8.0 or newer"))
+        else:
+            findings.append(Finding("GPUs", "ok", text))
+    if len({gpu.name for gpu in facts.gpus}) > 1:
+        fix = "use GPUs of one kind in a group: the slowest decides, and cuBLAS may choose other kernels"
+        findings.append(Finding("GPUs", "warning", "different GPUs in one machine", fix))
+    return findings
+
+
+def _links(facts: Facts) -> list[Finding]:
+    if not facts.links:
+        return []
+    kinds: dict[str, int] = {}
+    for link in facts.links.values():
+        kinds[link] = kinds.get(link, 0) + 1
+    text = ", ".join(f"{count} pairs {link}" for link, count in sorted(kinds.items()))
+    if all(link.startswith("NV") for link in kinds):
+        return [Finding("links", "ok", f"NVLink between all GPUs ({text})")]
+    fix = "keep each tensor-parallel group on GPUs joined by NVLink; over PCIe most shapes stay native"
+    return [Finding("links", "warning", f"not all GPUs are joined by NVLink ({text})", fix)]
+
+
+def _peers(facts: Facts) -> list[Finding]:
+    if len(facts.gpus) < 2:
+        return []
+    blocked = [f"{i}-{j}" for i, row in enumerate(facts.peer_access) for j, can in enumerate(row) if i < j and not can]
+    if not blocked:
+        return [Finding("peer access", "ok", "every GPU can read and write every other's memory")]
+    fix = "check the driver, IOMMU and virtualisation settings; groups with such pairs run natively"
+    return [Finding("peer access", "error", f"no peer access between GPUs {', '.join(blocked)}", fix)]
+
+
+def _multicast(facts: Facts) -> list[Finding]:
+    if facts.multicast is None:
+        return []
+    state = "offered by the driver" if facts.multicast else "off or not supported"
+    return [Finding("multicast", "ok", f"NVLink multicast is {state}; nothing here uses it")]
+
+
+def _nccl(facts: Facts) -> list[Finding]:
+    if not facts.gpus:
+        return []
+    environment = facts.environment
+    algorithms = environment.get("NCCL_ALGO", "")
+    findings = [Finding("NCCL", "ok", f"version {facts.nccl}, NCCL_ALGO={algorithms or 'unset'}")]
+    named = [word for word in algorithms.lower().replace(";", ",").replace(":", ",").split(",") if word in _OTHER_ORDERS]
+    if named:
+        text = f"NCCL_ALGO={algorithms}: sums may be taken in another order than the ring's"
+        findings.append(Finding("NCCL", "warning", text, "NCCL_ALGO=Ring, else GEMM-RS stays native where the bits differ"))
+    if environment.get("NCCL_COLLNET_ENABLE", "0") == "1":
+        text = "NCCL_COLLNET_ENABLE=1: switches may add in an order of their own"
+        findings.append(Finding("NCCL", "warning", text, "NCCL_COLLNET_ENABLE=0 for sums in ring order"))
+    nvls = environment.get("NCCL_NVLS_ENABLE", "2") != "0"
+    if facts.multicast and nvls and algorithms.lower() != "ring":
+        text = "NCCL may reduce in the NVLink switch (NVLS), whose order is not the ring's"
+        fix = "NCCL_ALGO=Ring or NCCL_NVLS_ENABLE=0, else GEMM-RS stays native where the bits differ"
+        findings.append(Finding("NCCL", "warning", text, fix))
+    return findings
+
+
+def _connections(facts: Facts) -> list[Finding]:
+    if not facts.gpus:
+        return []
+    value = facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if value == "1":
+        return [Finding("queues", "ok", "CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron asks for with tensor parallelism")]
+    text = f"CUDA_DEVICE_MAX_CONNECTIONS is {value or 'unset'}; Megatron asks for 1 with tensor parallelism on Hopper"
+    return [Finding("queues", "note", text, "export CUDA_DEVICE_MAX_CONNECTIONS=1 (ditron_train works with either)")]
+
+
+def _nvshmem(facts: Facts) -> list[Finding]:
+    if not facts.gpus:
+        return []
+    if facts.versions.get("nvshmem4py") is None:
+        text = "nvshmem4py is not installed: peer memory inside a node, NCCL between nodes"
+        return [Finding("NVSHMEM", "note", text, "pip install 'ditron_train[nvshmem]' for groups across nodes")]
+    text = f"nvshmem4py {facts.versions['nvshmem4py']}, library {facts.versions.get('nvidia-nvshmem') or 'not from pip'}"
+    return [Finding("NVSHMEM", "ok", text + "; started at the first group that spans nodes")]
+
+
+def _copies(facts: Facts) -> list[Finding]:
+    findings = [
+        Finding("copies", "error", f"lib{name} is loaded {len(paths)} times: {', '.join(paths)}", "uninstall all but one")
+        for name, paths in facts.libraries.items()
+    ]
+    findings += [
+        Finding("copies", "warning", f"{name} is installed {len(places)} times: {', '.join(places)}", "uninstall all but one")
+        for name, places in facts.distributions.items()
+    ]
+    return findings or [Finding("copies", "ok", "no library is loaded or installed twice")]
+
+
+def _shm(facts: Facts) -> list[Finding]:
+    if facts.shared_memory is None:
+        fix = "mount a tmpfs there: CPU processes and NCCL use it"
+        return [Finding("shared memory", "error", "there is no /dev/shm", fix)]
+    total, free, writable = facts.shared_memory
+    text = f"/dev/shm: {free >> 20} MiB free of {total >> 20} MiB"
+    if not writable:
+        return [Finding("shared memory", "error", f"{text}, not writable", "make it writable for this user")]
+    if free < _SMALL_SHM_BYTES:
+        return [Finding("shared memory", "warning", text, "give it more, such as docker run --shm-size=8g")]
+    return [Finding("shared memory", "ok", text)]
+
+
+def _tools(facts: Facts) -> list[Finding]:
+    if not facts.gpus:
+        return []
+    findings = []
+    if facts.compiler is None:
+        text = "no C compiler: Triton builds a small launcher for each kernel"
+        findings.append(Finding("tools", "error", text, "install gcc, or name one with CC"))
+    if not facts.has_cuda_bindings:
+        text = "cuda-bindings is not installed: no copy engine signals"
+        findings.append(Finding("tools", "warning", text, "pip install 'ditron_train[cuda]'"))
+    return findings or [Finding("tools", "ok", f"C compiler {facts.compiler}, cuda-bindings")]
+
+
+def _settings(facts: Facts) -> list[Finding]:
+    mine: Mapping[str, str] = {n: v for n, v in facts.environment.items() if n.startswith("DITRON_")}
+    try:
+        get_settings()
+    except SettingError as error:
+        return [Finding("settings", "error", str(error), "unset it or correct it")]
+    text = ", ".join(f"{name}={value}" for name, value in mine.items()) or "no DITRON_* variable is set"
+    return [Finding("settings", "ok", text)]

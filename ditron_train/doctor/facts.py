@@ -1,0 +1,184 @@
+"""Facts about a machine, read without changing anything on it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from ditron_train.runtime.versions import find_versions
+
+__all__ = ["Facts", "Gpu", "collect_facts", "parse_topology"]
+
+_ENVIRONMENT = ("DITRON_", "NCCL_", "NVSHMEM_", "NVTE_", "UB_")
+_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "CUBLAS_WORKSPACE_CONFIG")
+# Libraries of which a second copy in one process gives two sets of global state.
+_LIBRARIES = re.compile(r"/lib(nccl|nvshmem_host|cudart|cublas|cublasLt|torch|torch_cuda|triton)(-[0-9a-f]+)?\.so")
+_DISTRIBUTIONS = re.compile(r"^(torch|triton|megatron-core|nvidia-(nccl|nvshmem)-cu\d+|nvshmem4py-cu\d+)$")
+_MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: ``capability`` as major.minor."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    num_sms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What ``collect_facts`` found.
+
+    Attributes:
+        versions: Of everything in ``versions.SUPPORTED``, None where it is not installed.
+        gpus: Visible GPUs.
+        driver: Version of the NVIDIA driver.
+        nccl: Version of torch's NCCL.
+        peer_access: ``[i][j]``: whether GPU i can read and write GPU j's memory.
+        links: Connection of each pair of GPUs as ``nvidia-smi topo -m`` names it (``NV18``, ``PIX``, ``SYS``).
+        multicast: Whether the driver offers NVLink multicast on every GPU; None where nothing could be asked.
+        environment: Variables that matter here.
+        shared_memory: Total and free bytes of /dev/shm and whether it is writable; None where there is none.
+        libraries: Copies of one library that this process has loaded, by name.
+        distributions: Places in which one distribution is installed, by name, where there are several.
+        compiler: The C compiler that Triton's launcher needs.
+        has_cuda_bindings: Whether the extra ``cuda`` is installed.
+    """
+
+    versions: dict[str, str | None]
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    nccl: str | None = None
+    peer_access: tuple[tuple[bool, ...], ...] = ()
+    links: dict[str, str] = field(default_factory=dict)
+    multicast: bool | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    shared_memory: tuple[int, int, bool] | None = None
+    libraries: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    distributions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    compiler: str | None = None
+    has_cuda_bindings: bool = False
+
+
+def collect_facts() -> Facts:
+    """Looks at this machine and this process."""
+    versions = find_versions()
+    common = dict(
+        environment=_environment(),
+        shared_memory=_shared_memory(),
+        distributions=_duplicate_distributions(),
+        compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc"),
+    )
+    if versions["torch"] is None:
+        return Facts(versions=versions, **common)
+    import torch
+
+    from ditron_train.bench.stamp import driver_version, nccl_version
+    from ditron_train.stream.driver import has_driver
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Facts(
+        versions=versions,
+        gpus=tuple(_gpu(torch.cuda.get_device_properties(index)) for index in range(count)),
+        driver=driver_version(),
+        nccl=nccl_version(),
+        peer_access=tuple(
+            tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
+        ),
+        links=_links() if count > 1 else {},
+        multicast=_multicast(count),
+        libraries=_loaded_copies(),
+        has_cuda_bindings=has_driver(),
+        **common,
+    )
+
+
+def _gpu(properties: object) -> Gpu:
+    capability = (properties.major, properties.minor)
+    return Gpu(properties.name, properties.total_memory, capability, properties.multi_processor_count)
+
+
+def _environment() -> dict[str, str]:
+    return {n: v for n, v in sorted(os.environ.items()) if n.startswith(_ENVIRONMENT) or n in _VARIABLES}
+
+
+def _shared_memory() -> tuple[int, int, bool] | None:
+    path = "/dev/shm"
+    if not os.path.isdir(path):
+        return None
+    usage = shutil.disk_usage(path)
+    return usage.total, usage.free, os.access(path, os.W_OK)
+
+
+def _duplicate_distributions() -> dict[str, tuple[str, ...]]:
+    places: dict[str, set[str]] = {}
+    for distribution in metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if _DISTRIBUTIONS.match(name):
+            place = f"{os.path.realpath(str(distribution.locate_file('')))} ({name} {distribution.version})"
+            places.setdefault(re.sub(r"-cu\d+$", "", name), set()).add(place)
+    return {name: tuple(sorted(found)) for name, found in places.items() if len(found) > 1}
+
+
+def _loaded_copies() -> dict[str, tuple[str, ...]]:
+    """Libraries that are mapped from more than one file, after torch (imported here) and triton are loaded."""
+    import triton  # noqa: F401
+
+    paths: dict[str, set[str]] = {}
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            files = {line.split(maxsplit=5)[5].strip() for line in maps if len(line.split(maxsplit=5)) == 6}
+    except OSError:
+        return {}
+    for path in files:
+        match = _LIBRARIES.search(path)
+        if match:
+            paths.setdefault(match.group(1), set()).add(os.path.realpath(path))
+    return {name: tuple(sorted(found)) for name, found in paths.items() if len(found) > 1}
+
+
+def _links() -> dict[str, str]:
+    if not shutil.which("nvidia-smi"):
+        return {}
+    return parse_topology(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
+
+
+def parse_topology(text: str) -> dict[str, str]:
+    """Returns ``{"0-1": "NV18", ...}`` for the pairs of GPUs in the matrix that ``nvidia-smi topo -m`` prints."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    rows = [line.split() for line in text.splitlines()]
+    header = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row), [])
+    names = [name for name in header if re.fullmatch(r"GPU\d+", name)]
+    links = {}
+    for row in rows:
+        if len(row) > len(names) and row[0] in names and row is not header:
+            for name, link in zip(names, row[1:]):
+                low, high = int(row[0][3:]), int(name[3:])
+                if low < high:
+                    links[f"{low}-{high}"] = link
+    return links
+
+
+def _multicast(count: int) -> bool | None:
+    """Asks the driver for an attribute; nothing is created."""
+    if count == 0:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    answers = []
+    for index in range(count):
+        device, value = ctypes.c_int(), ctypes.c_int()
+        failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index)
+        if failed or driver.cuDeviceGetAttribute(ctypes.byref(value), _MULTICAST_SUPPORTED, device):
+            return None
+        answers.append(bool(value.value))
+    return all(answers)

@@ -1,0 +1,90 @@
+"""What each feature of ``--ditron`` would do on the machine that the facts describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ditron_train.doctor.facts import Facts
+from ditron_train.megatron.arguments import FEATURES, available_features
+
+__all__ = ["FeatureState", "judge_features"]
+
+
+@dataclass(frozen=True)
+class FeatureState:
+    """``ours``: accelerated here; ``interpreted``: runs, to try it; ``native``: Megatron's own path runs."""
+
+    name: str
+    about: str
+    state: Literal["ours", "interpreted", "native"]
+    why: str
+    fix: str | None = None
+
+
+def _all_reach_each_other(facts: Facts) -> bool:
+    return all(all(row) for row in facts.peer_access)
+
+
+def _on_gpus(facts: Facts) -> tuple[str, str | None] | None:
+    """Why a feature that needs peers' memory stays native, and the fix; None where nothing stands in its way."""
+    if len(facts.gpus) < 2:
+        return "one GPU: a group of one rank has nothing to overlap", "start on several GPUs"
+    if not _all_reach_each_other(facts):
+        return "some GPUs cannot reach each other's memory", "see peer access above"
+    if any(gpu.capability < (8, 0) for gpu in facts.gpus):
+        return "a GPU is older than compute capability 8.0", None
+    return None
+
+
+def _copy_engines(facts: Facts) -> tuple[str, str | None] | None:
+    if not facts.has_cuda_bindings:
+        return "cuda-bindings is missing: no signals behind copies", "pip install 'ditron_train[cuda]'"
+    return None
+
+
+def _te(facts: Facts) -> tuple[str, str | None] | None:
+    if facts.versions.get("transformer-engine") is None:
+        return "Megatron's own cp_comm_type=a2a needs Transformer Engine", "pip install 'ditron_train[te]'"
+    return None
+
+
+def _emerging_optimizers(facts: Facts) -> tuple[str, str | None] | None:
+    import importlib.util
+
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        return "megatron-core builds Muon only with emerging_optimizers", "install emerging_optimizers 0.1.0"
+    return None
+
+
+Need = Callable[[Facts], "tuple[str, str | None] | None"]
+_NEEDS: dict[str, tuple[Need, ...]] = {
+    "tp": (_on_gpus,),
+    "sp": (_on_gpus, _te),
+    "ep": (_on_gpus,),
+    "pp": (_on_gpus, _copy_engines),
+    "muon": (_emerging_optimizers,),
+}
+
+
+def judge_features(facts: Facts) -> list[FeatureState]:
+    """Returns one state for each feature that this version of the package has."""
+    return [_judge(name, facts) for name in available_features()]
+
+
+def _judge(name: str, facts: Facts) -> FeatureState:
+    about = FEATURES[name]
+    if facts.versions.get("megatron-core") is None:
+        fix = "pip install 'ditron_train[megatron]'"
+        return FeatureState(name, about, "native", "megatron-core is not installed; ops can be called directly", fix)
+    if not facts.gpus:
+        if facts.environment.get("TRITON_INTERPRET") == "1":
+            return FeatureState(name, about, "interpreted", "CPU processes over shared memory, Triton's interpreter")
+        return FeatureState(name, about, "native", "no GPU, and the interpreter is off", "TRITON_INTERPRET=1")
+    for need in _NEEDS[name]:
+        obstacle = need(facts)
+        if obstacle is not None:
+            return FeatureState(name, about, "native", *obstacle)
+    where = "between nodes too" if facts.versions.get("nvshmem4py") else "inside this node"
+    return FeatureState(name, about, "ours", f"{len(facts.gpus)} GPUs, {where}, where the bits are native's")

@@ -1,0 +1,149 @@
+"""The doctor's judgement of machines that are described, and of this one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from ditron_train.doctor import Facts, Gpu, Report, collect_facts, examine, show
+from ditron_train.doctor.facts import parse_topology
+
+GOOD_VERSIONS = {
+    "python": "3.12.3",
+    "torch": "2.11.0+cu130",
+    "triton": "3.6.0",
+    "numpy": "2.3.5",
+    "megatron-core": "0.16.1",
+    "nvshmem4py": "0.4.1",
+    "nvidia-nvshmem": "3.4.5",
+    "transformer-engine": "2.10.0",
+}
+H200 = Gpu("NVIDIA H200", 140 << 30, (9, 0), 132)
+TOPOLOGY = """
+\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-47\t0
+GPU1\tNV18\t X \tNV18\tSYS\t0-47\t0
+GPU2\tSYS\tNV18\t X \tSYS\t48-95\t1
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+
+
+def machine(**changes: object) -> Facts:
+    """Two well-connected H200s."""
+    values = dict(
+        versions=GOOD_VERSIONS,
+        gpus=(H200, H200),
+        driver="580.1",
+        nccl="2.28.9",
+        peer_access=((True, True), (True, True)),
+        links={"0-1": "NV18"},
+        multicast=False,
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        shared_memory=(64 << 30, 60 << 30, True),
+        compiler="/usr/bin/gcc",
+        has_cuda_bindings=True,
+    )
+    return Facts(**{**values, **changes})
+
+
+def findings(report: Report, level: str) -> list[tuple[str, str]]:
+    return [(finding.topic, finding.text) for finding in report.findings if finding.level == level]
+
+
+def state(report: Report, name: str) -> tuple[str, str]:
+    feature = next(feature for feature in report.features if feature.name == name)
+    return feature.state, feature.why
+
+
+def test_good_machine() -> None:
+    report = examine(machine())
+    assert report.healthy
+    assert findings(report, "error") == findings(report, "warning") == []
+    assert state(report, "tp")[0] == "ours"
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "words"),
+    [
+        ({"versions": {**GOOD_VERSIONS, "triton": "3.9.0"}}, "versions", "triton 3.9.0"),
+        ({"versions": {**GOOD_VERSIONS, "triton": None}}, "versions", "triton is not installed"),
+        ({"peer_access": ((True, False), (False, True))}, "peer access", "0-1"),
+        ({"libraries": {"nccl": ("/a/libnccl.so.2", "/b/libnccl.so.2")}}, "copies", "/b/libnccl.so.2"),
+        ({"shared_memory": None}, "shared memory", "/dev/shm"),
+        ({"shared_memory": (1 << 30, 1 << 30, False)}, "shared memory", "not writable"),
+        ({"compiler": None}, "tools", "no C compiler"),
+        ({"gpus": (Gpu("NVIDIA V100", 32 << 30, (7, 0), 80),)}, "GPUs", "compute capability 7.0"),
+    ],
+)
+def test_errors_make_it_unhealthy_and_have_a_fix(changes: dict, topic: str, words: str) -> None:
+    report = examine(machine(**changes))
+    assert not report.healthy
+    (finding,) = [finding for finding in report.findings if finding.level == "error"]
+    assert finding.topic == topic and words in finding.text and finding.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "words"),
+    [
+        ({"links": {"0-1": "SYS"}}, "links", "1 pairs SYS"),
+        ({"environment": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),
+        ({"environment": {"NCCL_ALGO": "allreduce:ring,nvls"}}, "NCCL", "another order"),
+        ({"environment": {"NCCL_COLLNET_ENABLE": "1"}}, "NCCL", "COLLNET"),
+        ({"multicast": True}, "NCCL", "NVLS"),
+        ({"shared_memory": (64 << 20, 64 << 20, True)}, "shared memory", "64 MiB"),
+        ({"has_cuda_bindings": False}, "tools", "cuda-bindings"),
+        ({"distributions": {"nvidia-nccl": ("/a (nvidia-nccl-cu12 2)", "/a (nvidia-nccl-cu13 2)")}}, "copies", "cu12"),
+        ({"gpus": (H200, Gpu("NVIDIA A100", 80 << 30, (8, 0), 108))}, "GPUs", "different GPUs"),
+    ],
+)
+def test_warnings_leave_it_healthy_and_have_a_fix(changes: dict, topic: str, words: str) -> None:
+    report = examine(machine(**changes))
+    assert report.healthy
+    (finding,) = [finding for finding in report.findings if finding.level == "warning"]
+    assert finding.topic == topic and words in finding.text and finding.fix
+
+
+def test_ring_silences_the_switch() -> None:
+    for setting in ({"NCCL_ALGO": "Ring"}, {"NCCL_NVLS_ENABLE": "0"}):
+        assert findings(examine(machine(multicast=True, environment=setting)), "warning") == []
+
+
+def test_malformed_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DITRON_TIMEOUT_S", "soon")
+    assert [topic for topic, _ in findings(examine(machine()), "error")] == ["settings"]
+
+
+def test_features_say_why_they_stay_native() -> None:
+    assert state(examine(machine(gpus=(H200,), peer_access=((True,),))), "tp")[0] == "native"
+    blocked = examine(machine(peer_access=((True, False), (False, True))))
+    assert "reach" in state(blocked, "tp")[1]
+    assert "megatron-core" in state(examine(machine(versions={**GOOD_VERSIONS, "megatron-core": None})), "tp")[1]
+
+
+def test_no_gpu() -> None:
+    bare = dict(gpus=(), driver=None, nccl=None, peer_access=(), links={}, multicast=None)
+    report = examine(machine(**bare, environment={"TRITON_INTERPRET": "1"}))
+    assert report.healthy and state(report, "tp")[0] == "interpreted"
+    assert state(examine(machine(**bare, environment={})), "tp")[0] == "native"
+
+
+def test_topology_is_parsed() -> None:
+    assert parse_topology(TOPOLOGY) == {"0-1": "NV18", "0-2": "SYS", "1-2": "NV18"}
+    assert parse_topology("no such thing") == {}
+
+
+def test_this_machine_as_text_and_json() -> None:
+    report = examine(collect_facts())
+    values = json.loads(report.to_json())
+    assert values["healthy"] is report.healthy
+    assert values["facts"]["versions"]["triton"] == report.facts.versions["triton"]
+    console = Console(record=True, width=120)
+    show(report, console)
+    text = console.export_text()
+    for finding in report.findings:
+        assert finding.text.split()[0] in text

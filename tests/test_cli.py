@@ -1,0 +1,59 @@
+"""The command line: what it lists, refuses and returns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ditron_train
+from ditron_train.cli import main
+
+
+def test_help_lists_only_what_exists(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "--help"])
+    assert stopped.value.code == 0
+    rooms = {path.stem for path in (Path(ditron_train.__file__).parent / "bench").glob("*.py")}
+    out = capsys.readouterr().out
+    for room in ("tp", "pp", "sp", "ep", "muon"):
+        assert (f"\n    {room} " in out) == (room in rooms)
+
+
+def test_unknown_command_and_arguments(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["cure"])
+    assert stopped.value.code == 2
+    assert main(["doctor", "--loud"]) == 2
+    assert "unknown arguments: --loud" in capsys.readouterr().err
+
+
+def test_doctor_json(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = main(["doctor", "--json"])
+    healthy = json.loads(capsys.readouterr().out)["healthy"]
+    assert status == (0 if healthy else 1)
+    monkeypatch.setenv("DITRON_TRANSPORT", "pigeons")
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["healthy"] is False
+
+
+def test_import_does_nothing_else() -> None:
+    code = (
+        "import sys, os; before = dict(os.environ); import ditron_train, ditron_train.cli\n"
+        "assert dict(os.environ) == before\n"
+        "assert not {'torch', 'triton', 'numpy', 'megatron'} & set(sys.modules), 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_missing_torch_is_said(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from ditron_train.cli import main\n"
+        "sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: torch is not installed"), done.stderr
