@@ -6,4 +6,4 @@ source "$(dirname "$0")/common.sh"
 prepare test
 gpus=${NUM_GPUS:-$(num_gpus)}
 [ "$gpus" != 0 ] || die "no GPU here: scripts/test.sh runs the CPU tests"
-exec "$PY" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m pytest tests/gpu "$@"
+exec "$PY" scripts/launch.py "$gpus" -m pytest tests/gpu "$@"

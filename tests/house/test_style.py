@@ -1,0 +1,65 @@
+"""House rules that a program can check."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "ditron_train"
+MAY_PRINT = {"cli.py", "__main__.py"}
+
+
+def python_files() -> list[Path]:
+    folders = (PACKAGE, ROOT / "tests", ROOT / "scripts", ROOT / "examples")
+    return [ROOT / "setup.py", *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", python_files(), ids=relative)
+def test_parses_on_python_3_10(path: Path) -> None:
+    ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+
+
+@pytest.mark.parametrize("path", package_files(), ids=relative)
+def test_no_print_in_the_library(path: Path) -> None:
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    prints = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+    assert path.name in MAY_PRINT or not prints
+
+
+@pytest.mark.parametrize("path", package_files(), ids=relative)
+def test_modules_and_public_names_have_docstrings(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    assert ast.get_docstring(tree)
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "gpu").rglob("*.py")), ids=relative)
+def test_no_tolerance_on_gpus(path: Path) -> None:
+    assert not re.search(r"allclose|assert_close|isclose", path.read_text(encoding="utf-8"))
+
+
+def test_scripts_are_valid_shell() -> None:
+    for script in [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_no_package_shadows_megatron() -> None:
+    """With an ``__init__.py`` these folders would hide Megatron's namespace package."""
+    assert not list(ROOT.glob("*/megatron/__init__.py")) or list(ROOT.glob("*/megatron/__init__.py")) == [
+        PACKAGE / "megatron" / "__init__.py"
+    ]
