@@ -1,0 +1,184 @@
+"""Switching on and off, the optimizer hook, what is logged, and bad input."""
+
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.testing.processes import run_workers
+
+pytest.importorskip("megatron.core")
+
+
+class _Lines(logging.Handler):
+    """Collects the package's log lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logger = logging.getLogger("ditron_train")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self.lines
+
+    def __exit__(self, *exc_info):
+        logging.getLogger("ditron_train").removeHandler(self)
+
+
+def _column(group=None):
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+
+    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        add_bias_linear=False,
+        **CPU_CONFIG,
+    )
+    return ColumnParallelLinear(16, 32, config=config, init_method=torch.nn.init.normal_, bias=False, tp_group=group)
+
+
+def _apply_and_restore():
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron.tp import DitronColumnParallelLinear
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=2):
+        assert type(_column()) is not DitronColumnParallelLinear
+        plugin.apply(features="tp", transport="shm", timeout_s=33)
+        plugin.apply(features=("tp",))
+        assert plugin.active_features() == ("tp",)
+        assert os.environ["DITRON_TRANSPORT"] == "shm" and float(os.environ["DITRON_TIMEOUT_S"]) == 33
+        layer = _column()
+        assert type(layer) is DitronColumnParallelLinear
+        assert repr(layer).startswith("DitronColumnParallelLinear(in_features=16")
+        plugin.restore()
+        plugin.restore()
+        assert plugin.active_features() == ()
+        assert "DITRON_TRANSPORT" not in os.environ and "DITRON_TIMEOUT_S" not in os.environ
+        assert type(_column()) is not DitronColumnParallelLinear
+        from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+        assert not _global_optimizer_pre_hooks
+        layer(torch.ones(2, 1, 16))  # a module that exists already goes on working
+
+
+def test_apply_and_restore():
+    run_workers(2, _apply_and_restore)
+
+
+def _failed_op_never_reaches_the_weights():
+    import ditron_train.megatron as plugin
+    from ditron_train.runtime.errors import PeerTimeoutError
+    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.tp import get_context
+
+    with model_parallel(tensor_model_parallel_size=2):
+        plugin.apply()
+        from megatron.core import parallel_state
+
+        context = get_context(parallel_state.get_tensor_model_parallel_group(), torch.device("cpu"))
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        assert torch.equal(weight, torch.zeros(3))
+        context.gather_channel.record_timeout(peer=1 - dist.get_rank(), chunk=0, expected_epoch=5, seen_epoch=4)
+        with pytest.raises(PeerTimeoutError, match="expected epoch 5, saw 4"):
+            optimizer.step()
+        assert torch.equal(weight, torch.zeros(3))
+        from ditron_train.tp import context as contexts
+
+        contexts._contexts.clear()  # the failed channel must not outlive this test
+        del context
+
+
+def test_failed_op_never_reaches_the_weights():
+    run_workers(2, _failed_op_never_reaches_the_weights)
+
+
+def _one_log_line_a_reason():
+    import ditron_train.megatron as plugin
+    from ditron_train.runtime import logs
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    logs._seen.clear()
+    with model_parallel(tensor_model_parallel_size=2), _Lines() as lines:
+        plugin.apply()
+        layer = _column()
+        for tokens in (2, 2, 3):
+            layer(torch.ones(tokens, 1, 16, dtype=torch.float32))
+        assert not [line for line in lines if "native" in line]
+        layer.double()
+        for tokens in (2, 2, 3):
+            layer(torch.ones(tokens, 1, 16, dtype=torch.float64))
+        layer.float().sequence_parallel = False
+        layer(torch.ones(4, 1, 16))
+        native = [line for line in lines if "native" in line]
+        expected = ["tp column: native, torch.float64 is not covered", "tp column: native, sequence parallelism is off"]
+        assert native == (expected if dist.get_rank() == 0 else [])
+
+
+def test_one_log_line_for_each_reason_on_rank_0():
+    run_workers(2, _one_log_line_a_reason)
+
+
+def _bad_input():
+    import ditron_train.megatron as plugin
+    from ditron_train.runtime.errors import SettingError
+
+    with pytest.raises(SettingError, match="does not know 'warp'; it takes a comma-separated list of: tp"):
+        plugin.apply(features="tp,warp")
+    with pytest.raises(SettingError, match="DITRON_TIMEOUT_S"):
+        plugin.apply(timeout_s=-1)
+    plugin.restore()
+    with pytest.raises(SettingError, match="DITRON_TRANSPORT"):
+        plugin.apply(transport="pigeon")
+    plugin.restore()
+    assert plugin.active_features() == () and "DITRON_TRANSPORT" not in os.environ
+
+
+def test_bad_input_is_the_same_error_on_every_rank_and_changes_nothing():
+    run_workers(2, _bad_input)
+
+
+def _two_groups():
+    """Two tensor parallel groups in one job: each has a context and memory of its own."""
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron.routing import _routes
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=2):
+        plugin.apply()
+        layer = _column()
+        layer.weight.data.fill_(1.0 + dist.get_rank() // 2)
+        x = torch.full((2, 1, 16), float(1 + dist.get_rank()))
+        y, _ = layer(x)
+        first = dist.get_rank() // 2 * 2
+        rows = torch.cat([torch.full((2,), float(1 + first)), torch.full((2,), float(2 + first))])
+        assert torch.equal(y[:, 0, 0], rows * 16 * (1 + first // 2))
+        assert len([context for context in _routes.values() if context is not None]) == 1
+
+
+def test_two_tensor_parallel_groups():
+    run_workers(4, _two_groups)
+
+
+def test_importing_the_plugin_imports_no_megatron():
+    import subprocess
+    import sys
+
+    code = "import sys, ditron_train.megatron; sys.exit(any(n.split('.')[0] == 'megatron' for n in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,111 @@
+"""What the workers of the MoE tests run: megatron-core's MoE layer, native and with ``ep``, the same weights and tokens."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ditron_train.testing import megatron_cpu
+
+BASE = dict(
+    num_layers=1, hidden_size=32, ffn_hidden_size=48, moe_ffn_hidden_size=24, num_attention_heads=4, num_moe_experts=4,
+    moe_router_topk=2, moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall", add_bias_linear=False,
+    gated_linear_unit=True, activation_func=F.silu, hidden_dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def groups(expert_parallel):
+    """Megatron on gloo with that expert-parallel size."""
+    from megatron.core import parallel_state
+
+    with megatron_cpu.megatron_on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+        megatron_cpu.seed(1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def build(options, ours, through_spec=False):
+    """A MoE layer, native or with our dispatcher; equal weights either way."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    import ditron_train.megatron as plugin
+
+    megatron_cpu.seed(1)
+    config = TransformerConfig(
+        **{**megatron_cpu.CPU_CONFIG, **BASE, "expert_model_parallel_size": dist.get_world_size(), **options}
+    )
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if not ours:
+        return build_module(spec, config=config, layer_number=1)
+    if through_spec:
+        spec = plugin.apply(spec, "ep")
+    else:
+        plugin.apply(features="ep")
+    try:
+        return build_module(spec, config=config, layer_number=1)
+    finally:
+        plugin.restore()
+
+
+def run_layer(layer, x, grad):
+    """Output and all gradients of one forward and backward."""
+    x = x.detach().clone().requires_grad_()
+    output, _ = layer(x)
+    output.backward(grad)
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
+    return output.detach(), x.grad, gradients
+
+
+def assert_equal(native, ours):
+    """Bit for bit."""
+    assert torch.equal(native[0], ours[0]), (native[0] - ours[0]).abs().max()
+    assert torch.equal(native[1], ours[1]), (native[1] - ours[1]).abs().max()
+    assert native[2].keys() == ours[2].keys()
+    for name, gradient in native[2].items():
+        other = ours[2][name]
+        assert (gradient is None) == (other is None) and (gradient is None or torch.equal(gradient, other)), name
+
+
+def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours=True):
+    """Several steps; returns the dispatcher class that ran."""
+    from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
+
+    options = {**options, "params_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    torch.use_deterministic_algorithms(True)
+    try:
+        with groups(dist.get_world_size()):
+            native, ours = build(options, False), build(options, True, through_spec)
+            assert [n for n, _ in native.named_parameters()] == [n for n, _ in ours.named_parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(native.parameters(), ours.parameters()))
+            assert isinstance(ours.token_dispatcher, DitronMoEAlltoAllTokenDispatcher)
+            for step in range(2):
+                generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+                shape = (tokens_by_rank[dist.get_rank()], 1, BASE["hidden_size"])
+                x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+                assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
+                assert (ours.token_dispatcher._ep_context is not None) == expect_ours
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def falls_back_when_memory_is_capped():
+    """A cap that holds the signals but not the rows: the call goes on natively, later ones start natively."""
+    with groups(dist.get_world_size()):
+        options = {"params_dtype": torch.float32, "num_moe_experts": 6}
+        native, ours = build(options, False), build(options, True)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            x, grad = (torch.randn(64, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
+            assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
+            assert ours.token_dispatcher._ep_context is None
+    return ours.token_dispatcher._native_because

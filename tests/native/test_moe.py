@@ -1,0 +1,60 @@
+"""Megatron's MoE layer on gloo, native and with ``--ditron ep``: forward and every gradient, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(Path(__file__).parent))
+from ep_workers import falls_back_when_memory_is_capped, layers_agree  # noqa: E402
+
+from ditron_train.testing.processes import run_workers  # noqa: E402
+
+CASES = {
+    "plain": ({}, (16, 16), torch.float32),
+    "bf16": ({}, (16, 16), torch.bfloat16),
+    "uneven_tokens": ({"num_moe_experts": 8, "moe_router_topk": 3}, (9, 20), torch.bfloat16),
+    "no_tokens": ({}, (0, 6), torch.float32),
+    "router_fp32_aux_loss": (
+        {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+        (16, 16),
+        torch.bfloat16,
+    ),
+    "top1_probs_on_input": ({"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_score_function": "sigmoid"}, (12, 12), torch.float32),
+    "drop": ({"moe_expert_capacity_factor": 0.6}, (16, 16), torch.bfloat16),
+    "shared_experts": ({"moe_shared_expert_intermediate_size": 40}, (8, 8), torch.float32),
+    "shared_experts_overlapped": (
+        {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True},
+        (8, 8),
+        torch.float32,
+    ),
+    "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, (8, 8), torch.bfloat16),
+    "squared_relu_bias": ({"gated_linear_unit": False, "activation_func": torch.nn.functional.relu, "add_bias_linear": True}, (8, 8), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_equals_native(name):
+    run_workers(2, layers_agree, *CASES[name])
+
+
+def test_four_ranks_through_a_spec():
+    run_workers(4, layers_agree, {"num_moe_experts": 8, "moe_router_topk": 3}, (8, 5, 0, 9), torch.bfloat16, True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, {"moe_router_dtype": "fp64"}],
+    ids=lambda options: next(reversed(options)),
+)
+def test_what_is_not_covered_runs_natively(options):
+    run_workers(2, layers_agree, options, (8, 8), torch.float32, False, False)
+
+
+def test_too_little_memory_goes_over_to_native():
+    reasons = run_workers(2, falls_back_when_memory_is_capped, env={"DITRON_ARENA_BYTES": "20000"})
+    assert "DITRON_ARENA_BYTES" in reasons[0] and reasons[0] == reasons[1]
