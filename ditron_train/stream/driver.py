@@ -10,7 +10,7 @@ from types import ModuleType
 
 from ditron_train.runtime.errors import DitronError, NotSupportedError
 
-__all__ = ["has_driver", "memcpy_async", "memset_u32_async", "stream_memory_ops"]
+__all__ = ["has_driver", "memcpy_async", "memset_u32_async", "register_host_memory", "stream_memory_ops"]
 
 
 @lru_cache(maxsize=None)
@@ -47,6 +47,21 @@ def memcpy_async(destination: int, source: int, num_bytes: int, stream: int) -> 
 def memset_u32_async(destination: int, value: int, count: int, stream: int) -> None:
     """Fills ``count`` 32-bit words; stream-ordered, capturable."""
     _check(_require().cuMemsetD32Async(destination, value & 0xFFFFFFFF, count, stream))
+
+
+def register_host_memory(address: int, num_bytes: int) -> int | None:
+    """Makes shared host memory addressable by streams of the current device; its device address, None if refused.
+
+    It stays registered until the process ends.
+    """
+    driver = _driver()
+    if driver is None:
+        return None
+    portable, device_map = 1, 2
+    if int(driver.cuMemHostRegister(address, num_bytes, portable | device_map)[0]) != 0:
+        return None
+    status, mapped = driver.cuMemHostGetDevicePointer(address, 0)
+    return int(mapped) if int(status) == 0 else None
 
 
 def stream_memory_ops(stream: int, operations: list[tuple[str, int, int]]) -> None:

@@ -3,8 +3,8 @@
 A stream wait of the driver has no timeout, so each wait is three memory operations in one driver call: write "begun"
 to pinned memory, wait for the flag, write "done". A watchdog thread reads these words (no CUDA call while all is well,
 so it cannot disturb a graph capture); when a wait has begun and is not done within the deadline, it records the failure
-in the channel and releases the wait by writing the flag itself from a stream of its own. The host then raises at the
-next ``Channel.check``.
+in the channel and releases the wait by writing the flag itself: from the host where the flag lies in host memory, else
+from a stream of its own. The host then raises at the next ``Channel.check``.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ def stream_wait(
     peer: int,
     chunk: int,
     stream: torch.cuda.Stream | None = None,
+    host_address: int | None = None,
 ) -> None:
     """Holds the stream until the local flag at ``signal_address`` is ``epoch`` or later, at most the channel's deadline.
 
     ``peer`` and ``chunk`` name what is missing. On the CPU it blocks the caller. Enqueue the producing kernel of this
-    process, if any, before the wait: with one hardware queue the wait would sit in front of it.
+    process, if any, before the wait: with one hardware queue the wait would sit in front of it. ``host_address``: where the
+    host can write the same flag, if it can; a release then needs nothing of the device, whose only hardware queue
+    (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the wait may be blocking.
 
     Raises:
         PeerTimeoutError: On the CPU at once; on a GPU at the channel's next ``check``.
@@ -68,7 +71,7 @@ def stream_wait(
     if torch.cuda.is_current_stream_capturing():
         raise NotSupportedError("a stream wait cannot be captured: its epoch would be frozen in the graph")
     stream = stream if stream is not None else torch.cuda.current_stream(channel.arena.device)
-    _watchdog().guard(channel, signal_address, epoch, peer, chunk, stream)
+    _watchdog().guard(channel, signal_address, epoch, peer, chunk, stream, host_address)
 
 
 def _flag(address: int) -> ctypes.c_int32:
@@ -101,7 +104,9 @@ class _Wait:
     chunk: int
     slot: int
     ticket: int
+    host_address: int | None
     begun_at_s: float | None = field(default=None)
+    released: bool = False
 
 
 class _Watchdog:
@@ -117,7 +122,14 @@ class _Watchdog:
         threading.Thread(target=self._run, name="ditron-watchdog", daemon=True).start()
 
     def guard(
-        self, channel: Channel, address: int, epoch: int, peer: int, chunk: int, stream: torch.cuda.Stream
+        self,
+        channel: Channel,
+        address: int,
+        epoch: int,
+        peer: int,
+        chunk: int,
+        stream: torch.cuda.Stream,
+        host_address: int | None,
     ) -> None:
         device = channel.arena.device
         with self._lock:
@@ -125,7 +137,7 @@ class _Watchdog:
                 self._release_streams[device] = torch.cuda.Stream(device, priority=-1)
             self._ticket = self._ticket % (2**31 - 1) + 1
             slot = self._ticket % _SLOTS
-            entry = _Wait(channel, address, epoch, peer, chunk, slot, self._ticket)
+            entry = _Wait(channel, address, epoch, peer, chunk, slot, self._ticket, host_address)
             if len(self._waits) >= _SLOTS:
                 raise NotSupportedError(f"more than {_SLOTS} stream waits in flight")
             self._waits.append(entry)
@@ -153,26 +165,38 @@ class _Watchdog:
         return cyclic_difference(int(self._progress[_SLOTS + entry.slot]), entry.ticket) >= 0
 
     def _look_at(self, entry: _Wait, now_s: float) -> None:
-        if entry.begun_at_s is None:
-            if cyclic_difference(int(self._progress[entry.slot]), entry.ticket) >= 0:
-                entry.begun_at_s = now_s
-            return
-        late = now_s - entry.begun_at_s > entry.channel.timeout_s
-        if (late or entry.channel.failed) and not self._is_done(entry):
+        if entry.begun_at_s is None and cyclic_difference(int(self._progress[entry.slot]), entry.ticket) >= 0:
+            entry.begun_at_s = now_s
+        late = entry.begun_at_s is not None and now_s - entry.begun_at_s > entry.channel.timeout_s
+        # After a failure everything that is enqueued is let through, begun or not: its results are discarded.
+        if (late or entry.channel.failed) and not (entry.released or self._is_done(entry)):
             self._release(entry)
 
     def _release(self, entry: _Wait) -> None:
+        if entry.host_address is not None:
+            flag = _flag(entry.host_address)
+            self._record(entry, flag.value)
+            if cyclic_difference(flag.value, entry.epoch) < 0:
+                flag.value = cyclic_difference(entry.epoch, 0)
+        else:
+            self._release_on_device(entry)
+        entry.released = True
+        get_logger("stream").error("%s: released a stream wait for rank %d", entry.channel.op_name, entry.peer)
+
+    def _release_on_device(self, entry: _Wait) -> None:
         device = entry.channel.arena.device
         with torch.cuda.device(device):
             stream = self._release_streams[device].cuda_stream
             seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             driver.memcpy_async(seen.data_ptr(), entry.address, 4, stream)
             self._release_streams[device].synchronize()
-            entry.channel.record_timeout(
-                peer=entry.peer, chunk=entry.chunk, expected_epoch=entry.epoch, seen_epoch=int(seen[0])
-            )
+            self._record(entry, int(seen[0]))
             driver.memset_u32_async(entry.address, entry.epoch, 1, stream)
-        get_logger("stream").error("%s: released a stream wait for rank %d", entry.channel.op_name, entry.peer)
+
+    def _record(self, entry: _Wait, seen_epoch: int) -> None:
+        entry.channel.record_timeout(
+            peer=entry.peer, chunk=entry.chunk, expected_epoch=entry.epoch, seen_epoch=seen_epoch
+        )
 
 
 _the_watchdog: _Watchdog | None = None

@@ -1,0 +1,173 @@
+"""``PipelineContext``: what the messages of one pipeline group need, kept across steps."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.pp.channel import PipelineChannel, Receiver, Sender, Slots
+from ditron_train.pp.mailbox import Mailbox
+from ditron_train.pp.messages import BACKWARD, FORWARD
+from ditron_train.pp.network import NetworkLanes
+from ditron_train.runtime.errors import MismatchError, NotSupportedError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.settings import get_settings
+from ditron_train.stream import driver
+from ditron_train.symm.arena import get_arena
+from ditron_train.symm.transport import exchange
+
+__all__ = ["PipelineContext", "get_pipeline_context"]
+
+
+def _node() -> tuple[str, str, str]:
+    """What the ranks of one node have in common; a torchrun agent counts as a node."""
+    return (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0"))
+
+
+class PipelineContext:
+    """Senders and receivers to the neighbours in a pipeline group (collective to make).
+
+    The ring is closed: the last stage's next is the first, which interleaved schedules use. How a neighbour is reached is
+    chosen here, once: through its memory inside a node, through the network between nodes.
+
+    Attributes:
+        next_rank, previous_rank: Group ranks of the neighbours.
+        local_senders, local_receivers: By lane, ends whose neighbour's memory is in reach; None for the others.
+        network: Lanes through ``torch.distributed``; None where nothing needs them.
+
+    Args:
+        group: The pipeline group, at least two ranks.
+        device: Where the messages lie.
+        with_network: Make ``network`` although all neighbours are in reach: for messages larger than a slot.
+        num_slots: Messages under way in each direction (``DITRON_PP_SLOTS``).
+
+    Raises:
+        NotSupportedError: A group of one rank, or a GPU without ``cuda-bindings``.
+        ArenaError: No symmetric memory; on every rank alike.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, with_network: bool = False, num_slots: int | None = None
+    ) -> None:
+        self.group, self.device = group, torch.device(device)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        if self.world_size < 2:
+            raise NotSupportedError("a pipeline of one stage has no neighbours to send to")
+        if self.device.type == "cuda" and not driver.has_driver():
+            raise NotSupportedError("messages by copy engine need cuda-bindings: pip install 'ditron_train[cuda]'")
+        self.next_rank = (self.rank + 1) % self.world_size
+        self.previous_rank = (self.rank - 1) % self.world_size
+        nodes = exchange(group, _node())
+        self._nodes = [nodes.index(node) for node in nodes]
+        self.network = None
+        if with_network or len(set(self._nodes)) > 1:
+            self.network = NetworkLanes(group, self.device)
+        self.channel: PipelineChannel | None = None
+        self.slots: Slots | None = None
+        self.local_senders: list[Sender | None] = [None, None]
+        self.local_receivers: list[Receiver | None] = [None, None]
+        self._make_local(num_slots if num_slots is not None else get_settings().pp_slots)
+        self._log_routes()
+
+    def _make_local(self, num_slots: int) -> None:
+        """Symmetric memory, flags and ends among this group's ranks of this node."""
+        members = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[self.rank]]
+        if len(members) < 2:
+            return
+        local_group = self.group
+        if len(members) < self.world_size:
+            ranks = dist.get_process_group_ranks(self.group)
+            local_group = dist.new_group(
+                [ranks[member] for member in members],
+                backend=dist.get_backend(self.group),
+                use_local_synchronization=True,
+                group_desc="ditron_pp_node",
+            )
+        self.arena = get_arena(local_group, self.device)
+        self.channel = PipelineChannel(self.arena, Mailbox(local_group, self.device))
+        self.slots = Slots(self.arena, num_slots)
+        place = {member: place for place, member in enumerate(members)}
+        neighbours = [(FORWARD, self.next_rank, self.previous_rank), (BACKWARD, self.previous_rank, self.next_rank)]
+        for lane, target, source in neighbours:
+            if target in place:
+                self.local_senders[lane] = Sender(self.channel, self.slots, lane, place[target])
+            if source in place:
+                self.local_receivers[lane] = Receiver(self.channel, self.slots, lane, place[source])
+
+    def _log_routes(self) -> None:
+        flags = "host" if self.channel is not None and self.channel.mailbox.has_flags else "device"
+        routes = [
+            f"{name} rank {peer} by {'copy engine' if self._nodes[peer] == self._nodes[self.rank] else 'network'}"
+            for name, peer in (("next", self.next_rank), ("previous", self.previous_rank))
+        ]
+        text = f"pp rank {self.rank} of {self.world_size}: {', '.join(routes)}; flags in {flags} memory"
+        get_logger("pp").info(text)
+
+    def target(self, lane: int) -> int:
+        """Group rank that this rank's messages of ``lane`` go to."""
+        return self.next_rank if lane == FORWARD else self.previous_rank
+
+    def source(self, lane: int) -> int:
+        """Group rank that messages of ``lane`` come from."""
+        return self.previous_rank if lane == FORWARD else self.next_rank
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the largest message that fits into a slot; 0 before the first ``reserve``."""
+        return self.slots.num_bytes if self.slots is not None else 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes the slots hold messages of ``num_bytes``; collective over the ranks of the node, between two steps.
+
+        The largest of what the ranks ask for is taken. All messages sent before must have been received.
+
+        Raises:
+            MismatchError: Some ranks do not ask for larger slots, so the stages disagree on the size of messages.
+            ArenaError: The memory is not there; on every rank alike.
+        """
+        if self.channel is None or self.slots is None:
+            return
+        asked = self.channel.mailbox.agree(num_bytes, self.channel.timeout_s, self.channel.check)
+        if any(value is None for value in asked):
+            listed = ", ".join(f"rank {rank}: {value or 'not heard'}" for rank, value in enumerate(asked))
+            self.channel.fail_mismatch(
+                f"pp on group {self.arena.group_name}: not all ranks ask for larger messages within "
+                f"{self.channel.timeout_s:g} s ({listed} bytes); a rank is dead, or the stages disagree on the shape"
+            )
+        self.slots.reserve(max(value for value in asked if value is not None))
+
+    def check(self) -> None:
+        """Raises what any rank of the node has recorded; compares headers and drops what has been sent (no wait)."""
+        if self.channel is not None:
+            self.channel.check()
+        for end in self.local_senders:
+            if end is not None:
+                end.release_sent()
+        for receiver in self.local_receivers:
+            if receiver is not None:
+                receiver.verify()
+        if self.network is not None:
+            self.network.release_sent()
+
+
+_contexts: dict[tuple[dist.ProcessGroup, str], PipelineContext] = {}
+
+
+def get_pipeline_context(
+    group: dist.ProcessGroup, device: torch.device, *, with_network: bool = False
+) -> PipelineContext:
+    """The context of a pipeline group on a device; made at the first call, which is collective, and kept.
+
+    Raises:
+        MismatchError: The group's context exists without ``network`` and now needs one.
+    """
+    key = (group, str(device))
+    context = _contexts.get(key)
+    if context is None or (context.channel is not None and context.arena.closed):
+        context = _contexts[key] = PipelineContext(group, device, with_network=with_network)
+    if with_network and context.network is None:
+        raise MismatchError("this pipeline group was set up for messages of one size; it cannot change to variable sizes")
+    return context

@@ -1,0 +1,185 @@
+"""``Mailbox``: host memory that the ranks of one node share: flags, message headers, and the record of a failure.
+
+Headers are written by the sender's host when it enqueues a message, so the receiver's host can compare what was sent with
+what it expects, or learn a shape, without a device sync. Flags are 32-bit words that streams write and wait for; lying in
+host memory that every process has registered with CUDA, they can also be read and released by a host without any
+CUDA call, whatever the device's queues are blocked on.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ditron_train.stream import driver
+from ditron_train.symm.shm_transport import _FOLDER, _map_file
+from ditron_train.symm.transport import all_ranks_or_raise, exchange
+
+__all__ = ["FLAGS", "HEADER_DEPTH", "HEADER_WORDS", "Mailbox"]
+
+FLAGS = 4  # data and credit of two directions
+HEADER_WORDS = 16  # int64 words; the first is the sequence number, the last a checksum
+HEADER_DEPTH = 1024  # headers that a sender may be ahead of its receiver's host
+
+_LINE_BYTES = 64  # words that different processes poll lie on cache lines of their own
+_FAULT_BYTES = 4096
+_FAULT_WORDS = 8
+_OFFSET_AGREE = FLAGS * _LINE_BYTES
+_OFFSET_READ = _OFFSET_AGREE + _LINE_BYTES
+_OFFSET_HEADERS = _OFFSET_READ + 2 * _LINE_BYTES
+_ROW_BYTES = -(-(_OFFSET_HEADERS + 2 * HEADER_DEPTH * HEADER_WORDS * 8) // 4096) * 4096
+
+
+class Mailbox:
+    """One row of words a rank, in a file of shared memory that is unlinked as soon as all have mapped it.
+
+    Args:
+        group: Process group whose ranks all lie on this node (collective).
+        device: Where the streams run that use the flags; for CUDA the memory is registered with the driver.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._memory = self._map(group)
+        self._words = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bytes = self._words.numpy()
+        self._host_base = self._words.data_ptr()
+        self._device_base = self._register(group, device)
+        self._generation = 0
+
+    def _map(self, group: dist.ProcessGroup) -> mmap.mmap:
+        path = os.path.join(_FOLDER, f"ditron-pp-{os.getpid()}-{secrets.token_hex(8)}")
+        num_bytes = _FAULT_BYTES + self.world_size * _ROW_BYTES
+        error, memory = None, None
+        try:
+            if self.rank == 0:
+                memory = _map_file(path, num_bytes, create=True)
+        except OSError as failure:
+            error = f"cannot reserve {num_bytes} bytes in {_FOLDER}: {failure}"
+        try:
+            path_of_first = exchange(group, path)[0]
+            if memory is None and error is None:
+                try:
+                    memory = _map_file(path_of_first, num_bytes, create=False)
+                except OSError as failure:
+                    error = f"cannot map shared memory: {failure}"
+            all_ranks_or_raise(group, error, "sharing a mailbox")
+        finally:
+            if self.rank == 0 and memory is not None:
+                os.unlink(path)
+        assert memory is not None
+        return memory
+
+    def _register(self, group: dist.ProcessGroup, device: torch.device) -> int | None:
+        """Address of the memory for the device's streams; None where the driver of any rank refuses to register it."""
+        if device.type != "cuda":
+            return self._host_base
+        with torch.cuda.device(device):
+            address = driver.register_host_memory(self._host_base, self._words.numel())
+        return address if all(exchange(group, address is not None)) else None
+
+    @property
+    def has_flags(self) -> bool:
+        """Whether streams can use the flags."""
+        return self._device_base is not None
+
+    def _flag_offset(self, rank: int, index: int) -> int:
+        return _FAULT_BYTES + rank * _ROW_BYTES + index * _LINE_BYTES
+
+    def flag_address(self, rank: int, index: int) -> int:
+        """Address of a flag of ``rank``'s row as this process's streams see it."""
+        assert self._device_base is not None
+        return self._device_base + self._flag_offset(rank, index)
+
+    def flag_host_address(self, rank: int, index: int) -> int:
+        """Address of the same flag for this process's host code."""
+        return self._host_base + self._flag_offset(rank, index)
+
+    def _int64(self, offset: int, count: int) -> np.ndarray:
+        return self._bytes[offset : offset + 8 * count].view(np.int64)
+
+    def _row(self, rank: int, offset: int, count: int) -> np.ndarray:
+        return self._int64(_FAULT_BYTES + rank * _ROW_BYTES + offset, count)
+
+    # Headers: the sender writes into the receiver's row, the receiver says how many it has read.
+
+    def _header(self, rank: int, lane: int, sequence: int) -> np.ndarray:
+        slot = lane * HEADER_DEPTH + sequence % HEADER_DEPTH
+        return self._row(rank, _OFFSET_HEADERS + slot * HEADER_WORDS * 8, HEADER_WORDS)
+
+    def has_room(self, rank: int, lane: int, sequence: int) -> bool:
+        """Whether header ``sequence`` (from 1) may be written to ``rank`` without losing one that it has not read."""
+        return sequence - int(self._row(rank, _OFFSET_READ + lane * _LINE_BYTES, 1)[0]) <= HEADER_DEPTH
+
+    def write_header(self, rank: int, lane: int, sequence: int, words: list[int]) -> None:
+        """Publishes the header of message ``sequence`` to ``rank``; the checksum makes a half-written one invisible."""
+        assert len(words) == HEADER_WORDS - 2
+        header = self._header(rank, lane, sequence)
+        header[0] = 0
+        header[1:-1] = words
+        header[-1] = sequence + sum(words)
+        header[0] = sequence
+
+    def read_header(self, lane: int, sequence: int) -> list[int] | None:
+        """Header of message ``sequence`` to this rank, or None if it has not been written yet."""
+        words = self._header(self.rank, lane, sequence).tolist()
+        if words[0] != sequence or words[-1] != sequence + sum(words[1:-1]):
+            return None
+        return words[1:-1]
+
+    def acknowledge(self, lane: int, sequence: int) -> None:
+        """Lets senders reuse the headers up to ``sequence``."""
+        self._row(self.rank, _OFFSET_READ + lane * _LINE_BYTES, 1)[0] = sequence
+
+    # A value of every rank, agreed on with a deadline.
+
+    def agree(self, value: int, timeout_s: float, on_poll: Callable[[], None]) -> list[int | None]:
+        """Collective: the ``value`` of every rank; None for those that did not come within ``timeout_s``."""
+        self._generation += 1
+        own = self._row(self.rank, _OFFSET_AGREE, 3)
+        own[1 + self._generation % 2] = value  # a rank that is one call ahead must not overwrite what others still read
+        own[0] = self._generation
+        deadline_s = time.monotonic() + timeout_s
+        values: list[int | None] = [None] * self.world_size
+        while any(entry is None for entry in values):
+            for rank in range(self.world_size):
+                row = self._row(rank, _OFFSET_AGREE, 3)
+                if values[rank] is None and int(row[0]) >= self._generation:
+                    values[rank] = int(row[1 + self._generation % 2])
+            if time.monotonic() > deadline_s:
+                break
+            on_poll()
+            time.sleep(0.0002)
+        return values
+
+    # One failure for all ranks: the first that is written wins.
+
+    def post_fault(self, fields: list[int], text: str = "") -> None:
+        """Makes a failure known to all ranks of the node: ``_FAULT_WORDS - 2`` numbers and a text."""
+        words = self._int64(0, _FAULT_WORDS)
+        if words[0] != 0:
+            return
+        encoded = text.encode()[: _FAULT_BYTES - 8 * _FAULT_WORDS]
+        self._bytes[8 * _FAULT_WORDS : 8 * _FAULT_WORDS + len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
+        words[2 : 2 + len(fields)] = fields
+        words[1] = len(encoded)
+        words[0] = 1
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank of the node posted a failure."""
+        return bool(self._int64(0, 1)[0])
+
+    def fault(self) -> tuple[list[int], str]:
+        """The posted failure: its numbers and its text."""
+        words = self._int64(0, _FAULT_WORDS).tolist()
+        text = self._bytes[8 * _FAULT_WORDS : 8 * _FAULT_WORDS + words[1]].tobytes().decode(errors="replace")
+        return words[2:], text

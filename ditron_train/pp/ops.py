@@ -1,0 +1,166 @@
+"""The one op of this room: send to and receive from the two neighbours of a pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ditron_train.pp.channel import Incoming, Receiver
+from ditron_train.pp.context import PipelineContext
+from ditron_train.pp.messages import BACKWARD, FORWARD, Header, num_bytes_of
+from ditron_train.pp.network import NetworkWork
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["Handle", "exchange"]
+
+_SENDS = (("send_next", FORWARD), ("send_prev", BACKWARD))
+_RECEIVES = (("recv_prev", FORWARD), ("recv_next", BACKWARD))
+
+
+@dataclass
+class Handle:
+    """A message that was enqueued.
+
+    Attributes:
+        tensor: What is received; its contents are there for what the current stream does after ``wait``.
+    """
+
+    tensor: torch.Tensor | None = None
+    _sent: torch.cuda.Event | None = None
+    _receiver: Receiver | None = None
+    _incoming: Incoming | None = None
+    _work: NetworkWork | None = None
+
+    def wait(self) -> None:
+        """Received: orders the current stream behind the arrival. Sent: orders it behind the copy, so that the tensor
+        may be overwritten; needless before it is merely freed. On the CPU it blocks instead.
+
+        Raises:
+            PeerTimeoutError: On the CPU: the neighbour did not come in time (on a GPU the next op raises).
+        """
+        if self._receiver is not None and self._incoming is not None:
+            self._receiver.take(self._incoming)
+        if self._sent is not None:
+            torch.cuda.current_stream().wait_event(self._sent)
+        if self._work is not None:
+            self._work.wait()
+
+
+@dataclass
+class _Batch:
+    """Network operations of one call on one lane."""
+
+    send: tuple[torch.Tensor, int] | None = None
+    receive: tuple[torch.Tensor, int] | None = None
+    handles: list[Handle] = field(default_factory=list)
+
+
+def exchange(
+    context: PipelineContext,
+    *,
+    send_next: torch.Tensor | None = None,
+    send_prev: torch.Tensor | None = None,
+    recv_prev: Header | None = None,
+    recv_next: Header | None = None,
+    variable_shapes: bool = False,
+) -> dict[str, Handle]:
+    """Sends tensors to the next and the previous stage and receives from them; all four are optional.
+
+    Sends start at once, in the order next, previous; they follow what the current stream has done and do not hold it up.
+    Receives are tensors that are filled when their handle's ``wait`` is called (see ``channel`` for why not before).
+    The tensors that are sent must not be written to until their handle's ``wait``; they may be freed.
+
+    Args:
+        context: Of the pipeline group; ``context.reserve`` must have made room for the messages.
+        recv_prev, recv_next: Header of what is expected.
+        variable_shapes: Take the shape that the sender has instead of the expected one. Blocks the host until the sender
+            has enqueued the message, but never syncs the device inside a node. The same on all stages.
+
+    Returns:
+        Handles by the names of the arguments that were given.
+
+    Raises:
+        PeerTimeoutError, MismatchError: Recorded by any rank of the node since the last call.
+        NotSupportedError: A message is larger than a slot and the context has no network.
+    """
+    context.check()
+    sends = {FORWARD: send_next, BACKWARD: send_prev}
+    expected = {FORWARD: recv_prev, BACKWARD: recv_next}
+    handles: dict[str, Handle] = {}
+    batches = {FORWARD: _Batch(), BACKWARD: _Batch()}
+    for name, lane in _SENDS:
+        tensor = sends[lane]
+        if tensor is not None:
+            handles[name] = _send(context, lane, tensor, batches[lane])
+    for name, lane in _RECEIVES:
+        far = _exchange_far_headers(context, lane, sends[lane], expected[lane]) if variable_shapes else None
+        header = expected[lane]
+        if header is not None:
+            if variable_shapes:
+                header = replace(header, shape=_shape_from_sender(context, lane, far))
+            handles[name] = _receive(context, lane, header, batches[lane])
+    for lane, batch in batches.items():
+        if batch.handles:
+            assert context.network is not None
+            work = context.network.batch(lane, batch.send, batch.receive)
+            for handle in batch.handles:
+                handle._work = work
+    return handles
+
+
+def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Batch) -> Handle:
+    sender = context.local_senders[lane]
+    num_bytes = tensor.numel() * tensor.element_size()
+    if sender is not None and num_bytes <= context.slot_bytes:
+        return Handle(_sent=sender.send(tensor))
+    data = tensor.detach().contiguous()
+    if sender is not None:
+        _require_network(context, num_bytes)
+        sender.announce(Header(tuple(data.shape), data.dtype, by_network=True))
+    batch.send = (data, context.target(lane))
+    handle = Handle()
+    batch.handles.append(handle)
+    return handle
+
+
+def _shape_from_sender(context: PipelineContext, lane: int, far: Header | None) -> tuple[int, ...]:
+    receiver = context.local_receivers[lane]
+    header = far if receiver is None else receiver.next_header()
+    assert header is not None
+    return header.shape
+
+
+def _receive(context: PipelineContext, lane: int, header: Header, batch: _Batch) -> Handle:
+    receiver = context.local_receivers[lane]
+    num_bytes = num_bytes_of(header.shape, header.dtype)
+    if receiver is not None and num_bytes <= context.slot_bytes:
+        incoming = receiver.post(header)
+        return Handle(tensor=incoming.tensor, _receiver=receiver, _incoming=incoming)
+    if receiver is not None:
+        _require_network(context, num_bytes)
+        receiver.expect(Header(header.shape, header.dtype, by_network=True))
+    handle = Handle(tensor=torch.empty(header.shape, dtype=header.dtype, device=context.device))
+    batch.receive = (handle.tensor, context.source(lane))
+    batch.handles.append(handle)
+    return handle
+
+
+def _require_network(context: PipelineContext, num_bytes: int) -> None:
+    if context.network is None:
+        raise NotSupportedError(f"a message of {num_bytes} bytes is larger than the slots of {context.slot_bytes} bytes")
+
+
+def _exchange_far_headers(
+    context: PipelineContext, lane: int, tensor: torch.Tensor | None, expected: Header | None
+) -> Header | None:
+    """Headers to and from neighbours on other nodes, which no mailbox reaches."""
+    send, source = None, None
+    if tensor is not None and context.local_senders[lane] is None:
+        send = (Header(tuple(tensor.shape), tensor.dtype), context.target(lane))
+    if expected is not None and context.local_receivers[lane] is None:
+        source = context.source(lane)
+    if send is None and source is None:
+        return None
+    assert context.network is not None
+    return context.network.exchange_headers(lane, send, source)

@@ -1,0 +1,304 @@
+"""Bodies of the tests of ``ditron_train.pp``: each runs on every rank of a gloo world."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+def payload(sender: int, lane: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What ``sender`` sends as message ``index`` of a lane: bits that differ between all messages."""
+    count = 1
+    for size in shape:
+        count *= size
+    generator = torch.Generator().manual_seed(sender * 1_000_003 + lane * 500_009 + index)
+    num_bytes = count * dtype.itemsize
+    raw = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def make_context(num_bytes: int, num_slots: int | None = None, **options):
+    from ditron_train.pp import PipelineContext
+
+    context = PipelineContext(dist.group.WORLD, CPU, num_slots=num_slots, **options)
+    context.reserve(num_bytes)
+    return context
+
+
+def ring(messages: int, num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, jitter: bool) -> int:
+    """Every rank sends ``messages`` on both lanes to its neighbours; returns how many arrived with the right bits."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    header = Header(shape, dtype)
+    context = make_context(payload(0, 0, 0, shape, dtype).numel() * dtype.itemsize, num_slots)
+    delays = random.Random(rank)
+    right = 0
+    for index in range(messages):
+        if jitter and delays.random() < 0.1:
+            time.sleep(delays.random() * 0.004)
+        handles = exchange(
+            context,
+            send_next=payload(rank, 0, index, shape, dtype),
+            send_prev=payload(rank, 1, index, shape, dtype),
+            recv_prev=header,
+            recv_next=header,
+        )
+        order = ["recv_prev", "recv_next", "send_next", "send_prev"]
+        delays.shuffle(order)
+        for name in order:
+            handles[name].wait()
+        right += same_bits(handles["recv_prev"].tensor, payload((rank - 1) % world, 0, index, shape, dtype))
+        right += same_bits(handles["recv_next"].tensor, payload((rank + 1) % world, 1, index, shape, dtype))
+    return right
+
+
+def random_program(seed: int, num_slots: int) -> bool:
+    """Random sizes, types, prefetched receives and delays; the same program on all ranks, in lock step or ahead."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    program, own = random.Random(seed), random.Random(seed * 31 + rank)
+    context = make_context(1 << 18, num_slots)
+    waiting: list[tuple] = []
+    right = True
+    for index in range(60):
+        dims = [program.randint(0, 40) for _ in range(program.randint(0, 3))]
+        dtype = program.choice([torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+        lane = program.randint(0, 1)
+        prefetch = program.randint(0, 3)
+        shape = tuple(dims)
+        name, source = (("recv_prev", (rank - 1) % world), ("recv_next", (rank + 1) % world))[lane]
+        send = {("send_next", "send_prev")[lane]: payload(rank, lane, index, shape, dtype)}
+        if own.random() < 0.2:
+            time.sleep(own.random() * 0.005)
+        handles = exchange(context, **send, **{name: Header(shape, dtype)})
+        waiting.append((handles[name], payload(source, lane, index, shape, dtype)))
+        while len(waiting) > prefetch:
+            handle, expected = waiting.pop(0)
+            handle.wait()
+            right &= same_bits(handle.tensor, expected)
+    for handle, expected in waiting:
+        handle.wait()
+        right &= same_bits(handle.tensor, expected)
+    return right
+
+
+def slow_neighbour(num_slots: int) -> tuple[int, bool]:
+    """Rank 0 sends as fast as it can while rank 1 is slow; returns how far ahead the sender ever got."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    rank = dist.get_rank()
+    header = Header((1000,), torch.float32)
+    context = make_context(4000, num_slots)
+    ahead, right = 0, True
+    for index in range(12):
+        if rank == 0:
+            exchange(context, send_next=payload(0, 0, index, *_of(header)))
+            taken = int(torch.frombuffer((_flag(context, 0, 2)), dtype=torch.int32)[0])
+            ahead = max(ahead, index + 1 - taken)
+        else:
+            time.sleep(0.02)
+            handle = exchange(context, recv_prev=header)["recv_prev"]
+            handle.wait()
+            right &= same_bits(handle.tensor, payload(0, 0, index, *_of(header)))
+    dist.barrier()
+    return ahead, right
+
+
+def _of(header):
+    return header.shape, header.dtype
+
+
+def _flag(context, rank: int, index: int):
+    import ctypes
+
+    return (ctypes.c_int32 * 1).from_address(context.channel.mailbox.flag_host_address(rank, index))
+
+
+def wrap_around() -> bool:
+    """Counters that pass 2**31: nothing is lost, doubled or waited for forever."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = make_context(4096, 2)
+    start = 2**31 - 5
+    for lane in (0, 1):
+        context.local_senders[lane].messages = context.local_receivers[lane].messages = start
+        context.local_senders[lane]._fragments = context.local_receivers[lane]._fragments = start
+        _flag(context, rank, lane)[0] = start
+        _flag(context, rank, 2 + lane)[0] = start
+        context.channel.mailbox.acknowledge(lane, start)
+    dist.barrier()
+    right = True
+    for index in range(20):
+        handles = exchange(
+            context, send_next=payload(rank, 0, index, (9,), torch.float32), recv_prev=Header((9,), torch.float32)
+        )
+        handles["recv_prev"].wait()
+        right &= same_bits(handles["recv_prev"].tensor, payload((rank - 1) % world, 0, index, (9,), torch.float32))
+    return right
+
+
+def dead_neighbour(victim: int, slots: int) -> float:
+    """One rank dies in the middle; returns how long the others took to raise after that."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+    from ditron_train.runtime.errors import PeerTimeoutError
+
+    rank = dist.get_rank()
+    header = Header((64,), torch.float32)
+    context = make_context(256, slots)
+    begin_s = time.monotonic()
+    try:
+        for index in range(50):
+            begin_s = time.monotonic()
+            if rank == victim and index == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            handles = exchange(context, send_next=payload(rank, 0, index, *_of(header)), recv_prev=header)
+            handles["recv_prev"].wait()
+    except PeerTimeoutError as error:
+        assert error.op == "pp" and error.missing_rank != error.waiting_rank
+        return time.monotonic() - begin_s
+    raise AssertionError("nobody noticed")
+
+
+def disagree(case: str) -> str:
+    """Neighbours that disagree; returns the error's class and words."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    rank = dist.get_rank()
+    context = make_context(4096)
+    shape, dtype = (8, 4), torch.float32
+    if rank == 1:
+        shape, dtype = {"shape": ((4, 8), dtype), "size": ((8, 5), dtype), "dtype": (shape, torch.int32)}[case]
+    try:
+        for index in range(3):
+            handles = exchange(context, send_next=torch.zeros(8, 4), recv_prev=Header(shape, dtype))
+            handles["recv_prev"].wait()
+            dist.barrier()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def variable(sizes: list[int], with_network: bool, num_bytes: int) -> bool:
+    """Shapes that only the sender knows, some larger than a slot."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = make_context(num_bytes, with_network=with_network)
+    right = True
+    for index, size in enumerate(sizes):
+        shape = (size + rank, 1, 3)
+        handles = exchange(
+            context,
+            send_next=payload(rank, 0, index, shape, torch.bfloat16),
+            send_prev=payload(rank, 1, index, shape, torch.bfloat16),
+            recv_prev=Header((1, 1, 3), torch.bfloat16),
+            recv_next=Header((1, 1, 3), torch.bfloat16),
+            variable_shapes=True,
+        )
+        for handle in handles.values():
+            handle.wait()
+        for name, source, lane in (("recv_prev", (rank - 1) % world, 0), ("recv_next", (rank + 1) % world, 1)):
+            expected = payload(source, lane, index, (size + source, 1, 3), torch.bfloat16)
+            right &= same_bits(handles[name].tensor, expected)
+    dist.barrier()
+    return right
+
+
+def two_nodes(variable_shapes: bool) -> tuple[bool, list[bool]]:
+    """Four ranks, two a node: each has one neighbour in reach and one behind the network."""
+    rank = dist.get_rank()
+    os.environ["NCCL_HOSTID"] = str(rank // 2)
+    try:
+        from ditron_train.pp import exchange
+        from ditron_train.pp.messages import Header
+
+        context = make_context(1 << 12)
+        right = True
+        header = Header((7, 5), torch.float32)
+        for index in range(25):
+            handles = exchange(
+                context,
+                send_next=payload(rank, 0, index, *_of(header)),
+                send_prev=payload(rank, 1, index, *_of(header)),
+                recv_prev=header,
+                recv_next=header,
+                variable_shapes=variable_shapes,
+            )
+            for handle in handles.values():
+                handle.wait()
+            right &= same_bits(handles["recv_prev"].tensor, payload((rank - 1) % 4, 0, index, *_of(header)))
+            right &= same_bits(handles["recv_next"].tensor, payload((rank + 1) % 4, 1, index, *_of(header)))
+        return right, [end is not None for end in context.local_senders]
+    finally:
+        del os.environ["NCCL_HOSTID"]
+
+
+def reserve_cases() -> list[str]:
+    """What the context refuses, and growth between steps."""
+    from ditron_train.pp import PipelineContext, exchange
+    from ditron_train.pp.messages import Header
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    said = []
+    alone = [dist.new_group([member]) for member in range(world)][rank]
+    try:
+        PipelineContext(alone, CPU)
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    context = make_context(100 + rank)
+    assert context.slot_bytes == 256
+    try:
+        exchange(context, send_next=torch.zeros(65))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    context.reserve(260)
+    handles = exchange(context, send_next=torch.full((65,), float(rank)), recv_prev=Header((65,), torch.float32))
+    handles["recv_prev"].wait()
+    assert torch.equal(handles["recv_prev"].tensor, torch.full((65,), float((rank - 1) % world)))
+    try:
+        exchange(context, send_next=torch.zeros(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    return said
+
+
+def reserve_alone() -> str:
+    """Only rank 0 wants larger messages."""
+    context = make_context(64)
+    if dist.get_rank() == 0:
+        try:
+            context.reserve(10_000)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    else:
+        try:
+            for _ in range(200):
+                time.sleep(0.05)
+                context.check()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"

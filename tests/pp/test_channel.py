@@ -1,0 +1,136 @@
+"""Messages between pipeline neighbours on CPU processes: nothing lost, doubled, overwritten early or waited for forever."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ditron_train.pp.messages import Header, fragment_ends
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.testing.processes import run_workers, run_workers_once
+
+
+def _bodies():
+    name = "ditron_pp_test_bodies"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("bodies.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+bodies = _bodies()
+
+
+@given(st.integers(0, 1 << 31))
+def test_fragments_cover_the_message_and_shrink(num_bytes):
+    ends = fragment_ends(num_bytes)
+    sizes = [end - begin for begin, end in zip([0, *ends], ends)]
+    assert ends[-1] == num_bytes
+    assert len(sizes) == 1 or all(size > 0 for size in sizes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] <= 8 << 20 and len(sizes) <= 6
+
+
+@given(
+    st.lists(st.integers(0, 2**40), max_size=10).map(tuple),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn]),
+    st.booleans(),
+)
+def test_headers_survive_the_trip(shape, dtype, by_network):
+    header = Header(shape, dtype, by_network)
+    assert Header.from_words(header.to_words()) == header
+
+
+def test_headers_that_do_not_fit_are_refused():
+    with pytest.raises(NotSupportedError, match="11 dimensions"):
+        Header((1,) * 11, torch.float32).to_words()
+    with pytest.raises(NotSupportedError, match="complex64"):
+        Header((1,), torch.complex64).to_words()
+
+
+def test_a_thousand_messages_each_way():
+    for world_size, num_slots in ((2, 2), (4, 1)):
+        assert run_workers(world_size, bodies.ring, 1000, num_slots, (33,), torch.float32, True) == [2000] * world_size
+
+
+def test_messages_of_several_fragments():
+    shape = (3, 4 << 20)  # 24 MiB of bf16: three fragments
+    assert len(fragment_ends(2 * 3 * (4 << 20))) == 2
+    assert run_workers(2, bodies.ring, 3, 2, shape, torch.bfloat16, False) == [6, 6]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
+def test_random_programs_with_prefetched_receives(num_slots):
+    for seed in range(6):
+        assert run_workers(3, bodies.random_program, seed, num_slots, timeout_s=60) == [True] * 3
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_sender_is_never_more_than_the_slots_ahead(num_slots):
+    (ahead, _), (_, right) = run_workers(2, bodies.slow_neighbour, num_slots)
+    assert right
+    assert 1 <= ahead <= num_slots
+    if num_slots > 1:
+        assert ahead > 1
+
+
+def test_counters_wrap():
+    assert run_workers(2, bodies.wrap_around) == [True, True]
+
+
+@pytest.mark.parametrize("world_size, victim", [(2, 0), (4, 2)])
+def test_a_dead_neighbour_becomes_an_error_on_every_survivor(world_size, victim):
+    outcomes = run_workers_once(
+        world_size, bodies.dead_neighbour, victim, 2, timeout_s=40, env={"DITRON_TIMEOUT_S": "3"}
+    )
+    assert outcomes[victim].exit_code is not None
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.error is None, outcome.traceback
+            assert outcome.value < 3 + 5
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")],
+)
+def test_neighbours_that_disagree_raise_the_same_error(case, words):
+    outcomes = run_workers_once(3, bodies.disagree, case, timeout_s=60, env={"DITRON_TIMEOUT_S": "5"})
+    told = [outcome.value for outcome in outcomes if outcome.rank == 1]
+    assert told[0].startswith("MismatchError") and words in told[0] and "rank 0 sent [8, 4] float32" in told[0]
+
+
+def test_shapes_that_only_the_sender_knows():
+    assert run_workers(3, bodies.variable, [1, 50, 7, 0, 3], False, 400) == [True] * 3
+
+
+def test_messages_larger_than_a_slot_take_the_network():
+    assert run_workers(3, bodies.variable, [1, 50, 700, 20, 3], True, 400) == [True] * 3
+
+
+@pytest.mark.parametrize("variable_shapes", [False, True])
+def test_two_nodes_on_one_machine(variable_shapes):
+    results = run_workers(4, bodies.two_nodes, variable_shapes)
+    assert [right for right, _ in results] == [True] * 4
+    assert [local for _, local in results] == [[True, False], [False, True]] * 2
+
+
+def test_what_is_refused_and_growth():
+    for said in run_workers(2, bodies.reserve_cases):
+        assert len(said) == 3
+        assert said[0].startswith("NotSupportedError: a pipeline of one stage")
+        assert "260 bytes is larger than the slots of 256 bytes" in said[1]
+        assert "11 dimensions" in said[2]
+
+
+def test_a_rank_that_alone_wants_larger_messages_is_told_so():
+    outcomes = run_workers_once(2, bodies.reserve_alone, timeout_s=60, env={"DITRON_TIMEOUT_S": "2"})
+    assert outcomes[0].value.startswith("MismatchError") and "rank 1: not heard" in outcomes[0].value
+    assert outcomes[0].value == outcomes[1].value
