@@ -30,7 +30,8 @@ __all__ = ["WeightLayout", "a2a_gemm", "gemm_a2a", "to_heads", "to_sequence"]
 WeightLayout = Literal["nt", "nn"]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GEMM_A2A, _TO_HEADS, _TO_SEQUENCE = 1, 2, 3  # first word of a signature
-_PUSH_GRANULE_ROWS = 64
+_GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
+_PUSH_ROWS = 128  # with 32 warps: 64 KB of a program in flight, and no spills
 _COPY_WIDTH = 256  # columns that a block of a copy covers at most
 
 
@@ -158,8 +159,8 @@ class _Transfer:
             self.channel.tickets,
             self.channel.control,
             *self.shape_arguments(),
-            num_warps=32,
-            **self.copy_options(_PUSH_GRANULE_ROWS),
+            num_warps=16 if self.context.target == "hip" else 32,
+            **self.copy_options(_PUSH_ROWS),
         )
 
     def receive(self, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -196,7 +197,7 @@ def _begin(
     dtype: torch.dtype,
     *,
     k: int = 0,
-    block_m: int = _PUSH_GRANULE_ROWS,
+    block_m: int = _GRANULE_ROWS,
     block_n: int = 0,
 ) -> _Transfer:
     """Agrees with all ranks on the call and makes room for it. ``block_n`` above 0: one flag a tile, else one a granule."""

@@ -1,0 +1,120 @@
+"""Kernels of the sp room, as its ops launch them, and of the floors below that it launches."""
+
+from ditron_train.testing.compile_check import KernelSpec
+
+_CHANNEL = {"tickets_ptr": "*i64", "control_ptr": "*i64"}
+_READY = {"ready_addresses": "*i64", "ready_ptr": "*i32", "signature_ptr": "*i32"}
+_PARTS = {"part0_ptr": "*bf16", "part1_ptr": "*bf16", "part2_ptr": "*bf16"}
+_SHAPE = dict.fromkeys(("M", "half_rows", "slot_rows", "buffer_stride", "num_groups", "width0", "width1", "width2"), "i32")
+
+
+def _store(block_m, block_n):
+    return f"tensordesc<bf16[{block_m},{block_n // 2 if block_n >= 256 else block_n}]>"
+
+
+def _gemm(name, kernel, signature, layout, block, stages, targets, signals, **constexprs):
+    block_m, block_n, block_k = block
+    b = f"{block_n},{block_k}" if layout == "nt" else f"{block_k},{block_n}"
+    return KernelSpec(
+        name=name,
+        kernel=f"ditron_train.sp.kernels:{kernel}",
+        signature={
+            "a_desc": f"tensordesc<bf16[{block_m},{block_k}]>",
+            "b_desc": f"tensordesc<bf16[{b}]>",
+            **signature,
+            **_CHANNEL,
+            "M": "i32",
+            "N": "i32",
+            "K": "i32",
+        },
+        constexprs={
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "GROUP_M": 8,
+            "TRANSPOSE_B": layout == "nt",
+            "SPLIT_STORE": block_n >= 256,
+            **constexprs,
+        },
+        num_stages=stages,
+        targets=targets,
+        signals=signals,
+    )
+
+
+def _gemm_a2a(name, layout, block, stages, targets, world_size=8):
+    signature = {
+        **{f"slots{peer}": _store(*block[:2]) for peer in range(8)},
+        "slots_addresses": "*i64",
+        "signals_addresses": "*i64",
+        **_READY,
+        "columns_per_rank": "i32",
+        "slot_rows": "i32",
+        "slot_stride": "i32",
+    }
+    return _gemm(
+        name, "gemm_a2a_kernel", signature, layout, block, stages, targets, True,
+        WORLD_SIZE=world_size, USE_DESCRIPTORS=world_size <= 8,
+    )  # fmt: skip
+
+
+def _a2a_gemm(name, layout, block, stages, targets):
+    signature = {"c_desc": _store(*block[:2]), "signals_ptr": "*i32"}
+    return _gemm(
+        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, None, WORLD_SIZE=8, RANKS_POW2=8
+    )
+
+
+def _copy(name, kernel, signature, rows, towards_heads, num_parts, dtype="bf16", **constexprs):
+    return KernelSpec(
+        name=name,
+        kernel=f"ditron_train.sp.kernels:{kernel}",
+        signature={**dict.fromkeys(_PARTS, f"*{dtype}"), **signature, **_CHANNEL, **_SHAPE},
+        constexprs={
+            "GRANULE_ROWS": 128,
+            "ROWS": rows,
+            "NUM_PARTS": num_parts,
+            "BLOCK_W0": 256,
+            "BLOCK_W1": 128 if num_parts > 1 else 1,
+            "BLOCK_W2": 128 if num_parts > 1 else 1,
+            "TO_HEADS": towards_heads,
+            "WORLD_SIZE": 8,
+            **constexprs,
+        },
+        num_warps={"default": 32, "hip": 16} if kernel == "push_kernel" else 8,
+        signals=True if kernel == "push_kernel" else None,
+    )
+
+
+_WIDE = ((128, 256, 64), 3, ("sm_90", "sm_100"))
+_SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
+_PUSH = {"buffer_addresses": "*i64", "signals_addresses": "*i64", **_READY}
+_RECEIVE = {"buffer_ptr": "*bf16", "signals_ptr": "*i32", "flags_per_granule": "i32"}
+
+SPECS = [
+    KernelSpec(
+        name="lang_agree",
+        kernel="ditron_train.lang.agree:agree_kernel",
+        signature={**_READY, **_CHANNEL},
+        constexprs={"NUM_ROLES": 2, "WORLD_SIZE": 8},
+        num_warps=1,
+        signals=True,
+    ),
+    *(
+        build(f"sp{build.__name__}_{layout}_{size}", layout, *shape)
+        for build in (_gemm_a2a, _a2a_gemm)
+        for layout in ("nt", "nn")
+        for size, shape in (("wide", _WIDE), ("square", _SQUARE))
+    ),
+    _gemm_a2a("sp_gemm_a2a_pointers", "nt", *_SQUARE, world_size=16),
+    *(
+        spec
+        for towards_heads in (True, False)
+        for num_parts in (1, 3)
+        for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}"]
+        for spec in (
+            _copy(f"sp_push_{where}", "push_kernel", _PUSH, 128, towards_heads, num_parts),
+            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, 32, towards_heads, num_parts, FLAGS=8),
+        )
+    ),
+]
