@@ -13,7 +13,8 @@ The bits are those of the same formulas with whole cuBLAS products and torch's e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,20 @@ __all__ = ["Muon", "TensorParallelMode"]
 
 TensorParallelMode = Literal["blockwise", "duplicated"]
 _PRODUCT_DTYPES = {"medium": torch.bfloat16, "high": torch.float32, "highest": torch.float32}
+
+
+@contextlib.contextmanager
+def _fp32_matmul_precision(precision: str) -> Iterator[None]:
+    """How torch multiplies fp32 matrices (TF32 or not), for the time of one orthogonalisation."""
+    before = torch.get_float32_matmul_precision()
+    if before == precision:
+        yield
+        return
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _default_algorithm(param: torch.Tensor) -> str:
@@ -75,6 +90,10 @@ class Muon(torch.optim.Optimizer):
             cost, and sent to the others while the next is computed. Gradients must be equal on all of its ranks.
             Momentum then lives on the owner alone.
         mode: Which products run by our kernels: ``strict`` where proven equal and faster, ``force``, ``native``.
+
+    Attributes:
+        after_matrix: Called with each parameter that takes Muon once its update is enqueued (or it was passed over, for
+            want of a gradient), in the order of the param groups; not with ``shard_group``.
 
     Raises:
         NotSupportedError: Values out of range, or a parameter that ``algorithm="muon"`` cannot take.
@@ -126,6 +145,7 @@ class Muon(torch.optim.Optimizer):
         self.tp_group_fn = tp_group_fn
         self.shard_group = shard_group
         self.mode = mode
+        self.after_matrix: Callable[[torch.Tensor], None] | None = None
         defaults = dict(
             lr=lr, momentum_beta=momentum_beta, use_nesterov=use_nesterov, weight_decay=weight_decay,
             fp32_matmul_prec=fp32_matmul_prec, adamw_betas=adamw_betas, adamw_eps=adamw_eps, algorithm=None,
@@ -184,6 +204,8 @@ class Muon(torch.optim.Optimizer):
         else:
             for param, group in matrices:
                 self._matrix_step(param, group)
+                if self.after_matrix is not None:
+                    self.after_matrix(param)
         return loss
 
     def _sharded_step(self, matrices: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
@@ -246,13 +268,15 @@ class Muon(torch.optim.Optimizer):
             gathered = torch.cat(shards, dim=dim)
             del shards
             rows, columns = gathered.shape
-        x = newton_schulz(
-            gathered.to(torch.float32),
-            num_steps=self.num_ns_steps,
-            coefficient_type=self.coefficient_type,
-            dtype=_PRODUCT_DTYPES[group["fp32_matmul_prec"]],
-            mode=self.mode if group["fp32_matmul_prec"] == "medium" or direction.device.type == "cpu" else "native",
-        )
+        precision = group["fp32_matmul_prec"]
+        with _fp32_matmul_precision(precision):
+            x = newton_schulz(
+                gathered.to(torch.float32),
+                num_steps=self.num_ns_steps,
+                coefficient_type=self.coefficient_type,
+                dtype=_PRODUCT_DTYPES[precision],
+                mode=self.mode if precision == "medium" or direction.device.type == "cpu" else "native",
+            )
         transposed = rows > columns
         if tp_group is not None:
             x_dim = 1 - dim if transposed else dim
@@ -261,7 +285,7 @@ class Muon(torch.optim.Optimizer):
             target,
             x,
             transposed=transposed,
-            scale=muon_scale(*self._scale_shape(param, rows, columns), self.scale_mode),
+            scale=muon_scale(rows, columns, self.scale_mode),
             extra_scale=self.extra_scale_factor,
             lr=float(group["lr"]),
         )
@@ -275,10 +299,6 @@ class Muon(torch.optim.Optimizer):
         if dim is None or dim < 0 or tp_group is None or dist.get_world_size(tp_group) == 1:
             return None, -1
         return tp_group, dim
-
-    def _scale_shape(self, param: torch.Tensor, rows: int, columns: int) -> tuple[int, int]:
-        """Shape that the scale is made of: what was orthogonalised, as one matrix."""
-        return rows, columns
 
     def _adamw_step(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         """torch's AdamW on the group's parameters that Muon does not take."""

@@ -59,7 +59,7 @@ def _triangle(size: int, block_m: int, block_n: int, group_m: int, device: torch
 # On Hopper and later; a wide tile runs at the better rate but covers more above the diagonal and fills the last wave worse.
 _WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
 _SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
-_SQUARE_RATE = 0.93
+_SQUARE_RATE = 0.9
 
 
 @lru_cache(maxsize=1024)

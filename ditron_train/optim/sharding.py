@@ -98,10 +98,14 @@ class LayerShards:
         if error is not None:
             raise error
 
-    def finish(self) -> None:
-        """Enqueues the rounds that are left and makes the current stream wait for everything sent."""
+    def send_remaining(self) -> None:
+        """Enqueues the rounds that are left: what a rank with fewer matrices must still receive."""
         while self._next_round < self.num_rounds:
             self.send_round()
+
+    def finish(self) -> None:
+        """Enqueues the rounds that are left and makes the current stream wait for everything sent."""
+        self.send_remaining()
         for work in self._pending:
             work.wait()
         self._pending.clear()

@@ -103,6 +103,16 @@ SETTINGS: tuple[Setting, ...] = (
         "Messages that a pipeline stage may send to a neighbour before the neighbour has taken the first; each direction "
         "holds that many buffers of the largest message.",
     ),
+    Setting(
+        "muon_sharding",
+        "DITRON_MUON_SHARDING",
+        _one_of("auto", "native", "cost"),
+        "auto",
+        "auto, native, cost",
+        "How dist_muon deals matrices out to data-parallel ranks. native: as megatron-core does. cost: balanced by the time "
+        "of their step; the norm of all gradients then sums in another order. auto: cost where gradients are not clipped "
+        "by that norm, else native.",
+    ),
 )
 
 
@@ -114,6 +124,7 @@ class Settings:
     timeout_s: float
     arena_bytes: int | None
     pp_slots: int
+    muon_sharding: str
 
 
 def get_settings() -> Settings:
