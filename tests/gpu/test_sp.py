@@ -1,0 +1,164 @@
+"""Ulysses on GPUs under torchrun: ``torch.equal`` with cuBLAS, NCCL's all-to-all and the reorder, forward and all gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+
+_path = pathlib.Path(__file__).parents[1] / "sp" / "bodies_sp.py"
+_spec = importlib.util.spec_from_file_location("bodies_sp", _path)
+bodies = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(bodies)
+
+
+@pytest.fixture(scope="module")
+def context():
+    from ditron_train.sp import get_context
+
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            pytest.skip("needs torchrun")
+        dist.init_process_group("nccl", device_id=device)
+    yield get_context(dist.group.WORLD, device)
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def normals(*shape, dtype, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=generator)
+
+
+def integers(*shape, dtype, seed):
+    """Sums of these tests are exact in fp32 and in bf16's 8 bits round alike: one rounding of the same number."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator, device="cuda").to(dtype)
+
+
+def check(context, **case):
+    bodies.check_projections(context.rank, context.world_size, context, device="cuda", **case)
+    context.synchronize()
+
+
+PUBLISHED = [
+    dict(heads=64, groups=8, head_dim=128, length=32768, batch=1, hidden=8192),
+    dict(heads=64, groups=64, head_dim=128, length=16384, batch=1, hidden=8192),
+    dict(heads=32, groups=32, head_dim=128, length=32768, batch=1, hidden=4096),
+    dict(heads=16, groups=16, head_dim=128, length=65536, batch=1, hidden=2048),
+    dict(heads=32, groups=8, head_dim=128, length=8192, batch=2, hidden=4096),
+]
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_published_shapes_on_real_data(context, case):
+    check(context, **case, dtype=torch.bfloat16, make=normals)
+
+
+def test_half_precision_on_real_data(context):
+    check(context, **PUBLISHED[-1], dtype=torch.float16, make=normals)
+
+
+def test_random_layouts_on_exact_data(context):
+    draw = random.Random(3)
+    world = context.world_size
+    for index in range(12):
+        groups = world * draw.choice([1, 2, 3])
+        check(
+            context,
+            heads=groups * draw.choice([1, 2, 3, 5]),
+            groups=groups,
+            head_dim=draw.choice([8, 40, 64, 96, 128]),
+            length=2 * world * draw.randint(1, 300),
+            batch=draw.choice([1, 2, 3]),
+            hidden=draw.choice([64, 136, 520]),
+            dtype=draw.choice([torch.bfloat16, torch.float16]),
+            seed=1000 * index,
+            make=integers,
+        )
+
+
+def test_random_exchanges_on_any_data(context):
+    draw = random.Random(4)
+    world = context.world_size
+    for index in range(12):
+        groups = world * draw.choice([1, 2, 3])
+        bodies.check_exchanges(
+            context.rank,
+            world,
+            context,
+            heads=groups * draw.choice([1, 2, 3]),
+            groups=groups,
+            head_dim=draw.choice([8, 20, 64, 128]),
+            length=2 * world * draw.randint(1, 500),
+            batch=draw.choice([1, 2, 3]),
+            dtype=draw.choice([torch.bfloat16, torch.float16, torch.float32]),
+            seed=1000 * index,
+            device="cuda",
+        )
+
+
+def _layer(context, seed):
+    """One pair of projections: (x, weights) and a function of them."""
+    from ditron_train.sp import a2a_gemm, gemm_a2a, output_layout, qkv_layout
+
+    world, hidden, heads, groups, head_dim = context.world_size, 1024, 8 * context.world_size, 2 * context.world_size, 64
+    qkv, out = qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)
+    x = normals(1024, 1, hidden, dtype=torch.bfloat16, seed=seed + context.rank)
+    weight_qkv = normals(world * qkv.num_columns, hidden, dtype=torch.bfloat16, seed=seed + 50)
+    weight_out = normals(hidden, heads * head_dim, dtype=torch.bfloat16, seed=seed + 51)
+
+    def run():
+        q, k, v = gemm_a2a(x, weight_qkv, context=context, layout=qkv)
+        repeat = heads // groups
+        mixed = q + k.repeat_interleave(repeat, dim=2) * v.repeat_interleave(repeat, dim=2)
+        return a2a_gemm((mixed,), weight_out, context=context, layout=out)
+
+    return x, run
+
+
+def test_late_ranks_change_nothing(context):
+    _, run = _layer(context, 1)
+    expected = run()
+    draw = random.Random(100 + context.rank)
+    for _ in range(30):
+        torch.cuda._sleep(draw.randint(0, 3_000_000))
+        assert torch.equal(run(), expected)
+    context.synchronize()
+
+
+def test_poisoned_buffers_are_never_read_before_they_are_written(context):
+    _, run = _layer(context, 2)
+    expected = run()
+    for _ in range(5):
+        context.synchronize()
+        dist.barrier()
+        for name in ("sp.to_heads", "sp.to_sequence"):
+            context.arena.tensor(name, (1024,), torch.bfloat16).local.fill_(float("nan"))
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert torch.equal(run(), expected)
+
+
+def test_a_captured_graph_replays(context):
+    x, run = _layer(context, 3)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for seed in range(3):
+        x.copy_(normals(*x.shape, dtype=x.dtype, seed=70 + seed + context.rank))
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, run())
+    context.synchronize()
