@@ -43,6 +43,7 @@ class OpContext:
         self._first_epoch = first_epoch
         self._channels: list[Channel] = []
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_was_capturing = False
         self._agreed: set[tuple] = set()
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
@@ -59,10 +60,12 @@ class OpContext:
             channel.check()
         if self.is_cuda:
             stream = torch.cuda.current_stream(self.device)
-            if self._last_stream is not None and self._last_stream != stream:
+            capturing = torch.cuda.is_current_stream_capturing()
+            # A capture may not wait for a stream outside of it; it begins, and a replay is ordered, behind what was before.
+            if self._last_stream not in (None, stream) and capturing == self._last_was_capturing:
                 stream.wait_stream(self._last_stream)
-            self._last_stream = stream
-            if torch.cuda.is_current_stream_capturing():
+            self._last_stream, self._last_was_capturing = stream, capturing
+            if capturing:
                 self.arena.graph_captured = True
 
     def leave(self, channel: Channel) -> None:
