@@ -21,11 +21,14 @@ def agree_kernel(
 ):
     """One program: all ranks announce the same signature, or the channel records the mismatch.
 
-    Advances the epoch of the channel's first NUM_ROLES ticket slots, so that they stay in step with those of an op.
+    It stands for a launch of the op: it advances the epoch of the channel's first NUM_ROLES ticket slots, so that they stay
+    in step, and leaves the op's own counters (slots 2 and 3, where NUM_ROLES leaves them) as the next launch wants them.
     """
     epoch = dl.next_epoch(tickets_ptr)
     for role in tl.static_range(1, NUM_ROLES):
         dl.next_epoch(tickets_ptr + role)
+    if NUM_ROLES <= 2:
+        tl.store(tickets_ptr + 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     rank = dl.rank(control_ptr)
     dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
     for step in tl.static_range(1, WORLD_SIZE):

@@ -40,6 +40,8 @@ class OpContext:
         self.num_sms = num_sms(self.device)
         self.is_cuda = self.device.type == "cuda"
         self.comm_stream = torch.cuda.Stream(self.device, priority=-1) if self.is_cuda else None
+        self._fork_event = torch.cuda.Event() if self.is_cuda else None
+        self._join_event = torch.cuda.Event() if self.is_cuda else None
         self._first_epoch = first_epoch
         self._channels: list[Channel] = []
         self._last_stream: torch.cuda.Stream | None = None
@@ -67,6 +69,19 @@ class OpContext:
             self._last_stream, self._last_was_capturing = stream, capturing
             if capturing:
                 self.arena.graph_captured = True
+
+    def fork(self) -> torch.cuda.Stream | None:
+        """The communication stream, ordered behind the current one (None on the CPU)."""
+        if self.comm_stream is not None:
+            self._fork_event.record(torch.cuda.current_stream(self.device))
+            self.comm_stream.wait_event(self._fork_event)
+        return self.comm_stream
+
+    def join(self) -> None:
+        """Orders the current stream behind the communication stream."""
+        if self.comm_stream is not None:
+            self._join_event.record(self.comm_stream)
+            torch.cuda.current_stream(self.device).wait_event(self._join_event)
 
     def leave(self, channel: Channel) -> None:
         """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""
@@ -109,13 +124,13 @@ class SideStream:
     """
 
     def __init__(self, context: OpContext) -> None:
+        self._context = context
         self._stream = context.comm_stream
-        self._device = context.device
         self._scope = torch.cuda.stream(self._stream) if self._stream is not None else None
 
     def __enter__(self) -> torch.cuda.Stream | None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._context.fork()
+        if self._scope is not None:
             self._scope.__enter__()
         return self._stream
 
@@ -125,5 +140,4 @@ class SideStream:
 
     def join(self) -> None:
         """Holds the current stream until what was enqueued here is done."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._context.join()

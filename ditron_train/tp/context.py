@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.device import kernel_target, num_sms
-from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
-from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
-from ditron_train.symm.channel import Channel
-from ditron_train.tp.kernels import agree_kernel
+from ditron_train.stream.op_context import OpContext
+from ditron_train.symm.arena import SymmetricTensor
 
-__all__ = ["RowPartition", "TPContext", "get_context"]
+__all__ = ["FLAGS_PER_RANK", "RowPartition", "TPContext", "get_context"]
 
 FLAGS_PER_RANK = 1024  # arrival flags of one source rank in a gather
 
@@ -42,13 +39,16 @@ class RowPartition:
 
     @property
     def num_rows(self) -> int:
+        """Rows of all ranks."""
         return self.starts[-1]
 
     def count(self, rank: int) -> int:
+        """Rows of one rank."""
         return self.starts[rank + 1] - self.starts[rank]
 
     @property
     def max_count(self) -> int:
+        """Rows of the rank that has most."""
         return max(end - start for start, end in zip(self.starts, self.starts[1:]))
 
     def is_even(self, block_m: int) -> bool:
@@ -62,10 +62,8 @@ class RowPartition:
         return hash(self.starts) & 0x7FFFFFFF
 
 
-class TPContext:
+class TPContext(OpContext):
     """Buffers, channels and the communication stream of one tensor-parallel group (collective to make).
-
-    Ops of one context run one after another, on whichever streams they are called: the context orders them.
 
     Args:
         group: The tensor-parallel process group (``None``: WORLD).
@@ -74,78 +72,24 @@ class TPContext:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
-        self.arena: SymmetricArena = get_arena(group, device)
-        self.group = self.arena.group
-        self.device = self.arena.device
-        self.rank = self.arena.rank
-        self.world_size = self.arena.world_size
-        self.target = kernel_target(self.device)
-        self.num_sms = num_sms(self.device)
-        self.gather_channel = Channel(
-            self.arena,
-            "tp.gather",
-            self.world_size * FLAGS_PER_RANK,
-            signature_fields=("total_rows", "row_partition", "columns", "element_bytes", "granule_rows"),
-            first_epoch=first_epoch,
+        super().__init__(group, device, first_epoch=first_epoch)
+        fields = ("total_rows", "row_partition", "columns", "element_bytes")
+        self.gather_channel = self.add_channel(
+            "tp.gather", self.world_size * FLAGS_PER_RANK, (*fields, "granule_rows")
         )
-        self.scatter_channel = Channel(
-            self.arena,
-            "tp.gemm_rs",
-            self.world_size * 4096,
-            signature_fields=("total_rows", "row_partition", "columns", "element_bytes", "block_m", "block_n"),
-            first_epoch=first_epoch,
-        )
+        self.scatter_channel = self.add_channel("tp.gemm_rs", self.world_size * 4096, (*fields, "block_m", "block_n"))
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
-        self.is_cuda = self.device.type == "cuda"
-        self.comm_stream = torch.cuda.Stream(self.device, priority=-1) if self.is_cuda else None
-        self._last_stream: torch.cuda.Stream | None = None
-        self._agreed: set[tuple] = set()
         self._tables: dict[object, torch.Tensor] = {}
+        self._prepared: dict[tuple, Any] = {}
+        self._prepared_generation = -1
 
-    def enter(self) -> None:
-        """Start of every op: raises what an earlier op recorded, and orders this stream behind the last one's."""
-        self.gather_channel.check()
-        self.scatter_channel.check()
-        if self.is_cuda:
-            stream = torch.cuda.current_stream(self.device)
-            if self._last_stream is not None and self._last_stream != stream:
-                stream.wait_stream(self._last_stream)
-            self._last_stream = stream
-            if torch.cuda.is_current_stream_capturing():
-                self.arena.graph_captured = True
-
-    def leave(self, channel: Channel) -> None:
-        """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""
-        if not self.is_cuda:
-            channel.check()
-
-    def synchronize(self) -> None:
-        """Waits for the device and raises what any op of this context recorded."""
-        self.gather_channel.synchronize()
-        self.scatter_channel.synchronize()
-
-    def agree(self, channel: Channel, values: Sequence[int]) -> torch.Tensor:
-        """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
-
-        Only after that may buffers grow (collectively). Known signatures cost a lookup.
-
-        Raises:
-            MismatchError: On every rank, if the ranks differ.
-            NotSupportedError: A new signature while a CUDA graph is being captured.
-        """
-        signature = channel.signature(values)
-        key = (channel.op_name, *values)
-        if key in self._agreed:
-            return signature
-        if self.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise NotSupportedError(f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}")
-        agree_kernel[(1,)](
-            channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
-            WORLD_SIZE=self.world_size, TARGET=self.target,
-        )  # fmt: skip
-        channel.synchronize()
-        self._agreed.add(key)
-        return signature
+    @property
+    def prepared(self) -> dict[tuple, Any]:
+        """What ops keep for the shapes they have seen; emptied whenever a buffer of the arena has moved."""
+        if self._prepared_generation != self.arena.generation:
+            self._prepared.clear()
+            self._prepared_generation = self.arena.generation
+        return self._prepared
 
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A small int32 table on the device, made once for ``key``."""
@@ -183,7 +127,7 @@ def get_context(group: dist.ProcessGroup | None = None, device: torch.device | N
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
     group = group if group is not None else dist.group.WORLD
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

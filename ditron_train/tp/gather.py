@@ -1,23 +1,25 @@
-"""Host side of gathers: rows of all ranks into this rank's gathered buffer, pushed by SMs or by copy engines."""
+"""Gathers, prepared for one shape: rows of all ranks into this rank's gathered buffer, by SM pushes or copy engines."""
 
 from __future__ import annotations
 
 import torch
 
+from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule.orders import chunk_order
-from ditron_train.stream.copies import put
-from ditron_train.symm.arena import SymmetricTensor
+from ditron_train.stream.copies import copy_bytes
+from ditron_train.stream.driver import has_driver
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.kernels import gather_start_kernel, gather_wait_kernel, push_shard_kernel
+from ditron_train.tp.tuning import GatherPlan
 
-__all__ = ["Gather"]
+__all__ = ["PreparedGather"]
 
 _PUSH_WARPS = 32  # a program of 32 warps moves some 42 GB/s; eight saturate the links
 _PUSH_BLOCK = 16384
 _MIN_GRANULE_ROWS = 8
 
 
-def push_granule_rows(partition: RowPartition) -> int:
+def _push_granule_rows(partition: RowPartition) -> int:
     """Rows of one granule of a push: small, so that the GEMM's first tiles start early, but few enough for the flags."""
     rows = _MIN_GRANULE_ROWS
     while -(-partition.max_count // rows) > FLAGS_PER_RANK:
@@ -25,129 +27,109 @@ def push_granule_rows(partition: RowPartition) -> int:
     return rows
 
 
-def copy_granule_rows(partition: RowPartition, num_chunks: int, block_m: int) -> int:
+def _copy_granule_rows(partition: RowPartition, num_chunks: int, block_m: int) -> int:
     """Rows of one chunk of a copy-engine gather: whole row tiles."""
     rows = -(-partition.max_count // max(num_chunks, 1))
     return max(-(-rows // block_m) * block_m, block_m)
 
 
-class Gather:
-    """One gather of ``x`` [rows, K] over the context's group: agreed, started, and waited for by whoever consumes it.
+class PreparedGather:
+    """Gathers of rows [rows, K] over the context's group, for one partition, K and dtype (collective to make).
+
+    ``start`` enqueues the sends beside whatever the current stream does next; the GEMM of an AG-GEMM, or ``wait``,
+    consumes; ``finish`` orders the current stream behind the sends.
 
     Args:
         context: Whose buffers and streams are used.
-        x: This rank's rows, contiguous.
         partition: The rows of all ranks.
-        granule_rows: Rows that one arrival flag stands for.
+        num_columns: K, with rows of whole 16 bytes.
+        dtype: Of the rows.
+        plan: SM pushes or copy engines (pushes where ``cuda-bindings`` is missing).
+        block_m: Row tile of the consumer: chunks of copy engines are whole tiles.
     """
 
-    def __init__(self, context: TPContext, x: torch.Tensor, partition: RowPartition, granule_rows: int) -> None:
+    def __init__(
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        num_columns: int,
+        dtype: torch.dtype,
+        plan: GatherPlan,
+        block_m: int,
+    ) -> None:
         self.context = context
-        self.channel = context.gather_channel
-        self.x = x
+        self.channel = channel = context.gather_channel
         self.partition = partition
-        self.granule_rows = granule_rows
-        values = (partition.num_rows, partition.fingerprint, x.shape[1], x.element_size(), granule_rows)
-        self.signature = context.agree(self.channel, values)
-        self.buffer: SymmetricTensor = context.gathered(partition.num_rows, x.shape[1], x.dtype)
+        self.num_columns = num_columns
+        self.by_push = plan.mode == "push" or (context.is_cuda and not has_driver())
+        if self.by_push:
+            self.granule_rows = _push_granule_rows(partition)
+        else:
+            self.granule_rows = _copy_granule_rows(partition, plan.num_chunks, block_m)
+        values = (partition.num_rows, partition.fingerprint, num_columns, dtype.itemsize, self.granule_rows)
+        self.signature = context.agree(channel, values)
+        self.buffer = context.gathered(partition.num_rows, num_columns, dtype)
         self.row_starts = context.table(partition, partition.starts)
+        self.row_bytes = num_columns * dtype.itemsize
+        world = {"WORLD_SIZE": context.world_size}
+        target = {"TARGET": context.target}
+        flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
+        self.reserved_sms = plan.push_programs if self.by_push else 1
+        self._push = KernelLaunch(
+            push_shard_kernel,
+            plan.push_programs if context.is_cuda else 1,
+            {**flags, **world, "BLOCK": _PUSH_BLOCK, **target},
+            num_warps=_PUSH_WARPS,
+        )
+        self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
+        self._wait = KernelLaunch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
+        self._copies = [] if self.by_push else self._list_copies()
 
-    def push(self, num_programs: int) -> None:
-        """Pushes by ``num_programs`` SMs, this rank's own rows too, beside whatever the current stream does next."""
-        context = self.context
-        with _CommStream(context):
-            push_shard_kernel[(num_programs,)](
-                self.x,
-                self.buffer.addresses,
-                self.channel.signals.addresses,
-                self.channel.ready.addresses,
-                self.channel.ready.local,
-                self.signature,
-                self.row_starts,
-                self.channel.tickets,
-                self.channel.control,
-                self.x.shape[1],
-                self.granule_rows,
-                FLAGS_PER_RANK=FLAGS_PER_RANK,
-                WORLD_SIZE=context.world_size,
-                BLOCK=_PUSH_BLOCK,
-                TARGET=context.target,
-                num_warps=_PUSH_WARPS,
-            )
+    def _list_copies(self) -> list[tuple[int, int, int]]:
+        """Every copy of a gather in order: (destination, source or its offset in x, bytes); flags follow their chunk."""
+        context, partition, rows = self.context, self.partition, self.granule_rows
+        rank = context.rank
+        start, count = partition.starts[rank], partition.count(rank)
+        epochs = context.gather_epochs.data_ptr()
+        copies = []
+        for peer in chunk_order(rank, context.world_size, "gather_push").tolist():
+            target = self.buffer.host_addresses[peer] + start * self.row_bytes
+            flags = self.channel.signals.host_addresses[peer] + 4 * rank * FLAGS_PER_RANK
+            for index, first in enumerate(range(0, count, rows)):
+                num_rows = min(rows, count - first)
+                offset = first * self.row_bytes
+                copies.append((target + offset, offset, num_rows * self.row_bytes))
+                copies.append((flags + 4 * index, epochs + 4 * index, 4))
+        return copies
 
-    def copy(self) -> None:
-        """Pushes by copy engines, no SM but one small program in front; own rows by the current stream."""
-        context, partition = self.context, self.partition
-        num_flags = -(-partition.max_count // self.granule_rows)
-        with _CommStream(context) as stream:
-            gather_start_kernel[(1,)](
-                context.gather_epochs,
-                num_flags,
-                self.channel.ready.addresses,
-                self.channel.ready.local,
-                self.signature,
-                self.channel.tickets,
-                self.channel.control,
-                WORLD_SIZE=context.world_size,
-                BLOCK=128,
-                TARGET=context.target,
-                num_warps=1,
-            )
-            for peer in chunk_order(context.rank, context.world_size, "gather_push").tolist():
-                self._copy_to(peer, stream)
-        start = partition.starts[context.rank]
-        put(self.buffer.local[start : start + self.x.shape[0]], self.x)
-
-    def _copy_to(self, peer: int, stream: torch.cuda.Stream | None) -> None:
-        rank, rows = self.context.rank, self.granule_rows
-        target = self.buffer.peer(peer)
-        flags = self.channel.signals.peer(peer)
-        start = self.partition.starts[rank]
-        for index, first in enumerate(range(0, self.x.shape[0], rows)):
-            chunk = self.x[first : first + rows]
-            put(target[start + first : start + first + chunk.shape[0]], chunk, stream)
-            flag = rank * FLAGS_PER_RANK + index
-            put(flags[flag : flag + 1], self.context.gather_epochs[index : index + 1], stream)
+    def start(self, x: torch.Tensor) -> None:
+        """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``."""
+        context, channel = self.context, self.channel
+        stream = context.fork()
+        pads = (channel.ready.addresses, channel.ready.local, self.signature)
+        if self.by_push:
+            self._push(
+                x, self.buffer.addresses, channel.signals.addresses, *pads, self.row_starts, channel.tickets,
+                channel.control, self.num_columns, self.granule_rows, stream=stream,
+            )  # fmt: skip
+            return
+        num_flags = -(-self.partition.max_count // self.granule_rows)
+        self._start(context.gather_epochs, num_flags, *pads, channel.tickets, channel.control, stream=stream)
+        base = x.data_ptr()
+        for index, (destination, source, num_bytes) in enumerate(self._copies):
+            copy_bytes(destination, source if index % 2 else base + source, num_bytes, stream)
+        start = self.partition.starts[context.rank]
+        own = self.buffer.local[start : start + x.shape[0]]
+        own.copy_(x)  # by the current stream: between buffers of one device it needs SMs, which the GEMM will take
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, [total rows, K], a view of the buffer."""
-        context = self.context
-        gather_wait_kernel[(1,)](
-            self.channel.signals.local,
-            self.row_starts,
-            self.channel.tickets,
-            self.channel.control,
-            self.granule_rows,
-            FLAGS_PER_RANK=FLAGS_PER_RANK,
-            WORLD_SIZE=context.world_size,
-            TARGET=context.target,
-            num_warps=1,
-        )
+        channel = self.channel
+        self._wait(channel.signals.local, self.row_starts, channel.tickets, channel.control, self.granule_rows)
         self.finish()
         return self.buffer.local
 
     def finish(self) -> None:
         """Orders the current stream behind the sends, so that ``x`` may be reused."""
-        context = self.context
-        if context.comm_stream is not None:
-            torch.cuda.current_stream(context.device).wait_stream(context.comm_stream)
-        context.leave(self.channel)
-
-
-class _CommStream:
-    """The context's communication stream, ordered behind the current one; nothing on the CPU."""
-
-    def __init__(self, context: TPContext) -> None:
-        self._stream = context.comm_stream
-        self._device = context.device
-        self._scope = torch.cuda.stream(self._stream) if self._stream is not None else None
-
-    def __enter__(self) -> torch.cuda.Stream | None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._scope.__enter__()
-        return self._stream
-
-    def __exit__(self, *error: object) -> None:
-        if self._scope is not None:
-            self._scope.__exit__(*error)
+        self.context.join()
+        self.context.leave(self.channel)

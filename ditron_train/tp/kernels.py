@@ -1,4 +1,4 @@
-"""Kernels of tensor parallelism: gather (push, start, wait), AG-GEMM, GEMM-RS, and the agreement on a new shape.
+"""Kernels of tensor parallelism: gather (push, start, wait), AG-GEMM and GEMM-RS.
 
 Memory: one gathered activation ``[M, K]`` and one set of partials ``[world * slot_rows, N]`` a rank. They are single
 buffers: a rank may write into a peer's only after the peer's start signal of this epoch (``dl.announce``: everything that
@@ -12,26 +12,10 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
+from ditron_train.gemm.peers import store_tile_to_peer
 from ditron_train.schedule.tiles import gather_tile, ordered_tile, scatter_tile
 
-__all__ = ["ag_gemm_kernel", "agree_kernel", "gather_start_kernel", "gather_wait_kernel", "gemm_rs_kernel", "push_shard_kernel"]
-
-
-@triton.jit
-def agree_kernel(
-    ready_addresses, ready_ptr, signature_ptr, tickets_ptr, control_ptr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
-):
-    """One program: all ranks announce the same signature, or the channel records the mismatch.
-
-    It stands for a launch of the op: it advances both roles, and leaves the work counters as the next launch wants them.
-    """
-    epoch = dl.next_epoch(tickets_ptr)
-    dl.next_epoch(tickets_ptr + 1)
-    tl.store(tickets_ptr + 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
-    rank = dl.rank(control_ptr)
-    dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
-    for step in tl.static_range(1, WORLD_SIZE):
-        dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+__all__ = ["ag_gemm_kernel", "gather_start_kernel", "gather_wait_kernel", "gemm_rs_kernel", "push_shard_kernel"]
 
 
 @triton.jit
@@ -227,51 +211,6 @@ def ag_gemm_kernel(
 
 
 @triton.jit
-def _store_to_peer(
-    peer, acc, row, col, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
-    slots_addresses, slot_stride, num_slot_rows, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    USE_DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile of partials into ``peer``'s slots at (row, col).
-
-    Through the peer's descriptor (a tuple of descriptors is no kernel argument, hence eight), since pointer stores to a
-    peer stall the tensor cores; through pointers in groups of more than eight.
-    """
-    if USE_DESCRIPTORS:
-        if peer == 0:
-            store_tile(slots0, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        if WORLD_SIZE > 1:
-            if peer == 1:
-                store_tile(slots1, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        if WORLD_SIZE > 2:
-            if peer == 2:
-                store_tile(slots2, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        if WORLD_SIZE > 3:
-            if peer == 3:
-                store_tile(slots3, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        if WORLD_SIZE > 4:
-            if peer == 4:
-                store_tile(slots4, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        if WORLD_SIZE > 5:
-            if peer == 5:
-                store_tile(slots5, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        if WORLD_SIZE > 6:
-            if peer == 6:
-                store_tile(slots6, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        if WORLD_SIZE > 7:
-            if peer == 7:
-                store_tile(slots7, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    else:
-        base = dl.symm_at(slots_addresses, peer, slots0.dtype)
-        rows = row + tl.arange(0, BLOCK_M)
-        cols = col + tl.arange(0, BLOCK_N)
-        offsets = rows[:, None].to(tl.int64) * slot_stride + cols[None, :]
-        mask = (rows[:, None] < num_slot_rows) & (cols[None, :] < N)
-        tl.store(base + offsets, acc.to(slots0.dtype), mask=mask)
-
-
-@triton.jit
 def _next_work(counter_ptr):
     return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
 
@@ -408,7 +347,7 @@ def gemm_rs_kernel(
                 dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
                 ready_owner = owner
             local_tile = tile_m % (num_tiles_m // WORLD_SIZE)
-            _store_to_peer(
+            store_tile_to_peer(
                 owner, acc, rank * slot_rows + local_tile * BLOCK_M, col,
                 slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
                 slots_addresses, slot_stride, num_slot_rows, N,
@@ -424,7 +363,7 @@ def gemm_rs_kernel(
                 if tl.maximum(start, row) < tl.minimum(end, last_row + 1):
                     dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
                     local_tile = tile_m - start // BLOCK_M
-                    _store_to_peer(
+                    store_tile_to_peer(
                         owner, acc, rank * slot_rows + local_tile * BLOCK_M, col,
                         slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
                         slots_addresses, slot_stride, num_slot_rows, N,

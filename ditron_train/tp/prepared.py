@@ -1,0 +1,186 @@
+"""AG-GEMM and GEMM-RS, prepared for one shape: everything that does not change between calls is decided once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ditron_train.gemm.configs import GemmConfig, choose_config
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
+from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
+from ditron_train.tp.gather import PreparedGather
+from ditron_train.tp.kernels import ag_gemm_kernel, gemm_rs_kernel
+from ditron_train.tp.tuning import GatherPlan
+
+__all__ = ["Layout", "PreparedAgGemm", "PreparedGemmRs", "padded_columns"]
+
+Layout = Literal["nt", "nn"]
+_FOLD_ROWS = 32
+
+
+def _next_power_of_2(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def padded_columns(num_columns: int, dtype: torch.dtype) -> int:
+    """Columns with which a row is whole 16 bytes, as descriptors of symmetric memory need it."""
+    return num_columns + -num_columns % (16 // dtype.itemsize)
+
+
+def _tile_constants(config: GemmConfig, layout: Layout) -> dict[str, int | bool]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "TRANSPOSE_B": layout == "nt",
+        "SPLIT_STORE": config.split_store,
+    }
+
+
+class _PreparedGemm:
+    """Tile sizes and descriptors of both ops."""
+
+    def __init__(self, context: TPContext, m: int, n: int, k: int, dtype: torch.dtype, layout: Layout) -> None:
+        self.context = context
+        self.m, self.n, self.k = m, n, k
+        self.config = config = choose_config(m, n, k, dtype, context.target, context.num_sms)
+        self.a_block = (config.block_m, config.block_k)
+        self.b_block = (config.block_n, config.block_k) if layout == "nt" else (config.block_k, config.block_n)
+
+
+class PreparedAgGemm(_PreparedGemm):
+    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make."""
+
+    def __init__(
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        layout: Layout,
+        plan: GatherPlan,
+    ) -> None:
+        super().__init__(context, partition.num_rows, n, k, dtype, layout)
+        config = self.config
+        self.gather = gather = PreparedGather(
+            context, partition, padded_columns(k, dtype), dtype, plan, config.block_m
+        )
+        granule_rows = gather.granule_rows
+        even = partition.is_even(config.block_m) and (
+            config.block_m % granule_rows == 0 or granule_rows % config.block_m == 0
+        )
+        self._order = context.tile_order("gather", partition, config.block_m, even)
+        self.gathered = gather.buffer.local[:, :k]
+        self._a = make_descriptor(self.gathered, self.a_block)
+        self._launch = KernelLaunch(
+            ag_gemm_kernel,
+            max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n))),
+            {
+                **_tile_constants(config, layout),
+                "FLAGS_PER_RANK": FLAGS_PER_RANK,
+                "FLAGS_PER_TILE": _next_power_of_2(config.block_m // granule_rows + 2),
+                "WORLD_SIZE": context.world_size,
+                "EVEN": even,
+                "OWN_FLAGS": gather.by_push,
+                "TARGET": context.target,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
+        gather, channel = self.gather, self.gather.channel
+        gather.start(x)
+        out = empty_aligned(self.m, self.n, x.dtype, x.device)
+        self._launch(
+            self._a,
+            make_descriptor(aligned_operand(weight), self.b_block),
+            make_descriptor(out, self.config.store_block),
+            channel.signals.local,
+            self._order,
+            gather.row_starts,
+            channel.tickets,
+            channel.control,
+            self.m,
+            self.n,
+            self.k,
+            gather.granule_rows,
+        )
+        gather.finish()
+        return out.contiguous()
+
+
+class PreparedGemmRs(_PreparedGemm):
+    """[m, k] times a weight, reduce-scattered by rows; collective to make."""
+
+    def __init__(
+        self, context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout
+    ) -> None:
+        super().__init__(context, partition.num_rows, n, k, dtype, layout)
+        config, world_size = self.config, context.world_size
+        self.channel = channel = context.scatter_channel
+        block = config.block_m
+        values = (self.m, partition.fingerprint, n, dtype.itemsize, block, config.block_n)
+        self._signature = context.agree(channel, values)
+        ends = zip(partition.starts, partition.starts[1:])
+        num_slot_tiles = max(-(-end // block) - start // block for start, end in ends if end > start)
+        self._slot_rows = num_slot_tiles * block
+        self._flags_per_rank = num_slot_tiles * -(-n // config.block_n)
+        channel.reserve_signals(world_size * self._flags_per_rank)
+        self._slots = context.slots(world_size * self._slot_rows, padded_columns(n, dtype), dtype)
+        use_descriptors = world_size <= MAX_DESCRIPTOR_RANKS
+        peers = range(world_size) if use_descriptors else [context.rank]
+        made = [make_descriptor(self._slots.peer(peer)[:, :n], config.store_block) for peer in peers]
+        self._peers = made + made[:1] * (MAX_DESCRIPTOR_RANKS - len(made))
+        even = partition.is_even(block)
+        self._order = context.tile_order("scatter", partition, block, even)
+        self._row_starts = context.table(partition, partition.starts)
+        self._launch = KernelLaunch(
+            gemm_rs_kernel,
+            max(1, min(context.num_sms, config.num_tiles(self.m, n))),
+            {
+                **_tile_constants(config, layout),
+                "FOLD_ROWS": min(_FOLD_ROWS, block),
+                "WORLD_SIZE": world_size,
+                "RANKS_POW2": _next_power_of_2(world_size),
+                "EVEN": even,
+                "USE_DESCRIPTORS": use_descriptors,
+                "TARGET": context.target,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
+        channel = self.channel
+        self._launch(
+            make_descriptor(aligned_operand(x), self.a_block),
+            make_descriptor(aligned_operand(weight), self.b_block),
+            *self._peers,
+            self._slots.addresses,
+            self._slots.local,
+            channel.signals.addresses,
+            channel.signals.local,
+            channel.ready.addresses,
+            channel.ready.local,
+            self._signature,
+            out,
+            self._order,
+            self._row_starts,
+            channel.tickets,
+            channel.control,
+            self.m,
+            self.n,
+            self.k,
+            self._slot_rows,
+            self._slots.local.stride(0),
+            self._flags_per_rank,
+        )
+        self.context.leave(channel)
