@@ -3,7 +3,8 @@
 from ditron_train.ep.context import EPContext, get_ep_context
 from ditron_train.ep.functions import combine_rows, dispatch_tokens
 from ditron_train.ep.layout import Layout, LayoutShape
-from ditron_train.ep.ops import PendingLayout, SumOrder, begin_layout, combine, dispatch
+from ditron_train.ep.ops import PendingLayout, begin_layout, combine, dispatch
+from ditron_train.ep.orders import SumOrder, index_add_order
 
 __all__ = [
     "EPContext",
@@ -17,4 +18,5 @@ __all__ = [
     "dispatch",
     "dispatch_tokens",
     "get_ep_context",
+    "index_add_order",
 ]

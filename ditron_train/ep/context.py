@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -11,10 +13,32 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["EPContext", "get_ep_context"]
+__all__ = ["EPContext", "MoveConfig", "get_ep_context"]
 
-_SENDERS = 16  # programs of 32 warps: 12 fill the links (measured 339 GB/s), more do not help
 _HEADROOM = 1.125  # routing drifts from step to step: what must grow grows by a little more
+
+
+@dataclass
+class MoveConfig:
+    """Launch constants of the two kernels that move tokens. They change the time, never the bits.
+
+    Attributes:
+        num_senders: Programs, one a multiprocessor, that push over the links: 12 fill them, more do not help.
+        num_programs: All programs of a launch: those above ``num_senders`` place what arrives.
+        num_warps: Warps of a program: with 32 the kernels would have to spill registers.
+        push_elements: Elements of a tile on its way to the experts.
+        return_elements: Elements of a tile on its way back.
+        sum_elements: Elements of a tile of sums.
+        item_tokens: Tokens that a program sums at a time (a power of two).
+    """
+
+    num_senders: int = 16
+    num_programs: int = 132
+    num_warps: int = 16
+    push_elements: int = 16384
+    return_elements: int = 32768
+    sum_elements: int = 8192
+    item_tokens: int = 8
 
 
 class EPContext:
@@ -29,16 +53,14 @@ class EPContext:
         device: CUDA device, or the CPU in the interpreter.
         num_experts: Experts over all ranks.
         topk: Experts of a token at most.
-        num_senders: Programs (multiprocessors) that push over the links.
 
     Raises:
-        NotSupportedError: Experts that do not divide by the group, top-k above the experts, no kernels for the device.
+        NotSupportedError: Experts that do not divide by the group, top-k above the experts, no kernels for the device, or
+            peers whose memory cannot be addressed (other nodes).
         ArenaError: No symmetric memory, or its cap is exceeded; on every rank alike.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int, *, num_senders: int = _SENDERS
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> None:
         self.target = kernel_target(device)
         world_size = dist.get_world_size(group)
         if is_interpreter():
@@ -50,8 +72,9 @@ class EPContext:
         self.arena: SymmetricArena = get_arena(group, device)
         self.rank = self.arena.rank
         self.device = self.arena.device
-        self.num_senders = 1 if is_interpreter() else num_senders
-        self.num_programs = 1 if is_interpreter() else num_sms(self.device)
+        self.move = MoveConfig(num_programs=num_sms(self.device))
+        if is_interpreter():
+            self.move.num_senders = 1
         name = f"ep_e{num_experts}_k{topk}"
         fields = ("hidden", "dtype", "num_experts", "topk", "kind")
         flags = world_size * self.shape.num_chunks
@@ -59,6 +82,8 @@ class EPContext:
         self.dispatch_channel = Channel(self.arena, f"{name}_dispatch", flags, signature_fields=fields)
         self.combine_channel = Channel(self.arena, f"{name}_combine", flags, signature_fields=fields)
         self.messages = self.arena.tensor(f"{name}/messages", (world_size, self.shape.message_words), torch.int32)
+        if 0 in self.messages.host_addresses:
+            raise NotSupportedError("expert parallel: the memory of some ranks of the group cannot be addressed from here")
 
     def check(self) -> None:
         """Raises what any kernel of this context recorded (host memory only)."""

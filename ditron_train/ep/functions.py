@@ -14,7 +14,7 @@ import torch
 from ditron_train.ep import ops
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.layout import Layout
-from ditron_train.ep.ops import SumOrder
+from ditron_train.ep.orders import SumOrder
 
 __all__ = ["combine_rows", "dispatch_tokens"]
 
@@ -24,7 +24,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder):
         ctx.layout, ctx.context, ctx.order = layout, context, order
         ctx.probs_dtype = probs.dtype
-        rows, row_probs = ops.dispatch(x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "fused")
+        rows, row_probs = ops.dispatch(x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "descending")
         return rows, row_probs
 
     @staticmethod

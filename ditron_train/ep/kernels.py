@@ -211,7 +211,7 @@ def _sum_rows(
             narrow = (offsets < hidden)[None, :]
             total = tl.zeros((ROWS, BLOCK_H), tl.float32)
             for step in tl.static_range(TOPK):
-                nth: tl.constexpr = TOPK - 1 - step if DESCENDING else step
+                nth = TOPK - 1 - step if DESCENDING else step
                 held = tl.load(expert_ids + tokens * TOPK_LANES + nth, mask=inside, other=-1) >= 0
                 source = buffer + (tl.cast(tokens, tl.int64) * TOPK + nth)[:, None] * hidden + offsets[None, :]
                 total += tl.load(source, mask=held[:, None] & narrow, other=0.0).to(tl.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -11,18 +10,13 @@ from ditron_train.ep.context import EPContext
 from ditron_train.ep.kernels import push_tokens, return_rows
 from ditron_train.ep.layout import HostCounts, Layout
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
+from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["PendingLayout", "SumOrder", "begin_layout", "combine", "dispatch"]
-
-#: How native adds a token's rows up: ``index_add`` by ascending expert, rounded after each addition; ``fused`` by
-#: descending expert in fp32, rounded once.
-SumOrder = Literal["index_add", "fused"]
+__all__ = ["PendingLayout", "begin_layout", "combine", "dispatch"]
 
 _DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _KIND_COUNTS, _KIND_DISPATCH, _KIND_DISPATCH_GRAD, _KIND_COMBINE, _KIND_COMBINE_GRAD = range(5)
-_TILE_ELEMENTS = 16384  # 32 warps x 16 elements in flight a thread
-_NUM_WARPS = 32
 
 
 def _signature(context: EPContext, channel, hidden: int, dtype: torch.dtype, kind: int) -> torch.Tensor:
@@ -196,12 +190,12 @@ def _tile(hidden: int, elements: int) -> tuple[int, int]:
 def _launch_options(context: EPContext) -> dict:
     interpreted = context.target == "interpreter"
     return dict(
-        NUM_SENDERS=context.num_senders,
+        NUM_SENDERS=context.move.num_senders,
         SHARED=interpreted,
         WORLD_SIZE=context.shape.world_size,
         NUM_CHUNKS=context.shape.num_chunks,
         TARGET=context.target,
-        num_warps=_NUM_WARPS,
+        num_warps=context.move.num_warps,
     )
 
 
@@ -241,8 +235,8 @@ def dispatch(
     out_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
     buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
-    rows, columns = _tile(hidden, _TILE_ELEMENTS)
-    push_tokens[(context.num_programs,)](
+    rows, columns = _tile(hidden, context.move.push_elements)
+    push_tokens[(context.move.num_programs,)](
         x, out, out_probs, layout.entries, layout.dest_slots, layout.send_list if first else layout.entries,
         layout.chunk_entries, layout.list_base, layout.entry_base, layout.recv_offsets,
         buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local, channel.signals.addresses,
@@ -296,16 +290,16 @@ def combine(
     )
     buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, y.dtype)
     grads = context.grads_buffer(layout.place_capacity)
-    rows, columns = _tile(hidden, _TILE_ELEMENTS)
-    return_rows[(context.num_programs,)](
+    rows, columns = _tile(hidden, context.move.return_elements)
+    return_rows[(context.move.num_programs,)](
         y, row_grads.contiguous() if with_grads else y, out, prob_grads, layout.entries, layout.recv_offsets,
         layout.chunk_entries, layout.expert_ids, buffer.local, buffer.addresses, grads.local, grads.addresses,
         channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
         _signature(context, channel, hidden, y.dtype, _KIND_COMBINE_GRAD if with_grads else _KIND_COMBINE),
         channel.tickets, channel.control, layout.num_tokens, layout.chunk_tokens, hidden, layout.num_rows,
         shape.num_experts, layout.place_capacity,
-        WITH_GRADS=with_grads, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "index_add",
-        DESCENDING=order == "fused", ROWS=rows, SUM_ROWS=max(rows // 2, 1), BLOCK_H=columns,
-        ITEM_TOKENS=min(layout.chunk_tokens, 8), **_launch_options(context),
+        WITH_GRADS=with_grads, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "ascending_rounded",
+        DESCENDING=order == "descending", ROWS=rows, SUM_ROWS=_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
+        ITEM_TOKENS=min(layout.chunk_tokens, context.move.item_tokens), **_launch_options(context),
     )  # fmt: skip
     return out, prob_grads if with_grads else None

@@ -39,9 +39,9 @@ def _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed):
 def _sum(rows: torch.Tensor, order: str) -> torch.Tensor:
     """[n, hidden] rows of one token in ascending expert order, added as native adds them."""
     total = torch.zeros_like(rows[0], dtype=torch.float32)
-    for row in rows.flip(0) if order == "fused" else rows:
+    for row in rows.flip(0) if order == "descending" else rows:
         total = total + row.float()
-        if order == "index_add":
+        if order == "ascending_rounded":
             total = total.to(rows.dtype).float()
     return total.to(rows.dtype)
 
@@ -69,7 +69,7 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
     assert rows.shape == (len(expected), hidden) and int(layout.tokens_per_expert.sum()) == len(expected)
     if expected:
         wanted = torch.stack([e[0] for e in expected])
-        if order == "fused":
+        if order == "descending":
             wanted = torch.where(torch.stack([e[1] for e in expected])[:, None] == 0, 0.0, wanted.float()).to(dtype)
         assert torch.equal(rows, wanted)
         assert torch.equal(row_probs, torch.stack([e[1] for e in expected]))
@@ -133,7 +133,7 @@ def changing_counts(steps, num_experts, topk, hidden):
         x = torch.randint(-4, 5, (tokens[rank], hidden)).float()
         layout = begin_layout(routed, probs, hidden, torch.float32, context).finish()
         rows, row_probs = ops.dispatch(x, layout, context)
-        out, grads = ops.combine(rows, layout, context, order="index_add", row_grads=row_probs)
+        out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(out, x * routed.sum(1, keepdim=True)), step
         assert torch.equal(grads, probs), step
         context.rows_buffer(1, 1, hidden, torch.float32).local.fill_(float("nan"))

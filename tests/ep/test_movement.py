@@ -15,14 +15,14 @@ from ditron_train.testing.processes import run_workers  # noqa: E402
 
 CASES = [
     # kind, tokens by rank, experts, topk, hidden, dtype, order
-    ("random", (12, 12), 8, 2, 32, torch.bfloat16, "index_add"),
-    ("random", (12, 9), 8, 3, 40, torch.bfloat16, "fused"),
-    ("random", (7, 0), 6, 4, 24, torch.float32, "index_add"),
-    ("random", (0, 0), 4, 2, 16, torch.float32, "index_add"),
-    ("one_expert", (10, 5), 4, 1, 16, torch.bfloat16, "index_add"),
-    ("empty_experts", (6, 11), 12, 3, 48, torch.float16, "fused"),
-    ("dropped", (16, 13), 10, 4, 33, torch.bfloat16, "index_add"),
-    ("random", (5, 6), 2, 2, 16, torch.float32, "fused"),
+    ("random", (12, 12), 8, 2, 32, torch.bfloat16, "ascending_rounded"),
+    ("random", (12, 9), 8, 3, 40, torch.bfloat16, "descending"),
+    ("random", (7, 0), 6, 4, 24, torch.float32, "ascending_rounded"),
+    ("random", (0, 0), 4, 2, 16, torch.float32, "ascending_rounded"),
+    ("one_expert", (10, 5), 4, 1, 16, torch.bfloat16, "ascending_rounded"),
+    ("empty_experts", (6, 11), 12, 3, 48, torch.float16, "descending"),
+    ("dropped", (16, 13), 10, 4, 33, torch.bfloat16, "ascending"),
+    ("random", (5, 6), 2, 2, 16, torch.float32, "descending"),
 ]
 
 
@@ -34,8 +34,8 @@ def test_two_ranks(case):
 @pytest.mark.parametrize(
     "case",
     [
-        ("random", (9, 4, 0, 17), 8, 3, 24, torch.bfloat16, "index_add"),
-        ("one_expert", (3, 8, 5, 2), 8, 2, 16, torch.float32, "fused"),
+        ("random", (9, 4, 0, 17), 8, 3, 24, torch.bfloat16, "ascending_rounded"),
+        ("one_expert", (3, 8, 5, 2), 8, 2, 16, torch.float32, "descending"),
     ],
     ids=lambda case: f"{case[0]}-{case[1]}",
 )

@@ -1,0 +1,195 @@
+"""Expert parallelism: megatron-core's alltoall token dispatcher with one push a destination rank (feature ``ep``).
+
+A subclass of the native dispatcher with the same method split, so ``MoELayer``, experts, router, shared experts, their
+parameters and checkpoints stay as they are. What is not covered runs the inherited methods: same bits, one log line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import CudaGraphScope
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from ditron_train.ep import (
+    EPContext,
+    Layout,
+    PendingLayout,
+    SumOrder,
+    begin_layout,
+    combine_rows,
+    dispatch_tokens,
+    get_ep_context,
+    index_add_order,
+)
+from ditron_train.runtime.device import is_interpreter
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.logs import log_once
+
+__all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
+    """Why a configuration runs natively, or None."""
+    config = dispatcher.config
+    if dispatcher.ep_size == 1:
+        return "the expert parallel group has one rank"
+    if dispatcher.tp_size > 1:
+        return f"experts are split over {dispatcher.tp_size} tensor parallel ranks"
+    if dispatcher.drop_and_pad:
+        return "moe_pad_expert_input_to_capacity is on"
+    if config.moe_router_padding_for_quantization:
+        return "moe_router_padding_for_quantization is on"
+    if config.overlap_moe_expert_parallel_comm:
+        return "overlap_moe_expert_parallel_comm already overlaps dispatch and combine with another microbatch"
+    if config.cuda_graph_impl != "none" and (
+        not config.cuda_graph_scope or CudaGraphScope.moe_preprocess in config.cuda_graph_scope
+    ):
+        return "the layer is captured in a CUDA graph, which its host sync does not allow"
+    return None
+
+
+def _why_not_tensors(hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
+    if hidden_states.device.type == "cpu" and not is_interpreter():
+        return "the tensors are on the CPU and Triton's interpreter is off"
+    for tensor in (hidden_states, probs):
+        if tensor.dtype not in _DTYPES:
+            return f"{tensor.dtype} is not covered"
+    return None
+
+
+class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """``MoEAlltoAllTokenDispatcher`` that sends a token once to each rank and fans it out there.
+
+    ``dispatch_preprocess`` exchanges counts on the device, ``token_dispatch`` waits for them (the one host sync that native
+    has too) and moves the tokens straight into [local expert, source rank, token] order, ``token_combine`` returns every
+    row and adds each token's up in the native order. ``dispatch_postprocess`` and ``combine_preprocess`` have nothing left
+    to move.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._native_because: str | None = _why_not_config(self)
+        self._ep_context: EPContext | None = None
+        self._pending: PendingLayout | None = None
+        self._layout: Layout | None = None
+        self._order: SumOrder | None = None
+        self._log_native()
+
+    def _log_native(self) -> None:
+        if self._native_because is not None:
+            log_once(f"native ep {self._native_because}", f"ep: native dispatcher, {self._native_because}")
+
+    def _context_for(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | None:
+        """The context of this call, or None for the native path; every rank of the group gets the same answer."""
+        if self._native_because is None:
+            self._native_because = _why_not_tensors(hidden_states, probs)
+        device = hidden_states.device
+        if self._native_because is None:
+            fused = self.config.moe_permute_fusion
+            self._order = "descending" if fused else index_add_order(hidden_states.dtype, device)
+            if self._order is None:
+                self._native_because = f"index_add_ of {hidden_states.dtype} adds in an order of its own here"
+        if self._native_because is None:
+            try:
+                return get_ep_context(self.ep_group, device, self.num_experts, self.config.moe_router_topk)
+            except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+                self._native_because = str(error)
+        self._log_native()
+        return None
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._ep_context = self._context_for(hidden_states, probs)
+        if self._ep_context is None:
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self.hidden_shape = hidden_states.shape
+        self.probs, self.routing_map = probs, routing_map
+        tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        self._pending = begin_layout(routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        return tokens, probs
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._ep_context is None:
+            return super().token_dispatch(hidden_states, probs)
+        pending, self._pending = self._pending, None
+        try:
+            self._layout = pending.finish()
+        except ArenaError as error:  # raised by every rank alike
+            return self._dispatch_natively(hidden_states, probs, str(error))
+        return dispatch_tokens(hidden_states, probs, self._layout, self._ep_context, self._order)
+
+    def _dispatch_natively(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, reason: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Goes over to the native path between preprocessing and dispatch, for good."""
+        self._native_because, self._ep_context = reason, None
+        self._log_native()
+        shared_experts, self.shared_experts = self.shared_experts, None  # they have begun already
+        try:
+            permuted = super().dispatch_preprocess(hidden_states.view(self.hidden_shape), self.routing_map, probs)
+        finally:
+            self.shared_experts = shared_experts
+        return super().token_dispatch(*permuted)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._ep_context is None:
+            return super().dispatch_postprocess(hidden_states, probs)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        return hidden_states, self._layout.tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._ep_context is None:
+            return super().combine_preprocess(hidden_states)
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._ep_context is None:
+            return super().token_combine(hidden_states, *args, **kwargs)
+        layout, self._layout = self._layout, None
+        return combine_rows(hidden_states, layout, self._ep_context, self._order)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._ep_context is None:
+            return super().combine_postprocess(hidden_states)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+        output = hidden_states.view(self.hidden_shape)
+        if self.shared_experts is not None:
+            output += self.shared_experts.get_output()
+        return output
+
+
+class DitronMoELayer(MoELayer):
+    """``MoELayer`` with our dispatcher, for specs: the native layer builds its dispatcher from the configuration."""
+
+    def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None) -> None:
+        pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, pg_collection)
+        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            self.token_dispatcher = DitronMoEAlltoAllTokenDispatcher(
+                self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
+            )
+            if self.use_shared_expert and self.shared_expert_overlap:
+                self.token_dispatcher.set_shared_experts(self.shared_experts)
+        else:
+            kind = config.moe_token_dispatcher_type
+            if kind != "alltoall":
+                log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")
+
+
+def class_map() -> dict[type, type]:
+    """The native classes and ours."""
+    return {MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher, MoELayer: DitronMoELayer}

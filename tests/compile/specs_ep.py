@@ -1,0 +1,95 @@
+"""Kernels of the ep room, as a group of 8 ranks with 128 experts launches them."""
+
+from ditron_train.testing.compile_check import KernelSpec
+
+_LAYOUT = {"EXPERTS_PER_RANK": 16, "WORLD_SIZE": 8, "RANKS": 8, "SLOTS": 16, "BLOCK_T": 16}
+_INT = "*i32"
+
+
+def _signature(*groups: tuple[str, str]) -> dict[str, str]:
+    return {name: kind for names, kind in groups for name in names.split()}
+
+
+_CHANNEL = ("signal_addresses ready_addresses", "*i64"), ("signals ready signature", _INT), ("tickets control", "*i64")
+
+_PUSH = _signature(
+    ("x out buffer", "*bf16"), ("out_probs", "*fp32"),
+    ("kept dest_slots send_list chunk_entries list_base entry_base recv_offsets arrived", _INT),
+    ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL,
+    ("num_tokens chunk_tokens hidden num_rows entry_capacity slot_capacity", "i32"),
+)  # fmt: skip
+_RETURN = _signature(
+    ("y out buffer", "*bf16"), ("row_grads prob_grads grad_buffer", "*fp32"),
+    ("kept recv_offsets chunk_entries expert_ids", _INT), ("buffer_addresses grad_addresses", "*i64"), *_CHANNEL,
+    ("num_tokens chunk_tokens hidden num_rows num_experts place_capacity", "i32"),
+)  # fmt: skip
+_MOVE = {"WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "NUM_SENDERS": 16, "SHARED": False}
+_UNALIGNED = ("num_tokens", "num_rows", "slot_capacity", "entry_capacity", "place_capacity", "list_base", "entry_base", "recv_offsets")
+
+
+def _aligned(signature: dict[str, str]) -> tuple[str, ...]:
+    return tuple(name for name in signature if name not in _UNALIGNED)
+
+
+SPECS = [
+    KernelSpec(
+        name="ep_count_chunks",
+        kernel="ditron_train.ep.layout_kernels:count_chunks",
+        signature=_signature(("routing_map", "*u8"), ("chunk_counts chunk_dests chunk_widest", _INT), ("num_tokens chunk_tokens", "i32")),
+        constexprs=_LAYOUT,
+        num_warps=4,
+    ),
+    KernelSpec(
+        name="ep_exchange_counts",
+        kernel="ditron_train.ep.layout_kernels:exchange_counts",
+        signature=_signature(
+            ("chunk_counts chunk_dests chunk_widest chunk_entries row_base slot_base entry_base list_base", _INT),
+            ("recv_offsets messages", _INT), ("message_addresses", "*i64"), *_CHANNEL,
+            ("num_tokens row_capacity slot_capacity", "i32"),
+        ),  # fmt: skip
+        constexprs={
+            "WORLD_SIZE": 8, "RANKS": 8, "SLOTS": 16, "NUM_CHUNKS": 128, "MESSAGE_WORDS": 266, "CHECK_CAPACITY": True,
+        },  # fmt: skip
+        num_warps=8,
+        aligned=("chunk_counts", "messages"),
+        signals=True,
+    ),
+    KernelSpec(
+        name="ep_list_entries",
+        kernel="ditron_train.ep.layout_kernels:list_entries",
+        signature=_signature(
+            ("routing_map", "*u8"), ("probs", "*fp32"),
+            ("chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots expert_ids", _INT),
+            ("num_tokens chunk_tokens", "i32"),
+        ),  # fmt: skip
+        constexprs={**_LAYOUT, "TOPK": 8, "NUM_CHUNKS": 128, "TOPK_LANES": 8},
+        num_warps=4,
+    ),
+    *(
+        KernelSpec(
+            name=f"ep_push_tokens_{name}",
+            kernel="ditron_train.ep.kernels:push_tokens",
+            signature=_PUSH,
+            constexprs={**_MOVE, "ROWS": 2, "RANKS": 8, "WITH_ENTRIES": with_entries, "ZERO_PROBS": with_entries},
+            num_warps=16,
+            aligned=_aligned(_PUSH),
+            signals=True,
+        )
+        for name, with_entries in (("first", True), ("again", False))
+    ),
+    *(
+        KernelSpec(
+            name=f"ep_return_rows_{name}",
+            kernel="ditron_train.ep.kernels:return_rows",
+            signature=_RETURN,
+            constexprs={
+                **_MOVE, "ROWS": 4, "WITH_GRADS": with_grads, "TOPK": 8, "TOPK_LANES": 8, "ROUND_EACH": round_each,
+                "DESCENDING": not round_each, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
+            },  # fmt: skip
+            num_warps=16,
+            aligned=_aligned(_RETURN),
+            signals=True,
+        )
+        for name, with_grads, round_each in (("index_add", False, True), ("fused_with_grads", True, False))
+    ),
+]
