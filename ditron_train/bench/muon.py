@@ -1,0 +1,177 @@
+"""Benchmark of Muon: Newton-Schulz iterations on one GPU, and whole steps, sharded by matrices on several.
+
+Native is the published algorithm in torch's operators (cuBLAS products); the peer is ``torch.compile`` of it. The limit
+takes half of the time of the two symmetric products away, since half of each determines the other, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.rows import Row
+from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.optim import Muon, newton_schulz
+from ditron_train.testing.reference_muon import (
+    reference_layer_wise_step,
+    reference_newton_schulz,
+    reference_shards,
+    reference_step,
+)
+
+__all__ = ["add_arguments", "run"]
+
+_PARTS = ("newton_schulz", "muon_step")
+_RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
+_SIZES = (1024, 2048, 4096, 8192)
+_QKV = (512, 128, 128)  # rows of q, k and v in a group: 4 heads of 128 share one key and value head
+_LR = 0.01
+
+# Matrices of one layer: rows and columns as stored, gate and up projection together.
+_ATTENTION = [(8 * sum(_QKV), 4096), (4096, 4096)]
+_FFN = [(2 * 14336, 4096), (4096, 14336)]
+_MODELS = {"LLaMA-8B": (_ATTENTION + _FFN, 8), "Mixtral-8x7B": (_ATTENTION + 8 * _FFN, 2)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench muon``."""
+    add_common_arguments(parser)
+    parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
+    parser.add_argument(
+        "--shape", nargs=2, type=int, action="append", metavar=("ROWS", "COLUMNS"), help="matrices instead of the table's"
+    )
+    parser.add_argument("--layers", type=int, help="layers of a model (default: 8, with experts 2; times scale with it)")
+    parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out, which takes a while to compile")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the command line asks for; returns 1 where bits differ."""
+    with bench_session("muon", arguments) as session:
+        parts = arguments.part or _PARTS
+        if "newton_schulz" in parts and session.world_size == 1:
+            for name, rows, columns in _matrices(arguments, session):
+                session.add(_newton_schulz_row(session, name, rows, columns, with_peer=not arguments.no_peer))
+        if "muon_step" in parts:
+            for model, (layer, num_layers) in _models(arguments, session).items():
+                session.add(_step_row(session, model, layer, arguments.layers or num_layers))
+        return session.finish()
+
+
+def _matrices(arguments: argparse.Namespace, session: BenchSession) -> list[tuple[str, int, int]]:
+    if arguments.shape:
+        return [("custom", rows, columns) for rows, columns in arguments.shape]
+    sizes = _SIZES if session.device.type == "cuda" else (64,)
+    table = [(name, size, int(size * ratio) // 256 * 256 or size) for name, ratio in _RATIOS.items() for size in sizes]
+    return [entry for entry in table if not arguments.model or entry[0] in arguments.model]
+
+
+def _models(arguments: argparse.Namespace, session: BenchSession) -> dict[str, tuple[list[tuple[int, int]], int]]:
+    if session.device.type == "cpu":
+        return {"tiny": ([(8 * sum(_QKV) // 64, 64), (64, 64), (448, 64), (64, 224)], 2)}
+    return {name: model for name, model in _MODELS.items() if not arguments.model or name in arguments.model}
+
+
+def _normal(shape: tuple[int, ...], session: BenchSession, seed: int) -> torch.Tensor:
+    generator = torch.Generator(session.device).manual_seed(seed)
+    return torch.empty(shape, device=session.device).normal_(generator=generator)
+
+
+def _product_contenders(grad: torch.Tensor) -> dict[str, Callable[[int], object]]:
+    """The three products of a step by cuBLAS, for the limit."""
+    x = (grad / grad.norm()).bfloat16()
+    x = x.mT.contiguous() if x.shape[0] > x.shape[1] else x
+    gram = x @ x.mT
+    return {
+        "gram": lambda index: x @ x.mT,
+        "square": lambda index: torch.addmm(gram, gram, gram, alpha=2.9270, beta=-6.8946),
+    }
+
+
+def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int, *, with_peer: bool) -> Row:
+    grads = [_normal((rows, columns), session, seed) for seed in range(session.num_input_sets(4 * rows * columns))]
+
+    def pick(index: int) -> torch.Tensor:
+        return grads[index % len(grads)]
+
+    def ours(index: int) -> torch.Tensor:
+        x = newton_schulz(pick(index)).to(torch.float32)
+        return x.mT if rows > columns else x
+
+    contenders: dict[str, Callable[[int], object]] = {
+        "native": lambda index: reference_newton_schulz(pick(index)),
+        "ditron": ours,
+        **_product_contenders(grads[0]),
+    }
+    if with_peer and session.device.type == "cuda":
+        compiled = torch.compile(reference_newton_schulz)
+        if session.attempt("torch.compile", lambda index: compiled(pick(index))):
+            contenders["peer"] = lambda index: compiled(pick(index))
+    equal = all(session.equal([ours(i)], [reference_newton_schulz(pick(i))]) for i in range(len(grads)))
+    timings = session.measure(contenders)
+    native_us = timings["native"].median_us
+    return Row(
+        op="newton_schulz",
+        direction="forward",
+        model=name,
+        world_size=1,
+        dtype="bfloat16",
+        shape={"m": rows, "n": columns},
+        native_us=native_us,
+        ditron_us=timings["ditron"].median_us,
+        bitwise_equal=equal,
+        comm_sms=0,
+        limit_us=native_us - 5 * (timings["gram"].median_us + timings["square"].median_us) / 2,
+        peer="torch.compile" if "peer" in timings else None,
+        peer_us=timings["peer"].median_us if "peer" in timings else None,
+        spread=max(timings["native"].spread, timings["ditron"].spread),
+    )
+
+
+def _step_row(session: BenchSession, model: str, layer: list[tuple[int, int]], num_layers: int) -> Row:
+    """A step of all matrices; with several ranks each steps its own and sends them, natively after all are done."""
+    shapes = layer * num_layers
+    qkv_rows = layer[0][0]
+    qkv = _QKV if qkv_rows % sum(_QKV) == 0 else None
+    ours = [torch.nn.Parameter(_normal(shape, session, seed)) for seed, shape in enumerate(shapes)]
+    native = [param.detach().clone() for param in ours]
+    for seed, param in enumerate(ours):
+        param.grad = _normal(param.shape, session, 1000 + seed)
+    group = dist.group.WORLD
+    optimizer = Muon(
+        ours, lr=_LR, split_qkv=qkv is not None, is_qkv_fn=lambda param: param.shape[0] == qkv_rows, qkv_split_shapes=qkv,
+        shard_group=group if session.world_size > 1 else None,
+    )  # fmt: skip
+    shards = reference_shards(native, session.world_size)
+    momenta = {index: torch.zeros_like(native[index]) for index in shards[session.rank]}
+
+    def native_one(index: int) -> None:
+        split = qkv if native[index].shape[0] == qkv_rows else None
+        reference_step(native[index], momenta[index], ours[index].grad, lr=_LR, qkv=split)
+
+    def native_step(index: int) -> None:
+        if session.world_size > 1:
+            reference_layer_wise_step(native, native_one, shards, group)
+        else:
+            for own in shards[0]:
+                native_one(own)
+
+    optimizer.step()
+    native_step(0)
+    equal = session.equal([param.detach() for param in ours], native)
+    timings = session.measure({"native": native_step, "ditron": lambda index: optimizer.step()})
+    return Row(
+        op="muon_step",
+        direction="forward",
+        model=model,
+        world_size=session.world_size,
+        dtype="float32",
+        shape={"num_layers": num_layers, "num_matrices": len(shapes)},
+        native_us=timings["native"].median_us,
+        ditron_us=timings["ditron"].median_us,
+        bitwise_equal=equal,
+        comm_sms=0,
+        spread=max(timings["native"].spread, timings["ditron"].spread),
+    )

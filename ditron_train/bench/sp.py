@@ -1,0 +1,282 @@
+"""Benchmark of Ulysses sequence parallelism: both projections with their exchanges, and a whole attention layer.
+
+Native is GEMM and all-to-alls as Transformer Engine's attention does them; the other column is the same with one all-to-all
+for q, k and v. All of them, the GEMM alone and the exchange alone are measured in one run on the same inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.rows import Row
+from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.sp_native import NativeUlysses
+from ditron_train.bench.tp import WIRE_GBPS
+from ditron_train.data import load_workloads
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.sp import (
+    HeadsLayout,
+    SPContext,
+    a2a_gemm,
+    gemm_a2a,
+    get_context,
+    output_layout,
+    output_projection,
+    qkv_layout,
+    qkv_projection,
+)
+
+__all__ = ["add_arguments", "run"]
+
+_PARTS = ("gemm_a2a", "a2a_gemm", "backward", "layer")
+_FACTS = ("attention layer", 32768, 64, 8, 128)  # the layer that the targets are stated for
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention: global length, heads and groups of all ranks; the hidden size is heads times head size."""
+
+    model: str
+    seqlen: int
+    heads: int
+    groups: int
+    head_size: int
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """As it stands in a row."""
+        return {"seqlen": self.seqlen, "heads": self.heads, "groups": self.groups, "head_size": self.head_size}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench sp``."""
+    add_common_arguments(parser)
+    parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
+    parser.add_argument(
+        "--shape",
+        nargs=4,
+        type=int,
+        metavar=("SEQLEN", "HEADS", "GROUPS", "HEAD_SIZE"),
+        action="append",
+        help="instead of workloads.json's (may be repeated; default without a GPU: 64 8 4 16)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the command line asks for; returns 1 where bits differ.
+
+    Raises:
+        SettingError: A shape does not divide over the ranks.
+    """
+    with bench_session("sp", arguments) as session:
+        parts = arguments.part or _PARTS
+        context = get_context(dist.group.WORLD, session.device)
+        native = NativeUlysses(context.group, session.device)
+        for case in _cases(arguments, session):
+            if "gemm_a2a" in parts:
+                session.add(_gemm_a2a_row(session, case, context, native))
+            if "a2a_gemm" in parts:
+                session.add(_a2a_gemm_row(session, case, context, native))
+            if "backward" in parts:
+                for row in _backward_rows(session, case, context, native):
+                    session.add(row)
+        if "layer" in parts and session.device.type == "cuda":
+            _layer_rows(session)
+        return session.finish()
+
+
+def _layer_rows(session: BenchSession) -> None:
+    try:
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+    except ImportError:
+        HAVE_TE = False
+    if not HAVE_TE:
+        get_logger("bench").warning("no rows for the attention layer: megatron-core or Transformer Engine is not installed")
+        return
+    from ditron_train.bench.megatron_sp import attention_rows
+
+    for row in attention_rows(session):
+        session.add(row)
+
+
+def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
+    shapes = arguments.shape or ([(64, 8, 4, 16)] if session.device.type == "cpu" else None)
+    if shapes is not None:
+        cases = [Case("custom", *shape) for shape in shapes]
+    else:
+        workload = load_workloads()["gemm_a2a"]
+        cases = [Case(*_FACTS)]
+        for length in workload["weak_scaling_seqlen_by_gpus"].get(str(session.world_size), ()):
+            cases.append(Case("weak scaling", length, 64, 64, 128))
+        for shape in workload["strong_scaling"]:
+            heads = shape["heads"]
+            cases.append(Case("strong scaling", shape["seqlen"], heads, heads, shape["head_size"]))
+        if arguments.model:
+            cases = [case for case in cases if case.model in arguments.model]
+    for case in cases:
+        if case.seqlen % (2 * session.world_size) or case.groups % session.world_size or case.heads % case.groups:
+            raise SettingError(f"{case} does not divide over {session.world_size} ranks")
+    return cases
+
+
+def _dtype(session: BenchSession) -> torch.dtype:
+    return torch.bfloat16 if session.device.type == "cuda" else torch.float32
+
+
+def _values(session: BenchSession, *shape: int, seed: int) -> torch.Tensor:
+    """Normal values; on the CPU small integers, for which a GEMM is exact in every order of its sums."""
+    generator = torch.Generator(session.device).manual_seed(1000 * seed + session.rank)
+    if session.device.type == "cpu":
+        return torch.randint(-2, 3, shape, generator=generator).to(_dtype(session))
+    return torch.empty(shape, device=session.device, dtype=_dtype(session)).normal_(generator=generator)
+
+
+def _layouts(case: Case, world_size: int) -> tuple[HeadsLayout, HeadsLayout]:
+    return (
+        qkv_layout(case.heads, case.groups, case.head_size, world_size),
+        output_layout(case.heads, case.head_size, world_size),
+    )
+
+
+def _gemm_a2a_row(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> Row:
+    layout, _ = _layouts(case, session.world_size)
+    x = _values(session, case.seqlen // session.world_size, 1, case.hidden, seed=1)
+    weight = _values(session, session.world_size * layout.num_columns, case.hidden, seed=2)
+    parts = native.split(torch.matmul(x, weight.t()), layout)
+    contenders = {
+        "native": lambda index: native.gemm_a2a(x, weight, layout),
+        "gemm": lambda index: torch.matmul(x, weight.t()),
+        "comm": lambda index: native.to_heads(parts),
+        "peer": lambda index: native.gemm_one_a2a(x, weight, layout),
+        "ditron": lambda index: list(gemm_a2a(x, weight, context=context, layout=layout)),
+    }
+    return _forward_row(session, "gemm_a2a", case, contenders, x.shape[0] * weight.shape[0], "one all-to-all")
+
+
+def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> Row:
+    _, layout = _layouts(case, session.world_size)
+    attended = _values(session, case.seqlen, 1, case.heads // session.world_size, case.head_size, seed=3)
+    weight = _values(session, case.hidden, case.hidden, seed=4)
+    gathered = native.to_sequence([attended])[0].flatten(2)
+    contenders = {
+        "native": lambda index: [native.a2a_gemm(attended, weight)],
+        "gemm": lambda index: torch.matmul(gathered, weight.t()),
+        "comm": lambda index: native.to_sequence([attended]),
+        "ditron": lambda index: [a2a_gemm((attended,), weight, context=context, layout=layout)],
+    }
+    return _forward_row(session, "a2a_gemm", case, contenders, gathered.numel(), None)
+
+
+def _forward_row(
+    session: BenchSession,
+    op: str,
+    case: Case,
+    contenders: dict[str, Callable[[int], object]],
+    num_elements: int,
+    peer: str | None,
+) -> Row:
+    """``num_elements``: what a rank sends to all, itself included."""
+    equal = session.equal(contenders["ditron"](0), contenders["native"](0))
+    timings = session.measure(contenders)
+    times = {name: timing.median_us for name, timing in timings.items()}
+    wire_bytes = num_elements * _dtype(session).itemsize * (session.world_size - 1) / session.world_size
+    on_gpu = session.device.type == "cuda"
+    return Row(
+        op=op,
+        direction="forward",
+        model=case.model,
+        world_size=session.world_size,
+        dtype=str(_dtype(session)).removeprefix("torch."),
+        shape=case.shape,
+        native_us=times["native"],
+        ditron_us=times["ditron"],
+        bitwise_equal=equal,
+        comm_sms=0 if op == "gemm_a2a" or not on_gpu else 8,
+        gemm_us=times["gemm"],
+        comm_us=times["comm"],
+        limit_us=max(times["gemm"], wire_bytes / WIRE_GBPS / 1e3) if on_gpu else None,
+        peer=peer if "peer" in times else None,
+        peer_us=times.get("peer"),
+        wire_gbps=wire_bytes / times["ditron"] / 1e3,
+        spread=max(timing.spread for timing in timings.values()),
+    )
+
+
+def _backward_rows(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> list[Row]:
+    """dgrad with its exchange, and wgrad, of both projections."""
+    world = session.world_size
+    layout, out_layout = _layouts(case, world)
+    x = _values(session, case.seqlen // world, 1, case.hidden, seed=5)
+    weight = _values(session, world * layout.num_columns, case.hidden, seed=6)
+    grads = [
+        _values(session, case.seqlen, 1, layout.num_heads(part), case.head_size, seed=7 + part) for part in range(3)
+    ]
+
+    def native_qkv(index: int) -> list[torch.Tensor]:
+        mixed = native.join(native.to_sequence(grads), layout)
+        return [torch.matmul(mixed, weight), mixed.flatten(0, 1).t().matmul(x.flatten(0, 1))]
+
+    rows = [
+        _backward_row(
+            session, "qkv_projection", case, (x, weight), grads, native_qkv,
+            lambda a, b: qkv_projection(a, b, context=context, layout=layout),
+        )
+    ]  # fmt: skip
+    attended = _values(session, case.seqlen, 1, case.heads // world, case.head_size, seed=11)
+    weight_out = _values(session, case.hidden, case.hidden, seed=12)
+    grad = _values(session, case.seqlen // world, 1, case.hidden, seed=13)
+    gathered = native.to_sequence([attended])[0].flatten(2)
+
+    def native_output(index: int) -> list[torch.Tensor]:
+        grad_gathered = torch.matmul(grad, weight_out).view(*grad.shape[:2], case.heads, case.head_size)
+        return [*native.to_heads([grad_gathered]), grad.flatten(0, 1).t().matmul(gathered.flatten(0, 1))]
+
+    rows.append(
+        _backward_row(
+            session, "output_projection", case, (attended, weight_out), [grad], native_output,
+            lambda a, b: (output_projection(a, b, context=context, layout=out_layout),),
+        )
+    )  # fmt: skip
+    return rows
+
+
+def _backward_row(
+    session: BenchSession,
+    op: str,
+    case: Case,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    grads: list[torch.Tensor],
+    native: Callable[[int], list[torch.Tensor]],
+    ours: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+) -> Row:
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    outputs = ours(*leaves)
+
+    def ditron(index: int) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
+
+    equal = session.equal(ditron(0), native(0))
+    timings = session.measure({"native": native, "ditron": ditron})
+    return Row(
+        op=op,
+        direction="backward",
+        model=case.model,
+        world_size=session.world_size,
+        dtype=str(_dtype(session)).removeprefix("torch."),
+        shape=case.shape,
+        native_us=timings["native"].median_us,
+        ditron_us=timings["ditron"].median_us,
+        bitwise_equal=equal,
+        comm_sms=8 if op == "qkv_projection" and session.device.type == "cuda" else 0,
+        spread=max(timing.spread for timing in timings.values()),
+    )

@@ -1,0 +1,159 @@
+"""The format of results: what is written is what is read, and unknown things stay out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from ditron_train.bench.document import picture_path, render
+from ditron_train.bench.pictures import draw_speedups
+from ditron_train.bench.rows import RESULTS, Row, Stamp, read_results, result_path, write_results
+from ditron_train.bench.stamp import collect_stamp
+from ditron_train.bench.tables import markdown_table, show_rows
+from ditron_train.megatron.arguments import available_features
+
+ROOT = Path(__file__).parent.parent.parent
+FULL = Row(
+    op="ag_gemm",
+    direction="forward",
+    model="LLaMA3-7B",
+    world_size=8,
+    dtype="bfloat16",
+    shape={"m": 8192, "n": 11008, "k": 4096},
+    native_us=340.0,
+    ditron_us=200.0,
+    bitwise_equal=True,
+    comm_sms=8,
+    gemm_us=133.0,
+    comm_us=170.0,
+    limit_us=160.0,
+    peer="async-TP",
+    peer_us=500.0,
+    wire_gbps=300.0,
+    logical_gbps=310.0,
+    spread=0.01,
+)
+SHORT = Row(
+    op="newton_schulz",
+    direction="forward",
+    model="square",
+    world_size=8,
+    dtype="bfloat16",
+    shape={"rows": 4096, "columns": 4096},
+    native_us=600.0,
+    ditron_us=800.0,
+    bitwise_equal=False,
+    comm_sms=0,
+)
+
+
+def stamp(**changes: object) -> Stamp:
+    return dataclasses.replace(collect_stamp(torch.device("cpu"), 8, repetitions=3), **changes)
+
+
+def test_fields_are_those_of_the_architecture() -> None:
+    assert list(FULL.to_json()) == [
+        "op",
+        "pass",
+        "model",
+        "world_size",
+        "dtype",
+        "m",
+        "n",
+        "k",
+        "native_us",
+        "ditron_us",
+        "speedup",
+        "bitwise_equal",
+        "comm_sms",
+        "gemm_us",
+        "comm_us",
+        "limit_us",
+        "fraction_of_limit",
+        "peer",
+        "peer_us",
+        "peer_speedup",
+        "wire_gbps",
+        "logical_gbps",
+        "spread",
+    ]
+    assert FULL.to_json()["speedup"] == 1.7
+    assert FULL.to_json()["fraction_of_limit"] == 0.8
+    assert FULL.to_json()["peer_speedup"] == 2.5
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = write_results(tmp_path, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
+    assert path == tmp_path / "H200x8" / "tp.json"
+    assert read_results(path) == (stamp(device="NVIDIA H200"), [FULL, SHORT])
+    assert "peer" not in json.loads(path.read_text())["rows"][1]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"stamp": {"device": 1}, "rows": []}', '{"stamp": {}, "rows": [{}]}'])
+def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "foreign.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="foreign.json"):
+        read_results(path)
+
+
+def test_paths_hold_no_odd_characters() -> None:
+    assert result_path(Path(), stamp(device="NVIDIA H100 80GB HBM3", count=2), "pp").as_posix() == "H100-80GB-HBM3x2/pp.json"
+
+
+def test_stamp_tells_what_it_ran_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("AWS_SECRET", "no")
+    collected = collect_stamp(torch.device("cpu"), 2, repetitions=7)
+    assert collected.torch == torch.__version__ and collected.count == 2 and collected.driver is None
+    assert collected.settings["NCCL_ALGO"] == "Ring" and collected.settings["repetitions"] == "7"
+    assert "AWS_SECRET" not in collected.settings
+
+
+def test_tables() -> None:
+    lines = markdown_table([FULL, SHORT]).splitlines()
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    assert "1.70x" in lines[2] and "80 %" in lines[2] and "DIFFER" in lines[3]
+    console = Console(record=True, width=240)
+    show_rows([SHORT], stamp(), console)
+    shown = console.export_text()
+    assert "0.75x" in shown and "peer" not in shown
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_speedups([FULL, SHORT], stamp(), tmp_path / "sub" / "tp.png")
+    assert (tmp_path / "sub" / "tp.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_readme_parts_are_current() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert render(text, ROOT) == text, "python scripts/readme.py"
+
+
+def test_readme_names_every_feature() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in available_features() if f"| `{name}` |" not in text] == []
+
+
+def test_every_result_file_reads_and_has_equal_bits() -> None:
+    for path in (ROOT / RESULTS).glob("*/*.json"):
+        _, rows = read_results(path)
+        assert rows and all(row.bitwise_equal for row in rows), path
+        assert (ROOT / picture_path(path.relative_to(ROOT))).exists(), "python scripts/readme.py"
+
+
+def test_readme_shows_results(tmp_path: Path) -> None:
+    write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
+    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("results", "settings", "versions"))
+    text = render(f"intro\n{marks}outro", tmp_path)
+    assert text.startswith("intro") and text.endswith("outro") and "\nold\n" not in text
+    assert "8 x NVIDIA H200" in text and "2.50x async-TP" in text and "**BITS DIFFER**" in text
+    assert render(text, tmp_path) == text
+    with pytest.raises(ValueError, match="begin settings"):
+        render("<!-- begin results -->\n<!-- end results -->", tmp_path)

@@ -1,0 +1,42 @@
+"""Timing: the maximum over ranks, the spread of the two measurements, inputs in turn."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.timing import _summary, measure, num_input_sets
+from ditron_train.testing.processes import run_workers
+
+
+def _slow_on_rank_one() -> tuple[float, float, list[int]]:
+    calls: list[int] = []
+
+    def contender(index: int) -> None:
+        calls.append(index)
+        time.sleep(0.03 if dist.get_rank() == 1 else 0.0)
+
+    timings = measure(
+        {"slow": contender, "quick": lambda index: None}, group=None, device=torch.device("cpu"), repetitions=3, warmup=1
+    )
+    return timings["slow"].median_us, timings["quick"].median_us, calls
+
+
+def test_the_slowest_rank_counts() -> None:
+    (slow_0, quick_0, calls), (slow_1, quick_1, _) = run_workers(2, _slow_on_rank_one)
+    assert slow_0 == slow_1 and quick_0 == quick_1
+    assert 30_000 <= slow_0 < 300_000 and quick_0 < 30_000
+    assert calls == [0, 1, 2, 3] * 2  # measured twice, each with a set of inputs of its own
+
+
+def test_median_and_spread() -> None:
+    timing = _summary([[10.0, 11.0, 90.0], [12.0, 13.0, 14.0]])
+    assert timing.median_us == 12.5
+    assert timing.spread == pytest.approx(2.0 / 12.5)
+
+
+def test_inputs_outside_the_cache() -> None:
+    assert num_input_sets(1, torch.device("cpu")) == 2
