@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not logging.getLogger().handlers and not get_logger().handlers:
         get_logger().addHandler(logging.StreamHandler())
         get_logger().setLevel(logging.INFO)
+        get_logger().propagate = False  # Megatron gives the root logger a handler of its own later
 
     sys.argv = [words[0], *words[1:]]
     sys.path.insert(0, os.path.dirname(script))  # as `python SCRIPT.py` would have it

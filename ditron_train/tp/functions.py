@@ -58,30 +58,35 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _like_input(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[s * ..., N] as [s, ..., N], with the middle dimensions of x."""
+    return rows.view(-1, *x.shape[1:-1], rows.shape[-1]) if x.dim() > 2 else rows
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, context, wgrad):
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
         ctx.context, ctx.wgrad = context, wgrad
-        y = ag_gemm(x, weight, context=context)
+        y = ag_gemm(_rows(x), weight, context=context)
+        # As rows, since what a Function returns must not be a view: Megatron's cross entropy edits the logits in place.
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        deferred = needs_weight and ctx.wgrad.defer(grad_output)
+        deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x))
         grad_x = grad_weight = None
         gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
         if needs_x:
-            grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn")
-        grad_rows = _rows(grad_output)
+            grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn").view_as(x)
         if gather is not None:
-            grad_weight = ctx.wgrad(grad_rows, gather.wait()[:, : x.shape[-1]])
+            grad_weight = ctx.wgrad(grad_output, gather.wait()[:, : x.shape[-1]])
         elif deferred:
             grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
-        grad_bias = grad_rows.sum(dim=0) if ctx.has_bias and needs_bias else None
+        grad_bias = grad_output.sum(dim=0) if ctx.has_bias and needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -131,7 +136,7 @@ def column_linear(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm`` and ``gemm_rs``, in backward too.
     """
-    return _ColumnLinear.apply(x, weight, bias, context, wgrad or PlainWgrad())
+    return _like_input(_ColumnLinear.apply(x, weight, bias, context, wgrad or PlainWgrad()), x)
 
 
 def row_linear(
