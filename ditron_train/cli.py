@@ -36,7 +36,46 @@ def _parser() -> argparse.ArgumentParser:
     rooms = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
     for name, text in available_benches().items():
         rooms.add_parser(name, help=text, add_help=False).set_defaults(function=_bench)
+
+    trace = commands.add_parser("trace", help="draw the order in which tiles run and chunks travel")
+    trace.add_argument("--schedule", choices=("ag_gemm", "gemm_rs"), required=True, metavar="OP", help="ag_gemm or gemm_rs")
+    trace.add_argument("--shape", nargs=3, type=int, metavar=("M", "N", "K"), default=(8192, 28672, 8192))
+    trace.add_argument("--world-size", type=int, default=8, metavar="RANKS")
+    trace.add_argument("--ranks-per-node", type=int, metavar="RANKS", help="default: one node")
+    trace.add_argument("--rows", type=_integers, metavar="R0,R1,...", help="rows of each rank where they differ")
+    trace.add_argument("--num-sms", type=int, default=132, metavar="SMS")
+    trace.add_argument("--output", default="schedule.png", metavar="FILE", help="picture (default %(default)s)")
+    trace.set_defaults(function=_trace)
     return parser
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    from pathlib import Path
+
+    from ditron_train.trace.schedule import ScheduleRequest, plan_rank
+    from ditron_train.trace.show_schedule import draw_schedules, show_schedules
+
+    _refuse(rest)
+    m, n, k = arguments.shape
+    request = ScheduleRequest(
+        op=arguments.schedule,
+        m=m,
+        n=n,
+        k=k,
+        world_size=arguments.world_size,
+        ranks_per_node=arguments.ranks_per_node,
+        row_counts=arguments.rows,
+        num_sms=arguments.num_sms,
+    )
+    schedules = [plan_rank(request, rank) for rank in range(request.world_size)]
+    show_schedules(request, schedules)
+    draw_schedules(request, schedules, Path(arguments.output))
+    print(f"written: {arguments.output}")
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ditron_train.bench.rows import Row, Stamp
 
-__all__ = ["markdown_table", "show_rows"]
+__all__ = ["markdown_table", "show_rows", "terminal"]
 
 _PASS_NAMES = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 
@@ -57,6 +57,12 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return [name for name, _ in columns], [list(line) for line in zip(*(cells for _, cells in columns))]
 
 
+def terminal() -> Console:
+    """Returns a console for tables: the terminal, or, into a file, one so wide that nothing is folded or dropped."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
+
+
 def show_rows(rows: Sequence[Row], stamp: Stamp, console: Console | None = None) -> None:
     """Prints a table to ``console`` (default: the terminal)."""
     header, lines = _cells(rows)
@@ -67,11 +73,7 @@ def show_rows(rows: Sequence[Row], stamp: Stamp, console: Console | None = None)
     for line in lines:
         style = "red" if "DIFFER" in line else None
         table.add_row(*line, style=style)
-    if console is None:
-        console = Console()
-        if not console.is_terminal:  # a log file: never fold or drop a column
-            console = Console(width=240)
-    console.print(table)
+    (console or terminal()).print(table)
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
