@@ -64,7 +64,7 @@ def _matrices(arguments: argparse.Namespace, session: BenchSession) -> list[tupl
     if arguments.shape:
         return [("custom", rows, columns) for rows, columns in arguments.shape]
     sizes = _SIZES if session.device.type == "cuda" else (64,)
-    table = [(name, size, int(size * ratio) // 256 * 256 or size) for name, ratio in _RATIOS.items() for size in sizes]
+    table = [(name, size, int(size * ratio) // 128 * 128 or size) for name, ratio in _RATIOS.items() for size in sizes]
     return [entry for entry in table if not arguments.model or entry[0] in arguments.model]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 
 import torch
 
@@ -11,6 +12,7 @@ from ditron_train.gemm.kernels import gemm_kernel
 from ditron_train.gemm.operands import aligned_operand, empty_aligned, is_aligned, make_descriptor
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
 
 __all__ = ["check_operands", "launch_gemm", "matmul_nn", "matmul_nt", "matmul_tn", "on_device"]
 
@@ -72,13 +74,20 @@ def launch_gemm(
     k = a.shape[0] if transpose_a else a.shape[1]
     a_block = (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k)
     b_block = (config.block_n, config.block_k) if transpose_b else (config.block_k, config.block_n)
-    gemm_kernel[(min(num_programs, config.num_tiles(m, n)),)](
-        make_descriptor(a, a_block),
-        make_descriptor(b, b_block),
-        make_descriptor(out, config.store_block),
-        m,
-        n,
-        k,
+    launch = _launcher(
+        config, transpose_a, transpose_b, min(num_programs, config.num_tiles(m, n)), out.dtype, out.device.index
+    )
+    launch(
+        make_descriptor(a, a_block), make_descriptor(b, b_block), make_descriptor(out, config.store_block), m, n, k
+    )
+
+
+@lru_cache(maxsize=4096)
+def _launcher(
+    config: GemmConfig, transpose_a: bool, transpose_b: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
+) -> KernelLaunch:
+    """One launcher for each kernel that is compiled (type and device are part of its key alone) and grid."""
+    constants = dict(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -86,8 +95,9 @@ def launch_gemm(
         TRANSPOSE_A=transpose_a,
         TRANSPOSE_B=transpose_b,
         SPLIT_STORE=config.split_store,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+    )
+    return KernelLaunch(
+        gemm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages
     )
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
 import random
 
 import pytest
 import torch
 
 from ditron_train.optim import Muon, addmm, gram, newton_schulz, scaled_square
+from ditron_train.testing import reference_muon as reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-_path = pathlib.Path(__file__).parents[1] / "optim" / "reference_muon.py"
-_spec = importlib.util.spec_from_file_location("reference_muon", _path)
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
 
 
 def matrix(*shape, dtype=torch.float32, seed=0):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
-import pathlib
 
 import pytest
 import torch
@@ -16,10 +14,7 @@ from ditron_train.optim import products
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.testing import interpreter
-
-_spec = importlib.util.spec_from_file_location("reference_muon", pathlib.Path(__file__).with_name("reference_muon.py"))
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
+from ditron_train.testing import reference_muon as reference
 
 needs_interpreter = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
