@@ -1,0 +1,235 @@
+"""Benchmark of expert parallelism: dispatch, combine and the whole MoE layer, balanced and skewed.
+
+Native is megatron-core's alltoall dispatcher, with Transformer Engine's fused permutation and grouped GEMM where TE is
+installed; without it PyTorch's deterministic mode, whose bits repeat. Both run in one process on the same inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.rows import Pass, Row
+from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.timing import Timing
+from ditron_train.data import load_workloads
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.logs import get_logger
+
+__all__ = ["add_arguments", "run"]
+
+_PARTS = ("dispatch", "combine", "layer")
+_WIRE_GBPS = 370.0  # what NVLink carries on an H200, the link speed that limits are computed with
+
+
+@dataclass(frozen=True)
+class Case:
+    """One MoE layer: tokens of each rank, experts of all ranks, and how unevenly they are chosen (0: evenly)."""
+
+    model: str
+    tokens_per_rank: int
+    hidden: int
+    ffn_hidden: int
+    num_experts: int
+    topk: int
+    zipf: float = 0.0
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """As it stands in a row."""
+        return {
+            "tokens_per_rank": self.tokens_per_rank,
+            "hidden": self.hidden,
+            "ffn_hidden": self.ffn_hidden,
+            "num_experts": self.num_experts,
+            "topk": self.topk,
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench ep``."""
+    add_common_arguments(parser)
+    parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the skewed routing (default %(default)s)")
+
+
+def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
+    w = session.world_size
+    if session.device.type == "cpu":
+        cases = [Case("small", 24, 32, 48, 4 * w, 2)]
+    else:
+        data = load_workloads()
+        ep = data["ep"]
+        tokens, topk, hidden = ep["tokens_per_rank"], ep["topk"], ep["hidden"]
+        cases = [
+            Case("facts", tokens, hidden, 2048, 128, topk),
+            Case("weak scaling", tokens, hidden, 2048, ep["weak_scaling_experts_per_rank"] * w, topk),
+            Case("strong scaling", tokens, hidden, 2048, ep["strong_scaling_experts_total"], topk),
+            *(
+                Case(s["model"], s["num_tokens"] // w, s["hidden"], s["intermediate"], s["num_experts"], s["topk"])
+                for s in data["moe"]["shapes"]
+                if s["num_experts"] % w == 0
+            ),
+        ]
+    models = [case.model for case in cases]
+    wanted = arguments.model or models
+    unknown = sorted(set(wanted) - set(models))
+    if unknown:
+        raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(models)}")
+    chosen = [case for case in cases if case.model in wanted]
+    return [Case(**{**vars(case), "zipf": zipf}) for case in chosen for zipf in (0.0, arguments.zipf)]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the command line asks for; returns 1 where bits differ.
+
+    Raises:
+        SettingError: An unknown model, or megatron-core is not installed.
+    """
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError:
+        raise SettingError("bench ep needs megatron-core: pip install 'ditron_train[megatron]'") from None
+    from ditron_train.bench.megatron_ep import HAVE_TE, expert_parallel_world
+
+    parts = arguments.part or _PARTS
+    with bench_session("ep", arguments) as session, expert_parallel_world():
+        if not HAVE_TE:
+            get_logger("bench").info("Transformer Engine is not installed: native runs in PyTorch's deterministic mode")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            for case in _cases(arguments, session):
+                for row in _rows(session, case, parts):
+                    session.add(row)
+                if session.device.type == "cuda":
+                    torch.cuda.empty_cache()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return session.finish()
+
+
+def _rows(session: BenchSession, case: Case, parts: tuple[str, ...]) -> Iterator[Row]:
+    from ditron_train.bench.megatron_ep import moe_config
+
+    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+    config = moe_config(
+        hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk, dtype=dtype
+    )
+    if "dispatch" in parts or "combine" in parts:
+        with torch.no_grad():
+            yield from _movement_rows(session, case, config, dtype, parts)
+    if "layer" in parts and case.zipf == 0:  # a layer's router decides by itself how even its routing is
+        yield from _layer_rows(session, case, config, dtype)
+
+
+def _bytes_moved(case: Case, routed: torch.Tensor, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Bytes of the rank that moves most: distinct (token, rank) rows over links, the same with its own rank, copies over links."""
+    w, rank = dist.get_world_size(), dist.get_rank()
+    per_rank = routed.view(len(routed), w, -1).sum(2)
+    sent = (per_rank > 0).sum(0)
+    copies = per_rank.sum()
+    amounts = torch.stack([sent.sum() - sent[rank], sent.sum(), copies - per_rank[:, rank].sum()]).double()
+    dist.all_reduce(amounts, op=dist.ReduceOp.MAX)
+    return tuple(float(amount) * case.hidden * dtype.itemsize for amount in amounts)
+
+
+def _movement_rows(
+    session: BenchSession, case: Case, config: object, dtype: torch.dtype, parts: tuple[str, ...]
+) -> Iterator[Row]:
+    from ditron_train.bench.megatron_ep import DispatcherPair, zipf_routing
+    from ditron_train.ep import combine
+
+    pair = DispatcherPair(config)
+    generator = torch.Generator(session.device).manual_seed(session.rank)
+    x = torch.empty(case.tokens_per_rank, case.hidden, device=session.device, dtype=dtype).normal_(generator=generator)
+    routed, probs = zipf_routing(
+        case.tokens_per_rank, case.num_experts, case.topk, exponent=case.zipf, device=session.device, seed=session.rank
+    )
+    distinct, logical, copies = _bytes_moved(case, routed, dtype)
+    results = {name: pair.dispatch(name, x, routed, probs) for name in ("native", "ditron")}
+    layout, context, order = pair.ditron._layout, pair.ditron._ep_context, pair.ditron._order
+    comm_sms = 0 if context.target == "interpreter" else context.move.num_senders
+    rows = results["native"][0].clone()
+    equal = session.equal(results["ditron"], results["native"])
+    del results
+    if "dispatch" in parts:
+        timings = session.measure({n: lambda i, n=n: pair.dispatch(n, x, routed, probs) for n in ("native", "ditron")})
+        yield _row(session, "dispatch", "forward", case, dtype, equal, timings, comm_sms, wire=distinct, logical=logical)
+    if "combine" in parts:
+        pair.dispatch("native", x, routed, probs)
+        contenders = {
+            "native": lambda i: pair.combine("native", rows),
+            "ditron": lambda i: combine(rows, layout, context, order=order)[0],
+        }
+        equal = session.equal([contenders["ditron"](0)], [contenders["native"](0)])
+        timings = session.measure(contenders)
+        yield _row(session, "combine", "forward", case, dtype, equal, timings, comm_sms, wire=copies)
+    context.check()
+
+
+def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> Iterator[Row]:
+    from ditron_train.bench.megatron_ep import layer_pair
+
+    layers = layer_pair(config, session.device)
+    generator = torch.Generator(session.device).manual_seed(session.rank)
+    shape = (case.tokens_per_rank, 1, case.hidden)
+    x, grad = (torch.empty(shape, device=session.device, dtype=dtype).normal_(generator=generator) for _ in range(2))
+
+    def forward(name: str) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [layers[name](x)[0]]
+
+    def forward_backward(name: str) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        y, _ = layers[name](leaf)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)]
+
+    for direction, body in (("forward", forward), ("forward_backward", forward_backward)):
+        ours, native = body("ditron"), body("native")
+        equal = session.equal(ours, native)
+        del ours, native
+        timings = session.measure({name: lambda i, n=name: body(n) for name in layers})
+        yield _row(session, "moe_layer", direction, case, dtype, equal, timings, _comm_sms(layers["ditron"]))
+
+
+def _comm_sms(layer: torch.nn.Module) -> int:
+    context = layer.token_dispatcher._ep_context
+    return 0 if context is None or context.target == "interpreter" else context.move.num_senders
+
+
+def _row(
+    session: BenchSession,
+    op: str,
+    direction: Pass,
+    case: Case,
+    dtype: torch.dtype,
+    equal: bool,
+    timings: dict[str, Timing],
+    comm_sms: int,
+    *,
+    wire: float | None = None,
+    logical: float | None = None,
+) -> Row:
+    ditron_us = timings["ditron"].median_us
+    on_gpu = session.device.type == "cuda"
+    return Row(
+        op=op,
+        direction=direction,
+        model=case.model if case.zipf == 0 else f"{case.model}, Zipf {case.zipf:g}",
+        world_size=session.world_size,
+        dtype=str(dtype).removeprefix("torch."),
+        shape=case.shape,
+        native_us=timings["native"].median_us,
+        ditron_us=ditron_us,
+        bitwise_equal=equal,
+        comm_sms=comm_sms,
+        limit_us=wire / _WIRE_GBPS / 1e3 if wire and on_gpu else None,
+        wire_gbps=None if wire is None else wire / ditron_us / 1e3,
+        logical_gbps=None if logical is None else logical / ditron_us / 1e3,
+        spread=max(timing.spread for timing in timings.values()),
+    )

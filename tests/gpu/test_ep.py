@@ -1,0 +1,156 @@
+"""Expert parallelism on GPUs under torchrun: ``torch.equal`` with megatron-core's alltoall dispatcher and MoE layer."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+pytest.importorskip("megatron.core")
+
+from ditron_train.bench.megatron_ep import (  # noqa: E402
+    HAVE_TE,
+    DispatcherPair,
+    expert_parallel_world,
+    layer_pair,
+    moe_config,
+    zipf_routing,
+)
+from ditron_train.ep import begin_layout, combine, combine_rows, dispatch, dispatch_tokens  # noqa: E402
+
+FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            pytest.skip("needs torchrun")
+        dist.init_process_group("nccl", device_id=device)
+    if dist.get_world_size() == 1:
+        pytest.skip("needs at least two GPUs")
+    with expert_parallel_world():
+        yield device
+        torch.cuda.synchronize()
+        dist.barrier()
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def normals(*shape, dtype, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=generator)
+
+
+def config(num_experts, topk, hidden=1024, dtype=torch.bfloat16, fused=False, ffn_hidden=256):
+    return moe_config(hidden=hidden, ffn_hidden=ffn_hidden, num_experts=num_experts, topk=topk, dtype=dtype, fused=fused)
+
+
+def pass_through(pair, name, x, routed, probs, grad):
+    """Dispatch, a stand-in for experts that mixes in the probabilities, combine; everything that comes out."""
+    x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
+    rows, tokens_per_expert, row_probs = pair.dispatch(name, x, routed, probs)
+    out = pair.combine(name, (rows * 1.5 * row_probs[:, None]).to(rows.dtype))
+    out.backward(grad)
+    return [rows.detach(), row_probs.detach(), tokens_per_expert.cpu(), out.detach(), x.grad, probs.grad]
+
+
+def assert_equal_passes(pair, x, routed, probs, grad):
+    native = pass_through(pair, "native", x, routed, probs, grad)
+    ours = pass_through(pair, "ditron", x, routed, probs, grad)
+    assert pair.ditron._ep_context is not None
+    pair.ditron._ep_context.check()
+    for name, a, b in zip(("rows", "row_probs", "tokens_per_expert", "out", "dx", "dprobs"), native, ours):
+        assert a.shape == b.shape and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dispatch_and_combine_at_random_shapes(dtype, fused):
+    draw = random.Random(3)
+    for index in range(12):
+        experts = dist.get_world_size() * draw.choice([1, 2, 5, 16])
+        topk = draw.randint(1, min(8, experts))
+        hidden = draw.choice([64, 1000, 1024, 2048, 7168, 9000])
+        tokens = [draw.randint(1, 900) for _ in range(dist.get_world_size())][dist.get_rank()]
+        pair = DispatcherPair(config(experts, topk, hidden, dtype, fused))
+        routed, probs = zipf_routing(tokens, experts, topk, exponent=draw.choice([0, 1, 3]), device="cuda", seed=index + dist.get_rank())
+        x, grad = (normals(tokens, hidden, dtype=dtype, seed=2 * index + i + 100 * dist.get_rank()) for i in range(2))
+        assert_equal_passes(pair, x, routed, probs, grad)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_one_expert_gets_everything_and_others_nothing(fused):
+    experts, tokens = 4 * dist.get_world_size(), 300
+    pair = DispatcherPair(config(experts, 1, fused=fused))
+    routed = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
+    routed[:, experts - 2] = True
+    x, grad = (normals(tokens, 1024, dtype=torch.bfloat16, seed=i) for i in range(2))
+    assert_equal_passes(pair, x, routed, routed.float() * 0.5, grad)
+
+
+def test_published_shape():
+    pair = DispatcherPair(config(128, 8, 7168))
+    routed, probs = zipf_routing(8192, 128, 8, exponent=0, device="cuda", seed=dist.get_rank())
+    x, grad = (normals(8192, 7168, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
+    assert_equal_passes(pair, x, routed, probs, grad)
+
+
+def test_changing_counts_stragglers_and_poisoned_buffers():
+    rank, world_size, experts, topk, hidden = dist.get_rank(), dist.get_world_size(), 32, 4, 512
+    pair = DispatcherPair(config(experts, topk, hidden))
+    first = zipf_routing(8, experts, topk, exponent=0, device="cuda", seed=rank)
+    pair.dispatch("ditron", normals(8, hidden, dtype=torch.bfloat16, seed=0), *first)
+    context = pair.ditron._ep_context
+    for step in range(100):
+        tokens = random.Random(step * 100 + rank).choice([0, 1, 50, 333, 700])
+        routed, probs = zipf_routing(tokens, experts, topk, exponent=step % 3, device="cuda", seed=1000 * rank + step)
+        x = torch.randint(-4, 5, (tokens, hidden), device="cuda").bfloat16()
+        if random.Random(step).randrange(world_size) == rank:
+            torch.cuda._sleep(2_000_000)
+        layout = begin_layout(routed, probs, hidden, torch.bfloat16, context).finish()
+        rows, row_probs = dispatch(x, layout, context)
+        back, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
+        assert torch.equal(back, x * topk) and torch.equal(grads, probs), step
+        context.rows_buffer(1, 1, hidden, torch.bfloat16).local.fill_(float("nan"))
+    context.check()
+
+
+def test_gradients_of_no_tokens_are_empty():
+    tokens = 0 if dist.get_rank() == 0 else 5
+    pair = DispatcherPair(config(8, 2, 64))
+    routed, probs = zipf_routing(8, 8, 2, exponent=0, device="cuda", seed=dist.get_rank())
+    pair.dispatch("ditron", normals(8, 64, dtype=torch.bfloat16, seed=0), routed, probs)
+    context = pair.ditron._ep_context
+    x = normals(tokens, 64, dtype=torch.bfloat16, seed=1).requires_grad_()
+    probs = probs[:tokens].detach().requires_grad_()
+    layout = begin_layout(routed[:tokens], probs, 64, torch.bfloat16, context).finish()
+    rows, row_probs = dispatch_tokens(x, probs, layout, context, "ascending")
+    out = combine_rows(rows, layout, context, "ascending")
+    (out.sum() + row_probs.sum()).backward()
+    assert x.grad.shape == x.shape and torch.equal(probs.grad, routed[:tokens].float())
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_moe_layer(fused):
+    layers = layer_pair(config(4 * dist.get_world_size(), 3, 512, fused=fused), torch.device("cuda"))
+    x, grad = (normals(700, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
+    results = []
+    for name in ("native", "native", "ditron"):
+        leaf = x.detach().requires_grad_()
+        y, _ = layers[name](leaf)
+        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[2]))
