@@ -16,21 +16,26 @@ __all__ = ["PreparedGather"]
 
 _PUSH_WARPS = 32  # a program of 32 warps moves some 42 GB/s; eight saturate the links
 _PUSH_BLOCK = 16384
-_MIN_GRANULE_ROWS = 8
+_GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us: at 64 KB a granule pushes ran at a third of their rate
 
 
-def _push_granule_rows(partition: RowPartition) -> int:
-    """Rows of one granule of a push: small, so that the GEMM's first tiles start early, but few enough for the flags."""
-    rows = _MIN_GRANULE_ROWS
+def _push_granule_rows(partition: RowPartition, row_bytes: int, block_m: int) -> int:
+    """Rows of one granule of a push: so many that the notify is cheap, but few enough for the flags."""
+    rows = 8
+    while rows < block_m and 2 * rows * row_bytes <= _GRANULE_BYTES:
+        rows *= 2
     while -(-partition.max_count // rows) > FLAGS_PER_RANK:
         rows *= 2
     return rows
 
 
-def _copy_granule_rows(partition: RowPartition, num_chunks: int, block_m: int) -> int:
-    """Rows of one chunk of a copy-engine gather: whole row tiles."""
-    rows = -(-partition.max_count // max(num_chunks, 1))
-    return max(-(-rows // block_m) * block_m, block_m)
+def _num_chunks(partition: RowPartition, wanted: int, block_m: int) -> int:
+    """Chunks of a copy-engine gather: as wanted, or the next fewer that are whole row tiles."""
+    tiles = -(-partition.max_count // block_m)
+    chunks = max(1, min(wanted, tiles, FLAGS_PER_RANK))
+    while tiles % chunks:
+        chunks -= 1
+    return chunks
 
 
 class PreparedGather:
@@ -38,6 +43,8 @@ class PreparedGather:
 
     ``start`` enqueues the sends beside whatever the current stream does next; the GEMM of an AG-GEMM, or ``wait``,
     consumes; ``finish`` orders the current stream behind the sends.
+
+    ``granule_rows`` is what one arrival flag stands for; with copy engines that is one of ``num_chunks`` chunks.
 
     Args:
         context: Whose buffers and streams are used.
@@ -63,9 +70,11 @@ class PreparedGather:
         self.num_columns = num_columns
         self.by_push = plan.mode == "push" or (context.is_cuda and not has_driver())
         if self.by_push:
-            self.granule_rows = _push_granule_rows(partition)
+            self.num_chunks = 1
+            self.granule_rows = _push_granule_rows(partition, num_columns * dtype.itemsize, block_m)
         else:
-            self.granule_rows = _copy_granule_rows(partition, plan.num_chunks, block_m)
+            self.num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
+            self.granule_rows = -(-partition.max_count // (block_m * self.num_chunks)) * block_m
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype.itemsize, self.granule_rows)
         self.signature = context.agree(channel, values)
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype)

@@ -71,9 +71,8 @@ class PreparedAgGemm(_PreparedGemm):
             context, partition, padded_columns(k, dtype), dtype, plan, config.block_m
         )
         granule_rows = gather.granule_rows
-        even = partition.is_even(config.block_m) and (
-            config.block_m % granule_rows == 0 or granule_rows % config.block_m == 0
-        )
+        even = partition.is_even(config.block_m)
+        rows_per_wait = partition.count(0) // gather.num_chunks if even else config.block_m
         self._order = context.tile_order("gather", partition, config.block_m, even)
         self.gathered = gather.buffer.local[:, :k]
         self._a = make_descriptor(self.gathered, self.a_block)
@@ -83,7 +82,8 @@ class PreparedAgGemm(_PreparedGemm):
             {
                 **_tile_constants(config, layout),
                 "FLAGS_PER_RANK": FLAGS_PER_RANK,
-                "FLAGS_PER_TILE": _next_power_of_2(config.block_m // granule_rows + 2),
+                "FLAGS_PER_WAIT": _next_power_of_2(rows_per_wait // granule_rows + 2),
+                "NUM_CHUNKS": gather.num_chunks,
                 "WORLD_SIZE": context.world_size,
                 "EVEN": even,
                 "OWN_FLAGS": gather.by_push,

@@ -44,7 +44,8 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets):
         constexprs={
             **_tile(*block, transpose_b),
             "FLAGS_PER_RANK": 1024,
-            "FLAGS_PER_TILE": 32,
+            "FLAGS_PER_WAIT": 32,
+            "NUM_CHUNKS": 2,
             "WORLD_SIZE": 8,
             "EVEN": even,
             "OWN_FLAGS": True,
@@ -93,14 +94,6 @@ _WIDE = ((128, 256, 64), 3, ("sm_90", "sm_100"))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
 
 SPECS = [
-    KernelSpec(
-        name="tp_agree",
-        kernel="ditron_train.tp.kernels:agree_kernel",
-        signature={**_READY, **_CHANNEL},
-        constexprs={"WORLD_SIZE": 8},
-        num_warps=4,
-        signals=True,
-    ),
     KernelSpec(
         name="tp_push_shard",
         kernel="ditron_train.tp.kernels:push_shard_kernel",
