@@ -37,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in available_benches().items():
         rooms.add_parser(name, help=text, add_help=False).set_defaults(function=_bench)
 
+    verify = commands.add_parser("verify", help="compare every op with native, bit for bit (under torchrun)", add_help=False)
+    verify.set_defaults(function=_verify)
+
     trace = commands.add_parser("trace", help="draw the order in which tiles run and chunks travel")
     trace.add_argument("--schedule", choices=("ag_gemm", "gemm_rs"), required=True, metavar="OP", help="ag_gemm or gemm_rs")
     trace.add_argument("--shape", nargs=3, type=int, metavar=("M", "N", "K"), default=(8192, 28672, 8192))
@@ -88,12 +91,21 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    return _run_tool(f"bench {arguments.bench}", f"ditron_train.bench.{arguments.bench}", rest)
+
+
+def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    return _run_tool("verify", "ditron_train.verify.run", rest)
+
+
+def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:
+    """Hands ``rest`` to a module with ``add_arguments(parser)`` and ``run(arguments)``."""
     # Megatron's own settings, read when CUDA and Transformer Engine start; they are part of the results' stamp.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     warnings.simplefilter("ignore")  # of the libraries that are measured; what matters here is logged
-    module = importlib.import_module(f"ditron_train.bench.{arguments.bench}")
-    parser = argparse.ArgumentParser(prog=f"python -m ditron_train bench {arguments.bench}", description=module.__doc__)
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"python -m ditron_train {command}", description=module.__doc__)
     module.add_arguments(parser)
     return module.run(parser.parse_args(rest))
 

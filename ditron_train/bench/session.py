@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.inputs import make_values
 from ditron_train.bench.rows import RESULTS, Row, write_results
 from ditron_train.bench.stamp import collect_stamp
 from ditron_train.bench.tables import show_rows
@@ -54,6 +55,10 @@ class BenchSession:
     def num_input_sets(self, set_bytes: int) -> int:
         """``timing.num_input_sets`` on this rank's device."""
         return num_input_sets(set_bytes, self.device)
+
+    def values(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+        """``inputs.make_values`` on this rank; ranks differ, runs do not."""
+        return make_values(shape, dtype, self.device, seed=seed, rank=self.rank)
 
     def agree(self, mine: bool, group: dist.ProcessGroup | None = None) -> bool:
         """Whether ``mine`` holds on every rank."""

@@ -117,14 +117,6 @@ def _cases(op: str, arguments: argparse.Namespace, session: BenchSession) -> lis
     return cases
 
 
-def _values(shape: tuple[int, ...], dtype: torch.dtype, session: BenchSession, seed: int) -> torch.Tensor:
-    """Normal values; on the CPU small integers, for which a GEMM is exact in every order of its sums."""
-    generator = torch.Generator(session.device).manual_seed(1000 * seed + session.rank)
-    if session.device.type == "cpu":
-        return torch.randint(-3, 4, shape, generator=generator).to(dtype)
-    return torch.empty(shape, device=session.device, dtype=dtype).normal_(generator=generator)
-
-
 def _inputs(session: BenchSession, case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Sets of this rank's (x, weight), used in turn."""
     w = session.world_size
@@ -134,7 +126,7 @@ def _inputs(session: BenchSession, case: Case, dtype: torch.dtype) -> list[tuple
         x_shape, weight_shape = (case.m, case.k // w), (case.n, case.k // w)
     count = session.num_input_sets((x_shape[0] * x_shape[1] + weight_shape[0] * weight_shape[1]) * dtype.itemsize)
     return [
-        (_values(x_shape, dtype, session, 2 * i), _values(weight_shape, dtype, session, 2 * i + 1)) for i in range(count)
+        (session.values(x_shape, dtype, 2 * i), session.values(weight_shape, dtype, 2 * i + 1)) for i in range(count)
     ]
 
 
@@ -225,7 +217,7 @@ def _backward_row(
     results: dict[str, list[torch.Tensor]] = {}
     for name, forward in (("native", native), ("ditron", lambda x, weight: layer(x, weight, context=context))):
         outputs = [forward(*pair) for pair in inputs]
-        grad = _values(tuple(outputs[0].shape), dtype, session, 77)
+        grad = session.values(tuple(outputs[0].shape), dtype, 77)
 
         def backward(index: int, outputs: list[torch.Tensor] = outputs, grad: torch.Tensor = grad) -> list[torch.Tensor]:
             chosen = index % len(inputs)

@@ -1,0 +1,119 @@
+"""What to verify: the linear layers of a model given by Megatron's arguments, single shapes, or random ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ditron_train.megatron.routing import Kind
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["Case", "add_case_arguments", "model_cases", "random_cases", "shape_cases"]
+
+# A LLaMA-70B-like layer, and one that the interpreter computes in seconds.
+_GPU_MODEL = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, seq_length=8192)
+_CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, seq_length=64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One linear layer under sequence parallelism.
+
+    Attributes:
+        name: Which layer of the model, or ``custom``, ``random``.
+        kind: ``column`` (all-gather, GEMM) or ``row`` (GEMM, reduce-scatter).
+        m: Tokens of all ranks.
+        n: Output features, before division over the ranks (``column``).
+        k: Input features, before division over the ranks (``row``).
+        dtype: Of activations and weights.
+    """
+
+    name: str
+    kind: Kind
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+
+    def local_shapes(self, world_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of x and weight on each rank.
+
+        Raises:
+            SettingError: The shape does not divide over the ranks.
+        """
+        split = self.n if self.kind == "column" else self.k
+        if self.m % world_size or split % world_size:
+            raise SettingError(f"{self.kind} {self.m}x{self.n}x{self.k} does not divide over {world_size} ranks")
+        if self.kind == "column":
+            return (self.m // world_size, self.k), (self.n // world_size, self.k)
+        return (self.m, self.k // world_size), (self.n, self.k // world_size)
+
+
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model in Megatron's own words, and the alternatives."""
+    model = parser.add_argument_group("model", "Megatron's arguments; default: a LLaMA-70B-like layer (CPU: a small one)")
+    for name in ("hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels", "seq-length"):
+        model.add_argument(f"--{name}", type=int, metavar="N")
+    model.add_argument("--micro-batch-size", type=int, default=1, metavar="N")
+    model.add_argument("--no-swiglu", dest="swiglu", action="store_false", help="fc1 without a gate")
+    model.add_argument("--padded-vocab-size", type=int, metavar="N", help="verify the output layer too")
+    other = parser.add_argument_group("instead of a model")
+    other.add_argument("--column", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one column layer")
+    other.add_argument("--row", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one row layer")
+    other.add_argument("--random", type=int, default=0, metavar="N", help="N random shapes")
+    other.add_argument("--seed", type=int, default=0, help="of the random shapes and of all data")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
+
+
+def model_cases(arguments: argparse.Namespace, dtype: torch.dtype, on_gpu: bool) -> list[Case]:
+    """The four linear layers of a transformer layer, and the output layer where its size is given."""
+    size = dict(_GPU_MODEL if on_gpu else _CPU_MODEL)
+    given = {name: getattr(arguments, name) for name in size}
+    if given["hidden_size"] is not None:
+        size.update(ffn_hidden_size=4 * given["hidden_size"])
+    size.update({name: value for name, value in given.items() if value is not None})
+    if given["num_attention_heads"] is not None and given["num_query_groups"] is None:
+        size["num_query_groups"] = given["num_attention_heads"]
+    if size["hidden_size"] % size["num_attention_heads"] and arguments.kv_channels is None:
+        raise SettingError(f"hidden size {size['hidden_size']} does not divide into {size['num_attention_heads']} heads")
+    hidden, ffn, heads = size["hidden_size"], size["ffn_hidden_size"], size["num_attention_heads"]
+    channels = arguments.kv_channels or hidden // heads
+    tokens = size["seq_length"] * arguments.micro_batch_size
+    cases = [
+        Case("qkv", "column", tokens, (heads + 2 * size["num_query_groups"]) * channels, hidden, dtype),
+        Case("proj", "row", tokens, hidden, heads * channels, dtype),
+        Case("fc1", "column", tokens, ffn * (2 if arguments.swiglu else 1), hidden, dtype),
+        Case("fc2", "row", tokens, hidden, ffn, dtype),
+    ]
+    if arguments.padded_vocab_size:
+        cases.append(Case("output", "column", tokens, arguments.padded_vocab_size, hidden, dtype))
+    return cases
+
+
+def shape_cases(arguments: argparse.Namespace, dtype: torch.dtype) -> list[Case]:
+    """What ``--column`` and ``--row`` name."""
+    return [
+        Case("custom", kind, *shape, dtype) for kind in ("column", "row") for shape in getattr(arguments, kind) or ()
+    ]
+
+
+def random_cases(count: int, seed: int, world_size: int, on_gpu: bool) -> Iterator[Case]:
+    """Shapes from small to large, aligned and not, the same on every rank."""
+    generator = np.random.default_rng(seed)
+    dtypes = (torch.bfloat16, torch.float16) if on_gpu else (torch.float32,)
+    largest = 8192 if on_gpu else 160
+
+    def size(multiple_of: int) -> int:
+        step = multiple_of * int(generator.choice((1, 8, 64) if on_gpu else (1, 8)))
+        return step * max(1, round(np.exp(generator.uniform(np.log(step), np.log(max(largest, step + 1)))) / step))
+
+    for _ in range(count):
+        kind: Kind = "column" if generator.integers(2) else "row"
+        m = size(world_size)
+        n = size(world_size if kind == "column" else 1)
+        k = size(world_size if kind == "row" else 1)
+        yield Case("random", kind, m, n, k, dtypes[int(generator.integers(len(dtypes)))])

@@ -1,0 +1,123 @@
+"""``verify`` on CPU processes: equal bits pass, one wrong bit on one rank fails on all, bad input is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.rows import read_results
+from ditron_train.runtime.errors import SettingError
+from ditron_train.testing.processes import run_workers
+from ditron_train.verify.cases import model_cases, random_cases, shape_cases
+from ditron_train.verify.outcome import RESULTS, Outcome
+from ditron_train.verify.run import add_arguments, run
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([*words, "--repetitions", "1", "--warmup", "0"])
+
+
+def _run(*words: str) -> int:
+    return run(arguments(*words))
+
+
+def _run_with_one_wrong_bit(kind: str, *words: str) -> int:
+    """Our op of ``kind`` returns a result whose last bit is off in one place, on rank 1 alone."""
+    from ditron_train.verify import compare
+
+    name = f"{kind}_linear"
+    right = getattr(compare, name)
+
+    def wrong(x: torch.Tensor, weight: torch.Tensor, **options: object) -> torch.Tensor:
+        y = right(x, weight, **options)
+        if dist.get_rank() == 1:
+            y = y.clone()
+            y.view(-1).data[-1] = torch.nextafter(y.view(-1).data[-1], torch.tensor(torch.inf))
+        return y
+
+    setattr(compare, name, wrong)
+    try:
+        return run(arguments(*words))
+    finally:
+        setattr(compare, name, right)
+
+
+def _refused(*words: str) -> str:
+    try:
+        run(arguments(*words))
+    except SettingError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.slow
+def test_a_layer_under_stress(tmp_path: Path) -> None:
+    words = ("--repeat", "2", "--poison", "--straggler-ms", "5", "--output", str(tmp_path))
+    small = ("--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32", "--padded-vocab-size", "64")
+    assert run_workers(2, _run, *small, *words) == [0, 0]
+    (path,) = tmp_path.glob("*/verify.json")
+    stamp, rows = read_results(path)
+    assert [row.model for row in rows] == ["qkv", "proj", "fc1", "fc2", "output"]
+    assert all(row.bitwise_equal for row in rows)
+    assert "every bit is equal" in stamp.settings["summary"] and "10 comparisons" in stamp.settings["summary"]
+
+
+@pytest.mark.slow
+def test_random_shapes() -> None:
+    assert run_workers(2, _run, "--random", "6", "--seed", "3") == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
+    shape = (f"--{kind}", "32", "32", "32")
+    assert run_workers(2, _run_with_one_wrong_bit, kind, *shape) == [1, 1]
+    assert run_workers(2, _run, *shape) == [0, 0]
+
+
+def test_bad_input_is_refused_on_every_rank() -> None:
+    assert run_workers(2, _refused, "--column", "31", "32", "32") == ["column 31x32x32 does not divide over 2 ranks"] * 2
+    for words in (("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2")):
+        messages = run_workers(2, _refused, *words)
+        assert messages[0] == messages[1] != "accepted"
+
+
+def test_model_from_megatrons_arguments() -> None:
+    words = "--hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-query-groups 4 --seq-length 512".split()
+    cases = model_cases(arguments(*words, "--micro-batch-size", "2"), torch.bfloat16, True)
+    assert [(c.name, c.kind, c.m, c.n, c.k) for c in cases] == [
+        ("qkv", "column", 1024, 1536, 1024),
+        ("proj", "row", 1024, 1024, 1024),
+        ("fc1", "column", 1024, 8192, 1024),
+        ("fc2", "row", 1024, 1024, 4096),
+    ]
+    plain = model_cases(arguments(*words, "--no-swiglu", "--kv-channels", "32"), torch.bfloat16, True)
+    assert plain[0].n == (16 + 8) * 32 and plain[1].k == 512 and plain[2].n == 4096
+    llama = model_cases(arguments(), torch.bfloat16, True)
+    assert (llama[0].n, llama[2].n, llama[3].k) == (10240, 57344, 28672)
+
+
+def test_random_cases_divide_and_repeat_by_seed() -> None:
+    for on_gpu in (False, True):
+        for world_size in (2, 3, 8):
+            cases = list(random_cases(300, 7, world_size, on_gpu))
+            assert cases == list(random_cases(300, 7, world_size, on_gpu)) != list(random_cases(300, 8, world_size, on_gpu))
+            for case in cases:
+                x, weight = case.local_shapes(world_size)
+                assert min(*x, *weight) >= 1 and x[1] == weight[1]
+            assert {case.kind for case in cases} == {"column", "row"}
+            assert any(case.k % 8 for case in cases), "unaligned shapes are the normal case"
+
+
+def test_verdicts() -> None:
+    (case,) = shape_cases(arguments("--row", "8", "8", "8"), torch.bfloat16)
+    same = dict.fromkeys(RESULTS, 0)
+    assert Outcome(case, True, same, 2.0, 1.0).verdict == "ours"
+    assert Outcome(case, True, same, 1.0, 2.0).verdict == "ours, slower"
+    assert Outcome(case, False, same).verdict == "native"
+    assert Outcome(case, True, {**same, "wgrad": 1}, 2.0, 1.0).verdict == "DIFFERENT"
