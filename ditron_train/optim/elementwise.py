@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
 
 from ditron_train.gemm.ops import on_device
 from ditron_train.optim.kernels import momentum_kernel, update_kernel
+from ditron_train.runtime.launch import KernelLaunch
 
 __all__ = ["DecayMethod", "apply_update", "momentum_step"]
 
 DecayMethod = Literal["decoupled", "independent", "l2"]
 
 _BLOCK = 2048
+_TILE = 64
 _SMALL_WEIGHT = 0.5  # below it torch.lerp starts from its first argument, else from its second
 
 
@@ -62,23 +65,34 @@ def momentum_step(
 
     direction = torch.empty_like(grad) if use_nesterov else momentum
     decay = "none" if weight_decay == 0 else "l2" if decay_method == "l2" else "decoupled"
+    launch = _momentum_launcher(
+        -(-grad.numel() // _BLOCK),
+        decay,
+        abs(1 - momentum_beta) < _SMALL_WEIGHT,
+        use_nesterov,
+        abs(momentum_beta) < _SMALL_WEIGHT,
+        grad.device.index,
+    )
+    scalars = (float(decay_alpha), float(1 - momentum_beta), float(momentum_beta))
     with on_device(grad.device):
-        momentum_kernel[(-(-grad.numel() // _BLOCK),)](
-            param,
-            momentum,
-            grad,
-            direction,
-            grad.numel(),
-            float(decay_alpha),
-            float(1 - momentum_beta),
-            float(momentum_beta),
-            DECAY=decay,
-            MOMENTUM_SMALL=abs(1 - momentum_beta) < _SMALL_WEIGHT,
-            NESTEROV=use_nesterov,
-            NESTEROV_SMALL=abs(momentum_beta) < _SMALL_WEIGHT,
-            BLOCK=_BLOCK,
-        )
+        launch(param, momentum, grad, direction, grad.numel(), *scalars)
     return direction
+
+
+@lru_cache(maxsize=1024)
+def _momentum_launcher(
+    num_programs: int, decay: str, momentum_small: bool, nesterov: bool, nesterov_small: bool, device_index: int
+) -> KernelLaunch:
+    constants = dict(
+        DECAY=decay, MOMENTUM_SMALL=momentum_small, NESTEROV=nesterov, NESTEROV_SMALL=nesterov_small, BLOCK=_BLOCK
+    )
+    return KernelLaunch(momentum_kernel, num_programs, constants)
+
+
+@lru_cache(maxsize=1024)
+def _update_launcher(num_programs: int, transposed: bool, dtype: torch.dtype, device_index: int) -> KernelLaunch:
+    constants = dict(TRANSPOSE=transposed, BLOCK_M=_TILE, BLOCK_N=_TILE)
+    return KernelLaunch(update_kernel, num_programs, constants)
 
 
 def apply_update(
@@ -99,26 +113,15 @@ def apply_update(
         return
     whole = param if param.dim() == 3 else param.unsqueeze(0)
     num_groups, rows_per_group, columns = whole.shape
+    if x.stride(1) != 1 and x.stride(0) == 1:  # a transposed view of what the kernel can read
+        x, transposed = x.mT, not transposed
     if param.device.type != "cuda" or param.dtype != torch.float32 or param.stride(-1) != 1 or x.stride(1) != 1:
         update = (x.mT if transposed else x).to(torch.float32) * scale * extra_scale
         whole.add_(update.reshape(whole.shape).to(param.dtype), alpha=-lr)
         return
     rows = num_groups * rows_per_group
+    num_programs = -(-rows // _TILE) * -(-columns // _TILE)
+    strides = (whole.stride(0), whole.stride(1), x.stride(0))
+    launch = _update_launcher(num_programs, transposed, x.dtype, param.device.index)
     with on_device(param.device):
-        update_kernel[(-(-rows // 64), -(-columns // 64))](
-            whole,
-            x,
-            rows,
-            columns,
-            rows_per_group,
-            whole.stride(0),
-            whole.stride(1),
-            x.stride(0),
-            float(scale),
-            float(extra_scale),
-            float(-lr),
-            TRANSPOSE=transposed,
-            BLOCK_M=64,
-            BLOCK_N=64,
-            num_warps=4,
-        )
+        launch(whole, x, rows, columns, rows_per_group, *strides, float(scale), float(extra_scale), float(-lr))

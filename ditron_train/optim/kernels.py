@@ -175,8 +175,9 @@ def normalize_kernel(
 
     ``norm_ptr``: one fp32, already clamped away from zero. Nobody waits.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    num_tiles_n = tl.cdiv(cols, BLOCK_N)
+    row = (tl.program_id(0) // num_tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % num_tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     direction = tl.load(direction_ptr + row[:, None] * direction_row_stride + col[None, :], mask=mask)
     norm = tl.full(direction.shape, 0.0, tl.float32) + tl.load(norm_ptr)
@@ -209,8 +210,9 @@ def update_kernel(
     Row r of the [rows, cols] matrix is row ``r % rows_per_group`` of group ``r // rows_per_group`` of the parameter:
     q, k and v of a grouped-query weight are interleaved. x is [cols, rows] with TRANSPOSE. Nobody waits.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    num_tiles_n = tl.cdiv(cols, BLOCK_N)
+    row = (tl.program_id(0) // num_tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % num_tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     if TRANSPOSE:
         x = tl.load(x_ptr + col[:, None] * x_row_stride + row[None, :], mask=mask.T).T

@@ -11,6 +11,7 @@ search, "Squeezing 1-2% efficiency gains out of Muon", 2025; "polar_express" is 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -18,8 +19,8 @@ import torch
 from ditron_train.gemm.ops import on_device
 from ditron_train.optim.kernels import normalize_kernel
 from ditron_train.optim.products import ProductMode, ProductPlan, addmm, gram, plan_products, scaled_square
-from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
 
 __all__ = [
     "COEFFICIENTS",
@@ -35,6 +36,8 @@ __all__ = [
 
 CoefficientType = Literal["simple", "quintic", "polar_express"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+
+_TILE = 64
 
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -103,7 +106,7 @@ def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, plan: Prod
     return torch.addmm(x, b_matrix, x, alpha=1.0, beta=a)
 
 
-def normalized(x: torch.Tensor, *, eps: float, dtype: torch.dtype) -> torch.Tensor:
+def normalized(x: torch.Tensor, *, eps: float, dtype: torch.dtype, contiguous: bool) -> torch.Tensor:
     """X / max(|X|_F, eps) with rows <= columns (transposed where they are not), in ``dtype``.
 
     The norm is torch's own reduction; the division, the transposition and the cast are one pass on a GPU.
@@ -112,6 +115,8 @@ def normalized(x: torch.Tensor, *, eps: float, dtype: torch.dtype) -> torch.Tens
         x: fp32 [rows, columns] with unit inner stride.
         eps: Lower bound of the norm.
         dtype: bf16, fp16 or fp32.
+        contiguous: Whether a transposed result is written transposed; else it is a view, as native's is. cuBLAS may
+            choose other algorithms, with other bits, for one than for the other.
     """
     transpose = x.shape[0] > x.shape[1]
     view = x.mT if transpose else x
@@ -119,11 +124,18 @@ def normalized(x: torch.Tensor, *, eps: float, dtype: torch.dtype) -> torch.Tens
     if x.device.type != "cuda":
         return (view / norm.expand_as(view)).to(dtype)
     rows, columns = x.shape
-    out = torch.empty(view.shape, dtype=dtype, device=x.device)
-    grid = (-(-rows // 64), -(-columns // 64))
+    write_transposed = transpose and contiguous
+    out = torch.empty(view.shape if write_transposed else x.shape, dtype=dtype, device=x.device)
+    launch = _normalize_launcher(-(-rows // _TILE) * -(-columns // _TILE), write_transposed, dtype, x.device.index)
     with on_device(x.device):
-        normalize_kernel[grid](x, norm, out, rows, columns, x.stride(0), out.stride(0), transpose, 64, 64, num_warps=4)
-    return out
+        launch(x, norm, out, rows, columns, x.stride(0), out.stride(0))
+    return out.mT if transpose and not contiguous else out
+
+
+@lru_cache(maxsize=1024)
+def _normalize_launcher(num_programs: int, transpose: bool, dtype: torch.dtype, device_index: int) -> KernelLaunch:
+    constants = dict(TRANSPOSE=transpose, BLOCK_M=_TILE, BLOCK_N=_TILE)
+    return KernelLaunch(normalize_kernel, num_programs, constants)
 
 
 def newton_schulz(
@@ -158,10 +170,9 @@ def newton_schulz(
         return torch.empty(min(grad.shape), max(grad.shape), dtype=dtype, device=grad.device)
     if grad.stride(1) != 1:
         grad = grad.contiguous()
-    plan = plan_products(min(grad.shape), max(grad.shape), dtype, grad.device, mode)
-    if plan.use_gram or plan.use_square or plan.use_update:
-        kernel_target(grad.device)
-    x = normalized(grad, eps=eps, dtype=dtype)
+    transposed = grad.shape[0] > grad.shape[1]
+    plan = plan_products(min(grad.shape), max(grad.shape), dtype, grad.device, mode, transposed=transposed)
+    x = normalized(grad, eps=eps, dtype=dtype, contiguous=plan.use_gram and plan.use_update)
     for a, b, c in coefficients:
         x = newton_schulz_step(x, a, b, c, plan)
     return x

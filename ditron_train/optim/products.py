@@ -17,11 +17,12 @@ from typing import Literal
 import torch
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
-from ditron_train.gemm.operands import aligned_operand, empty_aligned, is_aligned, make_descriptor
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
 from ditron_train.gemm.ops import check_operands, on_device
 from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
 from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.schedule import lower_triangle_tile_order
 
@@ -30,6 +31,8 @@ __all__ = ["ProductMode", "ProductPlan", "addmm", "gram", "plan_products", "scal
 ProductMode = Literal["strict", "force", "native"]
 
 _MIN_ROWS = 1024  # below, the whole product is less than a wave of tiles: half of it takes as long
+_ALIGNED_ELEMENTS = 8  # rows of 16 bytes: other shapes would need padded copies, at which cuBLAS chooses otherwise
+_HEAD_START_CYCLES = 2_000_000  # about a millisecond of the GPU's clock
 _MIN_GAIN = 1.02  # a kernel must win by more than the timer's noise
 
 
@@ -91,8 +94,9 @@ def _symmetric(
     out = empty_aligned(m, m, a.dtype, a.device)
     order = _triangle(m, config.block_m, config.block_n, config.group_m, a.device)
     block = (config.block_m, config.block_m)
+    launch = _symmetric_launcher(config, has_add, min(sms, len(order)), a.dtype, a.device.index)
     with on_device(a.device):
-        symmetric_kernel[(min(sms, len(order)),)](
+        launch(
             make_descriptor(a, (config.block_m, config.block_k)),
             make_descriptor(a, (config.block_n, config.block_k)),
             make_descriptor(add, block),
@@ -102,15 +106,24 @@ def _symmetric(
             k,
             float(alpha),
             float(beta),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            HAS_ADD=has_add,
-            SPLIT_STORE=config.block_n > config.block_m,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
         )
     return out
+
+
+@lru_cache(maxsize=1024)
+def _symmetric_launcher(
+    config: GemmConfig, has_add: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
+) -> KernelLaunch:
+    constants = dict(
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        HAS_ADD=has_add,
+        SPLIT_STORE=config.block_n > config.block_m,
+    )
+    return KernelLaunch(
+        symmetric_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages
+    )
 
 
 def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
@@ -177,8 +190,9 @@ def addmm(
     config = config or choose_config(m, n, k, a.dtype, target, sms)
     add, a, b = aligned_operand(add), aligned_operand(a), aligned_operand(b)
     out = empty_aligned(m, n, a.dtype, a.device)
+    launch = _addmm_launcher(config, min(sms, config.num_tiles(m, n)), a.dtype, a.device.index)
     with on_device(a.device):
-        addmm_kernel[(min(sms, config.num_tiles(m, n)),)](
+        launch(
             make_descriptor(a, (config.block_m, config.block_k)),
             make_descriptor(b, (config.block_k, config.block_n)),
             make_descriptor(add, config.store_block),
@@ -188,15 +202,20 @@ def addmm(
             k,
             float(alpha),
             float(beta),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            SPLIT_STORE=config.split_store,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
         )
     return out
+
+
+@lru_cache(maxsize=1024)
+def _addmm_launcher(config: GemmConfig, num_programs: int, dtype: torch.dtype, device_index: int | None) -> KernelLaunch:
+    constants = dict(
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        SPLIT_STORE=config.split_store,
+    )
+    return KernelLaunch(addmm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 _plans: dict[tuple, ProductPlan] = {}
@@ -204,50 +223,64 @@ _NATIVE = ProductPlan(False, False, False, "native products were asked for")
 _FORCED = ProductPlan(True, True, True, "our products were asked for")
 
 
-def _median_us(function: Callable[[], torch.Tensor], device: torch.device, repetitions: int = 7) -> float:
-    """Median time on the current stream of ``device``, after two warm-up calls."""
+def _device_us(function: Callable[[], torch.Tensor], device: torch.device, repetitions: int = 5) -> float:
+    """Time of one call on ``device``, the best of three averages; the host is kept ahead, so its cost does not count."""
     for _ in range(2):
         function()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions + 1)]
-    events[0].record()
-    for event in events[1:]:
-        function()
-        event.record()
-    torch.cuda.synchronize(device)
-    times = sorted(before.elapsed_time(after) for before, after in zip(events, events[1:]))
-    return times[repetitions // 2] * 1e3
+    times = []
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        start.record()
+        for _ in range(repetitions):
+            function()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(start.elapsed_time(end) * 1e3 / repetitions)
+    return min(times)
 
 
-def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device) -> ProductPlan:
-    """Compares bits, then times, of each product at one shape with random data."""
+def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> ProductPlan:
+    """Compares bits, then times, of each product at one shape with random data.
+
+    Native's X is a transposed view in the first step of a matrix with more rows than columns, and contiguous later: ours
+    must have the bits of both.
+    """
     generator = torch.Generator(device=device).manual_seed(1)
     x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
+    native_xs = [x, x.t().contiguous().t()] if transposed else [x]
     a_matrix = x @ x.mT
-    pairs = (
-        (lambda: x @ x.mT, lambda: gram(x)),
-        (
-            lambda: torch.addmm(a_matrix, a_matrix, a_matrix, beta=-6.8946, alpha=2.9270),
-            lambda: scaled_square(a_matrix, -6.8946, 2.9270),
-        ),
-        (lambda: torch.addmm(x, a_matrix, x, beta=4.0848), lambda: addmm(x, a_matrix, x, alpha=1.0, beta=4.0848)),
+    natives = (
+        lambda x: x @ x.mT,
+        lambda x: torch.addmm(a_matrix, a_matrix, a_matrix, beta=-6.8946, alpha=2.9270),
+        lambda x: torch.addmm(x, a_matrix, x, beta=4.0848),
+    )
+    ours = (
+        lambda: gram(x),
+        lambda: scaled_square(a_matrix, -6.8946, 2.9270),
+        lambda: addmm(x, a_matrix, x, alpha=1.0, beta=4.0848),
     )
     uses, words = [], []
-    for name, (native, ours) in zip(("gram", "square", "update"), pairs):
-        if not torch.equal(native(), ours()):
+    for name, native, our in zip(("gram", "square", "update"), natives, ours):
+        result = our()
+        if not all(torch.equal(native(native_x), result) for native_x in native_xs):
             uses.append(False)
             words.append(f"{name}: other bits")
             continue
-        gain = _median_us(native, device) / _median_us(ours, device)
+        gain = _device_us(lambda: native(x), device) / _device_us(our, device)  # noqa: B023  (called in this turn)
         uses.append(gain >= _MIN_GAIN)
         words.append(f"{name}: {gain:.2f}x")
     return ProductPlan(*uses, reason=", ".join(words))
 
 
-def plan_products(m: int, n: int, dtype: torch.dtype, device: torch.device, mode: ProductMode = "strict") -> ProductPlan:
+def plan_products(
+    m: int, n: int, dtype: torch.dtype, device: torch.device, mode: ProductMode = "strict", *, transposed: bool = False
+) -> ProductPlan:
     """Decides, once for a shape, which products of an [m, n] step (m <= n) run by our kernels.
 
     ``strict``: those whose bits equal cuBLAS's and whose time is lower, both seen on this device with random data.
-    ``force``: all. ``native``: none. The choice cannot make ranks differ, since it does not change bits.
+    ``force``: all. ``native``: none. The choice cannot make ranks differ, since it does not change bits. ``transposed``:
+    the matrix has more rows than columns, so native begins with a transposed view.
 
     Raises:
         NotSupportedError: An unknown mode, or ``force`` where there is no kernel.
@@ -261,13 +294,13 @@ def plan_products(m: int, n: int, dtype: torch.dtype, device: torch.device, mode
         raise NotSupportedError(f"mode {mode!r} is not strict, force or native")
     if device.type != "cuda" or is_interpreter():
         return ProductPlan(False, False, False, "no GPU: whole products of torch")
-    if dtype not in (torch.bfloat16, torch.float16) or m < _MIN_ROWS or not is_aligned(torch.empty(2, n, dtype=dtype)):
+    if dtype not in (torch.bfloat16, torch.float16) or m < _MIN_ROWS or m % _ALIGNED_ELEMENTS or n % _ALIGNED_ELEMENTS:
         return ProductPlan(False, False, False, "a type, size or alignment that cuBLAS serves better")
-    key = (m, n, dtype, device.index if device.index is not None else torch.cuda.current_device())
+    key = (m, n, dtype, device.index if device.index is not None else torch.cuda.current_device(), transposed)
     if key not in _plans:
         if torch.cuda.is_current_stream_capturing():
             return ProductPlan(False, False, False, "not measured before the CUDA graph capture began")
         with torch.cuda.device(device):
-            _plans[key] = _measure(m, n, dtype, torch.device("cuda", key[-1]))
-        log_once(f"newton_schulz {m}x{n} {dtype}", f"Newton-Schulz {m} x {n}: {_plans[key].reason}", name="ditron_train.optim")
+            _plans[key] = _measure(m, n, dtype, torch.device("cuda", key[3]), transposed)
+        log_once(f"newton_schulz {key}", f"Newton-Schulz {m} x {n}: {_plans[key].reason}", name="ditron_train.optim")
     return _plans[key]

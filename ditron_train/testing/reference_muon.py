@@ -91,7 +91,12 @@ def reference_layer_wise_step(
         step_one(index)
     flat = _flatten_dense_tensors([params[i] for i in shards[rank]]) if shards[rank] else params[0].new_empty(0)
     gathered = [params[0].new_empty(sum(params[i].numel() for i in shard)) for shard in shards]
-    dist.all_gather(gathered, flat, group=group)
+    if dist.get_backend(group) == "gloo":  # which has no uneven all-gather
+        gathered[rank].copy_(flat)
+        for source, buffer in enumerate(gathered):
+            dist.broadcast(buffer, dist.get_global_rank(group, source), group=group)
+    else:
+        dist.all_gather(gathered, flat, group=group)
     for source, (buffer, shard) in enumerate(zip(gathered, shards)):
         if source != rank and shard:
             for received, index in zip(_unflatten_dense_tensors(buffer, [params[i] for i in shard]), shard):

@@ -49,7 +49,7 @@ def test_momentum_kernel_equals_torch(decay, nesterov, beta):
 def test_normalize_kernel_divides_and_transposes(transpose, dtype):
     direction, norm = torch.randn(70, 33, generator=torch.Generator().manual_seed(1)), torch.tensor([[3.7]])
     out = torch.empty((33, 70) if transpose else (70, 33), dtype=dtype)
-    normalize_kernel[(3, 2)](direction, norm, out, 70, 33, 33, out.stride(0), transpose, 32, 32)
+    normalize_kernel[(6,)](direction, norm, out, 70, 33, 33, out.stride(0), transpose, 32, 32)
     expected = (direction / norm).to(dtype)
     assert torch.equal(out, expected.t() if transpose else expected)
 
@@ -63,7 +63,7 @@ def test_update_kernel_changes_the_rows_of_its_component_alone(transpose, groups
     x = dyadic(groups * rows, 20, seed=2).bfloat16()
     expected[:, first : first + rows].add_((x.float() * 0.5 * 2.0).view(groups, rows, 20), alpha=-0.125)
     stored = x.t().contiguous() if transpose else x
-    update_kernel[(triton.cdiv(groups * rows, 16), 2)](
+    update_kernel[(triton.cdiv(groups * rows, 16) * 2,)](
         whole, stored, groups * rows, 20, rows, whole.stride(0), whole.stride(1), stored.stride(0), 0.5, 2.0, -0.125,
         transpose, 16, 16,
     )  # fmt: skip
