@@ -6,13 +6,14 @@ P^T is the exchange after it:
 =====================  ==========================  =================================  ====================
 \t                      forward                     dgrad                              wgrad
 =====================  ==========================  =================================  ====================
-``qkv_projection``     (q, k, v) = P(x W^T)        dx = P^T(dq, dk, dv) W             dW = P^T(..)^T x
+``qkv_projection``     (q, k, v) = P(x W^T + c)    dx = P^T(dq, dk, dv) W             dW = P^T(..)^T x
 ``output_projection``  y = P^T(o) W^T              do = P(dy W)                       dW = dy^T P^T(o)
 ``heads_exchange``     P(q, k, v)                  P^T(dq, dk, dv)
 ``sequence_exchange``  P^T(o)                      P(do)
 =====================  ==========================  =================================  ====================
 
-wgrad is one GEMM over all local rows in order, as native computes it.
+wgrad is one GEMM over all local rows in order, as native computes it; the bias c is added after the product was rounded,
+and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.ops import a2a_gemm, gemm_a2a, to_heads, to_sequence
@@ -41,30 +43,44 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _QkvProjection(torch.autograd.Function):
-    """(q, k, v) = P(x W^T); see the module's table."""
+    """(q, k, v) = P(x W^T + c); see the module's table."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, context: SPContext, layout: HeadsLayout, wgrad: Wgrad
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        context: SPContext,
+        layout: HeadsLayout,
+        wgrad: Wgrad,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(x, weight)
         ctx.context, ctx.layout, ctx.wgrad = context, layout, wgrad
-        return gemm_a2a(x, weight, context=context, layout=layout)
+        parts = gemm_a2a(x, weight, context=context, layout=layout)
+        if bias is not None:
+            own = bias.view(context.world_size, layout.num_groups, -1)[context.rank]
+            for part, width, part_bias in zip(parts, layout.widths, own.split(list(layout.widths), dim=1)):
+                part.view(*part.shape[:-2], layout.num_groups, width).add_(part_bias)
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = grad_weight = grad_rows = None
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = grad_rows = None
         options = dict(context=ctx.context, layout=ctx.layout)
         if needs_x:
-            result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=needs_weight, **options)
-            grad_x, grad_rows = result if needs_weight else (result, None)
-        elif needs_weight:
+            keep = needs_weight or needs_bias
+            result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=keep, **options)
+            grad_x, grad_rows = result if keep else (result, None)
+        elif needs_weight or needs_bias:
             grad_rows = _mixed(to_sequence(grads, **options), ctx.layout, ctx.context.world_size)
         if needs_weight:
             grad_weight = ctx.wgrad(grad_rows, _rows(x))
-        return grad_x, grad_weight, None, None, None
+        if needs_bias:
+            grad_bias = grad_rows.sum(dim=0)
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _mixed(parts: Sequence[torch.Tensor], layout: HeadsLayout, world_size: int) -> torch.Tensor:
@@ -119,7 +135,13 @@ class _Exchange(torch.autograd.Function):
 
 
 def qkv_projection(
-    x: torch.Tensor, weight: torch.Tensor, *, context: SPContext, layout: HeadsLayout, wgrad: Wgrad | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    bias: torch.Tensor | None = None,
+    wgrad: Wgrad | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v of this rank's heads for the whole sequence; differentiable.
 
@@ -128,6 +150,7 @@ def qkv_projection(
         weight: [world * layout.num_columns, hidden], rows group by group.
         context: The group's context.
         layout: Columns of one rank (``qkv_layout``).
+        bias: [world * layout.num_columns], or None.
         wgrad: Computes the weight's gradient; ``grad.T @ x`` where None.
 
     Returns:
@@ -136,7 +159,9 @@ def qkv_projection(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    return _QkvProjection.apply(x, weight, context, layout, wgrad or _plain_wgrad)
+    if bias is not None and bias.shape != (context.world_size * layout.num_columns,):
+        raise NotSupportedError(f"qkv_projection: bias {tuple(bias.shape)} for {context.world_size * layout.num_columns} columns")
+    return _QkvProjection.apply(x, weight, bias, context, layout, wgrad or _plain_wgrad)
 
 
 def output_projection(

@@ -1,0 +1,318 @@
+"""Ulysses attention: ``--context-parallel-size N --cp-comm-type a2a`` (feature ``sp``).
+
+megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. Where nothing
+stands between a projection and its exchange (no norm of q and k, no output gate, no tensor parallelism), the two are
+fused; RoPE then comes after the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else
+the exchange alone is ours. Causal masks are made by the attention; a mask that is passed with them is not looked at, as
+Transformer Engine does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+
+from ditron_train.megatron.routing import log_native
+from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
+from ditron_train.megatron.wgrad import NativeWgrad
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.sp import SPContext, output_projection, qkv_projection
+
+__all__ = ["DitronDotProductAttention", "DitronSelfAttention", "class_map", "stop"]
+
+
+def config_of_one_rank(config: Any, world_size: int) -> Any:
+    """A copy of ``config`` for the attention around which the exchanges stand: whole sequence, own heads.
+
+    Raises:
+        NotSupportedError: Heads or query groups of one tensor parallel rank do not divide by the group.
+    """
+    ways = world_size * config.tensor_model_parallel_size
+    if config.num_attention_heads % ways or config.num_query_groups % ways:
+        raise NotSupportedError(
+            f"The number of attention heads needs to be divisible by CP size! {config.num_attention_heads} heads and "
+            f"{config.num_query_groups} query groups over {config.tensor_model_parallel_size} tensor parallel times "
+            f"{world_size} context parallel ranks"
+        )
+    inner = copy.copy(config)
+    inner.context_parallel_size = 1
+    inner.num_attention_heads //= world_size
+    inner.num_query_groups //= world_size
+    return inner
+
+
+def shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionShape:
+    """Shape of an attention from its q, k and v [s, b, heads, d]."""
+    return AttentionShape(query.shape[2], key.shape[2], query.shape[3], value.shape[3])
+
+
+def exchanged(
+    group: dist.ProcessGroup, attend: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Exchange, ``attend(q, k, v)`` on the whole sequence with this rank's heads, exchange back: [s / W, b, heads * d]."""
+    if query.shape[0] % 2:
+        raise NotSupportedError(f"Sequence length per GPU needs to be divisible by 2! It is {query.shape[0]}")
+    shape = shape_of(query, key, value)
+    shape.qkv_layout(dist.get_world_size(group))
+    exchange = Exchange(group, shape, route_exchange(group, shape, query))
+    return exchange.to_sequence(attend(*exchange.to_heads(query, key, value)))
+
+
+class DitronDotProductAttention(DotProductAttention):
+    """``DotProductAttention`` that also takes a context parallel group, with ``cp_comm_type`` ``a2a``.
+
+    ``forward`` gets and returns local parts of the sequence, ``attend`` the whole sequence of this rank's heads.
+    """
+
+    def __init__(self, config: Any, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
+        """As the native constructor.
+
+        Raises:
+            NotSupportedError: Heads that do not divide.
+        """
+        self.cp_group = None
+        inner = config
+        if config.context_parallel_size > 1 and cp_comm_type == "a2a":
+            group = getattr(kwargs.get("pg_collection"), "cp", None) or _context_parallel_group()
+            inner = config_of_one_rank(config, dist.get_world_size(group))
+        super().__init__(inner, *args, cp_comm_type=cp_comm_type, **kwargs)
+        if inner is not config:
+            self.cp_group = group
+
+    @property
+    def can_attend(self) -> bool:
+        """Whether ``attend`` may be called by a module that has made the exchanges itself."""
+        return self.cp_group is not None
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None) -> torch.Tensor:
+        """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]."""
+        mask_type = attn_mask_type or self.attn_mask_type
+        if mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            raise NotSupportedError(f"{mask_type} mask type is not supported with context parallelism a2a")
+        return super().forward(query, key, value, None, mask_type)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        if self.cp_group is None:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        if attention_bias is not None or packed_seq_params is not None:
+            raise NotSupportedError("attention biases and packed sequences need Transformer Engine's attention")
+        return exchanged(self.cp_group, lambda q, k, v: self.attend(q, k, v, attn_mask_type), query, key, value)
+
+
+def _context_parallel_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
+
+
+def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """RoPE's table of the whole sequence from the local one [s / W, ...]; gathered once for each table object."""
+    known = _TablesOf.get(local)
+    if known is not None:
+        return known
+    world = dist.get_world_size(group)
+    gathered = [torch.empty_like(local) for _ in range(world)]
+    dist.all_gather(gathered, local.contiguous(), group=group)
+    halves = [table.chunk(2, dim=0) for table in gathered]
+    whole = torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=0)
+    _TablesOf.put(local, whole)
+    return whole
+
+
+class _TablesOf:
+    """Whole tables by the identity of the local ones, for as long as those live (tensors compare by value)."""
+
+    _entries: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    @classmethod
+    def get(cls, local: torch.Tensor) -> torch.Tensor | None:
+        entry = cls._entries.get(id(local))
+        return entry[1] if entry is not None and entry[0]() is local else None
+
+    @classmethod
+    def put(cls, local: torch.Tensor, whole: torch.Tensor) -> None:
+        key = id(local)
+        cls._entries[key] = (weakref.ref(local, lambda _: cls._entries.pop(key, None)), whole)
+
+    @classmethod
+    def clear(cls) -> None:
+        cls._entries.clear()
+
+
+@contextlib.contextmanager
+def _calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[torch.nn.Module]:
+    """``module`` with another ``forward``: called inside, its hooks run (a distributed optimizer gathers weights in them)."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield module
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+class LocalLinears:
+    """How the projections of the local spec are covered: their reasons against it, their input, their weight gradients."""
+
+    @staticmethod
+    def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
+        """Why these two layers cannot be fused with the exchanges, or None."""
+        if not (isinstance(qkv, ColumnParallelLinear) and isinstance(out, RowParallelLinear)):
+            return f"projections are {type(qkv).__name__} and {type(out).__name__}"
+        if qkv.explicit_expert_comm or qkv.config._cpu_offloading_context is not None:
+            return "expert communication or CPU offloading is on"
+        if getattr(qkv, "skip_bias_add", False) and qkv.bias is not None:
+            return "the bias of q, k and v is not added by their layer"
+        return None
+
+    @staticmethod
+    def project_qkv(layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
+        """q, k and v of this rank's heads."""
+        wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
+        layout = shape.qkv_layout(context.world_size)
+        return qkv_projection(x, layer.weight, context=context, layout=layout, bias=layer.bias, wgrad=wgrad)
+
+    @staticmethod
+    def project_out(
+        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's (output, bias) for [s, b, heads of this rank, d]."""
+        wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
+        layout = shape.output_layout(context.world_size)
+        out = output_projection(attended, layer.weight, context=context, layout=layout, wgrad=wgrad)
+        if layer.skip_bias_add:
+            return out, layer.bias
+        return (out if layer.bias is None else out + layer.bias), None
+
+
+class DitronSelfAttention(SelfAttention):
+    """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as inherited."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        context = None
+        if getattr(self.core_attention, "can_attend", False):
+            context = self._route(hidden_states, args, kwargs)
+        if context is None:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        return self._forward_fused(hidden_states, kwargs.get("rotary_pos_emb"), context)
+
+    def _linears(self) -> Any:
+        if isinstance(self.linear_qkv, ColumnParallelLinear):
+            return LocalLinears
+        if HAVE_TE:
+            from ditron_train.megatron.sp_te import TELinears
+
+            return TELinears
+        return LocalLinears
+
+    def _shape(self) -> AttentionShape:
+        size = self.hidden_size_per_attention_head
+        return AttentionShape(self.num_attention_heads_per_partition, self.num_query_groups_per_partition, size, size)
+
+    def _route(self, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SPContext | None:
+        reason = self._why_not_fused(args, kwargs) or self._linears().why_not(
+            self.linear_qkv, self.linear_proj, hidden_states
+        )
+        if reason is not None:
+            log_native("sp projections", reason)
+            return None
+        group = self.core_attention.cp_group
+        shape = self._shape()
+        if hidden_states.shape[0] % 2:
+            return None  # the exchange says what is wrong
+        return route_projections(group, shape, hidden_states, self.linear_qkv.weight, self.linear_proj.weight)
+
+    def _why_not_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What stands between a projection and its exchange, or is not training on one packed batch, in this call."""
+        config = self.config
+        others = {name for name, value in kwargs.items() if value is not None and name != "rotary_pos_emb"}
+        if any(value is not None for value in args) or others:
+            return f"the attention is called with {', '.join(sorted(others)) or 'positional options'}"
+        if self.world_size > 1:
+            return "tensor parallelism is on: the exchanges alone are ours"
+        for norm in (self.q_layernorm, self.k_layernorm):
+            if norm is not None and not isinstance(norm, IdentityOp):
+                return "q and k are normalised before the exchange: the exchanges alone are ours"
+        if config.attention_output_gate or config.fused_single_qkv_rope or config.flash_decode or config.test_mode:
+            return "an output gate, fused RoPE of q and k, flash decoding or test mode is on"
+        if self.offload_qkv_linear or self.offload_core_attention or self.offload_attn_proj:
+            return "activations are offloaded"
+        return None
+
+    def _forward_fused(
+        self, hidden_states: torch.Tensor, rotary_pos_emb: Any, context: SPContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        linears, shape = self._linears(), self._shape()
+        with _calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape)) as project:
+            query, key, value = project(hidden_states)
+        query, key = self._rotated(query, key, rotary_pos_emb)
+        if self.checkpoint_core_attention and self.training:
+            attended = tensor_parallel.checkpoint(self.core_attention.attend, False, query, key, value)
+        else:
+            attended = self.core_attention.attend(query, key, value)
+        attended = attended.view(*query.shape[:3], shape.value_head_dim)
+        with _calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape)) as project:
+            return project(attended)
+
+    def _rotated(self, query: torch.Tensor, key: torch.Tensor, rotary_pos_emb: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoPE at the positions of the whole sequence."""
+        if self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]:
+            rotary_pos_emb = None
+        if rotary_pos_emb is None:
+            return query, key
+        tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+        group = self.core_attention.cp_group
+        mscale = _yarn_get_concentration_factor_from_config(self.config)
+        rotated = [
+            tensor
+            if table is None
+            else apply_rotary_pos_emb(
+                tensor, whole_rotary_table(table, group), config=self.config, cu_seqlens=None, mscale=mscale, cp_group=group
+            )
+            for tensor, table in zip((query, key), tables)
+        ]
+        return rotated[0], rotated[1]
+
+
+def class_map() -> dict[type, type]:
+    """The native classes and ours; Transformer Engine's attention is among them where it is installed."""
+    classes: dict[type, type] = {SelfAttention: DitronSelfAttention, DotProductAttention: DitronDotProductAttention}
+    if HAVE_TE:
+        from ditron_train.megatron import sp_te
+
+        classes.update(sp_te.class_map())
+    return classes
+
+
+def stop() -> None:
+    """Forget what was decided about shapes, and with it the symmetric memory of this feature."""
+    forget_routes()
+    _TablesOf.clear()

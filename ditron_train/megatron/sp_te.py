@@ -1,0 +1,139 @@
+"""Ulysses with Transformer Engine's attention and linear layers (part of feature ``sp``).
+
+The reference is Transformer Engine's own ``a2a`` attention: the same attention kernels get the same q, k and v. Imported
+only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
+from megatron.core.transformer.enums import AttnMaskType
+
+from ditron_train.megatron import tp_te
+from ditron_train.megatron.routing import log_native
+from ditron_train.megatron.sp import config_of_one_rank, exchanged
+from ditron_train.megatron.sp_routing import AttentionShape
+from ditron_train.sp import SPContext, output_projection, qkv_projection
+
+__all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
+
+
+class DitronTEDotProductAttention(TEDotProductAttention):
+    """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
+
+    Built natively, so that what is not covered (packed sequences, FP8, ...) runs as it did; beside it stands the same
+    attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._whole: list[TEDotProductAttention] = []
+        group = getattr(kwargs.get("pg_collection"), "cp", None)
+        if config.context_parallel_size > 1 and kwargs.get("cp_comm_type") == "a2a" and group is not None:
+            ways = group.size() * config.tensor_model_parallel_size
+            if config.num_attention_heads % ways == 0 and config.num_query_groups % ways == 0:
+                inner = config_of_one_rank(config, group.size())
+                self._whole.append(TEDotProductAttention(inner, *args, **kwargs))
+
+    @property
+    def can_attend(self) -> bool:
+        """Whether ``attend`` may be called by a module that has made the exchanges itself."""
+        return bool(self._whole) and self._why_not() is None
+
+    def _why_not(self) -> str | None:
+        config = self.config
+        if config.fp8 or getattr(config, "fp4", None) or config.softmax_type != "vanilla":
+            return "FP8 or a softmax offset is on"
+        if config.qk_clip or config.log_max_attention_logit:
+            return "the largest attention logits are collected"
+        if self.attention_dropout_probability() > 0 and self.training:
+            return "attention dropout is on"
+        return None
+
+    def attention_dropout_probability(self) -> float:
+        """As the native layer drops out."""
+        return float(self.config.attention_dropout)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None) -> torch.Tensor:
+        """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]."""
+        whole = self._whole[0]
+        whole.train(self.training)
+        return TEDotProductAttention.forward(whole, query, key, value, None, attn_mask_type or AttnMaskType[self.attn_mask_type])
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, attn_mask_type: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        reason = None
+        if self._whole:
+            reason = self._why_not() or self._why_not_call(query, attn_mask_type, kwargs)
+            if reason is not None:
+                log_native("sp attention", reason)
+        if not self._whole or reason is not None:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
+        return exchanged(self.cp_group, lambda q, k, v: self.attend(q, k, v, attn_mask_type), query, key, value)
+
+    @staticmethod
+    def _why_not_call(query: torch.Tensor, attn_mask_type: Any, kwargs: dict[str, Any]) -> str | None:
+        given = sorted(name for name, value in kwargs.items() if value is not None)
+        if given:
+            return f"the attention is called with {', '.join(given)}"
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            return f"the mask is {attn_mask_type}"
+        if query.dim() != 4 or query.shape[0] % 2 or query.shape[-1] % 8:
+            return f"q is {tuple(query.shape)}"
+        return None
+
+
+class TELinears:
+    """How the projections of Transformer Engine's spec are covered; as ``sp.LocalLinears``."""
+
+    @staticmethod
+    def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
+        """Why these two layers cannot be fused with the exchanges, or None."""
+        if not (
+            isinstance(qkv, (TEColumnParallelLinear, TELayerNormColumnParallelLinear)) and isinstance(out, TERowParallelLinear)
+        ):
+            return f"projections are {type(qkv).__name__} and {type(out).__name__}"
+        for layer in (qkv, out):
+            reason = tp_te._why_not(layer, x)
+            if reason is not None:
+                return reason
+        if qkv.te_return_bias:
+            return "the bias of q, k and v is not added by their layer"
+        return None
+
+    @staticmethod
+    def project_qkv(layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
+        """q, k and v of this rank's heads."""
+        if isinstance(layer, TELayerNormColumnParallelLinear):
+            rows = x.contiguous().view(-1, x.shape[-1])
+            sm_margin = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
+            normed = tp_te._Norm.apply(rows, layer.layer_norm_weight, layer.layer_norm_bias, layer, sm_margin)
+            x = normed.view(x.shape)
+        bias = layer.bias if layer.use_bias and layer.apply_bias else None
+        layout = shape.qkv_layout(context.world_size)
+        return qkv_projection(x, layer.weight, context=context, layout=layout, bias=bias, wgrad=tp_te._wgrad(layer))
+
+    @staticmethod
+    def project_out(
+        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's (output, bias) for [s, b, heads of this rank, d]."""
+        layout = shape.output_layout(context.world_size)
+        out = output_projection(attended, layer.weight, context=context, layout=layout, wgrad=tp_te._wgrad(layer))
+        if layer.gemm_bias_unfused_add:
+            out = out + layer.bias
+        return out, layer.bias if layer.te_return_bias else None
+
+
+def class_map() -> dict[type, type]:
+    """Transformer Engine's attention as megatron-core wraps it, and ours."""
+    return {TEDotProductAttention: DitronTEDotProductAttention}

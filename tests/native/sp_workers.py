@@ -1,0 +1,186 @@
+"""Bodies of the context parallel tests: a small GPT of the local spec, whole on one rank and with Ulysses on several."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.testing import megatron_cpu
+
+VOCABULARY, BATCH = 64, 2
+
+# fp32 GEMMs of the interpreter (NumPy) and of torch round in other orders: a few units of 2**-24 a sum
+LOSS_BOUND = 5e-6
+GRADIENT_BOUND = 5e-5
+
+
+@contextlib.contextmanager
+def groups(context_parallel, tensor_parallel=1):
+    """Megatron on gloo with these sizes, ``sp`` switched on where there is a context parallel group."""
+    from megatron.core import parallel_state
+
+    import ditron_train.megatron as plugin
+
+    with megatron_cpu.megatron_on_cpu():
+        parallel_state.initialize_model_parallel(
+            context_parallel_size=context_parallel, tensor_model_parallel_size=tensor_parallel
+        )
+        if context_parallel > 1:
+            plugin.apply(features="sp")
+        try:
+            yield
+        finally:
+            plugin.restore()
+            parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def without(*names):
+    """The fused projections (``projections``) or the exchanges (``exchange``) run natively."""
+    from ditron_train.megatron import sp
+
+    saved = {name: getattr(sp, f"route_{name}") for name in names}
+    for name in names:
+        setattr(sp, f"route_{name}", lambda *args: None)
+    try:
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(sp, f"route_{name}", function)
+
+
+def build(context_parallel, tensor_parallel=1, spec=None, **options):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    megatron_cpu.seed(11)
+    settings = dict(
+        num_layers=2, hidden_size=32, num_attention_heads=8, num_query_groups=4, attention_dropout=0.0, hidden_dropout=0.0,
+        add_bias_linear=False, params_dtype=torch.float32,
+    )  # fmt: skip
+    config = TransformerConfig(
+        **{
+            **megatron_cpu.CPU_CONFIG,
+            **settings,
+            "context_parallel_size": context_parallel,
+            "cp_comm_type": "a2a",
+            "tensor_model_parallel_size": tensor_parallel,
+            "sequence_parallel": tensor_parallel > 1,
+            **options,
+        }
+    )
+    return GPTModel(
+        config,
+        spec or get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def run(model, context_parallel, length):
+    """Losses of this rank's tokens, and all gradients summed over the context parallel group."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=generator)
+    batch = dict(
+        tokens=tokens[:, :-1].contiguous(),
+        labels=tokens[:, 1:].contiguous(),
+        position_ids=torch.arange(length).expand(BATCH, length).contiguous(),
+    )
+    if context_parallel > 1:
+        batch = get_batch_on_this_cp_rank(batch)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    model.zero_grad()
+    torch.autograd.backward(losses.sum())  # Tensor.backward would leave the CPU mode for what is recomputed
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    local = {name: gradient.clone() for name, gradient in gradients.items()}
+    for gradient in gradients.values():
+        if context_parallel > 1:
+            dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+    return losses.detach(), gradients, local
+
+
+def num_fused_shapes():
+    from ditron_train.megatron.sp_routing import _routes
+
+    return sum(key[0] == "projections" and context is not None for key, context in _routes.items())
+
+
+def num_exchange_shapes():
+    from ditron_train.megatron.sp_routing import _routes
+
+    return sum(key[0] == "exchange" and context is not None for key, context in _routes.items())
+
+
+def assert_same_bits(ours, native):
+    assert torch.equal(ours[0], native[0])
+    for name, gradient in native[2].items():
+        assert torch.equal(ours[2][name], gradient), name
+
+
+def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through_spec=False):
+    """Ulysses by ops against Ulysses by all-to-alls (bit for bit where no GEMM is interpreted) and against one rank."""
+    import ditron_train.megatron as plugin
+
+    world = dist.get_world_size() // tensor_parallel
+    spec = None
+    if through_spec:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        spec = plugin.apply(get_gpt_layer_local_spec(), "sp")
+    with groups(world, tensor_parallel):
+        if through_spec:
+            plugin.restore()
+        model = build(world, tensor_parallel, spec, **options)
+        with without("projections", "exchange"):
+            native = run(model, world, length)
+        with without("projections"):
+            assert_same_bits(run(model, world, length), native)
+            assert num_exchange_shapes() > 0
+        ours = run(model, world, length)
+        assert num_fused_shapes() == int(expect_fused)
+        if not expect_fused:
+            assert_same_bits(ours, native)
+        assert (ours[0] - native[0]).abs().max() <= LOSS_BOUND
+        for name, gradient in native[2].items():
+            assert (ours[2][name] - gradient).abs().max() <= GRADIENT_BOUND, name
+        state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+        rank = dist.get_rank() // tensor_parallel
+    with groups(1, tensor_parallel):
+        whole = build(1, tensor_parallel, **options)
+        missing = whole.load_state_dict(state, strict=False)
+        assert not missing.unexpected_keys and all("_extra_state" in name for name in missing.missing_keys)
+        expected = run(whole, 1, length)
+    chunk = length // (2 * world)
+    mine = torch.cat([torch.arange(chunk) + chunk * place for place in (rank, 2 * world - 1 - rank)])
+    assert (native[0] - expected[0][:, mine]).abs().max() <= LOSS_BOUND
+    for name, gradient in expected[1].items():
+        assert (native[1][name] - gradient).abs().max() <= 10 * GRADIENT_BOUND, name
+    return torch.equal(native[0], expected[0][:, mine])
+
+
+def refuses(options, length):
+    """The error of a model that native refuses too."""
+    with groups(dist.get_world_size()):
+        try:
+            run(build(dist.get_world_size(), **options), dist.get_world_size(), length)
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def native_without_ulysses():
+    """What is not ``a2a`` stays native: the local attention refuses it."""
+    with groups(dist.get_world_size()):
+        try:
+            build(dist.get_world_size(), cp_comm_type="p2p")
+        except AssertionError as error:
+            return str(error)
+    return None

@@ -1,0 +1,65 @@
+"""Ulysses in a GPT of the local spec: by ops, by all-to-alls of the process group, and whole on one rank."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+from ditron_train.testing.processes import run_workers
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import sp_workers  # noqa: E402
+
+RECOMPUTE_ALL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+RECOMPUTE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "options, expect_fused",
+    [
+        ({}, True),
+        ({"add_bias_linear": True, "add_qkv_bias": True}, True),
+        ({"num_query_groups": 8, **RECOMPUTE_ATTENTION}, True),
+        ({"num_query_groups": 2, **RECOMPUTE_ALL}, True),
+        ({"qk_layernorm": True, "normalization": "LayerNorm"}, False),
+    ],
+    ids=["plain", "biases", "recompute_attention", "recompute_all", "norms"],
+)
+def test_gpt_on_two_ranks(options, expect_fused):
+    run_workers(2, sp_workers.gpt_agrees, options, 16, expect_fused, timeout_s=300)
+
+
+@pytest.mark.timeout(600)
+def test_a_rewritten_spec():
+    run_workers(2, sp_workers.gpt_agrees, {}, 24, True, 1, True, timeout_s=300)
+
+
+@pytest.mark.timeout(600)
+def test_gpt_on_four_ranks():
+    run_workers(4, sp_workers.gpt_agrees, {}, 24, True, timeout_s=400)
+
+
+@pytest.mark.timeout(600)
+def test_inside_tensor_parallelism_the_exchanges_are_ours():
+    run_workers(4, sp_workers.gpt_agrees, {}, 16, False, 2, timeout_s=400)
+
+
+@pytest.mark.parametrize(
+    "options, length, words",
+    [
+        ({"num_query_groups": 1}, 16, "number of attention heads needs to be divisible by CP size"),
+        ({"num_attention_heads": 2, "num_query_groups": 1}, 16, "number of attention heads needs to be divisible by CP size"),
+    ],
+)
+def test_what_native_refuses_is_refused_with_the_same_words_on_every_rank(options, length, words):
+    errors = run_workers(2, sp_workers.refuses, options, length)
+    assert errors[0] == errors[1] and words in errors[0]
+
+
+def test_other_kinds_of_context_parallelism_stay_native():
+    errors = run_workers(2, sp_workers.native_without_ulysses)
+    assert all("Context parallelism is only supported by TEDotProductAttention" in error for error in errors)
