@@ -148,3 +148,29 @@ def mismatched(field: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
+    """Rank 2 dies, or comes too late, at its third call; returns what the others saw."""
+    import os
+    import signal
+
+    from ditron_train.runtime.errors import PeerTimeoutError
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_context(None, CPU)
+    x, weight = integers((32 if op == "ag_gemm" else 32 * world, 32), rank), integers((16, 32), 2)
+    run = ag_gemm if op == "ag_gemm" else gemm_rs
+    for _ in range(2):
+        run(x, weight, context=context)
+    if rank == 2:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(12)
+        return "stalled", 0.0, ""
+    begin_s = time.monotonic()
+    try:
+        run(x, weight, context=context)
+    except PeerTimeoutError as error:
+        return type(error).__name__, time.monotonic() - begin_s, str(error)
+    return "no error", time.monotonic() - begin_s, ""

@@ -1,0 +1,211 @@
+"""TP ops against NCCL and cuBLAS, ``torch.equal``: published shapes, random ones, stragglers, poison, graphs, bad calls.
+
+Random shapes are compared where one GEMM of ours equals cuBLAS (``probe_bits``); elsewhere with our GEMM and NCCL, which
+still proves the movement and the order of the reduction.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.data import load_workloads
+from ditron_train.gemm import matmul_nn, matmul_nt, probe_bits
+from ditron_train.runtime.errors import MismatchError, PeerTimeoutError
+from ditron_train.tp import GatherPlan, TPContext, ag_gemm, column_linear, gemm_rs, get_context, row_linear
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+PLANS = [GatherPlan("push", push_programs=16), GatherPlan("copy", num_chunks=1), GatherPlan("copy", num_chunks=4)]
+NUM_RANDOM_SHAPES = 500
+
+
+@pytest.fixture(scope="module")
+def context(device):
+    return get_context(dist.group.WORLD, device)
+
+
+def normals(*shape, seed, dtype=torch.bfloat16):
+    generator = torch.Generator(device="cuda").manual_seed(1000 * seed + dist.get_rank())
+    return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=generator)
+
+
+def gathered(x, counts=None):
+    world = dist.get_world_size()
+    if counts is None:
+        total = x.new_empty(x.shape[0] * world, *x.shape[1:])
+        dist.all_gather_into_tensor(total, x)
+        return total
+    parts = [x.new_empty(count, x.shape[1]) for count in counts]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+
+def scattered(partial, counts=None):
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if counts is None:
+        out = partial.new_empty(partial.shape[0] // world, *partial.shape[1:])
+        dist.reduce_scatter_tensor(out, partial.contiguous())
+        return out
+    padded = partial.new_zeros(world, max(counts), partial.shape[1])  # NCCL's even reduce-scatter of padded shares
+    start = 0
+    for owner, count in enumerate(counts):
+        padded[owner, :count] = partial[start : start + count]
+        start += count
+    out = partial.new_empty(max(counts), partial.shape[1])
+    dist.reduce_scatter_tensor(out, padded.view(-1, partial.shape[1]))
+    return out[: counts[rank]]
+
+
+def product(x, weight, layout):
+    """cuBLAS, or our GEMM at shapes where cuBLAS is known (by all ranks) to sum in another order."""
+    m, k = x.shape
+    n = weight.shape[0 if layout == "nt" else 1]
+    equal = torch.tensor([int(probe_bits(m, n, k, layout, x.dtype, x.device))], device=x.device)
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    if equal.item():
+        return x @ (weight.t() if layout == "nt" else weight)
+    return matmul_nt(x, weight) if layout == "nt" else matmul_nn(x, weight)
+
+
+@pytest.mark.parametrize("shape", load_workloads()["ag_gemm"]["shapes"], ids=lambda s: s["model"])
+def test_ag_gemm_at_published_shapes(context, all_equal, shape):
+    world = context.world_size
+    x = normals(shape["M"] // world, shape["K"], seed=1)
+    weight = normals(shape["N"] // world, shape["K"], seed=2)
+    expected = gathered(x) @ weight.t()
+    for plan in PLANS:
+        y, total = ag_gemm(x, weight, context=context, plan=plan, return_gathered=True)
+        context.synchronize()
+        assert all_equal(total, gathered(x)) and all_equal(y, expected), plan
+    weight_nn = weight.t().contiguous()
+    y = ag_gemm(x, weight_nn, context=context, layout="nn")
+    context.synchronize()
+    assert all_equal(y, gathered(x) @ weight_nn)
+
+
+@pytest.mark.parametrize("shape", load_workloads()["gemm_rs"]["shapes"], ids=lambda s: s["model"])
+def test_gemm_rs_at_published_shapes(context, all_equal, shape):
+    x = normals(shape["M"], shape["K"] // context.world_size, seed=3)
+    weight = normals(shape["N"], shape["K"] // context.world_size, seed=4)
+    y = gemm_rs(x, weight, context=context)
+    context.synchronize()
+    assert all_equal(y, scattered(x @ weight.t()))
+    weight_nn = weight.t().contiguous()
+    y = gemm_rs(x, weight_nn, context=context, layout="nn")
+    context.synchronize()
+    assert all_equal(y, scattered(x @ weight_nn))
+
+
+def test_random_shapes(context, all_equal):
+    """Even and uneven rows, any N and K, both layouts and dtypes, every plan; buffers poisoned, ranks late at random."""
+    world, rank = context.world_size, context.rank
+    different = []
+    for seed in range(NUM_RANDOM_SHAPES):
+        draw, own = random.Random(seed), random.Random(seed * 1000 + rank)
+        align = draw.choice([128, 8, 8, 1])
+        n, k = (max(1, draw.randint(1, 1500) // align * align) for _ in range(2))
+        counts = None if draw.random() < 0.5 else [draw.randint(0, 300) for _ in range(world)]
+        rows = draw.choice([128, 256, 8 * draw.randint(1, 60), draw.randint(1, 500)])
+        if counts is not None and sum(counts) == 0:
+            counts[0] = 1
+        dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16])
+        layout = draw.choice(["nt", "nn"])
+        weight = normals(*((n, k) if layout == "nt" else (k, n)), seed=seed, dtype=dtype)
+        x = normals(rows if counts is None else counts[rank], k, seed=seed + 1, dtype=dtype)
+        total = gathered(x, counts)
+        if seed % 3 == 0:
+            context.gathered(total.shape[0], k + -k % 8, dtype).local.fill_(float("nan"))
+            torch.cuda.synchronize()
+            dist.barrier()
+        if own.random() < 0.2:
+            torch.cuda._sleep(int(2e6 * own.random()))
+        y = ag_gemm(x, weight, context=context, layout=layout, row_counts=counts, plan=draw.choice(PLANS))
+        z = gemm_rs(total, weight, context=context, layout=layout, row_counts=counts)
+        context.synchronize()
+        partial = product(total, weight, layout)
+        if not (all_equal(y, partial) and all_equal(z, scattered(partial, counts))):
+            different.append((seed, counts or rows, n, k, layout, dtype))
+    assert not different
+
+
+@pytest.mark.parametrize("rows, hidden, width", [(2048, 1024, 2048), (8192, 4096, 11008)])
+def test_linear_layers_repeat_a_hundred_times(context, all_equal, rows, hidden, width):
+    """Column then row linear, forward and all gradients, against NCCL and cuBLAS, with a random straggler."""
+    world, rank = context.world_size, context.rank
+    w1 = normals(width // world // 8 * 8, hidden, seed=5).requires_grad_()
+    w2 = normals(hidden, width // world // 8 * 8, seed=6).requires_grad_()
+    repeats = 100 if rows <= 2048 else 10
+    for repeat in range(repeats):
+        x = normals(rows // world, 1, hidden, seed=10 + repeat).requires_grad_()
+        w1.grad = w2.grad = None
+        if random.Random(repeat * 17 + rank).random() < 0.3:
+            torch.cuda._sleep(int(3e6 * random.Random(repeat + rank).random()))
+        hidden_states = column_linear(x, w1, context=context)
+        y = row_linear(hidden_states, w2, context=context)
+        grad = normals(*y.shape, seed=300 + repeat)
+        y.backward(grad)
+        context.synchronize()
+        with torch.no_grad():
+            total_x, total_grad = gathered(x), gathered(grad)
+            inner = total_x @ w1.t()
+            assert all_equal(y.detach(), scattered(inner @ w2.t()))
+            grad_inner = total_grad @ w2
+            assert all_equal(w2.grad, total_grad.view(-1, hidden).t() @ inner.view(-1, inner.shape[-1]))
+            assert all_equal(x.grad, scattered(grad_inner @ w1))
+            assert all_equal(w1.grad, grad_inner.view(-1, inner.shape[-1]).t() @ total_x.view(-1, hidden))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_graph_replay_mixed_with_eager_calls(context, all_equal, plan):
+    x, weight = normals(1024, 1024, seed=7), normals(1024, 1024, seed=8)
+    ag_gemm(x, weight, context=context, plan=plan)
+    gemm_rs(gathered(x), weight, context=context)
+    context.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = ag_gemm(x, weight, context=context, plan=plan)
+        z = gemm_rs(y, weight, context=context)
+    for repeat in range(10):
+        x.copy_(normals(1024, 1024, seed=20 + repeat))
+        graph.replay()
+        context.synchronize()
+        expected = gathered(x) @ weight.t()
+        assert all_equal(y, expected) and all_equal(z, scattered(expected @ weight.t()))
+        assert all_equal(ag_gemm(x, weight, context=context, plan=plan), expected)
+
+
+def test_epochs_wrap(device, all_equal):
+    context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device, first_epoch=2**31 - 6)
+    weight = normals(512, 512, seed=9)
+    for repeat in range(12):
+        x = normals(256, 512, seed=40 + repeat)
+        y = ag_gemm(x, weight, context=context, plan=PLANS[repeat % 3])
+        z = gemm_rs(y, weight, context=context)
+        context.synchronize()
+        expected = gathered(x) @ weight.t()
+        assert all_equal(y, expected) and all_equal(z, scattered(expected @ weight.t()))
+
+
+def test_a_late_peer_and_different_calls_are_errors(device, monkeypatch):
+    monkeypatch.setenv("DITRON_TIMEOUT_S", "3")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    context = TPContext(dist.new_group(list(range(world))), device)
+    weight = normals(256, 256, seed=9)
+    with pytest.raises(MismatchError) as mismatch:
+        ag_gemm(normals(128 if rank == 0 else 256, 256, seed=1), weight, context=context)
+        context.synchronize()
+    words = [None] * world
+    dist.all_gather_object(words, str(mismatch.value))
+    assert len(set(words)) == 1
+    context = TPContext(dist.new_group(list(range(world))), device)
+    gemm_rs(normals(128 * world, 256, seed=1), weight, context=context)
+    context.synchronize()
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError, match="tp.gemm_rs"):
+            gemm_rs(normals(128 * world, 256, seed=1), weight, context=context)
+            context.synchronize()
+    dist.barrier()
