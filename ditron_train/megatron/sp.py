@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,6 +74,12 @@ def exchanged(
     return exchange.to_sequence(attend(*exchange.to_heads(query, key, value)))
 
 
+@functools.lru_cache(maxsize=2)
+def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    """What the native softmax masks by where it gets no mask, on the tensors' own device: True above the diagonal."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
+
+
 class DitronDotProductAttention(DotProductAttention):
     """``DotProductAttention`` that also takes a context parallel group, with ``cp_comm_type`` ``a2a``.
 
@@ -104,7 +111,8 @@ class DitronDotProductAttention(DotProductAttention):
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise NotSupportedError(f"{mask_type} mask type is not supported with context parallelism a2a")
-        return super().forward(query, key, value, None, mask_type)
+        mask = _causal_mask(query.shape[0], query.device) if mask_type == AttnMaskType.causal else None
+        return super().forward(query, key, value, mask, mask_type)
 
     def forward(
         self,

@@ -96,9 +96,10 @@ def run(model, context_parallel, length):
     )
     if context_parallel > 1:
         batch = get_batch_on_this_cp_rank(batch)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    mask = None if context_parallel > 1 else torch.ones(length, length, dtype=torch.bool).triu_(1)[None, None]
+    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     model.zero_grad()
-    torch.autograd.backward(losses.sum())  # Tensor.backward would leave the CPU mode for what is recomputed
+    losses.sum().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     local = {name: gradient.clone() for name, gradient in gradients.items()}
     for gradient in gradients.values():
