@@ -1,0 +1,137 @@
+"""Ulysses in Megatron's self-attention on GPUs under torchrun: bits of Transformer Engine's own ``a2a`` attention."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+pytest.importorskip("megatron.core")
+
+
+@pytest.fixture(scope="module")
+def world():
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            pytest.skip("needs torchrun")
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(1)
+    yield dist.get_world_size()
+    parallel_state.destroy_model_parallel()
+
+
+def build(world, use_te, ours, **options):
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    import ditron_train.megatron as plugin
+
+    settings = dict(
+        num_layers=1, hidden_size=2048, num_attention_heads=16, num_query_groups=8, kv_channels=128, bf16=True,
+        params_dtype=torch.bfloat16, context_parallel_size=world, cp_comm_type="a2a", add_bias_linear=False,
+        attention_dropout=0.0, hidden_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+        normalization="RMSNorm", pipeline_dtype=torch.bfloat16,
+    )  # fmt: skip
+    config = TransformerConfig(**{**settings, **options})
+    make = get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec
+    kwargs = {} if use_te else {"normalization": "RMSNorm"}
+    spec = make(qk_layernorm=config.qk_layernorm, **kwargs).submodules.self_attention
+    if ours:
+        spec = plugin.apply(spec, "sp")
+    attention = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").cuda().to(torch.bfloat16)
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    for parameter in attention.parameters():
+        parameter.data.normal_(std=0.05, generator=generator)
+    return attention
+
+
+def run(attention, world, length, batch, rope=True):
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    generator = torch.Generator(device="cuda").manual_seed(20 + dist.get_rank())
+    shape = (length // world, batch, attention.config.hidden_size)
+    x, grad = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+    x.requires_grad_()
+    table = RotaryEmbedding(kv_channels=attention.config.kv_channels, rotary_percent=1.0)(length) if rope else None
+    out, bias = attention(x, attention_mask=None, rotary_pos_emb=table)
+    out.backward(grad)
+    gradients = {name: parameter.grad for name, parameter in attention.named_parameters()}
+    attention.zero_grad()
+    return out.detach(), x.grad, gradients, bias
+
+
+def assert_same_bits(ours, native):
+    assert torch.equal(ours[0], native[0])
+    assert torch.equal(ours[1], native[1])
+    assert ours[2].keys() == native[2].keys()
+    for name, gradient in native[2].items():
+        assert torch.equal(ours[2][name], gradient), name
+    assert (ours[3] is None) == (native[3] is None)
+
+
+def num_routes(kind):
+    from ditron_train.megatron.sp_routing import _routes
+
+    return sum(key[0] == kind and context is not None for key, context in _routes.items())
+
+
+CASES = {
+    "plain": ({}, "projections"),
+    "one_group_a_head": ({"num_query_groups": 16}, "projections"),
+    "fused_rope": ({"apply_rope_fusion": True}, "projections"),
+    "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, "projections"),
+    "norms": ({"qk_layernorm": True}, "exchange"),
+    "qkv_bias": ({"add_qkv_bias": True}, "exchange"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("length, batch", [(8192, 1), (2048, 2)])
+def test_bits_of_transformer_engine(world, name, length, batch):
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    import ditron_train.megatron as plugin
+
+    if not HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    options, kind = CASES[name]
+    native, ours = build(world, True, False, **options), build(world, True, True, **options)
+    assert native.state_dict().keys() == ours.state_dict().keys()
+    try:
+        for rope in (True, False):
+            assert_same_bits(run(ours, world, length, batch, rope), run(native, world, length, batch, rope))
+        assert num_routes(kind) == 1 and num_routes({"projections": "exchange"}.get(kind, "projections")) == 0
+    finally:
+        plugin.restore()
+
+
+@pytest.mark.parametrize("options", [{}, {"add_qkv_bias": True}, {"qk_layernorm": True}], ids=["plain", "bias", "norms"])
+def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch):
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron import sp
+    from ditron_train.testing import megatron_cpu
+
+    megatron_cpu.allow_torch_norm_with_sequence_parallel()
+    attention = build(world, False, True, **options)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sp, "route_projections", lambda *args: None)
+            patch.setattr(sp, "route_exchange", lambda *args: None)
+            native = run(attention, world, 2048, 2)
+        assert_same_bits(run(attention, world, 2048, 2), native)
+        assert num_routes("projections") + num_routes("exchange") == 1
+    finally:
+        plugin.restore()
+        megatron_cpu.uninstall()
