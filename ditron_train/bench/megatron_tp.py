@@ -98,7 +98,9 @@ def layer_rows(session: BenchSession) -> Iterator[Row]:
     """One LLaMA-70B transformer layer, forward and forward + backward, TE's spec where TE is installed."""
     spec = get_gpt_layer_with_transformer_engine_spec() if HAVE_TE else get_gpt_layer_local_spec(normalization="RMSNorm")
     layers = {"native": _build_layer(spec, session), "ditron": _build_layer(apply(spec, ("tp",)), session)}
-    layers["ditron"].load_state_dict(layers["native"].state_dict())
+    with torch.no_grad():
+        for ours, native in zip(layers["ditron"].parameters(), layers["native"].parameters(), strict=True):
+            ours.copy_(native)
     tokens = _TOKENS if HAVE_TE else _TOKENS // 4  # the local attention stores every score
     shape = (tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
     generator = torch.Generator(session.device).manual_seed(session.rank)

@@ -238,11 +238,11 @@ def _wire_bytes(case: Case, session: BenchSession, dtype: torch.dtype) -> float:
 
 
 def _comm_sms(case: Case, context: TPContext) -> int:
-    """SMs that move data and compute nothing; the tiles of GEMM-RS are sent by the GEMM itself."""
+    """SMs that the GEMM leaves to the communication; the tiles of GEMM-RS are sent by the GEMM itself."""
     if case.op == "gemm_rs" or context.target == "interpreter":
         return 0
     plan = choose_gather_plan(case.m, case.n // context.world_size, case.k, 2, context.world_size, context.target)
-    return plan.push_programs if plan.mode == "push" else 0
+    return plan.push_programs if plan.mode == "push" else 1  # behind copy engines one program forwards their signals
 
 
 def _row(
