@@ -46,6 +46,12 @@ class GemmConfig:
         """Output tiles of an [m, n] result."""
         return -(-m // self.block_m) * -(-n // self.block_n)
 
+    def num_whole_tiles(self, m: int, n: int, num_programs: int) -> int:
+        """How many of them are computed whole: all but a last wave that is at most half full, where tiles can be halved."""
+        num_tiles = self.num_tiles(m, n)
+        tail = num_tiles % num_programs
+        return num_tiles - tail if self.split_store and 2 * tail <= num_programs else num_tiles
+
 
 # Hopper: the first ran at 0.92-1.07 of cuBLAS's speed on the layers of published models, the second at 0.87 of its rate
 # but with half the tile, which fills the last wave better and gives small shapes more programs.
@@ -69,10 +75,13 @@ def _interpreter_config(m: int, n: int, k: int) -> GemmConfig:
 
 
 def _hopper_config(m: int, n: int, num_sms: int) -> GemmConfig:
-    """The tile whose whole waves take less time; the unit is the time of one wide tile."""
-    wide_time = -(-_HOPPER_WIDE.num_tiles(m, n) // num_sms)
-    square_time = -(-_HOPPER_SQUARE.num_tiles(m, n) // num_sms) * 0.5 / _HOPPER_SQUARE_RATE
-    return _HOPPER_WIDE if wide_time <= square_time else _HOPPER_SQUARE
+    """The tile whose waves take less time; the unit is the time of one wide tile."""
+    num_tiles = _HOPPER_WIDE.num_tiles(m, n)
+    num_whole = _HOPPER_WIDE.num_whole_tiles(m, n, num_sms)
+    half_time = 0.5 / _HOPPER_SQUARE_RATE
+    wide_time = -(-num_whole // num_sms) + (half_time if num_whole < num_tiles else 0.0)
+    square_time = -(-_HOPPER_SQUARE.num_tiles(m, n) // num_sms) * half_time
+    return _HOPPER_WIDE if num_whole > 0 and wide_time <= square_time else _HOPPER_SQUARE
 
 
 @lru_cache(maxsize=4096)

@@ -68,10 +68,12 @@ def store_tile(c_desc, acc, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 def gemm_kernel(
     a_desc,
     b_desc,
+    half_b_desc,
     c_desc,
     M,
     N,
     K,
+    num_whole_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -79,8 +81,13 @@ def gemm_kernel(
     TRANSPOSE_A: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
+    HALVE_TAIL: tl.constexpr,
 ):
     """C [M, N] = A @ B, persistent: program p computes tiles p, p + num_programs, ... of the grouped order.
+
+    With HALVE_TAIL only the first ``num_whole_tiles`` are computed whole; the rest, less than half a wave, is computed in
+    halves of BLOCK_N // 2 columns, so that the last wave takes half the time. ``half_b_desc`` reads B in such halves
+    (else it is ``b_desc``). It needs SPLIT_STORE.
 
     Nobody waits: no signals, no memory order. ``flatten`` makes one loop of tiles and K blocks, so that the loads of
     the next tile run under the epilogue of this one.
@@ -88,7 +95,7 @@ def gemm_kernel(
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
-    for tile_id in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
+    for tile_id in tl.range(tl.program_id(0), num_whole_tiles, tl.num_programs(0), flatten=True):
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
@@ -96,3 +103,13 @@ def gemm_kernel(
             a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A
         )
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+    if HALVE_TAIL:
+        num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
+        for half_id in range(tl.program_id(0), num_halves, tl.num_programs(0)):
+            tile_m, tile_n = grouped_tile(num_whole_tiles + half_id // 2, num_tiles_m, num_tiles_n, GROUP_M)
+            row = tile_m * BLOCK_M
+            col = tile_n * BLOCK_N + (half_id % 2) * (BLOCK_N // 2)
+            acc = tile_product(
+                a_desc, half_b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A
+            )
+            store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N // 2, False)

@@ -18,6 +18,14 @@ def test_large_shapes_take_wide_tiles_and_small_ones_square_tiles():
     assert small.block_n == 128 and not small.split_store and small.store_block == (128, 128)
 
 
+def test_a_tail_of_at_most_half_a_wave_is_halved():
+    config = choose_config(8192, 1792, 4096, torch.bfloat16, "sm_90")  # 448 wide tiles: 3 waves of 132 and 52 tiles
+    assert config.block_n == 256 and config.num_whole_tiles(8192, 1792, 132) == 396
+    assert config.num_whole_tiles(8192, 4096, 132) == 1024  # 7 waves and 100 tiles
+    square = choose_config(1024, 1024, 1024, torch.bfloat16, "sm_90")
+    assert square.num_whole_tiles(1024, 1024, 132) == 64
+
+
 @pytest.mark.parametrize("size, block", [(1, 16), (16, 16), (17, 32), (100, 128), (5000, 128)])
 def test_the_interpreter_takes_the_smallest_tile_that_holds_the_shape(size, block):
     config = choose_config(size, size, size, torch.float32, "interpreter")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditron_train.gemm import GemmConfig, aligned_operand, make_descriptor, matmul_nn, matmul_nt, matmul_tn
+from ditron_train.gemm.ops import launch_gemm
 from ditron_train.gemm.operands import empty_aligned, is_aligned
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
@@ -80,6 +81,22 @@ def test_tile_sizes_do_not_change_bits(layout, config):
     a_shape, b_shape = shapes(150, 300, 100)
     a, b = integers(*a_shape, dtype=torch.bfloat16, seed=1), integers(*b_shape, dtype=torch.bfloat16, seed=2)
     assert torch.equal(op(a, b, config=config), op(a, b))
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 4, 5, 8, 9, 17, 30])
+def test_a_halved_tail_covers_every_element_once(layout, num_programs):
+    config = GemmConfig(16, 256, 32, 4, 1, group_m=2)
+    _, reference, shapes = LAYOUTS[layout]
+    m, n, k = 40, 600, 48  # 3 x 3 tiles
+    a, b = (integers(*shape, dtype=torch.float32, seed=seed) for seed, shape in enumerate(shapes(m, n, k)))
+    out = torch.full((m, n), float("nan"))
+    launch_gemm(
+        a, b, out, config, transpose_a=layout == "tn", transpose_b=layout == "nt", num_programs=num_programs
+    )
+    assert torch.equal(out, reference(a, b))
+    tail = 9 % num_programs
+    assert config.num_whole_tiles(m, n, num_programs) == (9 - tail if 2 * tail <= num_programs else 9)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
