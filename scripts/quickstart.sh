@@ -7,7 +7,7 @@ source "$(dirname "$0")/common.sh"
 start=$SECONDS
 prepare quickstart
 echo "[quickstart] environment ready after $((SECONDS - start)) s"
-processes=$(num_gpus)
+processes=${NUM_GPUS:-$(num_gpus)}
 if [ "$processes" = 0 ]; then
   processes=2
   export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
