@@ -1,0 +1,229 @@
+"""Host side of the grouped GEMMs: forward, dgrad and wgrad over the experts of a rank, without a host sync."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel, list_tiles
+from ditron_train.gemm.configs import GemmConfig, choose_config
+from ditron_train.gemm.operands import make_descriptor
+from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["RowTiles", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
+
+_ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
+_TILE_WORDS = 4
+
+
+@dataclass
+class _Address:
+    """What a descriptor needs of a tensor: where it begins and its type."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _base(address: int, like: torch.Tensor) -> Any:
+    """An address as the base of a descriptor; the interpreter wants a tensor there (which need not own the memory)."""
+    if like.device.type != "cpu":
+        return _Address(address, like.dtype)
+    return torch.frombuffer((ctypes.c_uint8 * like.element_size()).from_address(address), dtype=like.dtype)
+
+
+def _clipped_rows(matrix: torch.Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """``matrix`` [rows, columns] for blocks that end at any row, see ``group_gemm_kernels``."""
+    rows, columns = matrix.shape
+    base = _base(matrix.data_ptr() - block_rows * columns * matrix.element_size(), matrix)
+    return TensorDescriptor(base, [rows + 1, block_rows, columns], [columns, columns, 1], [1, block_rows, block_columns])
+
+
+@lru_cache(maxsize=1024)
+def _places(addresses: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, int, int]:
+    """int32 distance of each address from the lowest, the unit in bytes, and the largest distance."""
+    lowest = min(addresses)
+    unit = math.gcd(*(address - lowest for address in addresses)) or 4096
+    distances = [(address - lowest) // unit for address in addresses]
+    if unit % _ALIGNMENT_BYTES or max(distances) >= 2**31 - 1:
+        raise NotSupportedError("grouped GEMM: weights that do not lie 16 bytes aligned to each other")
+    return torch.tensor(distances, dtype=torch.int32, device=device), unit, max(distances)
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """How the rows of a rank are cut into tiles that hold one expert each; made once a layer, on the device.
+
+    Attributes:
+        tiles: int32, see ``list_tiles``.
+        num_rows: Rows of all experts together (with a capacity: at most).
+        num_experts: Experts.
+        block_m: Rows of a tile.
+        max_tiles: Tiles at most.
+    """
+
+    tiles: torch.Tensor
+    num_rows: int
+    num_experts: int
+    block_m: int
+    max_tiles: int
+
+    @property
+    def row_ends(self) -> torch.Tensor:
+        """int32 [num_experts]: first row behind each expert."""
+        return self.tiles[_TILE_WORDS * (self.max_tiles + 1) :]
+
+
+def _block_m(target: str) -> int:
+    return 32 if target == "interpreter" else 128
+
+
+def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
+    """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts]) that sum to ``num_rows`` at most."""
+    target = kernel_target(tokens_per_expert.device)
+    num_experts, block_m = tokens_per_expert.numel(), _block_m(target)
+    max_tiles = -(-num_rows // block_m) + num_experts
+    words = _TILE_WORDS * (max_tiles + 1) + num_experts
+    tiles = torch.empty(words, dtype=torch.int32, device=tokens_per_expert.device)
+    list_tiles[(-(-max_tiles // 128),)](
+        tokens_per_expert, tiles, NUM_EXPERTS=num_experts, EXPERTS=1 << max(num_experts - 1, 0).bit_length(),
+        BLOCK_M=block_m, MAX_TILES=max_tiles, BLOCK=128,
+    )  # fmt: skip
+    return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
+
+
+def _check(name: str, rows: torch.Tensor, tiles: RowTiles, columns: Sequence[int]) -> str:
+    if rows.dim() != 2 or rows.shape[0] != tiles.num_rows:
+        raise NotSupportedError(f"{name}: needs [{tiles.num_rows}, columns], got {tuple(rows.shape)}")
+    if any(width * rows.element_size() % _ALIGNMENT_BYTES for width in columns):
+        raise NotSupportedError(f"{name}: rows of {tuple(columns)} elements are not whole 16 bytes")
+    target = kernel_target(rows.device)
+    if target != "interpreter" and rows.dtype not in (torch.bfloat16, torch.float16):
+        raise NotSupportedError(f"{name}: {rows.dtype}; only bfloat16 and float16")
+    return target
+
+
+def _config(m: int, n: int, k: int, dtype: torch.dtype, target: str, device: torch.device) -> GemmConfig:
+    return choose_config(m, n, k, dtype, target, num_sms(device))
+
+
+def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, *, transpose: bool = True) -> torch.Tensor:
+    """y[r] = x[r] @ weights[e(r)].T (``transpose``: forward), or x[r] @ weights[e(r)] (dgrad).
+
+    Args:
+        x: [num_rows, K], rows by expert; bf16 or fp16 (fp32 too in the interpreter).
+        weights: One [N, K] (dgrad: [K, N]) for each expert, of one shape and type; contiguous, anywhere in memory.
+        tiles: Of the rows.
+        transpose: Whether weights are stored [N, K].
+
+    Returns:
+        [num_rows, N].
+
+    Raises:
+        NotSupportedError: Shapes, types, strides or a device that are not covered.
+    """
+    name = "group_gemm"
+    if len(weights) != tiles.num_experts:
+        raise NotSupportedError(f"{name}: {len(weights)} weights for {tiles.num_experts} experts")
+    first = weights[0]
+    if any(w.shape != first.shape or w.dtype != x.dtype or w.device != x.device or not w.is_contiguous() for w in weights):
+        raise NotSupportedError(f"{name}: weights must be contiguous and alike, of {x.dtype} on {x.device}")
+    n, k = first.shape if transpose else first.shape[::-1]
+    if x.dim() != 2 or x.shape[1] != k:
+        raise NotSupportedError(f"{name}: rows of {tuple(x.shape)} for weights of {tuple(first.shape)}")
+    target = _check(name, x, tiles, (n, k))
+    x = x.contiguous()
+    y = torch.empty(tiles.num_rows, n, dtype=x.dtype, device=x.device)
+    if 0 in y.shape:
+        return y
+    addresses = tuple(w.data_ptr() for w in weights)
+    places, unit, farthest = _places(addresses, x.device)
+    config = _config(tiles.num_rows, n, k, x.dtype, target, x.device)
+    block_n, block_k = config.block_n, config.block_k
+    spanning = TensorDescriptor(
+        _base(min(addresses), first),
+        [farthest + 1, *first.shape],
+        [unit // x.element_size(), first.shape[1], 1],
+        [1, block_n, block_k] if transpose else [1, block_k, block_n],
+    )
+    group_gemm_kernel[(min(num_sms(x.device), tiles.max_tiles * -(-n // block_n)),)](
+        make_descriptor(x, (tiles.block_m, block_k)),
+        spanning,
+        _clipped_rows(y, tiles.block_m, config.store_block[1]),
+        places, tiles.tiles, n, k,
+        BLOCK_M=tiles.block_m, BLOCK_N=block_n, BLOCK_K=block_k, TRANSPOSE_B=transpose, SPLIT_STORE=config.split_store,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return y
+
+
+def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+    """dw[e] = grad[rows of e].T @ x[rows of e]: one sum over the expert's rows in order; zeros where it has none.
+
+    Args:
+        grad: [num_rows, N].
+        x: [num_rows, K] of the same type.
+        tiles: Of the rows.
+
+    Returns:
+        [num_experts, N, K].
+
+    Raises:
+        NotSupportedError: As ``group_gemm``.
+    """
+    name = "group_wgrad"
+    if grad.dtype != x.dtype or grad.device != x.device:
+        raise NotSupportedError(f"{name}: {grad.dtype} on {grad.device} and {x.dtype} on {x.device}")
+    target = _check(name, grad, tiles, (grad.shape[-1], x.shape[-1]))
+    _check(name, x, tiles, (x.shape[-1],))
+    grad, x = grad.contiguous(), x.contiguous()
+    n, k = grad.shape[1], x.shape[1]
+    shape = (tiles.num_experts, n, k)
+    if tiles.num_rows == 0 or 0 in shape:
+        return torch.zeros(shape, dtype=x.dtype, device=x.device)
+    dw = torch.empty(shape, dtype=x.dtype, device=x.device)
+    config = _config(n * tiles.num_experts, k, tiles.num_rows, x.dtype, target, x.device)
+    store_m, store_n = config.store_block
+    group_wgrad_kernel[(min(num_sms(x.device), tiles.num_experts * config.num_tiles(n, k)),)](
+        _clipped_rows(grad, config.block_k, config.block_m),
+        _clipped_rows(x, config.block_k, config.block_n),
+        TensorDescriptor(dw, list(shape), [n * k, k, 1], [1, store_m, store_n]),
+        tiles.row_ends, n, k, NUM_EXPERTS=tiles.num_experts,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_STORE=config.split_store,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return dw
+
+
+class _GroupLinear(torch.autograd.Function):
+    """y = x W[e].T; dx = dy W[e]; dW[e] = dy.T x over the expert's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tiles: RowTiles, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x if any(w.requires_grad for w in weights) else x[:0], *weights)
+        ctx.tiles = tiles
+        return group_gemm(x, weights, tiles)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        dx = group_gemm(grad, weights, ctx.tiles, transpose=False) if ctx.needs_input_grad[0] else None
+        dw: Sequence[torch.Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            dw = group_wgrad(grad, x, ctx.tiles).unbind(0)
+        return (dx, None, *dw)
+
+
+def group_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles) -> torch.Tensor:
+    """Differentiable ``group_gemm`` forward: x [num_rows, K] times each expert's [N, K] transposed."""
+    return _GroupLinear.apply(x, tiles, *weights)

@@ -1,0 +1,116 @@
+"""Grouped GEMM: one persistent kernel over the experts of a rank, for rows in Megatron's order.
+
+The weights of experts are separate tensors. One descriptor spans them all: its first coordinate counts units of some
+elements from the lowest address, so that ``load([places[e], n, k])`` reads expert e's block wherever it lies.
+
+Blocks of rows that end inside a tile are *clipped* by a descriptor [rows + 1, BLOCK, columns] whose first two strides are
+both one row, and whose base lies BLOCK rows before the matrix: element (i, j) is row ``i + j - BLOCK``. The block at
+(row + valid, BLOCK - valid) begins at ``row``, and since j ends at BLOCK only its first ``valid`` rows exist: the others
+load as zeros and are dropped when stored. So no tile needs a branch or a mask.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["group_gemm_kernel", "group_wgrad_kernel", "list_tiles"]
+
+
+@triton.jit
+def list_tiles(tokens_per_expert, tiles, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+               MAX_TILES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """tiles[1 + 4 i ..] = expert, first row and end row of row tile i; tiles[0] their number. Program b writes block b.
+
+    Experts take whole tiles each; one with no rows takes none. ``row_ends[e]`` follows behind the tiles.
+    """
+    lanes = tl.arange(0, EXPERTS)
+    counts = tl.load(tokens_per_expert + lanes, mask=lanes < NUM_EXPERTS, other=0).to(tl.int32)
+    ends = tl.cumsum(counts, 0)
+    num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    tile_ends = tl.cumsum(num_tiles, 0)
+    if tl.program_id(0) == 0:
+        tl.store(tiles, tl.sum(num_tiles, axis=0))
+        tl.store(tiles + 4 + 4 * MAX_TILES + lanes, ends, mask=lanes < NUM_EXPERTS)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = (index[:, None] >= (tile_ends - num_tiles)[None, :]) & (index[:, None] < tile_ends[None, :])
+    expert = tl.sum(tl.where(here, lanes[None, :], 0), axis=1)
+    first = tl.sum(tl.where(here, (ends - counts)[None, :] + (index[:, None] - (tile_ends - num_tiles)[None, :]) * BLOCK_M, 0), axis=1)
+    end = tl.sum(tl.where(here, ends[None, :], 0), axis=1)
+    inside = index < MAX_TILES
+    tl.store(tiles + 4 + index * 4, expert, mask=inside)
+    tl.store(tiles + 4 + index * 4 + 1, first, mask=inside)
+    tl.store(tiles + 4 + index * 4 + 2, end, mask=inside)
+
+
+@triton.jit
+def group_gemm_kernel(
+    a_desc, b_desc, c_desc, places, tiles, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+):  # fmt: skip
+    """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding.
+
+    a_desc: A [rows, K] in blocks [BLOCK_M, BLOCK_K]. b_desc: all experts' weights, blocks [1, BLOCK_N, BLOCK_K]
+    (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C as clipped blocks of rows. A tile at
+    the end of an expert reads on into the next one's rows; their results are clipped. Nobody waits: no signals.
+    """
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tl.load(tiles) * num_tiles_n, tl.num_programs(0), flatten=True):
+        entry = tiles + 4 + (tile // num_tiles_n) * 4
+        place = tl.load(places + tl.load(entry))
+        row = tl.load(entry + 1)
+        valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
+        col = (tile % num_tiles_n) * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k_tile in range(num_k_tiles):
+            k = k_tile * BLOCK_K
+            a = a_desc.load([row, k])
+            if TRANSPOSE_B:
+                b = b_desc.load([place, col, k]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                b = b_desc.load([place, k, col]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        _store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+
+
+@triton.jit
+def _store_block(
+    desc, acc, i, j, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr
+):  # fmt: skip
+    """Stores a tile through a rank-3 descriptor, wide tiles in two halves (less shared memory)."""
+    if SPLIT_STORE:
+        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        desc.store([i, j, col], tl.reshape(left.to(desc.dtype), (1, BLOCK_M, BLOCK_N // 2)))
+        desc.store([i, j, col + BLOCK_N // 2], tl.reshape(right.to(desc.dtype), (1, BLOCK_M, BLOCK_N // 2)))
+    else:
+        desc.store([i, j, col], tl.reshape(acc.to(desc.dtype), (1, BLOCK_M, BLOCK_N)))
+
+
+@triton.jit
+def group_wgrad_kernel(
+    g_desc, x_desc, w_desc, row_ends, N, K, NUM_EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr,
+):  # fmt: skip
+    """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding.
+
+    g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what lies behind an expert's last row
+    reads as zero. w_desc: W [experts, N, K] in blocks [1, BLOCK_M, BLOCK_N]. An expert without rows gets zeros. Nobody
+    waits: no signals.
+    """
+    num_tiles_n = tl.cdiv(K, BLOCK_N)
+    tiles_of_expert = tl.cdiv(N, BLOCK_M) * num_tiles_n
+    for tile in tl.range(tl.program_id(0), NUM_EXPERTS * tiles_of_expert, tl.num_programs(0), flatten=True):
+        expert = tile // tiles_of_expert
+        row = ((tile % tiles_of_expert) // num_tiles_n) * BLOCK_M
+        col = (tile % num_tiles_n) * BLOCK_N
+        end = tl.load(row_ends + expert)
+        first = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k_tile in range(tl.cdiv(end - first, BLOCK_K)):
+            k = first + k_tile * BLOCK_K
+            valid = tl.minimum(end - k, BLOCK_K)
+            g = g_desc.load([k + valid, BLOCK_K - valid, row]).reshape(BLOCK_K, BLOCK_M)
+            x = x_desc.load([k + valid, BLOCK_K - valid, col]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(g.T, x, acc, input_precision="ieee")
+        _store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)

@@ -1,0 +1,63 @@
+"""Grouped GEMMs of the ep room, as their configurations launch them."""
+
+from ditron_train.testing.compile_check import KernelSpec
+
+
+def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
+    split = n >= 256
+    return KernelSpec(
+        name=f"ep_group_gemm_{name}",
+        kernel="ditron_train.ep.group_gemm_kernels:group_gemm_kernel",
+        signature={
+            "a_desc": f"tensordesc<bf16[{m},{k}]>",
+            "b_desc": f"tensordesc<bf16[1,{n},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{n}]>",
+            "c_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>",
+            "places": "*i32", "tiles": "*i32", "N": "i32", "K": "i32",
+        },  # fmt: skip
+        constexprs={"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "TRANSPOSE_B": transpose_b, "SPLIT_STORE": split},
+        num_warps=8,
+        num_stages=stages,
+        targets=targets,
+    )
+
+
+def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
+    split = n >= 256
+    return KernelSpec(
+        name=f"ep_group_wgrad_{name}",
+        kernel="ditron_train.ep.group_gemm_kernels:group_wgrad_kernel",
+        signature={
+            "g_desc": f"tensordesc<bf16[1,{k},{m}]>", "x_desc": f"tensordesc<bf16[1,{k},{n}]>",
+            "w_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>", "row_ends": "*i32", "N": "i32", "K": "i32",
+        },  # fmt: skip
+        constexprs={"NUM_EXPERTS": 16, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLIT_STORE": split},
+        num_warps=8,
+        num_stages=stages,
+        targets=targets,
+        aligned=("N", "K"),
+    )
+
+
+SPECS = [
+    KernelSpec(
+        name="ep_list_tiles",
+        kernel="ditron_train.ep.group_gemm_kernels:list_tiles",
+        signature={"tokens_per_expert": "*i64", "tiles": "*i32"},
+        constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "BLOCK_M": 128, "MAX_TILES": 527, "BLOCK": 128},
+        num_warps=4,
+    ),
+    *(
+        spec
+        for layout, transpose_b in (("nt", True), ("nn", False))
+        for spec in (
+            _gemm(f"{layout}_wide", transpose_b, 128, 256, 64, 3),
+            _gemm(f"{layout}_square", transpose_b, 128, 128, 64, 4),
+            _gemm(f"{layout}_ampere", transpose_b, 128, 128, 32, 3, ("sm_80",)),
+            _gemm(f"{layout}_cdna", transpose_b, 128, 128, 64, 2, ("hip",)),
+        )
+    ),
+    _wgrad("wide", 128, 256, 64, 3),
+    _wgrad("square", 128, 128, 64, 4),
+    _wgrad("ampere", 128, 128, 32, 3, ("sm_80",)),
+    _wgrad("cdna", 128, 128, 64, 2, ("hip",)),
+]

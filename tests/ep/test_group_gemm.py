@@ -1,0 +1,81 @@
+"""Grouped GEMMs in the interpreter: exact on small integers, any rows an expert, weights anywhere in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
+from ditron_train.runtime.device import is_interpreter
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.testing import interpreter
+
+pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _repaired_interpreter():
+    interpreter.install()
+
+
+def integers(*shape, dtype, seed):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+COUNTS = st.lists(st.sampled_from([0, 0, 1, 5, 31, 32, 33, 70]), min_size=1, max_size=7)
+
+
+@given(COUNTS, st.sampled_from([8, 40, 136]), st.sampled_from([8, 72, 128]), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=25, deadline=None)
+def test_forward_and_all_gradients_are_exact(counts, n, k, dtype):
+    rows = sum(counts)
+    weights = [integers(n, k, dtype=dtype, seed=i).requires_grad_() for i in range(len(counts))]
+    x = integers(rows, k, dtype=dtype, seed=99).requires_grad_()
+    tiles = row_tiles(torch.tensor(counts), rows)
+    y = group_linear(x, weights, tiles)
+    grad = integers(rows, n, dtype=dtype, seed=98)
+    y.backward(grad)
+    for weight, part, x_part, dx_part, g_part in zip(
+        weights, *(t.split(counts) for t in (y.detach(), x.detach(), x.grad, grad))
+    ):
+        w = weight.detach().float()
+        assert torch.equal(part, (x_part.float() @ w.t()).to(dtype))
+        assert torch.equal(dx_part, (g_part.float() @ w).to(dtype))
+        assert torch.equal(weight.grad, (g_part.float().t() @ x_part.float()).to(dtype))
+
+
+def test_a_row_that_is_not_a_number_stays_with_its_expert():
+    counts, n, k = [3, 2, 40], 16, 32
+    x, grad = integers(45, k, dtype=torch.float32, seed=1), integers(45, n, dtype=torch.float32, seed=2)
+    x[3], grad[3] = float("nan"), float("inf")
+    weights = [integers(n, k, dtype=torch.float32, seed=i) for i in range(3)]
+    tiles = row_tiles(torch.tensor(counts), 45)
+    y, dw = group_gemm(x, weights, tiles), group_wgrad(grad, x, tiles)
+    assert torch.equal(y[:3], x[:3] @ weights[0].t()) and torch.equal(y[5:], x[5:] @ weights[2].t())
+    assert torch.equal(dw[0], grad[:3].t() @ x[:3]) and torch.equal(dw[2], grad[5:].t() @ x[5:])
+
+
+def test_fewer_rows_than_room():
+    counts, room = [4, 0, 7], 30
+    x = integers(room, 16, dtype=torch.float32, seed=1)
+    weights = [integers(24, 16, dtype=torch.float32, seed=i) for i in range(3)]
+    tiles = row_tiles(torch.tensor(counts), room)
+    assert torch.equal(group_gemm(x, weights, tiles)[4:11], x[4:11] @ weights[2].t())
+    assert torch.equal(group_wgrad(x, x, tiles)[2], x[4:11].t() @ x[4:11])
+
+
+@pytest.mark.parametrize(
+    "x, weights, word",
+    [
+        (torch.zeros(4, 8), [torch.zeros(8, 8)], "1 weights for 2"),
+        (torch.zeros(4, 8), [torch.zeros(8, 8), torch.zeros(4, 8)], "alike"),
+        (torch.zeros(4, 12), [torch.zeros(8, 8)] * 2, "rows of"),
+        (torch.zeros(5, 8), [torch.zeros(8, 8)] * 2, "needs"),
+        (torch.zeros(4, 7), [torch.zeros(8, 7)] * 2, "16 bytes"),
+    ],
+)
+def test_bad_input(x, weights, word):
+    with pytest.raises(NotSupportedError, match=word):
+        group_gemm(x, weights, row_tiles(torch.tensor([1, 3]), 4))
