@@ -1,0 +1,77 @@
+"""Grouped GEMMs on a GPU against one cuBLAS product an expert: equal bits, forward, dgrad and wgrad."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def normals(*shape, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=generator)
+
+
+def counts_of(num_experts, average, seed):
+    draw = random.Random(seed)
+    return [draw.choice([average // 2, average - 3, average, average + 100]) for _ in range(num_experts)]
+
+
+@pytest.mark.parametrize("n, k", [(4096, 7168), (7168, 2048), (2816, 2048), (2048, 1408), (8192, 14336)])
+def test_published_layers(n, k):
+    counts = counts_of(8, 2048, n)
+    rows = sum(counts)
+    weights = [normals(n, k, seed=i).requires_grad_() for i in range(len(counts))]
+    x = normals(rows, k, seed=50).requires_grad_()
+    grad = normals(rows, n, seed=51)
+    y = group_linear(x, weights, row_tiles(torch.tensor(counts, device="cuda"), rows))
+    y.backward(grad)
+    for index, (part, x_part, dx_part, g_part) in enumerate(
+        zip(*(t.split(counts) for t in (y.detach(), x.detach(), x.grad, grad)))
+    ):
+        weight = weights[index].detach()
+        assert torch.equal(part, x_part @ weight.t()), index
+        assert torch.equal(dx_part, g_part @ weight), index
+        assert torch.equal(weights[index].grad, g_part.t() @ x_part), index
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_any_counts_are_exact_on_integers(dtype):
+    draw = random.Random(1)
+    for index in range(25):
+        counts = [draw.choice([0, 0, 1, 7, 63, 64, 65, 128, 129, 400]) for _ in range(draw.randint(1, 40))]
+        rows, n, k = sum(counts), 8 * draw.randint(1, 80), 8 * draw.randint(1, 80)
+        generator = torch.Generator(device="cuda").manual_seed(index)
+        x, grad = (torch.randint(-2, 3, (rows, c), generator=generator, device="cuda").to(dtype) for c in (k, n))
+        weights = [torch.randint(-2, 3, (n, k), generator=generator, device="cuda").to(dtype) for _ in counts]
+        tiles = row_tiles(torch.tensor(counts, device="cuda"), rows)
+        y, dx, dw = group_gemm(x, weights, tiles), group_gemm(grad, weights, tiles, transpose=False), group_wgrad(grad, x, tiles)
+        for e, (part, x_part, dx_part, g_part) in enumerate(zip(*(t.double().split(counts) for t in (y, x, dx, grad)))):
+            weight = weights[e].double()
+            assert torch.equal(part, (x_part @ weight.t()).to(dtype).double()), (index, e)
+            assert torch.equal(dx_part, (g_part @ weight).to(dtype).double()), (index, e)
+            assert torch.equal(dw[e], (g_part.t() @ x_part).to(dtype)), (index, e)
+
+
+def test_replays_in_a_graph_with_other_counts():
+    counts = torch.tensor([100, 0, 300], device="cuda")
+    x, weights = normals(512, 256, seed=1), [normals(128, 256, seed=i) for i in range(3)]
+
+    def both():
+        tiles = row_tiles(counts, 512)
+        return group_gemm(x, weights, tiles), group_wgrad(x, x, tiles)
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dw = both()
+    for split in ([100, 0, 300], [0, 512, 0], [200, 200, 112]):
+        counts.copy_(torch.tensor(split))
+        graph.replay()
+        wanted, wanted_dw = both()
+        assert torch.equal(y[: sum(split)], wanted[: sum(split)]) and torch.equal(dw, wanted_dw)
