@@ -54,19 +54,15 @@ class DitronTEDotProductAttention(TEDotProductAttention):
             return "FP8 or a softmax offset is on"
         if config.qk_clip or config.log_max_attention_logit:
             return "the largest attention logits are collected"
-        if self.attention_dropout_probability() > 0 and self.training:
+        if config.attention_dropout > 0 and self.training:
             return "attention dropout is on"
         return None
-
-    def attention_dropout_probability(self) -> float:
-        """As the native layer drops out."""
-        return float(self.config.attention_dropout)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None) -> torch.Tensor:
         """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]."""
         whole = self._whole[0]
         whole.train(self.training)
-        return TEDotProductAttention.forward(whole, query, key, value, None, attn_mask_type or AttnMaskType[self.attn_mask_type])
+        return whole(query, key, value, None, attn_mask_type or AttnMaskType[self.attn_mask_type])
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, attn_mask_type: Any, **kwargs: Any

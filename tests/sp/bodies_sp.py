@@ -147,3 +147,92 @@ def run_exchanges(cases: list[dict]) -> None:
     for index, case in enumerate(cases):
         check_exchanges(rank, world, context, seed=1000 * index, **case)
     context.arena.close()
+
+
+def _small(context: SPContext, **changes):
+    """Arguments of a good call of ``gemm_a2a``, some of them changed."""
+    world = context.world_size
+    layout = qkv_layout(2 * world, world, 8, world)
+    good = dict(
+        x=torch.zeros(8, 1, 16), weight=torch.zeros(world * layout.num_columns, 16), layout=layout, weight_layout="nt"
+    )
+    return {**good, **changes}
+
+
+def bad_input(name: str) -> str:
+    """The error of a call that this rank alone can see is wrong; nothing is signalled, so a good call follows."""
+    from ditron_train.sp import a2a_gemm, gemm_a2a, to_heads, to_sequence
+
+    world = dist.get_world_size()
+    context = SPContext(None, torch.device("cpu"))
+    layout = qkv_layout(2 * world, world, 8, world)
+    out = output_layout(2 * world, 8, world)
+    attended = torch.zeros(4 * world, 1, 2, 8)
+    calls = {
+        "odd": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(7, 1, 16))),
+        "empty": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(0, 1, 16))),
+        "columns": lambda: gemm_a2a(context=context, **_small(context, weight=torch.zeros(24, 16))),
+        "k": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(8, 1, 15))),
+        "dtype": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(8, 1, 16).half())),
+        "layout": lambda: gemm_a2a(context=context, **_small(context, weight_layout="tt")),
+        "dimensions": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(16))),
+        "parts": lambda: a2a_gemm((attended, attended), torch.zeros(16, 16 * world), context=context, layout=out),
+        "heads": lambda: a2a_gemm((attended[:, :, :1],), torch.zeros(16, 16 * world), context=context, layout=out),
+        "sequence": lambda: to_sequence((attended[:-2],), context=context, layout=out),
+        "double": lambda: to_sequence((attended.double(),), context=context, layout=out),
+        "unlike": lambda: to_heads(
+            (torch.zeros(4, 1, 2 * world, 8), torch.zeros(4, 1, world, 8), torch.zeros(6, 1, world, 8)),
+            context=context, layout=layout,
+        ),
+    }  # fmt: skip
+    try:
+        calls[name]()
+    except ValueError as error:
+        check_projections(
+            dist.get_rank(), world, context, heads=2 * world, groups=world, head_dim=8, length=4 * world, batch=1, hidden=16,
+            dtype=torch.float32,
+        )  # fmt: skip
+        context.arena.close()
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{name} was accepted")
+
+
+def different_calls(known: bool) -> str:
+    """Rank 1 calls with another length: at a new shape, or at shapes that everybody has agreed on before."""
+    from ditron_train.sp import gemm_a2a
+
+    context = SPContext(None, torch.device("cpu"))
+    lengths = (8, 16)
+    if known:
+        for length in lengths:
+            gemm_a2a(context=context, **_small(context, x=torch.zeros(length, 1, 16)))
+    try:
+        gemm_a2a(context=context, **_small(context, x=torch.zeros(lengths[dist.get_rank() % 2], 1, 16)))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("different calls were accepted")
+
+
+def absent_peer(op: str) -> str:
+    """Rank 1 does not come; the others give up by the deadline and name it."""
+    from ditron_train.sp import a2a_gemm, gemm_a2a
+
+    context = SPContext(None, torch.device("cpu"))
+    world = context.world_size
+    out = output_layout(2 * world, 8, world)
+    weight = torch.zeros(16, 16 * world)
+
+    def call() -> None:
+        if op == "gemm_a2a":
+            gemm_a2a(context=context, **_small(context))
+        else:
+            a2a_gemm((torch.zeros(4 * world, 1, 2, 8),), weight, context=context, layout=out)
+
+    call()
+    if dist.get_rank() == 1:
+        return "absent"
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("an absent peer was not noticed")

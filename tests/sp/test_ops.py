@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ditron_train.testing.processes import run_workers
+from ditron_train.testing.processes import run_workers, run_workers_once
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import bodies_sp  # noqa: E402
@@ -46,3 +46,40 @@ def test_epochs_wrap():
 def test_exchanges_move_any_bits(world):
     draw = random.Random(10 + world)
     run_workers(world, bodies_sp.run_exchanges, [random_case(draw, world) for _ in range(5)], timeout_s=240)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("odd", "Sequence length per GPU needs to be divisible by 2"),
+        ("empty", "empty sequence"),
+        ("columns", "needed is 16 to 64"),
+        ("k", "needed is 15"),
+        ("dtype", "float16"),
+        ("layout", "'tt'"),
+        ("dimensions", "1 dimensions"),
+        ("parts", "2 parts"),
+        ("heads", "part 0 is"),
+        ("sequence", "divisible by 2"),
+        ("double", "float64"),
+        ("unlike", "part 2 is"),
+    ],
+)
+def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled(name, words):
+    errors = run_workers(2, bodies_sp.bad_input, name)
+    assert errors[0] == errors[1] and errors[0].startswith("NotSupportedError") and words in errors[0]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_different_calls_are_the_same_error_on_every_rank(known):
+    outcomes = run_workers_once(2, bodies_sp.different_calls, known, env={"DITRON_TIMEOUT_S": "20"})
+    errors = [outcome.value for outcome in outcomes]
+    assert errors[0] == errors[1] and errors[0].startswith("MismatchError"), errors
+    assert "rows=8" in errors[0] and "rows=16" in errors[0]
+
+
+@pytest.mark.parametrize("op", ["gemm_a2a", "a2a_gemm"])
+def test_an_absent_peer_is_named(op):
+    outcomes = run_workers_once(2, bodies_sp.absent_peer, op, env={"DITRON_TIMEOUT_S": "3"})
+    assert outcomes[1].value == "absent"
+    assert outcomes[0].value.startswith("PeerTimeoutError") and "for rank 1" in outcomes[0].value
