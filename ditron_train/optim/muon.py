@@ -162,6 +162,13 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also called by ``load_state_dict``: groups saved by another Muon lack some hyperparameters, which are defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
     @staticmethod
     def _check_group(group: dict[str, Any]) -> None:
         if not float(group["lr"]) >= 0 or not group["weight_decay"] >= 0:

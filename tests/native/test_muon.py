@@ -1,4 +1,4 @@
-"""``--ditron muon`` inside megatron-core, on gloo: dist_muon's weights equal muon's, and restoring brings native back."""
+"""``--ditron muon`` inside megatron-core, on gloo: weights equal native's, whole, sharded, tensor parallel, with experts."""
 
 from __future__ import annotations
 
@@ -8,26 +8,50 @@ import sys
 
 import pytest
 
-from ditron_train.testing.processes import run_workers
+from ditron_train.testing.processes import WorkerPool, run_workers
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 workers = importlib.import_module("muon_workers")
 
 
+@pytest.fixture(scope="module")
+def fresh_workers():
+    """Processes in which megatron-core's Muon has not been imported without emerging_optimizers."""
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+NATIVE_CASES = {
+    "whole": (False, 1, {}),
+    "whole, clipped, nesterov": (False, 1, dict(clip_grad=0.5, muon_use_nesterov=True)),
+    "sharded": (True, 1, {}),
+    "sharded, clipped, nesterov": (True, 1, dict(clip_grad=0.5, muon_use_nesterov=True)),
+    "sharded, experts": (True, 1, dict(num_experts=4)),
+    "tensor parallel, blockwise": (False, 2, dict(muon_tp_mode="blockwise", clip_grad=0.5)),
+    "tensor parallel, duplicated": (False, 2, dict(muon_tp_mode="duplicated", clip_grad=0.5)),
+    "qkv together, fp32, other scale": (
+        False, 1, dict(muon_split_qkv=False, muon_fp32_matmul_prec="highest", muon_scale_mode="unit_rms_norm"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", NATIVE_CASES)
+def test_weights_equal_those_of_the_native_optimizer(case, fresh_workers):
+    results = [r.value if r.ok else (r.error, r.traceback) for r in
+               fresh_workers.run(workers.native_and_ours_agree, NATIVE_CASES[case], 200.0)]  # fmt: skip
+    assert results == [([], True), ([], True)]
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_experts, sharding", [(None, "native"), (None, "cost"), (4, "native"), (4, "auto")])
 def test_layer_wise_sharding_gives_the_weights_of_the_whole_step(num_experts, sharding):
-    results = run_workers(2, workers.muon_and_dist_muon_agree, 4, num_experts, sharding)
+    results = run_workers(2, workers.muon_and_dist_muon_agree, num_experts, sharding)
     for different, same_losses, losses, owned, num_params in results:
         assert not different and same_losses and len(set(losses)) == 4
         assert 0 < owned < num_params
     assert sum(owned for _, _, _, owned, _ in results) == results[0][-1]
-
-
-@pytest.mark.timeout(400)
-def test_with_clipping_the_weights_are_those_of_native_sharding():
-    assert run_workers(2, workers.clipped_gradients_keep_native_ownership, 4) == [([], True), ([], True)]
 
 
 @pytest.mark.timeout(400)

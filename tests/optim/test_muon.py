@@ -178,6 +178,33 @@ def test_state_dict_round_trip_continues_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(again, params))
 
 
+def test_state_of_the_native_optimizer_is_taken_over():
+    from ditron_train.testing.emerging_optimizers import OrthogonalizedOptimizer
+
+    def native_muon(param):
+        return OrthogonalizedOptimizer(
+            [param], 0.05, 0.95, use_nesterov=True, weight_decay=0.01, weight_decay_method="decoupled",
+            fp32_matmul_prec="medium", scaled_orthogonalize_fn=lambda d: reference.reference_newton_schulz(d) * 20**0.5,
+        )  # fmt: skip
+
+    param = parameter(12, 20, seed=1)
+    native = native_muon(param)
+    native.step()
+    ours_param, native_param = copy.deepcopy(param), copy.deepcopy(param)
+    ours, back = Muon([ours_param], lr=1.0), native_muon(native_param)
+    ours_param.grad = param.grad.clone()
+    ours.load_state_dict(native.state_dict())
+    ours.step()
+    native.step()
+    assert torch.equal(ours_param, param)
+    native_param.data.copy_(ours_param)
+    native_param.grad = param.grad.clone()
+    back.load_state_dict(ours.state_dict())
+    back.step()
+    native.step()
+    assert torch.equal(native_param, param)
+
+
 def test_gradients_that_users_meet():
     zero, missing, nan, infinite = (parameter(8, 12, seed=i) for i in range(4))
     zero.grad.zero_()
