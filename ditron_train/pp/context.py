@@ -12,10 +12,10 @@ from ditron_train.pp.channel import PipelineChannel, Receiver, Sender, Slots
 from ditron_train.pp.mailbox import Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
-from ditron_train.runtime.errors import MismatchError, NotSupportedError
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.settings import get_settings
-from ditron_train.stream import driver
+from ditron_train.stream import driver, waits_can_be_released
 from ditron_train.symm.arena import get_arena
 from ditron_train.symm.transport import exchange
 
@@ -88,6 +88,11 @@ class PipelineContext:
             )
         self.arena = get_arena(local_group, self.device)
         self.channel = PipelineChannel(self.arena, Mailbox(local_group, self.device))
+        if not (self.channel.mailbox.has_flags or waits_can_be_released()):
+            raise NotSupportedError(
+                "CUDA refuses to register shared host memory, and with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits for "
+                "a flag in device memory could not be released if its peer died"
+            )
         self.slots = Slots(self.arena, num_slots)
         place = {member: place for place, member in enumerate(members)}
         neighbours = [(FORWARD, self.next_rank, self.previous_rank), (BACKWARD, self.previous_rank, self.next_rank)]
@@ -113,6 +118,11 @@ class PipelineContext:
     def source(self, lane: int) -> int:
         """Group rank that messages of ``lane`` come from."""
         return self.previous_rank if lane == FORWARD else self.next_rank
+
+    @property
+    def closed(self) -> bool:
+        """Whether the symmetric memory was given back; the context cannot be used any more."""
+        return self.channel is not None and self.arena.closed
 
     @property
     def slot_bytes(self) -> int:
@@ -162,12 +172,14 @@ def get_pipeline_context(
     """The context of a pipeline group on a device; made at the first call, which is collective, and kept.
 
     Raises:
-        MismatchError: The group's context exists without ``network`` and now needs one.
+        NotSupportedError: The group's context exists without ``network`` and now needs one.
     """
     key = (group, str(device))
     context = _contexts.get(key)
-    if context is None or (context.channel is not None and context.arena.closed):
+    if context is None or context.closed:
+        for stale in [other for other, held in _contexts.items() if held.closed]:
+            del _contexts[stale]
         context = _contexts[key] = PipelineContext(group, device, with_network=with_network)
     if with_network and context.network is None:
-        raise MismatchError("this pipeline group was set up for messages of one size; it cannot change to variable sizes")
+        raise NotSupportedError("this pipeline group was set up for messages of one size and cannot change to variable ones")
     return context

@@ -12,6 +12,8 @@ from ditron_train.runtime.errors import DitronError, NotSupportedError
 
 __all__ = ["has_driver", "memcpy_async", "memset_u32_async", "register_host_memory", "stream_memory_ops"]
 
+_WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
+
 
 @lru_cache(maxsize=None)
 def _driver() -> ModuleType | None:
@@ -65,26 +67,15 @@ def register_host_memory(address: int, num_bytes: int) -> int | None:
 
 
 def stream_memory_ops(stream: int, operations: list[tuple[str, int, int]]) -> None:
-    """Enqueues ``("write" | "wait", address, value)`` on 32-bit words in one driver call.
+    """Enqueues ``("write" | "wait", address, value)`` on 32-bit words, in this order.
 
     A write is ordered behind everything before it in the stream and fenced at system scope; a wait holds the stream
-    until ``word - value >= 0`` (cyclic). A wait has no timeout of its own: go through ``stream.waits``.
+    until ``word - value >= 0`` (cyclic). A wait has no timeout of its own: go through ``stream.waits``. One driver call each:
+    filling in the parameters of a batched call takes longer from Python than the calls it saves.
     """
     driver = _require()
-    parameters = []
     for kind, address, value in operations:
-        entry = driver.CUstreamBatchMemOpParams()
         if kind == "write":
-            entry.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-            entry.writeValue.operation = entry.operation
-            entry.writeValue.address = address
-            entry.writeValue.value = value & 0xFFFFFFFF
-            entry.writeValue.flags = 0
+            _check(driver.cuStreamWriteValue32(stream, address, value & 0xFFFFFFFF, 0))
         else:
-            entry.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-            entry.waitValue.operation = entry.operation
-            entry.waitValue.address = address
-            entry.waitValue.value = value & 0xFFFFFFFF
-            entry.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        parameters.append(entry)
-    _check(driver.cuStreamBatchMemOp(stream, len(parameters), parameters, 0))
+            _check(driver.cuStreamWaitValue32(stream, address, value & 0xFFFFFFFF, _WAIT_GREATER_OR_EQUAL))

@@ -1,7 +1,7 @@
 """Signals between kernels: a flag written or waited for by the stream itself, with a deadline.
 
-A stream wait of the driver has no timeout, so each wait is three memory operations in one driver call: write "begun"
-to pinned memory, wait for the flag, write "done". A watchdog thread reads these words (no CUDA call while all is well,
+A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory, wait
+for the flag, write "done". A watchdog thread reads these words (no CUDA call while all is well,
 so it cannot disturb a graph capture); when a wait has begun and is not done within the deadline, it records the failure
 in the channel and releases the wait by writing the flag itself: from the host where the flag lies in host memory, else
 from a stream of its own. The host then raises at the next ``Channel.check``.
@@ -22,7 +22,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.stream import driver
 from ditron_train.symm.channel import Channel
 
-__all__ = ["stream_notify", "stream_wait"]
+__all__ = ["stream_notify", "stream_wait", "waits_can_be_released"]
 
 _POLL_S = 0.05
 _SLOTS = 4096
@@ -31,6 +31,15 @@ _SLOTS = 4096
 def cyclic_difference(a: int, b: int) -> int:
     """``a - b`` as a signed 32-bit number: at least 0 where epoch ``a`` is ``b`` or later."""
     return (a - b + 2**31) % 2**32 - 2**31
+
+
+def waits_can_be_released() -> bool:
+    """Whether a stream that waits for a flag in device memory can be released from another stream.
+
+    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` it cannot: every kernel, copy and flag write of the process, on whatever stream,
+    queues behind the wait (seen on H200). There only flags in host memory (``host_address``) can be waited for.
+    """
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
 
 def stream_notify(
@@ -70,6 +79,8 @@ def stream_wait(
         return
     if torch.cuda.is_current_stream_capturing():
         raise NotSupportedError("a stream wait cannot be captured: its epoch would be frozen in the graph")
+    if host_address is None and not waits_can_be_released():
+        raise NotSupportedError("with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream can only wait for a flag in host memory")
     stream = stream if stream is not None else torch.cuda.current_stream(channel.arena.device)
     _watchdog().guard(channel, signal_address, epoch, peer, chunk, stream, host_address)
 

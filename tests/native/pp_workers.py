@@ -1,0 +1,266 @@
+"""Bodies of the pipeline tests: a small GPT trained by megatron-core's schedules, natively and with our communicator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY, SEQUENCE, BATCH = 32, 12, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One schedule."""
+
+    pipeline: int
+    microbatches: int
+    chunks: int | None = None
+    group_size: int | None = None
+    forward_only: bool = False
+    variable: bool = False
+    tied: bool = False
+    batched: bool = False
+    dtype: torch.dtype = torch.float32
+    tensor: int = 1
+    device: str = "cpu"
+
+
+def _config(case: Case, overlap: bool, warmup_flush: bool) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+
+    options = dict(CPU_CONFIG) if case.device == "cpu" else {"gradient_accumulation_fusion": False}
+    return TransformerConfig(
+        num_layers=2 * case.pipeline * (case.chunks or 1) // (2 if case.chunks else 1),
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=case.dtype,
+        bf16=case.dtype == torch.bfloat16,
+        pipeline_dtype=case.dtype,
+        tensor_model_parallel_size=case.tensor,
+        sequence_parallel=case.tensor > 1,
+        pipeline_model_parallel_size=case.pipeline,
+        virtual_pipeline_model_parallel_size=case.chunks,
+        microbatch_group_size_per_vp_stage=case.group_size or (case.pipeline if case.chunks else None),
+        variable_seq_lengths=case.variable,
+        moe_token_dispatcher_type="alltoall" if case.variable else "allgather",
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=case.batched and not overlap,
+        overlap_p2p_comm=overlap,
+        overlap_p2p_comm_warmup_flush=warmup_flush,
+        **options,
+    )
+
+
+def _models(case: Case, config: Any) -> list[Any]:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from ditron_train.testing import megatron_cpu
+
+    megatron_cpu.seed(7)
+    models = []
+    for chunk in range(case.chunks or 1):
+        stage = {} if case.chunks is None else {"vp_stage": chunk}
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage) if stage else (
+            parallel_state.is_pipeline_first_stage()
+        )
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage) if stage else (
+            parallel_state.is_pipeline_last_stage()
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=case.tied,
+            **stage,
+        )
+        models.append(model.to(case.device))
+    return models
+
+
+def _batches(case: Case, step: int) -> list[tuple]:
+    generator = torch.Generator().manual_seed(100 + step)
+    batches = []
+    for index in range(case.microbatches):
+        length = SEQUENCE - (3 * index) % 8 if case.variable else SEQUENCE
+        tokens = torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=generator).to(case.device)
+        positions = torch.arange(length, device=case.device).expand(BATCH, length)
+        mask = torch.ones(length, length, device=case.device).triu(1).bool()[None, None]
+        batches.append((tokens[:, :-1], positions, mask, tokens[:, 1:]))
+    return batches
+
+
+def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    tokens, positions, mask, labels = next(iterator)
+    output = model(tokens, positions, mask, labels=labels)
+
+    def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, loss_function
+
+
+def _sum_tied_gradients(models: list[Any]) -> None:
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_rank_in_embedding_group():
+        return
+    for model in models:
+        if model.pre_process or model.post_process:
+            weight = model.shared_embedding_or_output_weight()
+            dist.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
+
+
+def train(case: Case, overlap: bool = False, warmup_flush: bool = False, steps: int = 3) -> list[torch.Tensor]:
+    """Losses of every microbatch of every step and, at the end, all parameters of this rank."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = _config(case, overlap, warmup_flush)
+    models = _models(case, config)
+    run_schedule = get_forward_backward_func()
+    seen = []
+    for step in range(steps):
+        iterators = [iter(_batches(case, step)) for _ in models]
+        losses = run_schedule(
+            forward_step_func=_forward_step,
+            data_iterator=iterators if case.chunks else iterators[0],
+            model=models if case.chunks else models[0],
+            num_microbatches=case.microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=case.forward_only,
+        )
+        seen += [entry["loss"].clone() for entry in losses]
+        if case.forward_only:
+            continue
+        if case.tied:
+            _sum_tied_gradients(models)
+        with torch.no_grad():
+            for model in models:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    return seen + [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+
+def messages_of_ours() -> int:
+    """How many messages our contexts have sent from this rank."""
+    from ditron_train.pp.context import _contexts
+
+    return sum(
+        sender.messages for context in _contexts.values() if not context.closed
+        for sender in context.local_senders if sender is not None
+    )
+
+
+def equal_to_native(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
+    """Trains natively without overlap, then with ours in every way; the messages that ours sent in each."""
+    import ditron_train.megatron
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    counts = []
+    with model_parallel(
+        tensor_model_parallel_size=case.tensor,
+        pipeline_model_parallel_size=case.pipeline,
+        virtual_pipeline_model_parallel_size=case.chunks,
+    ):
+        native = train(case)
+        assert messages_of_ours() == 0
+        for overlap, warmup_flush in ways:
+            ditron_train.megatron.apply(features="pp")
+            before = messages_of_ours()
+            ours = train(case, overlap, warmup_flush)
+            counts.append(messages_of_ours() - before)
+            assert len(native) == len(ours)
+            for index, (expected, seen) in enumerate(zip(native, ours)):
+                assert torch.equal(expected, seen), f"entry {index} differs with overlap={overlap}"
+            ditron_train.megatron.restore()
+        again = train(case)
+        assert all(torch.equal(expected, seen) for expected, seen in zip(native, again))
+    return counts
+
+
+def falls_back(case: Case, change: dict[str, Any]) -> int:
+    """A configuration that is not covered runs natively; returns the messages that ours sent."""
+    import ditron_train.megatron
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(pipeline_model_parallel_size=case.pipeline):
+        native = train(case)
+        ditron_train.megatron.apply(features="pp")
+        from megatron.core.pipeline_parallel import schedules
+
+        from ditron_train.megatron import pp
+
+        reason = change.pop("reason")
+        original = pp._reason_for_native
+        pp._reason_for_native = lambda group, config: reason
+        try:
+            ours = train(case)
+        finally:
+            pp._reason_for_native = original
+        assert type(schedules.P2PCommunicator.__new__(schedules.P2PCommunicator)) is pp.DitronP2PCommunicator
+        assert all(torch.equal(expected, seen) for expected, seen in zip(native, ours))
+        return messages_of_ours()
+
+
+def no_memory(case: Case) -> int:
+    """No room for the slots: the same on all ranks, and training goes on natively."""
+    import os
+
+    import ditron_train.megatron
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    os.environ["DITRON_ARENA_BYTES"] = "4096"
+    try:
+        with model_parallel(pipeline_model_parallel_size=case.pipeline):
+            native = train(case)
+            ditron_train.megatron.apply(features="pp")
+            ours = train(case)
+            assert all(torch.equal(expected, seen) for expected, seen in zip(native, ours))
+            return messages_of_ours()
+    finally:
+        del os.environ["DITRON_ARENA_BYTES"]
+
+
+def bad_input() -> list[str]:
+    """What native raises, ours raises."""
+    import ditron_train.megatron
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    said = []
+    with model_parallel(pipeline_model_parallel_size=2):
+        ditron_train.megatron.apply(features="pp")
+        case = Case(2, 2)
+        config = _config(case, False, False)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        for dtype, shape in ((None, (1, 2, 3)), (torch.float32, None)):
+            config.pipeline_dtype = dtype
+            try:
+                P2PCommunicator(group, config)._communicate(
+                    tensor_send_next=None,
+                    tensor_send_prev=None,
+                    recv_prev=True,
+                    recv_next=False,
+                    tensor_shape=shape,
+                )
+            except RuntimeError as error:
+                said.append(str(error))
+    return said

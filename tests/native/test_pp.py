@@ -1,0 +1,93 @@
+"""Megatron-core's pipeline schedules with our communicator: the losses and parameters of native, bit for bit.
+
+Native runs with ``overlap_p2p_comm=False``: with overlap megatron-core 0.16.1 frees outputs before they are sent.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ditron_train.testing.processes import run_workers
+
+pytest.importorskip("megatron.core")
+
+
+def _workers():
+    name = "ditron_native_pp_workers"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pp_workers.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+workers = _workers()
+Case = workers.Case
+IN_ORDER = [(False, False)]
+ALL_WAYS = [(False, False), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 4),
+        Case(2, 1),
+        Case(2, 3, forward_only=True),
+        Case(2, 4, variable=True, batched=True),
+        Case(2, 2, tied=True, dtype=torch.bfloat16),
+        Case(4, 6, batched=True),
+        Case(4, 2, variable=True, batched=True),
+    ],
+    ids=str,
+)
+def test_1f1b(case):
+    counts = run_workers(case.pipeline, workers.equal_to_native, case, IN_ORDER, timeout_s=200)
+    steps = 3 * case.microbatches
+    both_ways = 1 if case.forward_only else 2
+    inner = [steps * both_ways] * (case.pipeline - 2)
+    assert [count for (count,) in counts] == [steps, *inner, 0 if case.forward_only else steps]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 4, chunks=2),
+        Case(2, 6, chunks=2, group_size=4),
+        Case(2, 4, chunks=2, forward_only=True),
+        Case(4, 8, chunks=2, batched=True),
+        Case(4, 14, chunks=2, group_size=7, tied=True),
+        Case(4, 4, chunks=2, variable=True, batched=True),
+    ],
+    ids=str,
+)
+def test_interleaved(case):
+    for counts in run_workers(case.pipeline, workers.equal_to_native, case, ALL_WAYS, timeout_s=300):
+        assert len(set(counts)) == 1 and counts[0] > 0
+
+
+@pytest.mark.parametrize("slots", ["1", "4"])
+def test_any_number_of_slots(slots):
+    case = Case(4, 8, chunks=2, group_size=6, batched=True)
+    env = {"DITRON_PP_SLOTS": slots}
+    run_workers(4, workers.equal_to_native, case, ALL_WAYS, timeout_s=300, env=env)
+
+
+def test_inside_data_and_tensor_parallel_groups():
+    for case in (Case(2, 3), Case(2, 3, tensor=2)):
+        counts = run_workers(4, workers.equal_to_native, case, IN_ORDER, timeout_s=200)
+        assert all(count == [9] for count in counts)
+
+
+def test_what_is_not_covered_runs_natively():
+    assert run_workers(2, workers.falls_back, Case(2, 2), {"reason": "a test says so"}) == [0, 0]
+    assert run_workers(2, workers.no_memory, Case(2, 2)) == [0, 0]
+
+
+def test_bad_input_is_refused_as_native_does():
+    for said in run_workers(2, workers.bad_input):
+        assert "pipeline_dtype" in said[0] and "tensor_shape" in said[1]
