@@ -198,7 +198,7 @@ def list_entries(
         places = tokens[:, None, None] * TOPK + nth
         bits = tl.reshape(weight, (BLOCK_T, RANKS, SLOTS)).to(tl.int32, bitcast=True)
 
-        chosen = (routed3 > 0) & (nth < TOPK)
+        chosen = (routed3 > 0) & (nth < TOPK) & (entries < num_tokens * TOPK)  # a wider token is refused by the host
         target = send_list + tl.cast(entries, tl.int64) * 4
         tl.store(target, rows, mask=chosen)
         tl.store(target + 1, tl.broadcast_to(slots[:, :, None], (BLOCK_T, RANKS, SLOTS)), mask=chosen)

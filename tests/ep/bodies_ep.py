@@ -138,3 +138,47 @@ def changing_counts(steps, num_experts, topk, hidden):
         assert torch.equal(grads, probs), step
         context.rows_buffer(1, 1, hidden, torch.float32).local.fill_(float("nan"))
     context.check()
+
+
+def _small_context(topk=2):
+    return get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, topk)
+
+
+def _layout(context, tokens=3, hidden=16, experts=2):
+    routed = routing("random", dist.get_rank(), tokens, 4, experts, 1)
+    return begin_layout(routed, torch.rand(tokens, 4), hidden, torch.float32, context).finish()
+
+
+def error_of(case):
+    """Class and words of the error that a bad call raises on this rank."""
+    from ditron_train.runtime.errors import DitronError
+
+    context = _small_context()
+    try:
+        if case == "wide_token":  # only rank 1 has one, every rank raises
+            _layout(context, experts=3 if dist.get_rank() == 1 else 2)
+        elif case == "hidden_differs":
+            _layout(context, hidden=16 + 8 * dist.get_rank())
+        elif case == "routing_type":
+            begin_layout(torch.zeros(3, 4), torch.zeros(3, 4), 16, torch.float32, context)
+        elif case == "routing_shape":
+            begin_layout(torch.zeros(3, 5, dtype=torch.bool), torch.zeros(3, 5), 16, torch.float32, context)
+        elif case == "probs_shape":
+            begin_layout(torch.zeros(3, 4, dtype=torch.bool), torch.zeros(2, 4), 16, torch.float32, context)
+        elif case == "probs_dtype":
+            begin_layout(torch.zeros(3, 4, dtype=torch.bool), torch.zeros(3, 4).double(), 16, torch.float32, context)
+        elif case == "tokens_dtype":
+            begin_layout(torch.zeros(3, 4, dtype=torch.bool), torch.zeros(3, 4), 16, torch.int8, context)
+        elif case == "fewer_tokens":
+            ops.dispatch(torch.zeros(2, 16), _layout(context), context)
+        elif case == "fewer_rows":
+            layout = _layout(context)
+            ops.combine(torch.zeros(layout.num_rows + 1, 16), layout, context, order="ascending")
+        elif case == "missing_peer":
+            if dist.get_rank() == 0:
+                _layout(context)
+        elif case == "experts":
+            get_ep_context(dist.group.WORLD, torch.device("cpu"), 5, 2)
+    except DitronError as error:
+        return type(error).__name__, str(error)
+    return None

@@ -1,0 +1,50 @@
+"""Bad input: the same clear error on every rank, nothing hung."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bodies_ep import error_of  # noqa: E402
+
+from ditron_train.testing.processes import run_workers, run_workers_once  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "case, name, words",
+    [
+        ("wide_token", "NotSupportedError", "a token has 3 experts, top-k is 2"),
+        ("routing_type", "NotSupportedError", "bool"),
+        ("routing_shape", "NotSupportedError", r"\(3, 5\)"),
+        ("probs_shape", "NotSupportedError", "differs"),
+        ("probs_dtype", "NotSupportedError", "float64"),
+        ("tokens_dtype", "NotSupportedError", "int8"),
+        ("fewer_tokens", "NotSupportedError", "2 tokens, the layout has 3"),
+        ("fewer_rows", "NotSupportedError", "rows, the layout has"),
+        ("experts", "NotSupportedError", "5 experts do not divide by the group's 2 ranks"),
+    ],
+)
+def test_the_same_error_on_every_rank(case, name, words):
+    for result in run_workers(2, error_of, case):
+        assert result is not None and result[0] == name
+        assert re.search(words, result[1]), result[1]
+
+
+def test_ranks_that_differ_all_say_how():
+    outcomes = run_workers_once(2, error_of, "hidden_differs", timeout_s=90)
+    for outcome in outcomes:
+        assert outcome.value[0] == "MismatchError", outcome
+        assert "hidden=16" in outcome.value[1] and "hidden=24" in outcome.value[1]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    start = time.monotonic()
+    outcomes = run_workers_once(2, error_of, "missing_peer", timeout_s=90, env={"DITRON_TIMEOUT_S": "3"})
+    assert time.monotonic() - start < 60
+    assert outcomes[1].ok and outcomes[1].value is None
+    assert outcomes[0].value[0] == "PeerTimeoutError" and "rank 0 waited 3 s for rank 1" in outcomes[0].value[1]
