@@ -262,6 +262,7 @@ def model_parallel(**sizes: int) -> Iterator[None]:
     from megatron.core import parallel_state
 
     import ditron_train.megatron
+    from ditron_train.megatron.routing import forget_routes
     from ditron_train.symm import close_all_arenas
 
     with megatron_on_cpu():
@@ -273,6 +274,7 @@ def model_parallel(**sizes: int) -> Iterator[None]:
             close_all_arenas()
         finally:
             ditron_train.megatron.restore()
+            forget_routes()
             parallel_state.destroy_model_parallel()
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:

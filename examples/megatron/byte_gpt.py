@@ -46,10 +46,11 @@ class Job:
         sequence_length: Tokens (bytes) of a sample.
         batch_size: Samples of a step on each data-parallel rank.
         num_steps: Optimizer steps.
-        learning_rate: Adam's.
+        learning_rate: The optimizer's.
         dtype: Of parameters and activations.
         use_te: Transformer Engine's layers instead of megatron-core's own.
         seed: Of parameters and samples.
+        optimizer: ``adam``, or Megatron's ``muon`` or ``dist_muon`` (Adam for what is no matrix).
     """
 
     num_layers: int
@@ -63,6 +64,7 @@ class Job:
     dtype: torch.dtype
     use_te: bool
     seed: int = 1234
+    optimizer: str = "adam"
 
     @property
     def on_gpu(self) -> bool:
@@ -128,7 +130,7 @@ def _build_model(job: Job, config: TransformerConfig) -> Any:
 
 def _build_optimizer(job: Job, model: Any) -> Any:
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=job.optimizer,
         lr=job.learning_rate,
         min_lr=job.learning_rate,
         weight_decay=0.01,
@@ -137,7 +139,11 @@ def _build_optimizer(job: Job, model: Any) -> Any:
         params_dtype=job.dtype,
         use_distributed_optimizer=False,
     )
-    return get_megatron_optimizer(config, [model])
+    if job.optimizer == "adam":
+        return get_megatron_optimizer(config, [model])
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    return get_megatron_muon_optimizer(config, [model], layer_wise_distributed_optimizer=job.optimizer == "dist_muon")
 
 
 def _causal_mask(job: Job, device: torch.device) -> torch.Tensor | None:

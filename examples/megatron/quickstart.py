@@ -46,16 +46,25 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="bytes of a sample")
     parser.add_argument("--batch", type=int, help="samples of a step on each data-parallel rank")
     parser.add_argument("--spec", choices=("auto", "local", "te"), default="auto", help="layers: megatron-core's or TE's")
+    parser.add_argument("--optimizer", choices=("adam", "muon", "dist_muon"), default="adam", help="Megatron's optimizer")
     parser.set_defaults(ditron=("tp",))
     add_ditron_args(parser)
     arguments = parser.parse_args()
     arguments.ditron = arguments.ditron or ("tp",)
+    if arguments.optimizer != "adam" and "muon" not in arguments.ditron:
+        arguments.ditron = (*arguments.ditron, "muon")
     return arguments
 
 
-def _start() -> bool:
+def _start(optimizer: str) -> bool:
     """Joins the job; returns whether it runs on GPUs."""
     on_gpu = torch.cuda.is_available()
+    if optimizer == "dist_muon" and not on_gpu:
+        raise SystemExit("error: --optimizer dist_muon needs GPUs: natively it gathers unevenly, which gloo cannot")
+    if optimizer != "adam":
+        from ditron_train.testing import emerging_optimizers
+
+        emerging_optimizers.install()  # native Muon needs it; where it is missing, the published equations stand in
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         torch.use_deterministic_algorithms(True)
@@ -94,6 +103,7 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
         learning_rate=3e-4 if on_gpu else 2e-3,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         use_te=HAVE_TE and on_gpu and arguments.spec != "local",
+        optimizer=arguments.optimizer,
     )
 
 
@@ -130,7 +140,7 @@ def main() -> int:
     """Runs the whole comparison; returns the exit status."""
     warnings.filterwarnings("ignore")  # megatron-core's, on what is not installed
     arguments = _arguments()
-    on_gpu = _start()
+    on_gpu = _start(arguments.optimizer)
     from comparison import Comparison, median_time_ms, plot_losses, print_table, write_json
     from corpus import CorpusError, load_corpus
     from megatron.core import parallel_state

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Two nodes posed by one machine: two torchrun agents with half of the GPUs each (2 CPU processes each where there are none).
+# NCCL_HOSTID makes NCCL treat them as different hosts, so that what crosses the border really takes the network path.
+#   bash examples/megatron/two_nodes.sh [arguments of examples/megatron/quickstart.py]
+# On two real machines run one of the two commands on each, with --node-rank, and the first one's address.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+half=$((gpus / 2))
+if [ "$half" = 0 ]; then
+  half=1
+  export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
+
+agent() { # node rank, then the arguments of the job
+  local node=$1
+  shift
+  local visible=
+  if [ "$gpus" -gt 1 ]; then
+    visible=$(seq -s, $((node * half)) $((node * half + half - 1)))
+  fi
+  CUDA_VISIBLE_DEVICES=$visible NCCL_HOSTID="node$node" "$python" -m torch.distributed.run \
+    --nnodes 2 --node-rank "$node" --nproc-per-node "$half" \
+    --rdzv-backend static --master-addr 127.0.0.1 --master-port "${MASTER_PORT:-29517}" \
+    examples/megatron/quickstart.py "$@"
+}
+
+agent 1 "$@" &
+second=$!
+trap 'kill "$second" 2>/dev/null || true' EXIT
+agent 0 "$@"
+wait "$second"
