@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,16 @@ class OpContext:
         self._last_stream: torch.cuda.Stream | None = None
         self._last_was_capturing = False
         self._agreed: set[tuple] = set()
+        self._prepared: dict[tuple, Any] = {}
+        self._prepared_generation = -1
+
+    @property
+    def prepared(self) -> dict[tuple, Any]:
+        """What ops keep for the shapes they have seen; emptied whenever a buffer of the arena has moved."""
+        if self._prepared_generation != self.arena.generation:
+            self._prepared.clear()
+            self._prepared_generation = self.arena.generation
+        return self._prepared
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
         """A channel of this context (collective)."""

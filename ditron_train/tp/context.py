@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -80,16 +80,6 @@ class TPContext(OpContext):
         self.scatter_channel = self.add_channel("tp.gemm_rs", self.world_size * 4096, (*fields, "block_m", "block_n"))
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
         self._tables: dict[object, torch.Tensor] = {}
-        self._prepared: dict[tuple, Any] = {}
-        self._prepared_generation = -1
-
-    @property
-    def prepared(self) -> dict[tuple, Any]:
-        """What ops keep for the shapes they have seen; emptied whenever a buffer of the arena has moved."""
-        if self._prepared_generation != self.arena.generation:
-            self._prepared.clear()
-            self._prepared_generation = self.arena.generation
-        return self._prepared
 
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A small int32 table on the device, made once for ``key``."""
