@@ -1,4 +1,4 @@
-"""A byte-level GPT built and trained with megatron-core: model, optimizer, step, and a digest of every gradient.
+"""A byte-level GPT built and trained with megatron-core: groups, model, optimizer, step, a digest of every gradient.
 
 Nothing here knows of ditron_train: `train` is a plain Megatron training loop, and is run natively and accelerated.
 """
@@ -25,10 +25,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_batch_on_this_cp_rank
 
+from ditron_train.symm import close_all_arenas
 from ditron_train.testing import megatron_cpu
 
-__all__ = ["Job", "StepResult", "train"]
+__all__ = ["Job", "StepResult", "set_groups", "train"]
 
 VOCABULARY = 256
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd and without pattern; as a signed 64-bit number
@@ -44,11 +46,18 @@ class Job:
         ffn_hidden_size: Width of the MLP.
         num_heads: Attention heads.
         sequence_length: Tokens (bytes) of a sample.
-        batch_size: Samples of a step on each data-parallel rank.
+        batch_size: Samples of a microbatch on each data-parallel rank.
         num_steps: Optimizer steps.
         learning_rate: The optimizer's.
         dtype: Of parameters and activations.
         use_te: Transformer Engine's layers instead of megatron-core's own.
+        tensor_parallel: Ranks that share every layer (with sequence parallelism where above 1).
+        pipeline_parallel: Stages; above 1 a step has twice as many microbatches (1F1B).
+        context_parallel: Ranks that share every sequence, exchanging heads for tokens around attention (a2a).
+        expert_parallel: Ranks that share the experts.
+        num_experts: Experts of every MLP, two of them a token; None: dense.
+        optimizer: ``adam`` or ``muon``.
+        same_data: Every data-parallel rank trains on the same samples.
         seed: Of parameters and samples.
         optimizer: ``adam``, or Megatron's ``muon`` or ``dist_muon`` (Adam for what is no matrix).
     """
@@ -63,8 +72,20 @@ class Job:
     learning_rate: float
     dtype: torch.dtype
     use_te: bool
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    num_experts: int | None = None
+    optimizer: str = "adam"
+    same_data: bool = False
     seed: int = 1234
     optimizer: str = "adam"
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one step."""
+        return 2 * self.pipeline_parallel if self.pipeline_parallel > 1 else 1
 
     @property
     def on_gpu(self) -> bool:
@@ -81,11 +102,42 @@ class StepResult:
     gradients: dict[str, int]
 
 
+_groups_of: list[tuple[int, ...]] = []
+
+
+def set_groups(job: Job) -> None:
+    """Makes megatron-core's process groups for `job`, unless those of the same sizes are there already (collective)."""
+    sizes = (job.tensor_parallel, job.pipeline_parallel, job.context_parallel, job.expert_parallel)
+    if _groups_of == [sizes]:
+        return
+    if _groups_of:
+        close_all_arenas()
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.tensor_parallel,
+        pipeline_model_parallel_size=job.pipeline_parallel,
+        context_parallel_size=job.context_parallel,
+        expert_model_parallel_size=job.expert_parallel,
+        expert_tensor_parallel_size=1 if job.num_experts else None,
+    )
+    _groups_of[:] = [sizes]
+
+
 def _config(job: Job) -> TransformerConfig:
-    world_size = parallel_state.get_tensor_model_parallel_world_size()
     options: dict[str, Any] = dict(megatron_cpu.CPU_CONFIG)
     if job.on_gpu:
         options.update(use_cpu_initialization=False, deterministic_mode=True)
+    if job.num_experts:
+        options.update(
+            num_moe_experts=job.num_experts,
+            moe_router_topk=2,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
+            moe_ffn_hidden_size=job.ffn_hidden_size // 2,
+            moe_grouped_gemm=job.use_te,
+            expert_model_parallel_size=job.expert_parallel,
+            expert_tensor_parallel_size=1,
+        )
     return TransformerConfig(
         num_layers=job.num_layers,
         hidden_size=job.hidden_size,
@@ -101,22 +153,27 @@ def _config(job: Job) -> TransformerConfig:
         pipeline_dtype=job.dtype,
         bf16=job.dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=world_size,
-        sequence_parallel=world_size > 1,
+        tensor_model_parallel_size=job.tensor_parallel,
+        sequence_parallel=job.tensor_parallel > 1,
+        pipeline_model_parallel_size=job.pipeline_parallel,
+        context_parallel_size=job.context_parallel,
+        cp_comm_type="a2a" if job.context_parallel > 1 else None,
         **options,
     )
 
 
 def _build_model(job: Job, config: TransformerConfig) -> Any:
     if job.use_te:
-        spec = get_gpt_layer_with_transformer_engine_spec()
+        spec = get_gpt_layer_with_transformer_engine_spec(job.num_experts, moe_grouped_gemm=bool(job.num_experts))
     else:
-        spec = get_gpt_layer_local_spec(normalization=config.normalization)
+        spec = get_gpt_layer_local_spec(job.num_experts, moe_grouped_gemm=False, normalization=config.normalization)
     model: Any = GPTModel(
         config,
         spec,
         vocab_size=VOCABULARY,
         max_sequence_length=job.sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
@@ -140,7 +197,11 @@ def _build_optimizer(job: Job, model: Any) -> Any:
         use_distributed_optimizer=False,
     )
     if job.optimizer == "adam":
-        return get_megatron_optimizer(config, [model])
+        if job.optimizer == "muon":
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+        return get_megatron_muon_optimizer(config, [model], layer_wise_distributed_optimizer=False)
+    return get_megatron_optimizer(config, [model])
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
     return get_megatron_muon_optimizer(config, [model], layer_wise_distributed_optimizer=job.optimizer == "dist_muon")
@@ -154,19 +215,27 @@ def _causal_mask(job: Job, device: torch.device) -> torch.Tensor | None:
 
 
 def _forward_step(mask: torch.Tensor | None, batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
-    batch = next(batches)
+    batch = get_batch_on_this_cp_rank(next(batches))
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
 
     def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = (output.float() * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
-        reported = loss.detach().clone()
-        dist.all_reduce(reported, op=dist.ReduceOp.AVG if reported.is_cuda else dist.ReduceOp.SUM,
-                        group=parallel_state.get_data_parallel_group())  # fmt: skip
-        if not reported.is_cuda:  # gloo has no average
-            reported /= parallel_state.get_data_parallel_world_size()
-        return loss, {"loss": reported}
+        mean = (output.float() * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        reported = mean.detach().clone() / group.size()
+        dist.all_reduce(reported, group=group)
+        # The schedule multiplies by the context parallel size, for losses that are divided by all tokens of a sequence.
+        return mean / parallel_state.get_context_parallel_world_size(), {"loss": reported}
 
     return losses, mean_loss
+
+
+def _loss_of_step(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
+    """Mean over the microbatches, known to the last stage, given to all of them."""
+    loss = torch.zeros(1, device=device)
+    if losses:
+        loss += torch.stack([entry["loss"] for entry in losses]).mean()
+    dist.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())
+    return loss.item()
 
 
 def _digest(gradient: torch.Tensor) -> int:
@@ -189,6 +258,7 @@ def _gradients(model: Any) -> dict[str, int]:
 
 def train(job: Job, corpus: Corpus, on_step: Callable[[StepResult], None]) -> list[StepResult]:
     """Builds the model from `job.seed`, trains it, and returns what every step gave on this rank."""
+    set_groups(job)
     megatron_cpu.seed(job.seed)
     device = torch.device("cuda", torch.cuda.current_device()) if job.on_gpu else torch.device("cpu")
     config = _config(job)
@@ -196,20 +266,21 @@ def train(job: Job, corpus: Corpus, on_step: Callable[[StepResult], None]) -> li
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = _build_optimizer(job, model)
     forward_step = partial(_forward_step, _causal_mask(job, device))
-    data_rank = parallel_state.get_data_parallel_rank()
+    data_rank = 0 if job.same_data else parallel_state.get_data_parallel_rank()
     results = []
     model.train()
     for step in range(job.num_steps):
-        batch = corpus.batch(step, job.batch_size, data_rank, device)
+        batches = [corpus.batch(step * job.num_microbatches + i, job.batch_size, data_rank, device)
+                   for i in range(job.num_microbatches)]  # fmt: skip
         model.zero_grad_buffer()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         start = time.perf_counter()
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter([batch]),
+            data_iterator=iter(batches),
             model=[model],
-            num_microbatches=1,
+            num_microbatches=job.num_microbatches,
             seq_length=job.sequence_length,
             micro_batch_size=job.batch_size,
             forward_only=False,
@@ -221,7 +292,7 @@ def train(job: Job, corpus: Corpus, on_step: Callable[[StepResult], None]) -> li
         optimizer.step()
         torch.cuda.synchronize()
         elapsed_ms += (time.perf_counter() - start) * 1e3
-        results.append(StepResult(losses[0]["loss"].item(), elapsed_ms, gradients))
+        results.append(StepResult(_loss_of_step(losses, device), elapsed_ms, gradients))
         on_step(results[-1])
     del model, optimizer
     gc.collect()

@@ -10,6 +10,7 @@ gloo with Triton's interpreter, where a GEMM adds in another order than torch's:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -40,7 +41,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: sources and documentation of this Python)")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("quickstart_results"), help="where loss.png goes")
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
-    parser.add_argument("--tp", type=int, help="tensor parallel size (default: all processes)")
+    parser.add_argument("--tp", type=int, help="tensor parallel size (default: what the other sizes leave)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--sp", type=int, default=1, help="context parallel size, heads exchanged for tokens (Ulysses)")
+    parser.add_argument("--experts", type=int, help="experts of every MLP (default: a dense model)")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel size")
+    parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     parser.add_argument("--layers", type=int, help="transformer layers")
     parser.add_argument("--hidden", type=int, help="width of the model")
     parser.add_argument("--sequence", type=int, help="bytes of a sample")
@@ -92,6 +98,13 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
     large = {"layers": 4, "hidden": 4096, "sequence": 4096, "batch": 2, "steps": 30}
     size = {name: getattr(arguments, name) or value for name, value in (large if on_gpu else small).items()}
     head_size = 128 if on_gpu else 32
+    world_size, others = dist.get_world_size(), arguments.pp * arguments.sp
+    tensor_parallel = arguments.tp or max(1, world_size // (others * arguments.ep))
+    if world_size % (tensor_parallel * others) or (world_size // arguments.pp) % arguments.ep:
+        raise SystemExit(
+            f"error: {world_size} processes do not divide into TP {tensor_parallel} x PP {arguments.pp} x SP {arguments.sp} "
+            f"with EP {arguments.ep}"
+        )
     return Job(
         num_layers=size["layers"],
         hidden_size=size["hidden"],
@@ -105,6 +118,11 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
         use_te=HAVE_TE and on_gpu and arguments.spec != "local",
         optimizer=arguments.optimizer,
     )
+
+
+def _sizes(job) -> str:
+    sizes = {"TP": job.tensor_parallel, "PP": job.pipeline_parallel, "SP": job.context_parallel, "EP": job.expert_parallel}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "TP")
 
 
 def _run(job, corpus, label: str, console: Console):
@@ -143,7 +161,6 @@ def main() -> int:
     on_gpu = _start(arguments.optimizer)
     from comparison import Comparison, median_time_ms, plot_losses, print_table, write_json
     from corpus import CorpusError, load_corpus
-    from megatron.core import parallel_state
 
     import ditron_train.megatron as ditron
     from ditron_train.testing import megatron_cpu
@@ -157,16 +174,13 @@ def main() -> int:
         corpus = load_corpus(arguments.data, job.sequence_length)
     except CorpusError as error:
         raise SystemExit(f"error: {error}") from None
-    tensor_parallel = arguments.tp or world_size
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     if on_gpu and not job.use_te:
         megatron_cpu.allow_torch_norm_with_sequence_parallel()
     where = torch.cuda.get_device_name() if on_gpu else "CPU, Triton interpreter"
-    console.print(f"{world_size} x {where}: TP {tensor_parallel}{' + sequence parallel' if tensor_parallel > 1 else ''}, "
-                  f"{'Transformer Engine' if job.use_te else 'local'} layers, {job}, text of {corpus.num_bytes} bytes")  # fmt: skip
-
-    native = _run(job, corpus, "native", console)
-    again = _run(job, corpus, "native, once more", console) if on_gpu else None
+    console.print(f"{world_size} x {where}, text of {corpus.num_bytes} bytes\n{job}")
+    native_job = _native_job(job, console)
+    native = _run(native_job, corpus, "native", console)
+    again = _run(native_job, corpus, "native, once more", console) if on_gpu else None
     ditron.apply(features=arguments.ditron, transport=arguments.ditron_transport, timeout_s=arguments.ditron_timeout_s)
     try:
         ours = _run(job, corpus, "ditron_train " + ",".join(arguments.ditron), console)
@@ -182,7 +196,7 @@ def main() -> int:
                    "largest_loss_difference": comparison.largest, "different": comparison.different,
                    "not_repeated_by_native": comparison.unstable}  # fmt: skip
         write_json(arguments.out / "losses.json", summary, native, ours)
-        plot_losses(arguments.out / "loss.png", native, ours, f"byte-level GPT, TP {tensor_parallel}, {where}")
+        plot_losses(arguments.out / "loss.png", native, ours, f"byte-level GPT, {_sizes(job)}, {where}")
         console.print(f"written: {arguments.out / 'loss.png'}, {arguments.out / 'losses.json'}")
     status = _verdict(comparison, on_gpu, console)
     dist.barrier()
