@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.pp.channel import PipelineChannel, Receiver, Sender, Slots
+from ditron_train.pp.groups import make_group
 from ditron_train.pp.mailbox import Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
@@ -75,17 +76,11 @@ class PipelineContext:
     def _make_local(self, num_slots: int) -> None:
         """Symmetric memory, flags and ends among this group's ranks of this node."""
         members = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[self.rank]]
-        if len(members) < 2:
-            return
         local_group = self.group
         if len(members) < self.world_size:
-            ranks = dist.get_process_group_ranks(self.group)
-            local_group = dist.new_group(
-                [ranks[member] for member in members],
-                backend=dist.get_backend(self.group),
-                use_local_synchronization=True,
-                group_desc="ditron_pp_node",
-            )
+            local_group = make_group(self.group, members, "ditron_pp_node")
+        if len(members) < 2:
+            return
         self.arena = get_arena(local_group, self.device)
         self.channel = PipelineChannel(self.arena, Mailbox(local_group, self.device))
         if not (self.channel.mailbox.has_flags or waits_can_be_released()):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditron_train.pp.groups import make_group
 from ditron_train.pp.messages import LANE_NAMES, MAX_DIMS, Header
 from ditron_train.runtime.logs import log_once
 
@@ -62,16 +63,8 @@ class NetworkLanes:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
-        self._groups = [
-            dist.new_group(
-                self._ranks,
-                backend=dist.get_backend(group),
-                pg_options=_options(group),
-                use_local_synchronization=True,
-                group_desc=f"ditron_pp_{name}",
-            )
-            for name in LANE_NAMES
-        ]
+        everyone = list(range(len(self._ranks)))
+        self._groups = [make_group(group, everyone, f"ditron_pp_{name}", _options(group)) for name in LANE_NAMES]
         for lane_group in self._groups:  # makes the communicators now, while all ranks are here
             dist.barrier(lane_group)
         self._held: deque[NetworkWork] = deque()

@@ -61,7 +61,7 @@ def test_1f1b(case):
         Case(2, 4, chunks=2, forward_only=True),
         Case(4, 8, chunks=2, batched=True),
         Case(4, 14, chunks=2, group_size=7, tied=True),
-        Case(4, 4, chunks=2, variable=True, batched=True),
+        Case(4, 8, chunks=2, variable=True, batched=True),
     ],
     ids=str,
 )

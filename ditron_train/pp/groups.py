@@ -1,0 +1,45 @@
+"""Process groups that only their members make.
+
+``torch.distributed.new_group`` wants every rank of the job, or, with ``use_local_synchronization``, names the group by how
+many groups a rank is in, which differs between the stages of a pipeline (some are in embedding groups), so that members
+wait for each other under different names. Here the members agree on a name first.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ditron_train.symm.transport import exchange
+
+__all__ = ["make_group"]
+
+
+def make_group(
+    parent: dist.ProcessGroup, members: list[int], description: str, options: Any = None
+) -> dist.ProcessGroup:
+    """Returns a group of ``members`` (ranks in ``parent``, this one among them), with the backend of ``parent``.
+
+    Collective over ``parent``: ranks may name different groups, as long as these do not overlap.
+    """
+    rank = dist.get_rank(parent)
+    name = f"{description}_{exchange(parent, secrets.token_hex(8))[members[0]]}"
+    ranks = [dist.get_global_rank(parent, member) for member in members]
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        members.index(rank),
+        ranks,
+        dist.Backend(dist.get_backend(parent)),
+        distributed_c10d._get_default_store(),
+        group_name=name,
+        backend_options=options,
+        timeout=distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(parent))),
+        group_desc=description,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {
+        global_rank: place for place, global_rank in enumerate(ranks)
+    }
+    return group
