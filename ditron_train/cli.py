@@ -40,14 +40,17 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="compare every op with native, bit for bit (under torchrun)", add_help=False)
     verify.set_defaults(function=_verify)
 
-    trace = commands.add_parser("trace", help="draw the order in which tiles run and chunks travel")
-    trace.add_argument("--schedule", choices=("ag_gemm", "gemm_rs"), required=True, metavar="OP", help="ag_gemm or gemm_rs")
-    trace.add_argument("--shape", nargs=3, type=int, metavar=("M", "N", "K"), default=(8192, 28672, 8192))
-    trace.add_argument("--world-size", type=int, default=8, metavar="RANKS")
-    trace.add_argument("--ranks-per-node", type=int, metavar="RANKS", help="default: one node")
-    trace.add_argument("--rows", type=_integers, metavar="R0,R1,...", help="rows of each rank where they differ")
-    trace.add_argument("--num-sms", type=int, default=132, metavar="SMS")
-    trace.add_argument("--output", default="schedule.png", metavar="FILE", help="picture (default %(default)s)")
+    trace = commands.add_parser("trace", help="draw what overlaps, or the order in which tiles run and chunks travel")
+    what = trace.add_mutually_exclusive_group(required=True)
+    what.add_argument("--op", choices=("ag_gemm", "gemm_rs", "layer"), help="run it (under torchrun): traces and a picture")
+    what.add_argument("--schedule", choices=("ag_gemm", "gemm_rs"), help="lay it out: a table and a picture, nothing runs")
+    trace.add_argument("--shape", nargs=3, type=int, metavar=("M", "N", "K"), help="default: LLaMA-70B's; CPU run: 256 each")
+    trace.add_argument("--output", default="trace", metavar="DIR", help="where the files go (default %(default)s)")
+    layout = trace.add_argument_group("of --schedule")
+    layout.add_argument("--world-size", type=int, default=8, metavar="RANKS")
+    layout.add_argument("--ranks-per-node", type=int, metavar="RANKS", help="default: one node")
+    layout.add_argument("--rows", type=_integers, metavar="R0,R1,...", help="rows of each rank where they differ")
+    layout.add_argument("--num-sms", type=int, default=132, metavar="SMS")
     trace.set_defaults(function=_trace)
     return parser
 
@@ -59,11 +62,18 @@ def _integers(text: str) -> tuple[int, ...]:
 def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from pathlib import Path
 
+    _refuse(rest)
+    folder = Path(arguments.output)
+    if arguments.op:
+        _set_megatron_environment()
+        from ditron_train.trace.record import record_op
+
+        return record_op(arguments.op, arguments.shape, folder)
     from ditron_train.trace.schedule import ScheduleRequest, plan_rank
     from ditron_train.trace.show_schedule import draw_schedules, show_schedules
 
-    _refuse(rest)
-    m, n, k = arguments.shape
+    default = (8192, 28672, 8192) if arguments.schedule == "ag_gemm" else (8192, 8192, 28672)
+    m, n, k = arguments.shape or default
     request = ScheduleRequest(
         op=arguments.schedule,
         m=m,
@@ -76,8 +86,9 @@ def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     )
     schedules = [plan_rank(request, rank) for rank in range(request.world_size)]
     show_schedules(request, schedules)
-    draw_schedules(request, schedules, Path(arguments.output))
-    print(f"written: {arguments.output}")
+    picture = folder / f"schedule-{arguments.schedule}.png"
+    draw_schedules(request, schedules, picture)
+    print(f"written: {picture}")
     return 0
 
 
@@ -100,14 +111,18 @@ def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:
     """Hands ``rest`` to a module with ``add_arguments(parser)`` and ``run(arguments)``."""
-    # Megatron's own settings, read when CUDA and Transformer Engine start; they are part of the results' stamp.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    warnings.simplefilter("ignore")  # of the libraries that are measured; what matters here is logged
+    _set_megatron_environment()
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"python -m ditron_train {command}", description=module.__doc__)
     module.add_arguments(parser)
     return module.run(parser.parse_args(rest))
+
+
+def _set_megatron_environment() -> None:
+    """Megatron's own settings, read when CUDA and Transformer Engine start; they are part of the results' stamp."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    warnings.simplefilter("ignore")  # of the libraries that are measured; what matters here is logged
 
 
 def _refuse(rest: Sequence[str]) -> None:

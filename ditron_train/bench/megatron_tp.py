@@ -23,7 +23,7 @@ from ditron_train.bench.session import BenchSession
 from ditron_train.megatron import apply, restore
 from ditron_train.testing import megatron_cpu
 
-__all__ = ["layer_rows", "megatron_world", "native_linear"]
+__all__ = ["layer_contenders", "layer_rows", "megatron_world", "native_linear"]
 
 _LLAMA_70B = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8)
 _TOKENS = 8192
@@ -94,42 +94,56 @@ def _build_layer(spec: Any, session: BenchSession) -> torch.nn.Module:
     return layer.to(torch.bfloat16)
 
 
-def layer_rows(session: BenchSession) -> Iterator[Row]:
-    """One LLaMA-70B transformer layer, forward and forward + backward, TE's spec where TE is installed."""
-    spec = get_gpt_layer_with_transformer_engine_spec() if HAVE_TE else get_gpt_layer_local_spec(normalization="RMSNorm")
-    layers = {"native": _build_layer(spec, session), "ditron": _build_layer(apply(spec, ("tp",)), session)}
-    with torch.no_grad():
-        for ours, native in zip(layers["ditron"].parameters(), layers["native"].parameters(), strict=True):
-            ours.copy_(native)
-    tokens = _TOKENS if HAVE_TE else _TOKENS // 4  # the local attention stores every score
-    shape = (tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
-    generator = torch.Generator(session.device).manual_seed(session.rank)
-    x, grad = (torch.empty(shape, device=session.device, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
-    mask = None if HAVE_TE else torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=session.device).triu_(1)
+class _LayerPair:
+    """The same LLaMA-70B layer natively and with ours, TE's spec where TE is installed, and its inputs."""
 
-    def forward(name: str) -> torch.Tensor:
+    def __init__(self, session: BenchSession) -> None:
+        if HAVE_TE:
+            spec = get_gpt_layer_with_transformer_engine_spec()
+        else:
+            spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        self.layers = {"native": _build_layer(spec, session), "ditron": _build_layer(apply(spec, ("tp",)), session)}
         with torch.no_grad():
-            return layers[name](x, attention_mask=mask)[0]
+            for ours, native in zip(self.layers["ditron"].parameters(), self.layers["native"].parameters(), strict=True):
+                ours.copy_(native)
+        self.tokens = _TOKENS if HAVE_TE else _TOKENS // 4  # the local attention stores every score
+        shape = (self.tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
+        self.x, self.grad = session.values(shape, torch.bfloat16, 1), session.values(shape, torch.bfloat16, 2)
+        self.mask = None
+        if not HAVE_TE:
+            ones = torch.ones(1, 1, self.tokens, self.tokens, dtype=torch.bool, device=session.device)
+            self.mask = ones.triu_(1)
 
-    def forward_backward(name: str) -> list[torch.Tensor]:
-        leaf = x.detach().requires_grad_()
-        y, _ = layers[name](leaf, attention_mask=mask)
-        parameters = list(layers[name].parameters())
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], grad)]
+    def forward(self, name: str) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [self.layers[name](self.x, attention_mask=self.mask)[0]]
 
-    for direction, body in (("forward", forward), ("forward_backward", forward_backward)):
-        results = {name: body(name) for name in layers}
-        as_list = {name: [value] if torch.is_tensor(value) else value for name, value in results.items()}
-        equal = session.equal(as_list["ditron"], as_list["native"])
-        del results, as_list
-        timings = session.measure({name: lambda index, n=name: body(n) for name in layers})
+    def forward_backward(self, name: str) -> list[torch.Tensor]:
+        leaf = self.x.detach().requires_grad_()
+        y, _ = self.layers[name](leaf, attention_mask=self.mask)
+        parameters = list(self.layers[name].parameters())
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self.grad)]
+
+
+def layer_contenders(session: BenchSession) -> dict[str, Callable[[int], list[torch.Tensor]]]:
+    """Forward and backward of one LLaMA-70B layer, ``native`` and ``ditron``, on the same values."""
+    pair = _LayerPair(session)
+    return {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
+
+
+def layer_rows(session: BenchSession) -> Iterator[Row]:
+    """One LLaMA-70B transformer layer: forward, then forward and backward."""
+    pair = _LayerPair(session)
+    for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
+        equal = session.equal(body("ditron"), body("native"))
+        timings = session.measure({name: lambda index, n=name, run=body: run(n) for name in pair.layers})
         yield Row(
             op="transformer_layer",
             direction=direction,
             model="LLaMA3.1-70B",
             world_size=session.world_size,
             dtype="bfloat16",
-            shape={"tokens": tokens, "hidden": _LLAMA_70B["hidden_size"], "ffn_hidden": _LLAMA_70B["ffn_hidden_size"]},
+            shape={"tokens": pair.tokens, "hidden": _LLAMA_70B["hidden_size"], "ffn_hidden": _LLAMA_70B["ffn_hidden_size"]},
             native_us=timings["native"].median_us,
             ditron_us=timings["ditron"].median_us,
             bitwise_equal=equal,

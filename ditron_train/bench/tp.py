@@ -22,7 +22,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.tp import TPContext, ag_gemm, column_linear, gemm_rs, get_context, row_linear
 from ditron_train.tp.tuning import choose_gather_plan
 
-__all__ = ["WIRE_GBPS", "add_arguments", "run"]
+__all__ = ["WIRE_GBPS", "Case", "add_arguments", "op_contenders", "run"]
 
 WIRE_GBPS = 370.0  # what a copy engine moves over NVLink on an H200, the link speed that limits are computed with
 _PARTS = ("ag_gemm", "gemm_rs", "backward", "layer")
@@ -130,15 +130,19 @@ def _inputs(session: BenchSession, case: Case, dtype: torch.dtype) -> list[tuple
     ]
 
 
-def _op_row(session: BenchSession, case: Case, context: TPContext, dtype: torch.dtype) -> Row:
-    inputs = _inputs(session, case, dtype)
+def op_contenders(
+    session: BenchSession, case: Case, context: TPContext, dtype: torch.dtype
+) -> dict[str, Callable[[int], torch.Tensor]]:
+    """Returns ``native``, ``gemm`` alone, ``comm`` alone, ``peer`` and ``ditron`` for a shape, all on the same inputs."""
     build = _ag_gemm_contenders if case.op == "ag_gemm" else _gemm_rs_contenders
-    contenders = build(case, context, inputs)
+    return build(case, context, _inputs(session, case, dtype))
+
+
+def _op_row(session: BenchSession, case: Case, context: TPContext, dtype: torch.dtype) -> Row:
+    contenders = op_contenders(session, case, context, dtype)
     if session.device.type == "cpu" or not session.attempt(f"{_PEER} {case.op}", contenders["peer"]):
         del contenders["peer"]
-    equal = all(
-        session.equal([contenders["ditron"](i)], [contenders["native"](i)]) for i in range(len(inputs))
-    )
+    equal = all(session.equal([contenders["ditron"](i)], [contenders["native"](i)]) for i in range(2))
     timings = session.measure(contenders)
     return _row(session, case, "forward", dtype, equal, timings, _wire_bytes(case, session, dtype), _comm_sms(case, context))
 
@@ -241,7 +245,7 @@ def _comm_sms(case: Case, context: TPContext) -> int:
     """SMs that the GEMM leaves to the communication; the tiles of GEMM-RS are sent by the GEMM itself."""
     if case.op == "gemm_rs" or context.target == "interpreter":
         return 0
-    plan = choose_gather_plan(case.m, case.n // context.world_size, case.k, 2, context.world_size, context.target)
+    plan = choose_gather_plan(context.target)
     return plan.push_programs if plan.mode == "push" else 1  # behind copy engines one program forwards their signals
 
 

@@ -1,1 +1,1 @@
-"""Tool: shows what overlaps. ``schedule``: the order in which tiles run and chunks arrive, without a GPU."""
+"""Tool: shows what overlaps. ``record``: of a run; ``schedule``: the order of tiles and chunks, without a GPU."""

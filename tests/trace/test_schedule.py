@@ -86,9 +86,9 @@ def test_shown_and_drawn(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    picture = tmp_path / "s.png"
-    words = ["trace", "--schedule", "ag_gemm", "--shape", "1024", "512", "256", "--world-size", "2", "--output", str(picture)]
-    assert main(words) == 0 and picture.exists()
+    words = ["trace", "--schedule", "ag_gemm", "--shape", "1024", "512", "256", "--world-size", "2", "--output", str(tmp_path)]
+    assert main(words) == 0 and (tmp_path / "schedule-ag_gemm.png").exists()
     assert main([*words, "--ranks-per-node", "3"]) == 2
     assert "do not divide into nodes" in capsys.readouterr().err
-    assert main([*words[:-1], "/proc/nowhere/s.png"]) == 2
+    assert main([*words[:-1], "/proc/nowhere"]) == 2
+    assert "/proc/nowhere" in capsys.readouterr().err

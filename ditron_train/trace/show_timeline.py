@@ -1,0 +1,49 @@
+"""Timelines of native and ours as one picture: a lane for each stream and copy engine, what is not hidden in red."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ditron_train.trace.timeline import Interval, exposed, total_us
+
+__all__ = ["draw_timelines", "summary"]
+
+_COLOURS = {"compute": "#2a6fb0", "communication": "#e0a030"}
+
+
+def summary(name: str, intervals: Sequence[Interval]) -> str:
+    """One sentence: how long it took, and how much communication nothing covered."""
+    if not intervals:
+        return f"{name}: nothing was recorded"
+    length = max(interval.end_us for interval in intervals)
+    return f"{name}: {length:.0f} us, of which {total_us(exposed(intervals)):.0f} us are communication that is not hidden"
+
+
+def draw_timelines(title: str, timelines: Mapping[str, Sequence[Interval]], path: Path) -> None:
+    """Writes the picture; needs matplotlib (extra ``bench``). All panels share the time axis."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    lanes = {name: list(dict.fromkeys(interval.lane for interval in found)) for name, found in timelines.items()}
+    heights = [max(len(found), 1) + 1 for found in lanes.values()]
+    figure = Figure(figsize=(11, 1.2 + 0.45 * sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (name, intervals) in zip(axes, timelines.items()):
+        for kind, colour in _COLOURS.items():
+            for row, lane in enumerate(lanes[name]):
+                spans = [(i.start_us, i.end_us - i.start_us) for i in intervals if i.lane == lane and i.kind == kind]
+                axis.broken_barh(spans, (row - 0.4, 0.8), color=colour)
+        for start, end in exposed(intervals):
+            axis.axvspan(start, end, color="#c0392b", alpha=0.25, linewidth=0)
+        axis.set_yticks(range(len(lanes[name])), lanes[name], fontsize="x-small")
+        axis.invert_yaxis()
+        axis.set_title(summary(name, intervals), fontsize="small", loc="left")
+    axes[-1].set_xlabel("us")
+    marks = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
+    figure.legend(handles=[*marks, Patch(color="#c0392b", alpha=0.25, label="not hidden")], loc="outside lower center", ncols=3)
+    figure.suptitle(title, fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,91 @@
+"""Timelines: what counts as communication, what is exposed, and a recorded run on CPU processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.testing.processes import run_workers
+from ditron_train.trace.record import record_op
+from ditron_train.trace.show_timeline import draw_timelines, summary
+from ditron_train.trace.timeline import Interval, exposed, read_chrome_trace, total_us
+
+
+def gpu_event(name: str, start: float, length: float, stream: int, category: str = "kernel") -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "tid": 1, "args": {"stream": stream}}
+
+
+EVENTS = [
+    {"ph": "M", "name": "process_name"},
+    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 5.0, "tid": 3},
+    gpu_event("ncclDevKernel_AllGather_RING_LL", 100.0, 50.0, 20),
+    gpu_event("nvjet_tst_128x256", 150.0, 100.0, 7),
+    gpu_event("Memcpy PtoP (Device -> Device)", 240.0, 30.0, 21, "gpu_memcpy"),
+    gpu_event("ag_gemm_kernel", 300.0, 100.0, 7),
+    gpu_event("push_shard_kernel", 310.0, 50.0, 22),
+]
+
+
+def write(path: Path, events: list[dict]) -> Path:
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_gpu_trace(tmp_path: Path) -> None:
+    intervals = read_chrome_trace(write(tmp_path / "t.json", EVENTS))
+    assert [(i.lane, i.kind, i.start_us, i.end_us) for i in intervals] == [
+        ("stream 20", "communication", 0.0, 50.0),
+        ("stream 7", "compute", 50.0, 150.0),
+        ("copy engine, stream 21", "communication", 140.0, 170.0),
+        ("stream 7", "compute", 200.0, 300.0),
+        ("stream 22", "communication", 210.0, 260.0),
+    ]
+    assert exposed(intervals) == [(0.0, 50.0), (150.0, 170.0)]
+    assert summary("native", intervals) == "native: 300 us, of which 70 us are communication that is not hidden"
+    draw_timelines("title", {"native": intervals, "ditron": []}, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"events": []}', "not json"])
+def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "foreign.json").write_text(text)
+    with pytest.raises(ValueError, match="foreign.json"):
+        read_chrome_trace(tmp_path / "foreign.json")
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(1, 20)), max_size=12))
+def test_exposed_equals_counting_microseconds(spans: list[tuple[bool, int, int]]) -> None:
+    intervals = [Interval("lane", "compute" if c else "communication", "x", s, s + n) for c, s, n in spans]
+    busy = {kind: {t for i in intervals if i.kind == kind for t in range(int(i.start_us), int(i.end_us))}
+            for kind in ("compute", "communication")}  # fmt: skip
+    assert total_us(exposed(intervals)) == len(busy["communication"] - busy["compute"])
+
+
+def _record(folder: str) -> int:
+    return record_op("ag_gemm", (64, 64, 64), Path(folder))
+
+
+def _refused(op: str, shape: tuple[int, int, int] | None) -> str:
+    try:
+        record_op(op, shape, Path("unused"))
+    except (SettingError, NotSupportedError) as error:
+        return str(error)
+    return "accepted"
+
+
+def test_record_on_cpu_processes(tmp_path: Path) -> None:
+    assert run_workers(2, _record, str(tmp_path)) == [0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ag_gemm-ditron.json", "ag_gemm-native.json", "ag_gemm.png"]
+    kinds = {interval.kind for interval in read_chrome_trace(tmp_path / "ag_gemm-native.json")}
+    assert kinds == {"compute", "communication"}
+    assert any("ditron_train" in interval.name for interval in read_chrome_trace(tmp_path / "ag_gemm-ditron.json"))
+
+
+def test_what_cannot_be_recorded_is_refused_on_every_rank() -> None:
+    assert run_workers(2, _refused, "ag_gemm", (63, 64, 64)) == ["ag_gemm 63x64x64 does not divide over 2 ranks"] * 2
+    assert run_workers(2, _refused, "layer", None) == ["a whole layer is recorded on GPUs only"] * 2
