@@ -19,8 +19,11 @@ import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
 from ditron_train.gemm.peers import store_tile_to_peer
 from ditron_train.schedule.tiles import grouped_tile
+from ditron_train.symm import control as layout
 
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel", "push_kernel", "receive_kernel"]
+
+TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
 
 
 @triton.jit
@@ -165,10 +168,14 @@ def receive_kernel(
     BLOCK_W2: tl.constexpr,
     FLAGS: tl.constexpr,
     TO_HEADS: tl.constexpr,
+    BEHIND_PUSH: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """Takes the parts apart that arrived in this rank's buffer; runs behind the kernel that sends (``push_kernel``'s inverse).
+    """Takes the parts apart that arrive in this rank's buffer (``push_kernel``'s inverse).
+
+    It runs beside the kernel that sends, on SMs that one leaves free, and counts its own launches (role 1); or, with
+    BEHIND_PUSH, after the push on the same stream, whose epoch it takes: then role 1 is the GEMM that multiplies the buffer.
 
     TO_HEADS: part [W * M, num_groups * width], global rows of own heads, from the slots. Else: part
     [M, W * num_groups * width], local rows of all heads, from the columns of the sources.
@@ -176,7 +183,10 @@ def receive_kernel(
     Waits (acquire), for every block of ROWS rows of one source, for the ``flags_per_granule <= FLAGS`` flags of its
     granule. Sources in the order rank - 1, rank - 2, ..., own: those that send to this rank first come first.
     """
-    epoch = dl.next_epoch(tickets_ptr + 1)
+    if BEHIND_PUSH:
+        epoch = (tl.load(tickets_ptr) >> TICKET_UNIT_LOG2).to(tl.int32)
+    else:
+        epoch = dl.next_epoch(tickets_ptr + 1)
     rank = dl.rank(control_ptr)
     BLOCKS: tl.constexpr = GRANULE_ROWS // ROWS
     num_granules = tl.cdiv(M, GRANULE_ROWS)

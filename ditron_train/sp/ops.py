@@ -8,40 +8,17 @@ at the first call of a new shape, and give the bits of GEMM, all-to-all and reor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
-from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
 from ditron_train.gemm.ops import check_operands
-from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp.context import SPContext
-from ditron_train.sp.kernels import a2a_gemm_kernel, gemm_a2a_kernel, push_kernel, receive_kernel
 from ditron_train.sp.layouts import HeadsLayout
-from ditron_train.stream.op_context import SideStream
-from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.symm.channel import Channel
+from ditron_train.sp.prepared import DTYPES, PreparedA2AGemm, PreparedExchange, PreparedGemmA2A, WeightLayout
 
 __all__ = ["WeightLayout", "a2a_gemm", "gemm_a2a", "to_heads", "to_sequence"]
-
-WeightLayout = Literal["nt", "nn"]
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_GEMM_A2A, _TO_HEADS, _TO_SEQUENCE = 1, 2, 3  # first word of a signature
-_GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
-_PUSH_ROWS = 128  # with 32 warps: 64 KB of a program in flight, and no spills
-_COPY_WIDTH = 256  # columns that a block of a copy covers at most
-
-
-def _next_power_of_2(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
-def _padded_columns(num_columns: int, dtype: torch.dtype) -> int:
-    per_line = 16 // dtype.itemsize
-    return -(-num_columns // per_line) * per_line
 
 
 def _check_parts(
@@ -63,8 +40,8 @@ def _check_parts(
                 f"{name}: part {index} is {tuple(part.shape)} {part.dtype} on {part.device}, part 0 is "
                 f"{tuple(first.shape)} {first.dtype}, the context is on {context.device}"
             )
-    if first.dtype not in _DTYPES:
-        raise NotSupportedError(f"{name}: {first.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+    if first.dtype not in DTYPES:
+        raise NotSupportedError(f"{name}: {first.dtype}; allowed: {', '.join(map(str, DTYPES))}")
     _check_sequence(name, first.shape[0], first.shape[1:-2].numel(), 2 * world if whole_sequence else 2)
 
 
@@ -97,128 +74,6 @@ def _check_gemm(
         )
 
 
-def _descriptor_of_weight(weight: torch.Tensor, config: GemmConfig, weight_layout: WeightLayout):
-    block = (config.block_n, config.block_k) if weight_layout == "nt" else (config.block_k, config.block_n)
-    return make_descriptor(aligned_operand(weight), block)
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """One exchange: its channel, buffer and the shape that all ranks have agreed on.
-
-    Attributes:
-        m: Local rows.
-        granule_rows: Rows of one source that ``flags_per_granule`` flags stand for.
-        slot_rows: Rows of one source's slot in the ``to_heads`` buffer.
-    """
-
-    context: SPContext
-    channel: Channel
-    layout: HeadsLayout
-    buffer: SymmetricTensor
-    signature: torch.Tensor
-    m: int
-    granule_rows: int
-    slot_rows: int
-    flags_per_granule: int
-
-    @property
-    def towards_heads(self) -> bool:
-        return self.channel is self.context.heads_channel
-
-    def shape_arguments(self) -> tuple[int, ...]:
-        """M ... width2 of ``push_kernel`` and ``receive_kernel``."""
-        widths = (*self.layout.widths, 0, 0)[:3]
-        return self.m, self.m // 2, self.slot_rows, self.buffer.local.stride(0), self.layout.num_groups, *widths
-
-    def copy_options(self, rows: int) -> dict[str, int]:
-        """Constants of a kernel that copies blocks of at most ``rows`` rows."""
-        widths = (*self.layout.widths, 1, 1)[:3]
-        blocks = {f"BLOCK_W{part}": min(_next_power_of_2(width), _COPY_WIDTH) for part, width in enumerate(widths)}
-        return dict(
-            GRANULE_ROWS=self.granule_rows,
-            ROWS=min(rows, self.granule_rows),
-            NUM_PARTS=len(self.layout.widths),
-            TO_HEADS=self.towards_heads,
-            WORLD_SIZE=self.context.world_size,
-            TARGET=self.context.target,
-            **blocks,
-        )
-
-    def push(self, parts: Sequence[torch.Tensor], num_programs: int) -> None:
-        """Enqueues ``push_kernel`` on the current stream."""
-        parts = [part.contiguous() for part in parts]
-        interpreted = self.context.target == "interpreter"
-        push_kernel[(1 if interpreted else num_programs,)](
-            *(parts + parts[:1] * 2)[:3],
-            self.buffer.addresses,
-            self.channel.signals.addresses,
-            self.channel.ready.addresses,
-            self.channel.ready.local,
-            self.signature,
-            self.channel.tickets,
-            self.channel.control,
-            *self.shape_arguments(),
-            num_warps=16 if self.context.target == "hip" else 32,
-            **self.copy_options(_PUSH_ROWS),
-        )
-
-    def receive(self, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Enqueues ``receive_kernel`` behind the sender; returns the parts, [*shape, heads, head size] each."""
-        context, layout = self.context, self.layout
-        factor = 1 if self.towards_heads else context.world_size
-        parts = [
-            torch.empty(*shape, layout.num_heads(part) * factor, head_dim, dtype=self.buffer.local.dtype, device=context.device)
-            for part, head_dim in enumerate(layout.head_dims)
-        ]
-        options = self.copy_options(32)
-        items = context.world_size * -(-self.m // self.granule_rows) * (self.granule_rows // options["ROWS"])
-        receive_kernel[(1 if context.target == "interpreter" else min(items, 6 * context.num_sms),)](
-            self.buffer.local,
-            *(parts + parts[:1] * 2)[:3],
-            self.channel.signals.local,
-            self.channel.tickets,
-            self.channel.control,
-            *self.shape_arguments(),
-            self.flags_per_granule,
-            FLAGS=_next_power_of_2(self.flags_per_granule),
-            num_warps=8,
-            **options,
-        )
-        context.leave(self.channel)
-        return tuple(parts)
-
-
-def _begin(
-    context: SPContext,
-    operation: int,
-    layout: HeadsLayout,
-    m: int,
-    dtype: torch.dtype,
-    *,
-    k: int = 0,
-    block_m: int = _GRANULE_ROWS,
-    block_n: int = 0,
-) -> _Transfer:
-    """Agrees with all ranks on the call and makes room for it. ``block_n`` above 0: one flag a tile, else one a granule."""
-    context.enter()
-    towards_heads = operation != _TO_SEQUENCE
-    channel = context.heads_channel if towards_heads else context.sequence_channel
-    widths = (*layout.widths, 0, 0)[:3]
-    values = (operation, m, layout.num_groups, *widths, k, _DTYPES[dtype], block_m, block_n)
-    signature = context.agree(channel, values)
-    world = context.world_size
-    granules = -(-m // block_m)
-    flags_per_granule = -(-layout.num_columns // block_n) if block_n else 1
-    channel.reserve_signals(world * granules * flags_per_granule)
-    slot_rows = granules * block_m
-    if towards_heads:
-        buffer = context.heads_buffer(world * slot_rows, _padded_columns(layout.num_columns, dtype), dtype)
-    else:
-        buffer = context.sequence_buffer(m, _padded_columns(world * layout.num_columns, dtype), dtype)
-    return _Transfer(context, channel, layout, buffer, signature, m, block_m, slot_rows, flags_per_granule)
-
-
 def gemm_a2a(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -248,66 +103,21 @@ def gemm_a2a(
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
-    name, world = "gemm_a2a", context.world_size
-    if x.dim() < 2:
-        raise NotSupportedError(f"{name}: x has {x.dim()} dimensions, needed are 2 or more")
-    _check_gemm(name, context, x, x.shape[-1], world * layout.num_columns, weight, weight_layout)
-    _check_sequence(name, x.shape[0], x.shape[1:-1].numel(), 2)
+    context.enter()
+    key = ("gemm_a2a", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout, weight_layout, config)
+    prepared = context.prepared.get(key)
+    if prepared is None:
+        name, world = "gemm_a2a", context.world_size
+        if x.dim() < 2:
+            raise NotSupportedError(f"{name}: x has {x.dim()} dimensions, needed are 2 or more")
+        _check_gemm(name, context, x, x.shape[-1], world * layout.num_columns, weight, weight_layout)
+        _check_sequence(name, x.shape[0], x.shape[1:-1].numel(), 2)
+        m, k, n = x.shape[:-1].numel(), x.shape[-1], world * layout.num_columns
+        chosen = config or choose_config(m, n, k, x.dtype, context.target, context.num_sms)
+        prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen)
+        context.prepared[key] = prepared
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    (m, k), n = rows.shape, layout.num_columns
-    config = config or choose_config(m, world * n, k, x.dtype, context.target, context.num_sms)
-    transfer = _begin(context, _GEMM_A2A, layout, m, x.dtype, k=k, block_m=config.block_m, block_n=config.block_n)
-    _launch_gemm_a2a(transfer, rows, weight, weight_layout, config)
-    return transfer.receive((x.shape[0] * world, *x.shape[1:-1]))
-
-
-def _launch_gemm_a2a(
-    transfer: _Transfer, rows: torch.Tensor, weight: torch.Tensor, weight_layout: WeightLayout, config: GemmConfig
-) -> None:
-    context, channel, buffer = transfer.context, transfer.channel, transfer.buffer
-    n, world = transfer.layout.num_columns, context.world_size
-    use_descriptors = world <= MAX_DESCRIPTOR_RANKS
-    peers = range(world) if use_descriptors else [context.rank]
-    columns_per_rank = n
-    if weight_layout == "nn" and n != _padded_columns(n, weight.dtype):  # descriptors load whole 16 bytes
-        columns_per_rank = _padded_columns(n, weight.dtype)
-        weight = torch.nn.functional.pad(weight.reshape(-1, world, n), (0, columns_per_rank - n)).flatten(1)
-    slots = [make_descriptor(buffer.peer(peer)[:, :n], config.store_block) for peer in peers]
-    slots += slots[:1] * (MAX_DESCRIPTOR_RANKS - len(slots))
-    gemm_a2a_kernel[(min(context.num_sms, world * config.num_tiles(transfer.m, n)),)](
-        make_descriptor(aligned_operand(rows), (config.block_m, config.block_k)),
-        _descriptor_of_weight(weight, config, weight_layout),
-        *slots,
-        buffer.addresses,
-        channel.signals.addresses,
-        channel.ready.addresses,
-        channel.ready.local,
-        transfer.signature,
-        channel.tickets,
-        channel.control,
-        transfer.m,
-        n,
-        rows.shape[1],
-        columns_per_rank,
-        transfer.slot_rows,
-        buffer.local.stride(0),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        TRANSPOSE_B=weight_layout == "nt",
-        SPLIT_STORE=config.split_store,
-        WORLD_SIZE=world,
-        USE_DESCRIPTORS=use_descriptors,
-        TARGET=context.target,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-
-
-def _push_programs(m: int, n: int, k: int) -> int:
-    """SMs that push beside a GEMM [m, k] @ [k, n]: 8 fill the links; a short GEMM waits for them more than it shares."""
-    return 16 if 2 * m * n * k / 750e6 < 200 else 8  # estimated us of the GEMM
+    return prepared(rows, weight, (x.shape[0] * context.world_size, *x.shape[1:-1]))
 
 
 def a2a_gemm(
@@ -339,52 +149,40 @@ def a2a_gemm(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    name, world = "a2a_gemm", context.world_size
-    _check_parts(name, context, layout, parts, whole_sequence=True)
-    k = world * layout.num_columns
-    _check_gemm(name, context, parts[0], k, -1, weight, weight_layout)
-    shape = (parts[0].shape[0] // world, *parts[0].shape[1:-2])
-    m, n = torch.Size(shape).numel(), weight.shape[0 if weight_layout == "nt" else 1]
-    dtype = parts[0].dtype
-    config = config or choose_config(m, n, k, dtype, context.target, context.num_sms)
-    transfer = _begin(context, _TO_SEQUENCE, layout, m, dtype, k=n, block_m=config.block_m)
-    push_programs = _push_programs(m, n, k)
-    parts = [part.contiguous() for part in parts]
-    side = SideStream(context)
-    with side:
-        transfer.push(parts, push_programs)
-    out = empty_aligned(m, n, dtype, context.device)
-    gathered = transfer.buffer.local[:, :k]
-    channel = transfer.channel
-    a2a_gemm_kernel[(max(1, min(context.num_sms - push_programs, config.num_tiles(m, n))),)](
-        make_descriptor(gathered, (config.block_m, config.block_k)),
-        _descriptor_of_weight(weight, config, weight_layout),
-        make_descriptor(out, config.store_block),
-        channel.signals.local,
-        channel.tickets,
-        channel.control,
-        m,
-        n,
-        k,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        TRANSPOSE_B=weight_layout == "nt",
-        SPLIT_STORE=config.split_store,
-        WORLD_SIZE=world,
-        RANKS_POW2=_next_power_of_2(world),
-        TARGET=context.target,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    side.join()
-    context.leave(channel)
-    y = out.contiguous().view(*shape, n)
-    return (y, gathered.clone(memory_format=torch.contiguous_format)) if return_gathered else y
+    context.enter()
+    shapes = tuple((part.shape, part.dtype, part.device) for part in parts)
+    key = ("a2a_gemm", shapes, weight.shape, weight.dtype, weight.device, layout, weight_layout, config)
+    prepared = context.prepared.get(key)
+    if prepared is None:
+        name, world = "a2a_gemm", context.world_size
+        _check_parts(name, context, layout, parts, whole_sequence=True)
+        k = world * layout.num_columns
+        _check_gemm(name, context, parts[0], k, -1, weight, weight_layout)
+        m, n = parts[0].shape[:-2].numel() // world, weight.shape[0 if weight_layout == "nt" else 1]
+        dtype = parts[0].dtype
+        chosen = config or choose_config(m, n, k, dtype, context.target, context.num_sms)
+        prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen)
+        context.prepared[key] = prepared
+    out, gathered = prepared(parts, weight, return_gathered)
+    lead = parts[0].shape[:-2]
+    y = out.view(lead[0] // context.world_size, *lead[1:], prepared.n)
+    return (y, gathered) if gathered is not None else y
 
 
-_EXCHANGE_PROGRAMS = 16
+def _exchange(
+    name: str, context: SPContext, layout: HeadsLayout, parts: Sequence[torch.Tensor], towards_heads: bool
+) -> tuple[torch.Tensor, ...]:
+    context.enter()
+    world = context.world_size
+    key = (name, layout, *((part.shape, part.dtype, part.device) for part in parts))
+    prepared = context.prepared.get(key)
+    if prepared is None:
+        _check_parts(name, context, layout, parts, whole_sequence=not towards_heads)
+        m = parts[0].shape[:-2].numel() // (1 if towards_heads else world)
+        prepared = PreparedExchange(context, layout, m, parts[0].dtype, towards_heads=towards_heads)
+        context.prepared[key] = prepared
+    lead = parts[0].shape[:-2]
+    return prepared(parts, (lead[0] * world if towards_heads else lead[0] // world, *lead[1:]))
 
 
 def to_heads(parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout) -> tuple[torch.Tensor, ...]:
@@ -401,11 +199,7 @@ def to_heads(parts: Sequence[torch.Tensor], *, context: SPContext, layout: Heads
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    _check_parts("to_heads", context, layout, parts, whole_sequence=False)
-    lead = parts[0].shape[:-2]
-    transfer = _begin(context, _TO_HEADS, layout, lead.numel(), parts[0].dtype)
-    transfer.push(parts, _EXCHANGE_PROGRAMS)
-    return transfer.receive((lead[0] * context.world_size, *lead[1:]))
+    return _exchange("to_heads", context, layout, parts, True)
 
 
 def to_sequence(parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout) -> tuple[torch.Tensor, ...]:
@@ -422,9 +216,4 @@ def to_sequence(parts: Sequence[torch.Tensor], *, context: SPContext, layout: He
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    _check_parts("to_sequence", context, layout, parts, whole_sequence=True)
-    lead = parts[0].shape[:-2]
-    shape = (lead[0] // context.world_size, *lead[1:])
-    transfer = _begin(context, _TO_SEQUENCE, layout, torch.Size(shape).numel(), parts[0].dtype)
-    transfer.push(parts, _EXCHANGE_PROGRAMS)
-    return transfer.receive(shape)
+    return _exchange("to_sequence", context, layout, parts, False)

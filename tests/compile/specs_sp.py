@@ -81,7 +81,7 @@ def _copy(name, kernel, signature, rows, towards_heads, num_parts, dtype="bf16",
             "WORLD_SIZE": 8,
             **constexprs,
         },
-        num_warps={"default": 32, "hip": 16} if kernel == "push_kernel" else 8,
+        num_warps={"default": 32, "hip": 16},
         signals=True if kernel == "push_kernel" else None,
     )
 
@@ -112,9 +112,10 @@ SPECS = [
         for towards_heads in (True, False)
         for num_parts in (1, 3)
         for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}"]
-        for spec in (
+        for spec in (  # fmt: skip
             _copy(f"sp_push_{where}", "push_kernel", _PUSH, 128, towards_heads, num_parts),
-            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, 32, towards_heads, num_parts, FLAGS=8),
+            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, 128, towards_heads, num_parts, FLAGS=8,
+                  BEHIND_PUSH=not towards_heads and num_parts == 1),
         )
     ),
 ]

@@ -1,0 +1,308 @@
+"""The ops of Ulysses, prepared for one shape: everything that does not change between calls is decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from ditron_train.gemm.configs import GemmConfig
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
+from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.sp import tuning
+from ditron_train.sp.context import SPContext
+from ditron_train.sp.kernels import a2a_gemm_kernel, gemm_a2a_kernel, push_kernel, receive_kernel
+from ditron_train.sp.layouts import HeadsLayout
+
+__all__ = ["DTYPES", "PreparedA2AGemm", "PreparedExchange", "PreparedGemmA2A", "WeightLayout"]
+
+WeightLayout = Literal["nt", "nn"]
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GEMM_A2A, _TO_HEADS, _A2A_GEMM, _TO_SEQUENCE = 1, 2, 3, 4  # first word of a signature
+
+
+def _next_power_of_2(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def _padded_columns(num_columns: int, dtype: torch.dtype) -> int:
+    per_line = 16 // dtype.itemsize
+    return -(-num_columns // per_line) * per_line
+
+
+def _tile_constants(config: GemmConfig, weight_layout: WeightLayout) -> dict[str, int | bool]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "TRANSPOSE_B": weight_layout == "nt",
+        "SPLIT_STORE": config.split_store,
+    }
+
+
+class _Transfer:
+    """What all ops have: the channel and the buffer of one direction, agreed for one shape, and the kernels that copy.
+
+    Args:
+        context: Whose buffers are used (collective).
+        operation: First word of the signature.
+        layout: Columns of one rank.
+        m: Local rows.
+        dtype: Of everything.
+        k: What else the ranks must agree on.
+        granule_rows: Rows of one source that ``flags_per_granule`` flags stand for.
+        block_n: Tile width where each tile has a flag; 0 where a granule has one.
+    """
+
+    def __init__(
+        self, context: SPContext, operation: int, layout: HeadsLayout, m: int, dtype: torch.dtype, *,
+        k: int, granule_rows: int, block_n: int,
+    ) -> None:  # fmt: skip
+        self.context, self.layout, self.m, self.dtype = context, layout, m, dtype
+        self.towards_heads = operation in (_GEMM_A2A, _TO_HEADS)
+        self.channel = context.heads_channel if self.towards_heads else context.sequence_channel
+        widths = (*layout.widths, 0, 0)[:3]
+        values = (operation, m, layout.num_groups, *widths, k, DTYPES[dtype], granule_rows, block_n)
+        self.signature = context.agree(self.channel, values)
+        self.granule_rows = granule_rows
+        self.num_granules = -(-m // granule_rows)
+        self.flags_per_granule = -(-layout.num_columns // block_n) if block_n else 1
+        world = context.world_size
+        self.channel.reserve_signals(world * self.num_granules * self.flags_per_granule)
+        self.slot_rows = self.num_granules * granule_rows
+        if self.towards_heads:
+            self.buffer = context.heads_buffer(world * self.slot_rows, _padded_columns(layout.num_columns, dtype), dtype)
+        else:
+            self.buffer = context.sequence_buffer(m, _padded_columns(world * layout.num_columns, dtype), dtype)
+
+    def copy_kernel(self, kernel: Any, layout: HeadsLayout, num_programs: int, **constants: int | bool) -> KernelLaunch:
+        """``push_kernel`` or ``receive_kernel`` for parts of ``layout``, with the constants that only it has."""
+        widths = (*layout.widths, 1, 1)[:3]
+        blocks = {f"BLOCK_W{part}": min(_next_power_of_2(width), tuning.COPY_WIDTH) for part, width in enumerate(widths)}
+        return KernelLaunch(
+            kernel,
+            num_programs if self.context.is_cuda else 1,
+            {
+                "GRANULE_ROWS": self.granule_rows,
+                "ROWS": min(tuning.COPY_ROWS, self.granule_rows),
+                "NUM_PARTS": len(layout.widths),
+                **blocks,
+                **constants,
+                "WORLD_SIZE": self.context.world_size,
+                "TARGET": self.context.target,
+            },
+            num_warps=16 if self.context.target == "hip" else 32,
+        )
+
+    def shape_arguments(self, layout: HeadsLayout) -> tuple[int, ...]:
+        """M ... width2 of the copying kernels."""
+        widths = (*layout.widths, 0, 0)[:3]
+        return self.m, self.m // 2, self.slot_rows, self.buffer.local.stride(0), layout.num_groups, *widths
+
+
+class _Push(_Transfer):
+    """A transfer that begins with a push."""
+
+    def __init__(self, *args: Any, num_programs: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._push = self.copy_kernel(push_kernel, self.layout, num_programs, TO_HEADS=self.towards_heads)
+
+    def push(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Sends contiguous ``parts``; they must stay until ``stream`` is done."""
+        channel = self.channel
+        self._push(
+            *(*parts, parts[0], parts[0])[:3], self.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
+            channel.ready.local, self.signature, channel.tickets, channel.control, *self.shape_arguments(self.layout),
+            stream=stream,
+        )  # fmt: skip
+
+
+class _Receiver:
+    """``receive_kernel`` of a transfer: beside the sender with a launch count of its own, or behind a push."""
+
+    def __init__(self, transfer: _Transfer, layout: HeadsLayout, num_programs: int, *, behind_push: bool) -> None:
+        self._transfer, self._layout = transfer, layout
+        self._launch = transfer.copy_kernel(
+            receive_kernel,
+            layout,
+            num_programs,
+            FLAGS=_next_power_of_2(transfer.flags_per_granule),
+            TO_HEADS=transfer.towards_heads,
+            BEHIND_PUSH=behind_push,
+        )
+
+    def empty(self, lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """The parts, [*lead, heads, head size] each, not yet filled."""
+        transfer, layout = self._transfer, self._layout
+        factor = 1 if transfer.towards_heads else transfer.context.world_size
+        return tuple(
+            torch.empty(*lead, layout.num_heads(part) * factor, head_dim, dtype=transfer.dtype, device=transfer.context.device)
+            for part, head_dim in enumerate(layout.head_dims)
+        )
+
+    def __call__(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Fills ``parts``."""
+        transfer, channel = self._transfer, self._transfer.channel
+        self._launch(
+            transfer.buffer.local, *(*parts, parts[0], parts[0])[:3], channel.signals.local, channel.tickets,
+            channel.control, *transfer.shape_arguments(self._layout), transfer.flags_per_granule, stream=stream,
+        )  # fmt: skip
+
+
+class PreparedExchange:
+    """``to_heads`` or ``to_sequence`` of one shape: a push, and beside it the kernel that takes apart what arrives."""
+
+    def __init__(self, context: SPContext, layout: HeadsLayout, m: int, dtype: torch.dtype, *, towards_heads: bool) -> None:
+        operation = _TO_HEADS if towards_heads else _TO_SEQUENCE
+        programs = tuning.EXCHANGE_PROGRAMS
+        self._push = _Push(
+            context, operation, layout, m, dtype, k=0, granule_rows=tuning.GRANULE_ROWS, block_n=0, num_programs=programs
+        )
+        self._receive = _Receiver(self._push, layout, programs, behind_push=False)
+
+    def __call__(self, parts: Sequence[torch.Tensor], lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """``lead``: leading dimensions of the result."""
+        context = self._push.context
+        parts = [part.contiguous() for part in parts]
+        results = self._receive.empty(lead)
+        side = context.fork()
+        self._push.push(parts, None)  # first: with one hardware queue the kernel that waits would stand in front of it
+        self._receive(results, side)
+        context.join()
+        context.leave(self._push.channel)
+        return results
+
+
+class PreparedGemmA2A:
+    """[m, k] times a weight of all heads, each rank's columns to that rank; what arrives is taken apart meanwhile."""
+
+    def __init__(
+        self, context: SPContext, layout: HeadsLayout, m: int, k: int, dtype: torch.dtype, weight_layout: WeightLayout,
+        config: GemmConfig,
+    ) -> None:  # fmt: skip
+        self.config, self.k, self.weight_layout = config, k, weight_layout
+        self._transfer = transfer = _Transfer(
+            context, _GEMM_A2A, layout, m, dtype, k=k, granule_rows=config.block_m, block_n=config.block_n
+        )
+        world, n = context.world_size, layout.num_columns
+        programs = tuning.receive_programs(m, world * n, k, dtype.itemsize)
+        self._receive = _Receiver(transfer, layout, programs, behind_push=False)
+        use_descriptors = world <= MAX_DESCRIPTOR_RANKS
+        peers = range(world) if use_descriptors else [context.rank]
+        made = [make_descriptor(transfer.buffer.peer(peer)[:, :n], config.store_block) for peer in peers]
+        self._peers = made + made[:1] * (MAX_DESCRIPTOR_RANKS - len(made))
+        self._columns_per_rank = n if weight_layout == "nt" else _padded_columns(n, dtype)
+        self._launch = KernelLaunch(
+            gemm_a2a_kernel,
+            max(1, min(context.num_sms - programs, world * config.num_tiles(m, n))),
+            {
+                **_tile_constants(config, weight_layout),
+                "WORLD_SIZE": world,
+                "USE_DESCRIPTORS": use_descriptors,
+                "TARGET": context.target,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+    def _weight(self, weight: torch.Tensor) -> Any:
+        """Descriptor of the weight; where a rank's columns are no whole 16 bytes, of a copy in which they are."""
+        config, n = self.config, self._transfer.layout.num_columns
+        if self._columns_per_rank != n:
+            columns = weight.reshape(self.k, -1, n)
+            weight = torch.nn.functional.pad(columns, (0, self._columns_per_rank - n)).flatten(1)
+        nt = self.weight_layout == "nt"
+        return make_descriptor(
+            aligned_operand(weight), (config.block_n, config.block_k) if nt else (config.block_k, config.block_n)
+        )
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """``rows`` [m, k]; ``lead``: leading dimensions of the parts."""
+        transfer, config = self._transfer, self.config
+        context, channel, buffer = transfer.context, transfer.channel, transfer.buffer
+        parts = self._receive.empty(lead)
+        side = context.fork()
+        self._launch(
+            make_descriptor(aligned_operand(rows), (config.block_m, config.block_k)),
+            self._weight(weight),
+            *self._peers,
+            buffer.addresses,
+            channel.signals.addresses,
+            channel.ready.addresses,
+            channel.ready.local,
+            transfer.signature,
+            channel.tickets,
+            channel.control,
+            transfer.m,
+            transfer.layout.num_columns,
+            self.k,
+            self._columns_per_rank,
+            transfer.slot_rows,
+            buffer.local.stride(0),
+        )
+        self._receive(parts, side)
+        context.join()
+        context.leave(channel)
+        return parts
+
+
+class PreparedA2AGemm:
+    """All heads of the local rows times a weight: a push on the communication stream, beside it the GEMM."""
+
+    def __init__(
+        self, context: SPContext, layout: HeadsLayout, m: int, n: int, dtype: torch.dtype, weight_layout: WeightLayout,
+        config: GemmConfig,
+    ) -> None:  # fmt: skip
+        self.config, self.n = config, n
+        self.k = k = context.world_size * layout.num_columns
+        programs = tuning.push_programs(m, n, k)
+        self._push = push = _Push(
+            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=config.block_m, block_n=0, num_programs=programs
+        )
+        whole = HeadsLayout(1, (layout.num_columns,), (layout.num_columns,))
+        self._gather = _Receiver(push, whole, programs, behind_push=True)
+        self._a = make_descriptor(push.buffer.local[:, :k], (config.block_m, config.block_k))
+        self._b_block = (config.block_n, config.block_k) if weight_layout == "nt" else (config.block_k, config.block_n)
+        self._launch = KernelLaunch(
+            a2a_gemm_kernel,
+            max(1, min(context.num_sms - programs, config.num_tiles(m, n))),
+            {
+                **_tile_constants(config, weight_layout),
+                "WORLD_SIZE": context.world_size,
+                "RANKS_POW2": _next_power_of_2(context.world_size),
+                "TARGET": context.target,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor], weight: torch.Tensor, return_gathered: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """([m, n], what was multiplied [m, k] or None)."""
+        push = self._push
+        context, channel, m = push.context, push.channel, push.m
+        parts = [part.contiguous() for part in parts]
+        out = empty_aligned(m, self.n, push.dtype, context.device)
+        gathered = torch.empty(m, self.k, dtype=push.dtype, device=context.device) if return_gathered else None
+        side = context.fork()
+        push.push(parts, side)
+        self._launch(
+            self._a,
+            make_descriptor(aligned_operand(weight), self._b_block),
+            make_descriptor(out, self.config.store_block),
+            channel.signals.local,
+            channel.tickets,
+            channel.control,
+            m,
+            self.n,
+            self.k,
+        )
+        if gathered is not None:
+            self._gather((gathered,), side)
+        context.join()
+        context.leave(channel)
+        return out.contiguous(), gathered
