@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -39,7 +40,14 @@ def make_group(
         timeout=distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(parent))),
         group_desc=description,
     )
-    distributed_c10d._world.pg_group_ranks[group] = {
-        global_rank: place for place, global_rank in enumerate(ranks)
-    }
+    distributed_c10d._world.pg_group_ranks[group] = {global_rank: place for place, global_rank in enumerate(ranks)}
+    _do_not_split(group)
     return group
+
+
+def _do_not_split(group: dist.ProcessGroup) -> None:
+    """Splitting WORLD's communicator, torch's way when WORLD is bound to a device, would take every rank of the job."""
+    if dist.get_backend(group) == "nccl":
+        options = group._get_backend(torch.device("cuda")).options
+        if getattr(options, "split_from", None) is not None:
+            options.split_from = None

@@ -124,7 +124,7 @@ def _sum_tied_gradients(models: list[Any]) -> None:
             dist.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
 
 
-def train(case: Case, overlap: bool = False, warmup_flush: bool = False, steps: int = 3) -> list[torch.Tensor]:
+def train(case: Case, overlap: bool = False, warmup_flush: bool = False, steps: int = 2) -> list[torch.Tensor]:
     """Losses of every microbatch of every step and, at the end, all parameters of this rank."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -47,7 +47,7 @@ ALL_WAYS = [(False, False), (True, False), (True, True)]
 )
 def test_1f1b(case):
     counts = run_workers(case.pipeline, workers.equal_to_native, case, IN_ORDER, timeout_s=200)
-    steps = 3 * case.microbatches
+    steps = 2 * case.microbatches
     both_ways = 1 if case.forward_only else 2
     inner = [steps * both_ways] * (case.pipeline - 2)
     assert [count for (count,) in counts] == [steps, *inner, 0 if case.forward_only else steps]
@@ -80,7 +80,7 @@ def test_any_number_of_slots(slots):
 def test_inside_data_and_tensor_parallel_groups():
     for case in (Case(2, 3), Case(2, 3, tensor=2)):
         counts = run_workers(4, workers.equal_to_native, case, IN_ORDER, timeout_s=200)
-        assert all(count == [9] for count in counts)
+        assert all(count == [6] for count in counts)
 
 
 def test_what_is_not_covered_runs_natively():

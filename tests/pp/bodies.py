@@ -184,6 +184,7 @@ def disagree(case: str) -> str:
     """Neighbours that disagree; returns the error's class and words."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
+    from ditron_train.runtime.errors import MismatchError
 
     rank = dist.get_rank()
     context = make_context(4096)
@@ -191,12 +192,11 @@ def disagree(case: str) -> str:
     if rank == 1:
         shape, dtype = {"shape": ((4, 8), dtype), "size": ((8, 5), dtype), "dtype": (shape, torch.int32)}[case]
     try:
-        for index in range(3):
+        for index in range(1000):
             handles = exchange(context, send_next=torch.zeros(8, 4), recv_prev=Header(shape, dtype))
             handles["recv_prev"].wait()
-            dist.barrier()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except MismatchError as error:
+        return f"MismatchError: {error}"
     return "no error"
 
 

@@ -1,0 +1,310 @@
+"""Pipeline messages on GPUs, under torchrun: the bits that were sent, whatever the timing; the schedules of megatron-core.
+
+Run with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` and with it unset: with one hardware queue every stream wait blocks all that is
+enqueued after it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+SIZES = [1, 3, 4096, 1_000_003, 8 << 20, (8 << 20) + 2, 33 << 20, 100 << 20]
+
+
+def _module(name: str, path: Path):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture
+def new_context(device):
+    """Makes contexts on groups of their own, so that one that failed leaves the next test alone (collective)."""
+    if dist.get_world_size() < 2:
+        pytest.skip("needs two GPUs")
+    from ditron_train.pp import PipelineContext
+    from ditron_train.symm import get_arena
+
+    made = []
+
+    def make(num_bytes: int, **options):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        context = PipelineContext(group, device, **options)
+        context.reserve(num_bytes)
+        made.append(context)
+        return context
+
+    yield make
+    torch.cuda.synchronize()
+    for context in made:
+        if context.channel is not None:
+            get_arena(context.arena.group, device).close()
+
+
+def _payload(sender: int, lane: int, index: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device=device).manual_seed(sender * 1_000_003 + lane * 500_009 + index)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device, generator=generator)
+
+
+def _neighbours() -> tuple[int, int]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return (rank - 1) % world, (rank + 1) % world
+
+
+def _header(num_bytes: int):
+    from ditron_train.pp.messages import Header
+
+    return Header((num_bytes,), torch.uint8)
+
+
+def _agree(device: torch.device, mine: bool) -> bool:
+    verdict = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_every_size_arrives_on_both_lanes(device, new_context, num_slots):
+    from ditron_train.pp import exchange
+
+    rank = dist.get_rank()
+    previous, following = _neighbours()
+    context = new_context(max(SIZES), num_slots=num_slots)
+    right = True
+    for index, num_bytes in enumerate(SIZES * 3):
+        handles = exchange(
+            context,
+            send_next=_payload(rank, 0, index, num_bytes, device),
+            send_prev=_payload(rank, 1, index, num_bytes, device),
+            recv_prev=_header(num_bytes),
+            recv_next=_header(num_bytes),
+        )
+        for handle in handles.values():
+            handle.wait()
+        right &= torch.equal(handles["recv_prev"].tensor, _payload(previous, 0, index, num_bytes, device))
+        right &= torch.equal(handles["recv_next"].tensor, _payload(following, 1, index, num_bytes, device))
+    context.channel.synchronize()
+    assert _agree(device, right)
+
+
+def test_late_producers_slow_consumers_and_freed_storage(device, new_context):
+    """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused."""
+    from ditron_train.pp import exchange
+
+    rank = dist.get_rank()
+    previous, _ = _neighbours()
+    draw = random.Random(rank)
+    num_bytes = 12 << 20
+    context = new_context(num_bytes)
+    received = []
+    for index in range(60):
+        if draw.random() < 0.3:
+            torch.cuda._sleep(draw.randint(1, 3_000_000))
+        data = _payload(rank, 0, index, num_bytes, device)
+        handles = exchange(context, send_next=data, recv_prev=_header(num_bytes))
+        del data
+        torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)  # takes freed memory, if there is any
+        handles["recv_prev"].wait()
+        received.append(handles["recv_prev"].tensor.clone())
+        del handles
+    context.channel.synchronize()
+    right = all(
+        torch.equal(seen, _payload(previous, 0, index, num_bytes, device)) for index, seen in enumerate(received)
+    )
+    assert _agree(device, right)
+
+
+def test_prefetched_receives_and_a_tensor_overwritten_after_wait(device, new_context):
+    from ditron_train.pp import exchange
+
+    rank = dist.get_rank()
+    previous, _ = _neighbours()
+    num_bytes = 5 << 20
+    context = new_context(num_bytes, num_slots=3)
+    static = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    waiting, right = [], True
+    for index in range(40):
+        static.copy_(_payload(rank, 0, index, num_bytes, device))
+        handles = exchange(context, send_next=static, recv_prev=_header(num_bytes))
+        handles["send_next"].wait()
+        waiting.append((index, handles["recv_prev"]))
+        while len(waiting) > index % 4:
+            which, handle = waiting.pop(0)
+            handle.wait()
+            right &= torch.equal(handle.tensor, _payload(previous, 0, which, num_bytes, device))
+    for which, handle in waiting:
+        handle.wait()
+        right &= torch.equal(handle.tensor, _payload(previous, 0, which, num_bytes, device))
+    context.channel.synchronize()
+    assert _agree(device, right)
+
+
+def test_waiting_on_another_stream_than_the_one_that_posted(device, new_context):
+    from ditron_train.pp import exchange
+
+    rank = dist.get_rank()
+    previous, _ = _neighbours()
+    num_bytes = 20 << 20
+    context = new_context(num_bytes)
+    side = torch.cuda.Stream(device)
+    right = True
+    for index in range(10):
+        handles = exchange(
+            context, send_next=_payload(rank, 0, index, num_bytes, device), recv_prev=_header(num_bytes)
+        )
+        with torch.cuda.stream(side):
+            handles["recv_prev"].wait()
+            expected = _payload(previous, 0, index, num_bytes, device)
+            right &= torch.equal(handles["recv_prev"].tensor, expected)
+        torch.cuda.current_stream().wait_stream(side)
+    context.channel.synchronize()
+    assert _agree(device, right)
+
+
+def test_no_kernel_runs(device, new_context):
+    """Nothing but copies between GPUs and inside the receiver: no SM of ours."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    from ditron_train.pp import exchange
+
+    num_bytes = 16 << 20
+    context = new_context(num_bytes)
+    data = _payload(dist.get_rank(), 0, 0, num_bytes, device)
+
+    def step() -> None:
+        exchange(context, send_next=data, recv_prev=_header(num_bytes))["recv_prev"].wait()
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    names = {event.name for event in profiled.events() if event.device_type == DeviceType.CUDA}
+    on_device = {name for name in names if not name.startswith(("Memcpy", "Memset", "cuda", "cu", "Activity", "Context"))}
+    assert not on_device, on_device
+
+
+def test_a_silent_neighbour_becomes_an_error_within_the_deadline(device, new_context, monkeypatch):
+    from ditron_train.pp import exchange
+    from ditron_train.runtime.errors import PeerTimeoutError
+
+    monkeypatch.setenv("DITRON_TIMEOUT_S", "2")
+    context = new_context(1 << 20)
+    rank = dist.get_rank()
+    begin_s = time.monotonic()
+    raised = None
+    try:
+        if rank != 0:
+            exchange(context, recv_prev=_header(1 << 20))["recv_prev"].wait()
+            torch.cuda.synchronize()  # blocks until the watchdog releases the stream
+        while time.monotonic() - begin_s < 20:
+            context.check()
+            time.sleep(0.01)
+    except PeerTimeoutError as error:
+        raised = error
+    seconds = time.monotonic() - begin_s
+    torch.cuda.synchronize()
+    assert _agree(device, raised is not None and seconds < 2 + 5)
+    words = [None] * dist.get_world_size()
+    dist.all_gather_object(words, str(raised))
+    assert len(set(words)) == 1, words
+
+
+def test_neighbours_that_disagree(device, new_context):
+    from ditron_train.pp import exchange
+    from ditron_train.runtime.errors import MismatchError
+
+    rank = dist.get_rank()
+    context = new_context(1 << 20)
+    expected = 1000 if rank == 1 else 1024
+    raised = None
+    try:
+        for index in range(400):
+            data = _payload(rank, 0, index, 1024, device)
+            exchange(context, send_next=data, recv_prev=_header(expected))["recv_prev"].wait()
+            time.sleep(0.005)
+    except MismatchError as error:
+        raised = error
+    torch.cuda.synchronize()
+    assert _agree(device, raised is not None and "expected [1000] uint8" in str(raised))
+
+
+def test_two_nodes_on_one_machine(device, monkeypatch):
+    if dist.get_world_size() != 4:
+        pytest.skip("needs four GPUs")
+    from ditron_train.pp import PipelineContext, exchange
+
+    rank = dist.get_rank()
+    previous, following = _neighbours()
+    monkeypatch.setenv("NCCL_HOSTID", str(rank // 2))
+    context = PipelineContext(dist.new_group(list(range(4))), device)
+    num_bytes = 9 << 20
+    context.reserve(num_bytes)
+    right = [end is not None for end in context.local_senders] == [rank % 2 == 0, rank % 2 == 1]
+    for variable in (False, True):
+        for index in range(10):
+            handles = exchange(
+                context,
+                send_next=_payload(rank, 0, index, num_bytes - index, device),
+                send_prev=_payload(rank, 1, index, num_bytes - index, device),
+                recv_prev=_header(num_bytes - index),
+                recv_next=_header(num_bytes - index),
+                variable_shapes=variable,
+            )
+            for handle in handles.values():
+                handle.wait()
+            right &= torch.equal(handles["recv_prev"].tensor, _payload(previous, 0, index, num_bytes - index, device))
+            right &= torch.equal(handles["recv_next"].tensor, _payload(following, 1, index, num_bytes - index, device))
+    context.channel.synchronize()
+    assert _agree(device, right)
+    context.arena.close()
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+@pytest.mark.parametrize("options", [{}, {"variable": True}, {"forward_only": True}, {"tied": True}], ids=str)
+def test_megatron_schedules_have_the_bits_of_native(device, chunks, options):
+    pytest.importorskip("megatron.core")
+    world = dist.get_world_size()
+    if world < 2:
+        pytest.skip("needs two GPUs")
+    from megatron.core import parallel_state
+
+    import ditron_train.megatron
+
+    workers = _module("ditron_native_pp_workers", Path(__file__).parent.parent / "native" / "pp_workers.py")
+    case = workers.Case(
+        world, 2 * world, chunks=chunks, dtype=torch.bfloat16, device="cuda", batched=world > 2 or chunks is None, **options
+    )
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=world, virtual_pipeline_model_parallel_size=chunks
+    )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the embedding's backward is atomic otherwise
+    try:
+        native = workers.train(case)
+        for overlap, warmup_flush in [(False, False)] if chunks is None else [(False, False), (True, False), (True, True)]:
+            ditron_train.megatron.apply(features="pp")
+            before = workers.messages_of_ours()
+            ours = workers.train(case, overlap, warmup_flush)
+            sent = workers.messages_of_ours() - before
+            ditron_train.megatron.restore()
+            assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, ours)))
+            assert sent > 0 or dist.get_rank() == world - 1
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        ditron_train.megatron.restore()
+        parallel_state.destroy_model_parallel()
