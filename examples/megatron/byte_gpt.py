@@ -56,7 +56,6 @@ class Job:
         context_parallel: Ranks that share every sequence, exchanging heads for tokens around attention (a2a).
         expert_parallel: Ranks that share the experts.
         num_experts: Experts of every MLP, two of them a token; None: dense.
-        optimizer: ``adam`` or ``muon``.
         same_data: Every data-parallel rank trains on the same samples.
         seed: Of parameters and samples.
         optimizer: ``adam``, or Megatron's ``muon`` or ``dist_muon`` (Adam for what is no matrix).
@@ -80,7 +79,6 @@ class Job:
     optimizer: str = "adam"
     same_data: bool = False
     seed: int = 1234
-    optimizer: str = "adam"
 
     @property
     def num_microbatches(self) -> int:
@@ -195,13 +193,10 @@ def _build_optimizer(job: Job, model: Any) -> Any:
         bf16=job.dtype == torch.bfloat16,
         params_dtype=job.dtype,
         use_distributed_optimizer=False,
+        muon_fp32_matmul_prec="medium" if job.dtype == torch.bfloat16 else "highest",  # bf16 products, or fp32 on a CPU
     )
     if job.optimizer == "adam":
-        if job.optimizer == "muon":
-        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
-
-        return get_megatron_muon_optimizer(config, [model], layer_wise_distributed_optimizer=False)
-    return get_megatron_optimizer(config, [model])
+        return get_megatron_optimizer(config, [model])
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
     return get_megatron_muon_optimizer(config, [model], layer_wise_distributed_optimizer=job.optimizer == "dist_muon")

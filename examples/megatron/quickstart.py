@@ -46,19 +46,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sp", type=int, default=1, help="context parallel size, heads exchanged for tokens (Ulysses)")
     parser.add_argument("--experts", type=int, help="experts of every MLP (default: a dense model)")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel size")
-    parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     parser.add_argument("--layers", type=int, help="transformer layers")
     parser.add_argument("--hidden", type=int, help="width of the model")
     parser.add_argument("--sequence", type=int, help="bytes of a sample")
     parser.add_argument("--batch", type=int, help="samples of a step on each data-parallel rank")
     parser.add_argument("--spec", choices=("auto", "local", "te"), default="auto", help="layers: megatron-core's or TE's")
     parser.add_argument("--optimizer", choices=("adam", "muon", "dist_muon"), default="adam", help="Megatron's optimizer")
-    parser.set_defaults(ditron=("tp",))
     add_ditron_args(parser)
     arguments = parser.parse_args()
-    arguments.ditron = arguments.ditron or ("tp",)
-    if arguments.optimizer != "adam" and "muon" not in arguments.ditron:
-        arguments.ditron = (*arguments.ditron, "muon")
+    if arguments.ep > 1 and not arguments.experts:
+        parser.error("--ep needs --experts")
+    chosen = {"sp": arguments.sp > 1, "ep": arguments.ep > 1, "pp": arguments.pp > 1, "muon": arguments.optimizer != "adam"}
+    arguments.ditron = arguments.ditron or ("tp", *(name for name, is_used in chosen.items() if is_used))
     return arguments
 
 
@@ -117,7 +116,20 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         use_te=HAVE_TE and on_gpu and arguments.spec != "local",
         optimizer=arguments.optimizer,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=arguments.pp,
+        context_parallel=arguments.sp,
+        expert_parallel=arguments.ep,
+        num_experts=arguments.experts,
     )
+
+
+def _native_job(job, console: Console):
+    """The job whose native run is the reference: the same one wherever megatron-core itself can run it."""
+    if job.context_parallel == 1 or job.use_te:
+        return job
+    console.print("native: megatron-core's own layers know no context parallelism; whole sequences on every rank instead")
+    return dataclasses.replace(job, context_parallel=1, same_data=True)
 
 
 def _sizes(job) -> str:
