@@ -36,11 +36,12 @@ MODULES = {
     "pytest": "pytest",
     "pytest-timeout": "pytest_timeout",
     "hypothesis": "hypothesis",
+    "psutil": "psutil",
     "setuptools": "setuptools",
     "cuda-bindings": "cuda.bindings",
 }
 BASE = (*CORE, "packaging", "rich", "megatron-core", "matplotlib", "setuptools")
-PURPOSES = {"quickstart": BASE, "bench": BASE, "test": (*BASE, "pytest", "pytest-timeout", "hypothesis")}
+PURPOSES = {"quickstart": BASE, "bench": BASE, "test": (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil")}
 # Run inside the environment: which of the modules named on the command line are there, and which version.
 _LOOK = """
 import importlib.util, json, sys

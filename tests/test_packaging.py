@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from ditron_train.runtime.versions import SUPPORTED, is_supported
 
 ROOT = Path(__file__).parent.parent
 _BUILD = """
@@ -54,9 +58,7 @@ def test_wheel_holds_every_module_and_the_data(dist: Path) -> None:
 
 
 def test_metadata(dist: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        text = archive.read("ditron_train-0.1.0.dist-info/METADATA").decode()
+    text = _metadata(dist)
     assert "\nLicense-Expression: Apache-2.0\n" in text
     assert "ditron_train contributors" in text
     for extra in ("megatron", "cuda", "nvshmem", "te", "bench", "test"):
@@ -84,3 +86,32 @@ def test_wheel_installs(dist: Path, tmp_path: Path) -> None:
     where, version, shapes = _run(sys.executable, "-c", check, cwd=tmp_path).split()
     assert Path(where).is_relative_to(target)
     assert (version, shapes) == ("0.1.0", "6")
+
+
+def _metadata(dist: Path) -> str:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read("ditron_train-0.1.0.dist-info/METADATA").decode()
+
+
+def test_scripts_install_what_the_metadata_asks_for(dist: Path) -> None:
+    purposes = runpy.run_path(str(ROOT / "scripts" / "environment.py"))["PURPOSES"]
+    needed = {"always": set(), "test": set(), "bench": set(), "megatron": set()}
+    for line in re.findall(r"^Requires-Dist: (.+)$", _metadata(dist), re.MULTILINE):
+        name = re.match(r"[A-Za-z0-9-]+", line).group()
+        extra = re.search(r'extra == "(\w+)"', line)
+        needed.setdefault(extra.group(1) if extra else "always", set()).add(name)
+    assert needed["always"] | needed["bench"] | needed["megatron"] <= set(purposes["quickstart"])
+    assert needed["always"] | needed["test"] <= set(purposes["test"])
+
+
+def test_pinned_versions_are_supported() -> None:
+    scripts = runpy.run_path(str(ROOT / "scripts" / "environment.py"))
+    pins = scripts["read_pins"]()
+    assert {"torch", "triton", "numpy", "megatron-core"} <= set(pins)
+    for entry in SUPPORTED:
+        if entry.name in pins:
+            assert is_supported(entry, pins[entry.name])
+    torch = next(entry for entry in SUPPORTED if entry.name == "torch")
+    assert is_supported(torch, scripts["CUDA_TORCH"])
+    assert set(scripts["PURPOSES"]["test"]) <= set(pins)
