@@ -224,18 +224,20 @@ def wait(signal_ptr, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr):
 
 @triton.jit
 def wait_many(signal_ptr, count, epoch, control_ptr, peer, first_chunk, COUNT: tl.constexpr, TARGET: tl.constexpr):
-    """``wait`` for ``count <= COUNT`` (a power of two) consecutive flags, ``signal_ptr + i``.
+    """``wait`` for ``count`` consecutive flags, ``signal_ptr + i``, looked at ``COUNT`` (a power of two up to 32) at a time.
 
-    One vector of volatile loads finds the usual case (all there) in one round trip; only then, or for those that are
+    A vector of volatile loads finds the usual case (all there) in one round trip; only then, or for those that are
     behind, ``wait`` runs flag by flag. The acquire is a system-scope fence by every thread after its own loads.
     """
     if _is_cuda(TARGET):
         lanes = tl.arange(0, COUNT)
-        seen = tl.load(signal_ptr + lanes, mask=lanes < count, other=epoch, volatile=True)
-        behind = tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
-        if behind > 0:  # warps may differ here: no barrier inside
-            for i in range(count):
-                wait(signal_ptr + i, epoch, control_ptr, peer, first_chunk + i, TARGET)
+        for first in range(0, count, COUNT):
+            block = tl.minimum(count - first, COUNT)
+            seen = tl.load(signal_ptr + first + lanes, mask=lanes < block, other=epoch, volatile=True)
+            behind = tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
+            if behind > 0:  # warps may differ here: no barrier inside
+                for i in range(first, first + block):
+                    wait(signal_ptr + i, epoch, control_ptr, peer, first_chunk + i, TARGET)
         _acquire_fence(TARGET)
     else:
         for i in range(count):

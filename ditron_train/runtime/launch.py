@@ -42,6 +42,8 @@ class KernelLaunch:
     def __init__(
         self, kernel: Callable, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
     ) -> None:
+        names = list(kernel.arg_names)
+        assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"
         self._kernel = kernel
         self._num_programs = num_programs
         self._constants = constants

@@ -17,8 +17,11 @@ from ditron_train.schedule.tiles import grouped_tile, ordered_tile, scatter_tile
 
 __all__ = ["ag_gemm_kernel", "gather_start_kernel", "gather_wait_kernel", "gemm_rs_kernel", "push_shard_kernel"]
 
+_FLAGS_AT_ONCE = tl.constexpr(32)
+# Sizes that change no code are not specialised on (do_not_specialize): a new shape needs no compilation.
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["K", "granule_rows"])
 def push_shard_kernel(
     x_ptr,
     gathered_addresses,
@@ -42,6 +45,8 @@ def push_shard_kernel(
     consumes, and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a granule's
     flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
     """
+    if TARGET != "interpreter":
+        K = tl.multiple_of(K, 8)  # rows are whole 16 bytes
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
     program = tl.program_id(0)
@@ -66,7 +71,7 @@ def push_shard_kernel(
             dl.notify(flags + granule, epoch, TARGET)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_flags"])
 def gather_start_kernel(
     epochs_ptr,
     num_flags,
@@ -96,7 +101,7 @@ def gather_start_kernel(
         dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["granule_rows"])
 def gather_wait_kernel(
     signals_ptr,
     row_starts_ptr,
@@ -128,7 +133,6 @@ def _wait_rows(
     last_row,
     granule_rows,
     FLAGS_PER_RANK: tl.constexpr,
-    FLAGS_PER_TILE: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     OWN_FLAGS: tl.constexpr,
     TARGET: tl.constexpr,
@@ -142,10 +146,10 @@ def _wait_rows(
             first = (low - start) // granule_rows
             count = (high - start) // granule_rows - first + 1
             flags = signals_ptr + owner * FLAGS_PER_RANK + first
-            dl.wait_many(flags, count, epoch, control_ptr, owner, first, FLAGS_PER_TILE, TARGET)
+            dl.wait_many(flags, count, epoch, control_ptr, owner, first, _FLAGS_AT_ONCE, TARGET)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_chunks"])
 def ag_gemm_kernel(
     a_desc,
     b_desc,
@@ -159,6 +163,7 @@ def ag_gemm_kernel(
     N,
     K,
     granule_rows,
+    num_chunks,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -166,8 +171,6 @@ def ag_gemm_kernel(
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
     FLAGS_PER_RANK: tl.constexpr,
-    FLAGS_PER_WAIT: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     EVEN: tl.constexpr,
     OWN_FLAGS: tl.constexpr,
@@ -178,7 +181,7 @@ def ag_gemm_kernel(
     It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch, which
     are enqueued before it and need no SM that this grid could take (the grid leaves theirs free).
 
-    ``EVEN``: every rank owns the same whole number of row tiles, in NUM_CHUNKS chunks of whole tiles. Then the work is a
+    ``EVEN``: every rank owns the same whole number of row tiles, in ``num_chunks`` chunks of whole tiles. Then the work is a
     sequence of phases, one a chunk: own rows first, then in the order of arrival. A program waits once a phase, so the
     tiles of a phase form one pipelined loop in which the loads of the next tile run under the epilogue of this one
     (with a wait before every tile that cost 4 to 6 % of the GEMM). Programs go from phase to phase without a barrier:
@@ -194,20 +197,20 @@ def ag_gemm_kernel(
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     if EVEN:
-        chunk_tiles_m = num_tiles_m // (WORLD_SIZE * NUM_CHUNKS)
+        chunk_tiles_m = num_tiles_m // (WORLD_SIZE * num_chunks)
         chunk_tiles = chunk_tiles_m * num_tiles_n
         chunk_flags = tl.cdiv(chunk_tiles_m * BLOCK_M, granule_rows)
-        for phase in range(0, WORLD_SIZE * NUM_CHUNKS):
-            owner = (rank + phase // NUM_CHUNKS) % WORLD_SIZE
-            chunk = phase % NUM_CHUNKS
+        for phase in range(0, WORLD_SIZE * num_chunks):
+            owner = (rank + phase // num_chunks) % WORLD_SIZE
+            chunk = phase % num_chunks
             if OWN_FLAGS | (owner != rank):
                 first_flag = chunk * chunk_flags
                 flags = signals_ptr + owner * FLAGS_PER_RANK + first_flag
-                dl.wait_many(flags, chunk_flags, epoch, control_ptr, owner, first_flag, FLAGS_PER_WAIT, TARGET)
+                dl.wait_many(flags, chunk_flags, epoch, control_ptr, owner, first_flag, _FLAGS_AT_ONCE, TARGET)
             dl.fence_async_proxy(TARGET)
             first_tile = phase * chunk_tiles
             skipped = tl.cdiv(tl.maximum(first_tile - program, 0), num_programs)
-            first_row_tile = (owner * NUM_CHUNKS + chunk) * chunk_tiles_m
+            first_row_tile = (owner * num_chunks + chunk) * chunk_tiles_m
             for tile_id in tl.range(
                 program + skipped * num_programs - first_tile, chunk_tiles, num_programs, flatten=True
             ):
@@ -224,7 +227,7 @@ def ag_gemm_kernel(
             last_row = tl.minimum(row + BLOCK_M, M) - 1
             _wait_rows(
                 signals_ptr, row_starts_ptr, epoch, control_ptr, rank, row, last_row, granule_rows,
-                FLAGS_PER_RANK, FLAGS_PER_WAIT, WORLD_SIZE, OWN_FLAGS, TARGET,
+                FLAGS_PER_RANK, WORLD_SIZE, OWN_FLAGS, TARGET,
             )  # fmt: skip
             dl.fence_async_proxy(TARGET)
             acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
@@ -278,7 +281,7 @@ def _fold(
         tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "K", "slot_rows", "flags_per_rank"])
 def gemm_rs_kernel(
     a_desc,
     b_desc,

@@ -107,9 +107,7 @@ def ag_gemm(
         if partition.num_rows == 0:
             empty = x.new_empty(0, *x.shape[1:-1], n) if row_counts is None else x.new_empty(0, n)
             return (empty, x.reshape(0, k)) if return_gathered else empty
-        chosen = plan or choose_gather_plan(
-            partition.num_rows, n, k, x.element_size(), context.world_size, context.target
-        )
+        chosen = plan or choose_gather_plan(context.target)
         prepared = PreparedAgGemm(context, partition, n, k, x.dtype, layout, chosen)
         context.prepared[key] = prepared
     y = prepared(_sendable_rows(x), weight)

@@ -70,9 +70,7 @@ class PreparedAgGemm(_PreparedGemm):
         self.gather = gather = PreparedGather(
             context, partition, padded_columns(k, dtype), dtype, plan, config.block_m
         )
-        granule_rows = gather.granule_rows
         even = partition.is_even(config.block_m)
-        rows_per_wait = partition.count(0) // gather.num_chunks if even else config.block_m
         self._order = context.tile_order("gather", partition, config.block_m, even)
         self.gathered = gather.buffer.local[:, :k]
         self._a = make_descriptor(self.gathered, self.a_block)
@@ -82,8 +80,6 @@ class PreparedAgGemm(_PreparedGemm):
             {
                 **_tile_constants(config, layout),
                 "FLAGS_PER_RANK": FLAGS_PER_RANK,
-                "FLAGS_PER_WAIT": _next_power_of_2(rows_per_wait // granule_rows + 2),
-                "NUM_CHUNKS": gather.num_chunks,
                 "WORLD_SIZE": context.world_size,
                 "EVEN": even,
                 "OWN_FLAGS": gather.by_push,
@@ -111,6 +107,7 @@ class PreparedAgGemm(_PreparedGemm):
             self.n,
             self.k,
             gather.granule_rows,
+            gather.num_chunks,
         )
         gather.finish()
         return out.contiguous()

@@ -40,12 +40,11 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets):
             **_CHANNEL,
             **_MNK,
             "granule_rows": "i32",
+            "num_chunks": "i32",
         },
         constexprs={
             **_tile(*block, transpose_b),
             "FLAGS_PER_RANK": 1024,
-            "FLAGS_PER_WAIT": 32,
-            "NUM_CHUNKS": 2,
             "WORLD_SIZE": 8,
             "EVEN": even,
             "OWN_FLAGS": True,
