@@ -30,6 +30,7 @@ from ditron_train.sp import (
     output_projection,
     qkv_layout,
     qkv_projection,
+    tuning,
 )
 
 __all__ = ["add_arguments", "run"]
@@ -160,7 +161,8 @@ def _gemm_a2a_row(session: BenchSession, case: Case, context: SPContext, native:
         "peer": lambda index: native.gemm_one_a2a(x, weight, layout),
         "ditron": lambda index: list(gemm_a2a(x, weight, context=context, layout=layout)),
     }
-    return _forward_row(session, "gemm_a2a", case, contenders, x.shape[0] * weight.shape[0], "one all-to-all")
+    sms = tuning.receive_programs(x.shape[0], *weight.shape, x.element_size())
+    return _forward_row(session, "gemm_a2a", case, contenders, x.shape[0] * weight.shape[0], sms, "one all-to-all")
 
 
 def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> Row:
@@ -174,7 +176,8 @@ def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native:
         "comm": lambda index: native.to_sequence([attended]),
         "ditron": lambda index: [a2a_gemm((attended,), weight, context=context, layout=layout)],
     }
-    return _forward_row(session, "a2a_gemm", case, contenders, gathered.numel(), None)
+    sms = tuning.push_programs(gathered.shape[0], *weight.shape)
+    return _forward_row(session, "a2a_gemm", case, contenders, gathered.numel(), sms, None)
 
 
 def _forward_row(
@@ -183,9 +186,10 @@ def _forward_row(
     case: Case,
     contenders: dict[str, Callable[[int], object]],
     num_elements: int,
+    sms: int,
     peer: str | None,
 ) -> Row:
-    """``num_elements``: what a rank sends to all, itself included."""
+    """``num_elements``: what a rank sends to all, itself included; ``sms``: those that ours keeps for moving data."""
     equal = session.equal(contenders["ditron"](0), contenders["native"](0))
     timings = session.measure(contenders)
     times = {name: timing.median_us for name, timing in timings.items()}
@@ -201,7 +205,7 @@ def _forward_row(
         native_us=times["native"],
         ditron_us=times["ditron"],
         bitwise_equal=equal,
-        comm_sms=0 if op == "gemm_a2a" or not on_gpu else 8,
+        comm_sms=sms if on_gpu else 0,
         gemm_us=times["gemm"],
         comm_us=times["comm"],
         limit_us=max(times["gemm"], wire_bytes / WIRE_GBPS / 1e3) if on_gpu else None,
@@ -230,6 +234,7 @@ def _backward_rows(session: BenchSession, case: Case, context: SPContext, native
         _backward_row(
             session, "qkv_projection", case, (x, weight), grads, native_qkv,
             lambda a, b: qkv_projection(a, b, context=context, layout=layout),
+            tuning.push_programs(x.shape[0], case.hidden, weight.shape[0]),
         )
     ]  # fmt: skip
     attended = _values(session, case.seqlen, 1, case.heads // world, case.head_size, seed=11)
@@ -245,6 +250,7 @@ def _backward_rows(session: BenchSession, case: Case, context: SPContext, native
         _backward_row(
             session, "output_projection", case, (attended, weight_out), [grad], native_output,
             lambda a, b: (output_projection(a, b, context=context, layout=out_layout),),
+            tuning.receive_programs(grad.shape[0], case.hidden, case.hidden, grad.element_size()),
         )
     )  # fmt: skip
     return rows
@@ -258,6 +264,7 @@ def _backward_row(
     grads: list[torch.Tensor],
     native: Callable[[int], list[torch.Tensor]],
     ours: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    sms: int,
 ) -> Row:
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     outputs = ours(*leaves)
@@ -277,6 +284,6 @@ def _backward_row(
         native_us=timings["native"].median_us,
         ditron_us=timings["ditron"].median_us,
         bitwise_equal=equal,
-        comm_sms=8 if op == "qkv_projection" and session.device.type == "cuda" else 0,
+        comm_sms=sms if session.device.type == "cuda" else 0,
         spread=max(timing.spread for timing in timings.values()),
     )
