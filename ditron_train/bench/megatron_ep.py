@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import build_module
@@ -27,6 +28,8 @@ def expert_parallel_world() -> Iterator[None]:
     """Megatron's groups with all ranks in one expert-parallel group; without a GPU megatron-core is made to run there."""
     if not torch.cuda.is_available():
         megatron_cpu.install()
+    elif not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # the router asks whether it is None, and the name exists only with TE
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
     megatron_cpu.seed(1234)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,22 @@ import torch.distributed as dist
 from ditron_train.ep.layout import HostCounts, LayoutShape
 from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["EPContext", "MoveConfig", "get_ep_context"]
+__all__ = ["EPContext", "MoveConfig", "Room", "get_ep_context"]
 
 _HEADROOM = 1.125  # routing drifts from step to step: what must grow grows by a little more
+
+
+@dataclass(frozen=True)
+class Room:
+    """Sizes of one layout's buffers on every rank: rows (and entries), slots, places."""
+
+    rows: int
+    slots: int
+    places: int
 
 
 @dataclass
@@ -76,11 +87,14 @@ class EPContext:
         if is_interpreter():
             self.move.num_senders = 1
         name = f"ep_e{num_experts}_k{topk}"
-        fields = ("hidden", "dtype", "num_experts", "topk", "kind")
+        fields = ("hidden", "dtype", "num_experts", "topk", "kind", "row_capacity")
         flags = world_size * self.shape.num_chunks
         self.counts_channel = Channel(self.arena, f"{name}_counts", world_size, signature_fields=fields)
         self.dispatch_channel = Channel(self.arena, f"{name}_dispatch", flags, signature_fields=fields)
         self.combine_channel = Channel(self.arena, f"{name}_combine", flags, signature_fields=fields)
+        self.launches: dict[tuple, KernelLaunch] = {}
+        self._agreed: set[tuple] = set()
+        self.counts_channel.overflow_hint = " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
         self.messages = self.arena.tensor(f"{name}/messages", (world_size, self.shape.message_words), torch.int32)
         if 0 in self.messages.host_addresses:
             raise NotSupportedError("expert parallel: the memory of some ranks of the group cannot be addressed from here")
@@ -123,10 +137,41 @@ class EPContext:
         slots = int(host.dests.sum(0).max())
         entries = int(host.rows(self.shape).max())
         places = int(host.tokens.max()) * self.shape.topk
-        self.rows_buffer(max(slots, places), max(tokens, places), hidden, dtype)
-        self.entries_buffer(entries, tokens * min(self.shape.topk, self.shape.experts_per_rank))
-        self.grads_buffer(places)
+        self._reserve(Room(entries, slots, places), tokens, hidden, dtype)
         return slots, entries, places
+
+    def _reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        self.rows_buffer(max(room.slots, room.places), max(tokens, room.places), hidden, dtype)
+        self.entries_buffer(room.rows, tokens * min(self.shape.topk, self.shape.experts_per_rank))
+        self.grads_buffer(room.places)
+
+    def room_for(self, num_tokens: int, capacity_factor: float) -> Room:
+        """The fixed sizes of a capacity factor: so many times the rows that a rank gets when routing is even.
+
+        ``num_tokens`` is the number of tokens of every rank. Above ``world_size`` nothing can overflow.
+        """
+        most = num_tokens * self.shape.world_size
+        rows = min(math.ceil(num_tokens * self.shape.topk * capacity_factor), most * min(self.shape.topk, self.shape.experts_per_rank))
+        return Room(rows, min(most, rows), num_tokens * self.shape.topk)
+
+    def reserve_room(self, room: Room, num_tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        """Makes the buffers of a capacity large enough; the first call of its kind is collective and waits for the device.
+
+        Call it behind an exchange of counts, whose signature carries the capacity: ranks that differ raise here.
+
+        Raises:
+            MismatchError: The ranks differ.
+            ArenaError: They do not fit; on every rank alike.
+            NotSupportedError: A first call while a CUDA graph is being captured.
+        """
+        key = (room, hidden, dtype)
+        if key in self._agreed:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotSupportedError("expert parallel: run a step of this shape before the CUDA graph is captured")
+        self.counts_channel.synchronize()
+        self._reserve(room, num_tokens * self.shape.world_size, hidden, dtype)
+        self._agreed.add(key)
 
 
 _contexts: dict[tuple[dist.ProcessGroup, torch.device, int, int], EPContext] = {}

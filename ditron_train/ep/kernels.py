@@ -117,7 +117,7 @@ def _place_rows(
 def push_tokens(
     x, out, out_probs, kept, dest_slots, send_list, chunk_entries, list_base, entry_base, recv_offsets,
     buffer, buffer_addresses, arrived, entry_addresses, signals, signal_addresses, ready, ready_addresses,
-    signature, tickets, control, num_tokens, chunk_tokens, hidden, num_rows, entry_capacity, slot_capacity,
+    signature, tickets, control, limits, num_tokens, chunk_tokens, hidden,
     WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, NUM_SENDERS: tl.constexpr,
     SHARED: tl.constexpr, TARGET: tl.constexpr,
@@ -136,6 +136,9 @@ def push_tokens(
     program = tl.program_id(0)
     epoch = dl.next_epoch(tickets)
     rank = dl.rank(control)
+    num_rows = tl.load(limits)
+    entry_capacity = tl.load(limits + 1)
+    slot_capacity = tl.load(limits + 2)
     _start(ready, ready_addresses, signature, control, epoch, rank, NUM_SENDERS, WORLD_SIZE, TARGET)
     if program < NUM_SENDERS:
         for chunk in range(program, tl.cdiv(num_tokens, chunk_tokens), NUM_SENDERS):
@@ -242,7 +245,7 @@ def _scatter_grads(
 def return_rows(
     y, row_grads, out, prob_grads, kept, recv_offsets, chunk_entries, expert_ids,
     buffer, buffer_addresses, grad_buffer, grad_addresses, signals, signal_addresses, ready, ready_addresses,
-    signature, tickets, control, num_tokens, chunk_tokens, hidden, num_rows, num_experts, place_capacity,
+    signature, tickets, control, limits, num_tokens, chunk_tokens, hidden, num_experts,
     WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
     DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr,
     SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, NUM_SENDERS: tl.constexpr,
@@ -261,6 +264,8 @@ def return_rows(
     program = tl.program_id(0)
     epoch = dl.next_epoch(tickets)
     rank = dl.rank(control)
+    num_rows = tl.load(limits)
+    place_capacity = tl.load(limits + 3)
     _start(ready, ready_addresses, signature, control, epoch, rank, NUM_SENDERS, WORLD_SIZE, TARGET)
     if program < NUM_SENDERS:
         for item in range(program, WORLD_SIZE * NUM_CHUNKS, NUM_SENDERS):

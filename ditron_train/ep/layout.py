@@ -139,9 +139,11 @@ class Layout:
         dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
         send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
         entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
-        slot_capacity: Slots that any rank needs.
-        entry_capacity: Rows that any rank needs.
-        place_capacity: Places that any rank needs.
+        expert_tokens: int32 [experts_per_rank] rows of each local expert, on the device.
+        limits: rows here, then what every rank has room for: rows, slots, places.
+        slot_capacity: Slots that every rank has room for.
+        entry_capacity: Rows that every rank has room for.
+        place_capacity: Places that every rank has room for.
     """
 
     shape: LayoutShape
@@ -157,6 +159,8 @@ class Layout:
     dest_slots: torch.Tensor
     send_list: torch.Tensor | None
     entries: torch.Tensor
+    expert_tokens: torch.Tensor
+    limits: torch.Tensor
     slot_capacity: int
     entry_capacity: int
     place_capacity: int

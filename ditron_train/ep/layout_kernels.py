@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
+from ditron_train.symm import control as control_layout
+
+KIND_OVERFLOW = tl.constexpr(control_layout.KIND_OVERFLOW)
 
 __all__ = ["count_chunks", "exchange_counts", "list_entries"]
 
@@ -58,10 +61,10 @@ def count_chunks(
 @triton.jit
 def exchange_counts(
     chunk_counts, chunk_dests, chunk_widest, chunk_entries, row_base, slot_base, entry_base, list_base, recv_offsets,
-    messages, message_addresses, signals, signal_addresses, ready, ready_addresses, signature, tickets, control,
-    num_tokens, row_capacity, slot_capacity,
+    expert_tokens, limits, messages, message_addresses, signals, signal_addresses, ready, ready_addresses, signature, tickets, control,
+    num_tokens, row_capacity, slot_capacity, place_capacity,
     WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    MESSAGE_WORDS: tl.constexpr, CHECK_CAPACITY: tl.constexpr, TARGET: tl.constexpr,
+    TOPK: tl.constexpr, MESSAGE_WORDS: tl.constexpr, HAS_CAPACITY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Exchanges the counts of all ranks and derives every base and offset from them; one program.
 
@@ -73,7 +76,10 @@ def exchange_counts(
     - ``slot_base[d]``, ``entry_base[d]``: first slot and first entry at rank d that belong to this rank,
     - ``list_base[d]``: first entry for rank d in this rank's own list, which is grouped by destination,
     - ``chunk_entries[d, c]``: entries for rank d before chunk c (``NUM_CHUNKS + 1`` columns),
-    - ``recv_offsets[s, c]``: first entry of rank s's chunk c at this rank (``NUM_CHUNKS + 1`` columns).
+    - ``recv_offsets[s, c]``: first entry of rank s's chunk c at this rank (``NUM_CHUNKS + 1`` columns),
+    - ``expert_tokens[e]``: rows of each local expert (``SLOTS`` columns),
+    - ``limits``: rows here, and what every rank has room for: rows (entries), slots, places. Without HAS_CAPACITY the
+      largest that any rank needs; with it what was allocated, and a rank that needs more records the overflow.
 
     Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for its
     message (release/acquire at system scope by ``notify`` and ``wait``).
@@ -144,17 +150,31 @@ def exchange_counts(
     places = recv_offsets + ranks * (NUM_CHUNKS + 1)
     tl.store(places, recv_base)
     tl.store(places[:, None] + 1 + chunks[None, :], recv_base[:, None] + arrived)
-    if CHECK_CAPACITY:
-        rows_of = tl.sum(totals, axis=1)
-        slots_of = tl.sum(dests, axis=0)
+    tl.store(
+        expert_tokens + tl.arange(0, SLOTS), tl.sum(tl.where((ranks == rank)[:, None], totals, 0), axis=0)
+    )
+    rows_of = tl.sum(totals, axis=1)
+    slots_of = tl.sum(dests, axis=0)
+    if HAS_CAPACITY:
+        tl.store(limits, tl.cast(row_capacity, tl.int32))
+        tl.store(limits + 1, tl.cast(row_capacity, tl.int32))
+        tl.store(limits + 2, tl.cast(slot_capacity, tl.int32))
+        tl.store(limits + 3, tl.cast(place_capacity, tl.int32))
+        flat = tl.reshape(totals, (COLUMNS,))
         for owner in tl.static_range(WORLD_SIZE):
             rows = tl.sum(tl.where(ranks == owner, rows_of, 0), axis=0)
             slots = tl.sum(tl.where(ranks == owner, slots_of, 0), axis=0)
-            fullest = tl.argmax(tl.where(columns // SLOTS == owner, tl.reshape(totals, (COLUMNS,)), -1), axis=0)
+            fullest = tl.argmax(tl.where(columns // SLOTS == owner, flat, -1), axis=0)
             if rows > row_capacity:
-                dl.record_failure(control, 3, owner, fullest % SLOTS, row_capacity, rows)
+                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % SLOTS, row_capacity, rows)
             if slots > slot_capacity:
-                dl.record_failure(control, 3, owner, fullest % SLOTS, slot_capacity, slots)
+                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % SLOTS, slot_capacity, slots)
+    else:
+        tokens_of = tl.load(messages + ranks * MESSAGE_WORDS + COLUMNS + RANKS, mask=ranks < WORLD_SIZE, other=0)
+        tl.store(limits, tl.sum(tl.where(ranks == rank, rows_of, 0), axis=0))
+        tl.store(limits + 1, tl.max(rows_of, axis=0))
+        tl.store(limits + 2, tl.max(slots_of, axis=0))
+        tl.store(limits + 3, tl.max(tokens_of, axis=0) * TOPK)
 
 
 @triton.jit

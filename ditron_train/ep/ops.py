@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ditron_train.ep.context import EPContext
+from ditron_train.ep.context import EPContext, Room
 from ditron_train.ep.kernels import push_tokens, return_rows
 from ditron_train.ep.layout import HostCounts, Layout
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.symm.channel import Channel
 
 __all__ = ["PendingLayout", "begin_layout", "combine", "dispatch"]
 
@@ -19,9 +22,23 @@ _DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _KIND_COUNTS, _KIND_DISPATCH, _KIND_DISPATCH_GRAD, _KIND_COMBINE, _KIND_COMBINE_GRAD = range(5)
 
 
-def _signature(context: EPContext, channel, hidden: int, dtype: torch.dtype, kind: int) -> torch.Tensor:
+def _signature(
+    context: EPContext, channel: Channel, hidden: int, dtype: torch.dtype, kind: int, row_capacity: int = 0
+) -> torch.Tensor:
     shape = context.shape
-    return channel.signature((hidden, _DTYPES[dtype], shape.num_experts, shape.topk, kind))
+    return channel.signature((hidden, _DTYPES[dtype], shape.num_experts, shape.topk, kind, row_capacity))
+
+
+def _launch(
+    context: EPContext, kernel: Any, num_programs: int, constants: dict[str, Any], num_warps: int, *dtypes: torch.dtype
+) -> KernelLaunch:
+    """The launch of a kernel with these constants and types of arguments; kept, so that only the first one goes all the
+    way through Triton."""
+    key = (kernel.__name__, num_programs, num_warps, dtypes, *constants.values())
+    launch = context.launches.get(key)
+    if launch is None:
+        launch = context.launches[key] = KernelLaunch(kernel, num_programs, constants, num_warps=num_warps)
+    return launch
 
 
 def _check_tokens(name: str, tensor: torch.Tensor, context: EPContext) -> None:
@@ -35,7 +52,10 @@ def _check_tokens(name: str, tensor: torch.Tensor, context: EPContext) -> None:
 
 @dataclass
 class PendingLayout:
-    """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync)."""
+    """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
+
+    With a capacity there is nothing to wait for: ``room`` holds the sizes.
+    """
 
     context: EPContext
     num_tokens: int
@@ -45,19 +65,23 @@ class PendingLayout:
     send_list: torch.Tensor
     dest_slots: torch.Tensor
     expert_ids: torch.Tensor
-    host_messages: torch.Tensor
-    copied: torch.cuda.Event | None
+    room: Room | None
+    host_messages: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
 
     def finish(self) -> Layout:
         """Waits for the counts, makes the buffers large enough and returns the layout.
 
         Raises:
-            MismatchError: The ranks called it with different hidden sizes, types, experts or top-k.
+            MismatchError: The ranks called it with different hidden sizes, types, experts, top-k or capacities.
             NotSupportedError: A token has more than top-k experts; on every rank alike.
             PeerTimeoutError: A rank did not come.
             ArenaError: The buffers do not fit; on every rank alike.
         """
         context, shape = self.context, self.context.shape
+        expert_tokens = self.tables["expert_tokens"][: shape.experts_per_rank]
+        if self.room is not None:
+            return self._layout(self.room.rows, expert_tokens, self.room)
         if self.copied is not None:
             self.copied.synchronize()
         context.counts_channel.check()
@@ -66,109 +90,145 @@ class PendingLayout:
             raise NotSupportedError(f"expert parallel: a token has {host.widest} experts, top-k is {shape.topk}")
         slots, entries, places = context.reserve(host, self.hidden, self.dtype)
         local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
-        num_rows = int(host.rows(shape)[context.rank])
+        tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
+        return self._layout(int(host.rows(shape)[context.rank]), tokens_per_expert, Room(entries, slots, places))
+
+    def _layout(self, num_rows: int, tokens_per_expert: torch.Tensor, room: Room) -> Layout:
+        shape, tables = self.context.shape, self.tables
         return Layout(
             shape=shape,
             num_tokens=self.num_tokens,
             chunk_tokens=shape.chunk_tokens(self.num_tokens),
             num_rows=num_rows,
-            tokens_per_expert=torch.from_numpy(host.counts.sum(0)[local].astype("int64")),
-            chunk_entries=self.tables["chunk_entries"],
-            recv_offsets=self.tables["recv_offsets"],
-            list_base=self.tables["list_base"],
-            entry_base=self.tables["entry_base"],
+            tokens_per_expert=tokens_per_expert,
+            chunk_entries=tables["chunk_entries"],
+            recv_offsets=tables["recv_offsets"],
+            list_base=tables["list_base"],
+            entry_base=tables["entry_base"],
             expert_ids=self.expert_ids,
             dest_slots=self.dest_slots,
             send_list=self.send_list,
-            entries=torch.empty(num_rows, 4, dtype=torch.int32, device=context.device),
-            slot_capacity=slots,
-            entry_capacity=entries,
-            place_capacity=places,
+            entries=torch.empty(num_rows, 4, dtype=torch.int32, device=self.context.device),
+            expert_tokens=tables["expert_tokens"][: shape.experts_per_rank],
+            limits=tables["limits"],
+            slot_capacity=room.slots,
+            entry_capacity=room.rows,
+            place_capacity=room.places,
         )
 
 
 def _tables(context: EPContext) -> dict[str, torch.Tensor]:
-    """int32 tables of one layout, carved from one allocation."""
+    """int32 tables of one layout, carved from one allocation in steps of 16 bytes."""
     shape = context.shape
     sizes = {
         "chunk_counts": shape.num_chunks * shape.columns,
         "chunk_dests": shape.num_chunks * shape.ranks,
         "chunk_widest": shape.num_chunks,
         "chunk_entries": shape.ranks * (shape.num_chunks + 1),
-        "recv_offsets": shape.ranks * (shape.num_chunks + 1),
         "row_base": shape.columns,
         "slot_base": shape.ranks,
         "entry_base": shape.ranks,
         "list_base": shape.ranks,
+        "recv_offsets": shape.ranks * (shape.num_chunks + 1),
+        "expert_tokens": shape.slots,
+        "limits": 4,
     }
-    memory = torch.empty(sum(sizes.values()), dtype=torch.int32, device=context.device)
-    return dict(zip(sizes, torch.split(memory, list(sizes.values()))))
+    padded = [-(-size // 4) * 4 for size in sizes.values()]
+    memory = torch.empty(sum(padded), dtype=torch.int32, device=context.device)
+    parts = torch.split(memory, padded)
+    return {name: part[:size] for (name, size), part in zip(sizes.items(), parts)}
 
 
-def begin_layout(
-    routing_map: torch.Tensor, probs: torch.Tensor, hidden: int, dtype: torch.dtype, context: EPContext
-) -> PendingLayout:
-    """Enqueues the counting of a routing map, the exchange of counts and the listing of what is sent.
-
-    Args:
-        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row. ``num_tokens`` may differ between ranks.
-        probs: [num_tokens, num_experts] of bf16, fp16 or fp32.
-        hidden: Elements of a token, the same on every rank.
-        dtype: Their type.
-        context: Of the group.
-
-    Raises:
-        NotSupportedError: Shapes, types or devices that do not fit.
-    """
+def _check_routing(
+    routing_map: torch.Tensor, probs: torch.Tensor, dtype: torch.dtype, context: EPContext
+) -> None:
     shape = context.shape
     if routing_map.dim() != 2 or routing_map.shape[1] != shape.num_experts or routing_map.dtype != torch.bool:
-        raise NotSupportedError(f"routing map: needs bool [tokens, {shape.num_experts}], got {routing_map.dtype} {tuple(routing_map.shape)}")
+        raise NotSupportedError(
+            f"routing map: needs bool [tokens, {shape.num_experts}], got {routing_map.dtype} {tuple(routing_map.shape)}"
+        )
     if probs.shape != routing_map.shape:
         raise NotSupportedError(f"probs: shape {tuple(probs.shape)} differs from the routing map's {tuple(routing_map.shape)}")
     _check_tokens("probs", probs, context)
     if dtype not in _DTYPES:
         raise NotSupportedError(f"tokens: {dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+    if routing_map.shape[0] * shape.topk * 4 >= 2**31:
+        raise NotSupportedError(f"expert parallel: {routing_map.shape[0]} tokens x top-k {shape.topk} overflow int32 indices")
+
+
+def begin_layout(
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    hidden: int,
+    dtype: torch.dtype,
+    context: EPContext,
+    *,
+    capacity_factor: float | None = None,
+) -> PendingLayout:
+    """Enqueues the counting of a routing map, the exchange of counts and the listing of what is sent.
+
+    Args:
+        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row. ``num_tokens`` may differ between ranks
+            where there is no capacity.
+        probs: [num_tokens, num_experts] of bf16, fp16 or fp32.
+        hidden: Elements of a token, the same on every rank.
+        dtype: Their type.
+        context: Of the group.
+        capacity_factor: None: exact sizes, for one host sync in ``finish``. A number: fixed sizes, so many times the rows of
+            even routing, no host sync; what does not fit is recorded on the device and raised at the next check.
+
+    Raises:
+        NotSupportedError: Shapes, types or devices that do not fit.
+    """
+    shape = context.shape
+    _check_routing(routing_map, probs, dtype, context)
     context.check()
     num_tokens, device = routing_map.shape[0], context.device
+    room = None if capacity_factor is None else context.room_for(num_tokens, capacity_factor)
     chunk_tokens = shape.chunk_tokens(num_tokens)
-    if num_tokens * shape.topk * 4 >= 2**31:
-        raise NotSupportedError(f"expert parallel: {num_tokens} tokens x top-k {shape.topk} overflow int32 indices")
     routed = routing_map.contiguous().view(torch.uint8)
     tables = _tables(context)
-    block_tokens = min(chunk_tokens, max(8192 // shape.columns, 1), 16 if context.target != "interpreter" else 64)
     blocks = dict(
-        EXPERTS_PER_RANK=shape.experts_per_rank,
-        WORLD_SIZE=shape.world_size,
-        RANKS=shape.ranks,
-        SLOTS=shape.slots,
-        BLOCK_T=block_tokens,
+        EXPERTS_PER_RANK=shape.experts_per_rank, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots
     )
-    channel = context.counts_channel
-    count_chunks[(shape.num_chunks,)](
-        routed, tables["chunk_counts"], tables["chunk_dests"], tables["chunk_widest"], num_tokens, chunk_tokens, **blocks
+    block_tokens = min(chunk_tokens, max(8192 // shape.columns, 1), 16 if context.target != "interpreter" else 64)
+    _launch(context, count_chunks, shape.num_chunks, {**blocks, "BLOCK_T": block_tokens}, 4)(
+        routed, tables["chunk_counts"], tables["chunk_dests"], tables["chunk_widest"], num_tokens, chunk_tokens
     )
-    exchange_counts[(1,)](
-        *(tables[name] for name in ("chunk_counts", "chunk_dests", "chunk_widest", "chunk_entries", "row_base")),
-        *(tables[name] for name in ("slot_base", "entry_base", "list_base", "recv_offsets")),
-        context.messages.local, context.messages.addresses, channel.signals.local, channel.signals.addresses,
-        channel.ready.local, channel.ready.addresses, _signature(context, channel, hidden, dtype, _KIND_COUNTS),
-        channel.tickets, channel.control, num_tokens, 0, 0,
-        WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots, NUM_CHUNKS=shape.num_chunks,
-        MESSAGE_WORDS=shape.message_words, CHECK_CAPACITY=False, TARGET=context.target, num_warps=8,
-    )  # fmt: skip
-    host_messages, copied = _copy_to_host(context.messages.local)
+    _exchange(context, tables, num_tokens, hidden, dtype, room)
+    host = {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
     send_list = torch.empty(num_tokens * shape.topk, 4, dtype=torch.int32, device=device)
     dest_slots = torch.empty(num_tokens, shape.ranks, dtype=torch.int32, device=device)
     expert_ids = torch.empty(num_tokens, shape.topk_lanes, dtype=torch.int32, device=device)
-    list_entries[(shape.num_chunks,)](
+    constants = dict(
+        TOPK=shape.topk, **blocks, NUM_CHUNKS=shape.num_chunks, BLOCK_T=block_tokens, TOPK_LANES=shape.topk_lanes
+    )
+    _launch(context, list_entries, shape.num_chunks, constants, 4, probs.dtype)(
         routed, probs.detach().contiguous(),
         *(tables[name] for name in ("chunk_counts", "chunk_dests", "chunk_entries", "row_base", "slot_base", "list_base")),
         send_list, dest_slots, expert_ids, num_tokens, chunk_tokens,
-        TOPK=shape.topk, NUM_CHUNKS=shape.num_chunks, TOPK_LANES=shape.topk_lanes, **blocks,
     )  # fmt: skip
-    return PendingLayout(
-        context, num_tokens, hidden, dtype, tables, send_list, dest_slots, expert_ids, host_messages, copied
-    )
+    if room is not None:
+        context.reserve_room(room, num_tokens, hidden, dtype)
+    return PendingLayout(context, num_tokens, hidden, dtype, tables, send_list, dest_slots, expert_ids, room, **host)
+
+
+def _exchange(
+    context: EPContext, tables: dict[str, torch.Tensor], num_tokens: int, hidden: int, dtype: torch.dtype, room: Room | None
+) -> None:
+    """Launches ``exchange_counts``, which fills the tables."""
+    shape, channel = context.shape, context.counts_channel
+    constants = dict(
+        WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots, NUM_CHUNKS=shape.num_chunks, TOPK=shape.topk,
+        MESSAGE_WORDS=shape.message_words, HAS_CAPACITY=room is not None, TARGET=context.target,
+    )  # fmt: skip
+    rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, 0)
+    _launch(context, exchange_counts, 1, constants, 8)(
+        *tables.values(), context.messages.local, context.messages.addresses,
+        channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
+        _signature(context, channel, hidden, dtype, _KIND_COUNTS, rows), channel.tickets, channel.control,
+        num_tokens, rows, slots, places,
+    )  # fmt: skip
 
 
 def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -185,18 +245,6 @@ def _tile(hidden: int, elements: int) -> tuple[int, int]:
     """Rows and columns of a tile of about ``elements`` elements."""
     columns = min(1 << max(hidden - 1, 0).bit_length(), 8192)
     return max(elements // columns, 1), columns
-
-
-def _launch_options(context: EPContext) -> dict:
-    interpreted = context.target == "interpreter"
-    return dict(
-        NUM_SENDERS=context.move.num_senders,
-        SHARED=interpreted,
-        WORLD_SIZE=context.shape.world_size,
-        NUM_CHUNKS=context.shape.num_chunks,
-        TARGET=context.target,
-        num_warps=context.move.num_warps,
-    )
 
 
 def dispatch(
@@ -236,16 +284,18 @@ def dispatch(
     buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
     rows, columns = _tile(hidden, context.move.push_elements)
-    push_tokens[(context.move.num_programs,)](
+    constants = dict(
+        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
+        NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns, NUM_SENDERS=context.move.num_senders,
+        SHARED=context.target == "interpreter", TARGET=context.target,
+    )  # fmt: skip
+    _launch(context, push_tokens, context.move.num_programs, constants, context.move.num_warps, x.dtype, probs_dtype)(
         x, out, out_probs, layout.entries, layout.dest_slots, layout.send_list if first else layout.entries,
         layout.chunk_entries, layout.list_base, layout.entry_base, layout.recv_offsets,
         buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local, channel.signals.addresses,
         channel.ready.local, channel.ready.addresses,
         _signature(context, channel, hidden, x.dtype, _KIND_DISPATCH if first else _KIND_DISPATCH_GRAD),
-        channel.tickets, channel.control, layout.num_tokens, layout.chunk_tokens, hidden, layout.num_rows,
-        layout.entry_capacity, layout.slot_capacity,
-        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, RANKS=shape.ranks, ROWS=rows, BLOCK_H=columns,
-        **_launch_options(context),
+        channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, hidden,
     )  # fmt: skip
     layout.send_list = None
     return out, out_probs if first else None
@@ -291,15 +341,21 @@ def combine(
     buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, y.dtype)
     grads = context.grads_buffer(layout.place_capacity)
     rows, columns = _tile(hidden, context.move.return_elements)
-    return_rows[(context.move.num_programs,)](
-        y, row_grads.contiguous() if with_grads else y, out, prob_grads, layout.entries, layout.recv_offsets,
+    constants = dict(
+        WITH_GRADS=with_grads, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "ascending_rounded",
+        DESCENDING=order == "descending", WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
+        SUM_ROWS=_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
+        ITEM_TOKENS=min(layout.chunk_tokens, context.move.item_tokens), NUM_SENDERS=context.move.num_senders,
+        SHARED=context.target == "interpreter", TARGET=context.target,
+    )  # fmt: skip
+    grads_like = row_grads.contiguous() if with_grads else y
+    dtypes = (y.dtype, grads_like.dtype, probs_dtype)
+    _launch(context, return_rows, context.move.num_programs, constants, context.move.num_warps, *dtypes)(
+        y, grads_like, out, prob_grads, layout.entries, layout.recv_offsets,
         layout.chunk_entries, layout.expert_ids, buffer.local, buffer.addresses, grads.local, grads.addresses,
         channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
         _signature(context, channel, hidden, y.dtype, _KIND_COMBINE_GRAD if with_grads else _KIND_COMBINE),
-        channel.tickets, channel.control, layout.num_tokens, layout.chunk_tokens, hidden, layout.num_rows,
-        shape.num_experts, layout.place_capacity,
-        WITH_GRADS=with_grads, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "ascending_rounded",
-        DESCENDING=order == "descending", ROWS=rows, SUM_ROWS=_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
-        ITEM_TOKENS=min(layout.chunk_tokens, context.move.item_tokens), **_launch_options(context),
+        channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, hidden,
+        shape.num_experts,
     )  # fmt: skip
     return out, prob_grads if with_grads else None

@@ -85,6 +85,7 @@ class Channel:
         words[CONTROL_WORLD_SIZE] = arena.world_size
         self.control = torch.tensor(words, dtype=torch.int64, device=device)
         self._signatures: dict[tuple[int, ...], torch.Tensor] = {}
+        self.overflow_hint = ""  # what a slot is and which setting makes room, for the error of an op that has slots
         self._error: DitronError | None = None
         _channels.add(self)
 
@@ -159,7 +160,7 @@ class Channel:
         if kind == KIND_OVERFLOW:
             return DitronError(
                 f"{self.op_name} on group {self.arena.group_name}: {words[RECORD_SEEN]} rows for slot "
-                f"{words[RECORD_CHUNK]} of rank {peer}, room for {words[RECORD_EXPECTED]}"
+                f"{words[RECORD_CHUNK]} of rank {peer}, room for {words[RECORD_EXPECTED]}{self.overflow_hint}"
             )
         return PeerTimeoutError(
             op=self.op_name,

@@ -16,15 +16,15 @@ _PUSH = _signature(
     ("x out buffer", "*bf16"), ("out_probs", "*fp32"),
     ("kept dest_slots send_list chunk_entries list_base entry_base recv_offsets arrived", _INT),
     ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL,
-    ("num_tokens chunk_tokens hidden num_rows entry_capacity slot_capacity", "i32"),
+    ("limits", _INT), ("num_tokens chunk_tokens hidden", "i32"),
 )  # fmt: skip
 _RETURN = _signature(
     ("y out buffer", "*bf16"), ("row_grads prob_grads grad_buffer", "*fp32"),
     ("kept recv_offsets chunk_entries expert_ids", _INT), ("buffer_addresses grad_addresses", "*i64"), *_CHANNEL,
-    ("num_tokens chunk_tokens hidden num_rows num_experts place_capacity", "i32"),
+    ("limits", _INT), ("num_tokens chunk_tokens hidden num_experts", "i32"),
 )  # fmt: skip
 _MOVE = {"WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "NUM_SENDERS": 16, "SHARED": False}
-_UNALIGNED = ("num_tokens", "num_rows", "slot_capacity", "entry_capacity", "place_capacity", "list_base", "entry_base", "recv_offsets")
+_UNALIGNED = ("num_tokens", "limits", "list_base", "entry_base", "recv_offsets")
 
 
 def _aligned(signature: dict[str, str]) -> tuple[str, ...]:
@@ -44,11 +44,11 @@ SPECS = [
         kernel="ditron_train.ep.layout_kernels:exchange_counts",
         signature=_signature(
             ("chunk_counts chunk_dests chunk_widest chunk_entries row_base slot_base entry_base list_base", _INT),
-            ("recv_offsets messages", _INT), ("message_addresses", "*i64"), *_CHANNEL,
-            ("num_tokens row_capacity slot_capacity", "i32"),
+            ("recv_offsets expert_tokens limits messages", _INT), ("message_addresses", "*i64"), *_CHANNEL,
+            ("num_tokens row_capacity slot_capacity place_capacity", "i32"),
         ),  # fmt: skip
         constexprs={
-            "WORLD_SIZE": 8, "RANKS": 8, "SLOTS": 16, "NUM_CHUNKS": 128, "MESSAGE_WORDS": 266, "CHECK_CAPACITY": True,
+            "WORLD_SIZE": 8, "RANKS": 8, "SLOTS": 16, "NUM_CHUNKS": 128, "TOPK": 8, "MESSAGE_WORDS": 266, "HAS_CAPACITY": True,
         },  # fmt: skip
         num_warps=8,
         aligned=("chunk_counts", "messages"),

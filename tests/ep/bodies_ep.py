@@ -182,3 +182,41 @@ def error_of(case):
     except DitronError as error:
         return type(error).__name__, str(error)
     return None
+
+
+def fixed_capacity(steps, factor):
+    """No host sync: rows, sums and gradients as with exact sizes, in buffers of fixed size."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 6, 2)
+    for step in range(steps):
+        routed = routing("random", rank, 10, 6, 2, step)
+        probs = (torch.rand(routed.shape) * routed).requires_grad_()
+        x = torch.randn(10, 24).requires_grad_()
+        results = []
+        for capacity in (None, factor):
+            x.grad = probs.grad = None
+            layout = begin_layout(routed, probs, 24, torch.float32, context, capacity_factor=capacity).finish()
+            rows, row_probs = dispatch_tokens(x, probs, layout, context, "ascending")
+            out = combine_rows(rows * row_probs[:, None], layout, context, "ascending")
+            out.backward(torch.ones_like(out))
+            used = int(layout.tokens_per_expert.sum())
+            results.append([layout.tokens_per_expert.long(), rows[:used].detach(), row_probs[:used].detach(), out.detach(), x.grad, probs.grad])
+        assert layout.num_rows == context.room_for(10, factor).rows >= used
+        assert all(torch.equal(a, b) for a, b in zip(*results)), step
+    context.check()
+    return world_size
+
+
+def overflowing_capacity():
+    """An even step that fits, then everything to one rank, with room for less: it runs through, then raises."""
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 1)
+    for experts in (torch.arange(8) % 4, torch.full((8,), 3)):
+        routed = torch.nn.functional.one_hot(experts, 4).bool()
+        layout = begin_layout(routed, routed.float(), 16, torch.float32, context, capacity_factor=1.25).finish()
+        rows, _ = ops.dispatch(torch.randn(8, 16), layout, context)
+        ops.combine(rows, layout, context, order="ascending")
+    try:
+        context.check()
+    except RuntimeError as error:
+        return str(error)
+    return None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_ep import changing_counts, layout_and_movement  # noqa: E402
+from bodies_ep import changing_counts, fixed_capacity, layout_and_movement, overflowing_capacity  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
@@ -45,3 +45,14 @@ def test_four_ranks(case):
 
 def test_changing_counts_and_stragglers():
     run_workers(2, changing_counts, 30, 6, 3, 24)
+
+
+@pytest.mark.parametrize("factor", [1.9, 2.0, 50.0])
+def test_a_fixed_capacity_gives_the_same_without_a_host_sync(factor):
+    run_workers(2, fixed_capacity, 4, factor)
+
+
+def test_overflow_is_an_error_that_names_expert_rank_and_setting():
+    for text in run_workers(2, overflowing_capacity):
+        assert "16 rows for slot 1 of rank 1, room for 10" in text and "DITRON_EP_CAPACITY" in text
+    run_workers(2, changing_counts, 1, 10, 3, 8)  # the workers are still good
