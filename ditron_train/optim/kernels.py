@@ -74,11 +74,13 @@ def symmetric_kernel(
 def addmm_kernel(
     a_desc,
     b_desc,
+    half_b_desc,
     add_desc,
     c_desc,
     M,
     N,
     K,
+    num_whole_tiles,
     alpha,
     beta,
     BLOCK_M: tl.constexpr,
@@ -86,12 +88,16 @@ def addmm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
+    HALVE_TAIL: tl.constexpr,
 ):
-    """C [M, N] = alpha * A [M, K] @ B [K, N] + beta * ADD, persistent, rounded as cuBLAS's addmm rounds. Nobody waits."""
+    """C [M, N] = alpha * A [M, K] @ B [K, N] + beta * ADD, persistent, rounded as cuBLAS's addmm rounds.
+
+    Tiles and the halved tail as in ``gemm_kernel``; blocks of C and ADD are what one store takes. Nobody waits.
+    """
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
-    for tile_id in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
+    for tile_id in tl.range(tl.program_id(0), num_whole_tiles, tl.num_programs(0), flatten=True):
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
@@ -103,6 +109,14 @@ def addmm_kernel(
             right = _epilogue(right, add_desc, row, col + BLOCK_N // 2, alpha, beta, True)
             c_desc.store([row, col + BLOCK_N // 2], right.to(c_desc.dtype))
         else:
+            c_desc.store([row, col], _epilogue(acc, add_desc, row, col, alpha, beta, True).to(c_desc.dtype))
+    if HALVE_TAIL:
+        num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
+        for half_id in range(tl.program_id(0), num_halves, tl.num_programs(0)):
+            tile_m, tile_n = grouped_tile(num_whole_tiles + half_id // 2, num_tiles_m, num_tiles_n, GROUP_M)
+            row = tile_m * BLOCK_M
+            col = tile_n * BLOCK_N + (half_id % 2) * (BLOCK_N // 2)
+            acc = tile_product(a_desc, half_b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, False)
             c_desc.store([row, col], _epilogue(acc, add_desc, row, col, alpha, beta, True).to(c_desc.dtype))
 
 

@@ -190,30 +190,45 @@ def addmm(
     config = config or choose_config(m, n, k, a.dtype, target, sms)
     add, a, b = aligned_operand(add), aligned_operand(a), aligned_operand(b)
     out = empty_aligned(m, n, a.dtype, a.device)
-    launch = _addmm_launcher(config, min(sms, config.num_tiles(m, n)), a.dtype, a.device.index)
-    with on_device(a.device):
-        launch(
-            make_descriptor(a, (config.block_m, config.block_k)),
-            make_descriptor(b, (config.block_k, config.block_n)),
-            make_descriptor(add, config.store_block),
-            make_descriptor(out, config.store_block),
-            m,
-            n,
-            k,
-            float(alpha),
-            float(beta),
-        )
+    _launch_addmm(add, a, b, out, float(alpha), float(beta), config, sms)
     return out
 
 
+def _launch_addmm(
+    add: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    alpha: float,
+    beta: float,
+    config: GemmConfig,
+    num_programs: int,
+) -> None:
+    """Launches on aligned, not empty operands."""
+    m, n = out.shape
+    num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
+    halve_tail = num_whole_tiles < num_tiles
+    grid = num_programs if halve_tail else min(num_programs, num_tiles)
+    launch = _addmm_launcher(config, halve_tail, grid, a.dtype, a.device.index)
+    b_desc = make_descriptor(b, (config.block_k, config.block_n))
+    half_b_desc = make_descriptor(b, (config.block_k, config.block_n // 2)) if halve_tail else b_desc
+    a_desc = make_descriptor(a, (config.block_m, config.block_k))
+    add_desc, c_desc = (make_descriptor(tensor, config.store_block) for tensor in (add, out))
+    with on_device(a.device):
+        launch(a_desc, b_desc, half_b_desc, add_desc, c_desc, m, n, a.shape[1], num_whole_tiles, alpha, beta)
+
+
 @lru_cache(maxsize=1024)
-def _addmm_launcher(config: GemmConfig, num_programs: int, dtype: torch.dtype, device_index: int | None) -> KernelLaunch:
+def _addmm_launcher(
+    config: GemmConfig, halve_tail: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
+) -> KernelLaunch:
     constants = dict(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         SPLIT_STORE=config.split_store,
+        HALVE_TAIL=halve_tail,
     )
     return KernelLaunch(addmm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 

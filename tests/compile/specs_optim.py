@@ -32,8 +32,9 @@ def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets):
     )
 
 
-def _addmm(name, block_m, block_n, block_k, stages, targets):
+def _addmm(name, block_m, block_n, block_k, stages, targets, halve_tail=False):
     split = block_n >= 256
+    half = block_n // 2 if halve_tail else block_n
     store = f"{block_m},{block_n // 2 if split else block_n}"
     return KernelSpec(
         name=name,
@@ -41,12 +42,20 @@ def _addmm(name, block_m, block_n, block_k, stages, targets):
         signature={
             "a_desc": f"tensordesc<bf16[{block_m},{block_k}]>",
             "b_desc": f"tensordesc<bf16[{block_k},{block_n}]>",
+            "half_b_desc": f"tensordesc<bf16[{block_k},{half}]>",
             "add_desc": f"tensordesc<bf16[{store}]>",
             "c_desc": f"tensordesc<bf16[{store}]>",
-            **dict.fromkeys(("M", "N", "K"), "i32"),
+            **dict.fromkeys(("M", "N", "K", "num_whole_tiles"), "i32"),
             **dict.fromkeys(("alpha", "beta"), "fp32"),
         },
-        constexprs={"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "SPLIT_STORE": split},
+        constexprs={
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "GROUP_M": 8,
+            "SPLIT_STORE": split,
+            "HALVE_TAIL": halve_tail,
+        },
         num_warps=8,
         num_stages=stages,
         targets=targets,
@@ -67,6 +76,7 @@ SPECS = [
         )
     ),
     _addmm("addmm_wide", 128, 256, 64, 3, ("sm_90", "sm_100")),
+    _addmm("addmm_wide_halved_tail", 128, 256, 64, 3, ("sm_90", "sm_100"), halve_tail=True),
     _addmm("addmm_square", 128, 128, 64, 4, ("sm_90", "sm_100")),
     _addmm("addmm_ampere", 128, 128, 32, 3, ("sm_80",)),
     _addmm("addmm_cdna", 128, 128, 64, 2, ("hip",)),

@@ -65,6 +65,15 @@ def test_addmm_is_exact(m, n, k, dtype, config):
     assert torch.equal(result, (1.5 * add.float() + 0.5 * (a.float() @ b.float())).to(dtype))
 
 
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 4, 8, 20])
+def test_addmm_with_a_halved_tail_is_exact(num_programs):
+    config = GemmConfig(16, 256, 32, 4, 1, group_m=2)
+    add, a, b = (integers(*shape, dtype=torch.float32, seed=1) for shape in ((40, 600), (40, 48), (48, 600)))
+    out = torch.full((40, 600), float("nan"))
+    products._launch_addmm(add, a, b, out, 0.5, 1.5, config, num_programs)
+    assert torch.equal(out, 1.5 * add + 0.5 * (a @ b))
+
+
 @pytest.mark.parametrize("m, n", [(96, 64), (100, 200), (33, 70)])
 def test_half_the_tiles_give_the_bits_of_the_whole_product(m, n):
     # square tiles only: NumPy's product of a wide tile sums in another order than that of its transpose
