@@ -72,7 +72,7 @@ def test_interleaved(case):
 
 @pytest.mark.parametrize("slots", ["1", "4"])
 def test_any_number_of_slots(slots):
-    case = Case(4, 8, chunks=2, group_size=6, batched=True)
+    case = Case(4, 10, chunks=2, group_size=6, batched=True)
     env = {"DITRON_PP_SLOTS": slots}
     run_workers(4, workers.equal_to_native, case, ALL_WAYS, timeout_s=300, env=env)
 

@@ -1,0 +1,261 @@
+"""Benchmark of pipeline messages: send and receive, a GEMM beside a transfer, and steps of Megatron's schedules.
+
+Native is ``batch_isend_irecv``, as megatron-core calls it; the peers are the same with NCCL limited to a few blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.rows import Row
+from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.timing import Contender, Timing
+from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
+from ditron_train.pp.messages import Header
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.logs import get_logger
+
+__all__ = ["WIRE_GBPS", "add_arguments", "run", "transfer_contenders"]
+
+WIRE_GBPS = 390.0  # one copy engine's pushes over NVLink on an H200
+_PARTS = ("send_recv", "gemm_beside_transfer", "pipeline_step")
+_PATTERNS = ("ring", "pairs")
+_CTAS = (1, 2, 4, 8)
+_MB = 1_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench pp``."""
+    add_common_arguments(parser)
+    parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
+    parser.add_argument(
+        "--mb", type=float, action="append", help="message size in 10^6 bytes (may be repeated; default 1 to 256)"
+    )
+    parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the command line asks for; returns 1 where bits differ.
+
+    Raises:
+        SettingError: Fewer than two ranks, or an odd number of them.
+    """
+    with bench_session("pp", arguments) as session:
+        if session.world_size < 2 or session.world_size % 2:
+            raise SettingError(f"bench pp takes an even number of ranks, not {session.world_size}")
+        parts = arguments.part or _PARTS
+        on_gpu = session.device.type == "cuda"
+        sizes = [int(mb * _MB) // 512 * 512 for mb in arguments.mb or ((1, 8, 16, 32, 64, 128, 256) if on_gpu else (0.1, 1))]
+        limited = {} if arguments.no_limited or not on_gpu else _limited_groups(session)
+        if "send_recv" in parts or "gemm_beside_transfer" in parts:
+            context = get_pipeline_context(dist.group.WORLD, session.device)
+            context.reserve(max(sizes))
+        if "send_recv" in parts:
+            for pattern in _PATTERNS:
+                for num_bytes in sizes:
+                    session.add(_send_recv_row(session, context, pattern, num_bytes, limited))
+        if "gemm_beside_transfer" in parts:
+            for num_bytes in [size for size in sizes if size >= 8 * _MB] or sizes[-1:]:
+                session.add(_beside_row(session, context, num_bytes, limited))
+        if "pipeline_step" in parts:
+            _step_rows(session)
+        return session.finish()
+
+
+def _step_rows(session: BenchSession) -> None:
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError:
+        get_logger("bench").warning("megatron-core is not installed: no rows for a pipeline step")
+        return
+    from ditron_train.bench.megatron_pp import step_rows
+
+    for row in step_rows(session):
+        session.add(row)
+
+
+def _limited_groups(session: BenchSession) -> dict[str, dist.ProcessGroup]:
+    groups = {}
+    for ctas in _CTAS:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = ctas
+        options.config.min_ctas = 1
+        group = dist.new_group(list(range(session.world_size)), pg_options=options)
+        dist.all_reduce(torch.zeros(1, device=session.device), group=group)
+        groups[f"NCCL, {ctas} blocks" if ctas > 1 else "NCCL, 1 block"] = group
+    return groups
+
+
+def _partners(session: BenchSession, pattern: str) -> tuple[int | None, int | None]:
+    """Ranks that this one sends to and receives from."""
+    rank, world = session.rank, session.world_size
+    if pattern == "ring":
+        return (rank + 1) % world, (rank - 1) % world
+    return (rank + 1, None) if rank % 2 == 0 else (None, rank - 1)
+
+
+class _Transfers:
+    """The same transfer by NCCL and by ours, started and ended apart."""
+
+    def __init__(self, session: BenchSession, context: PipelineContext, pattern: str, num_bytes: int) -> None:
+        self.target, self.source = _partners(session, pattern)
+        self.context = context
+        elements = num_bytes // 2
+        self.header = Header((elements,), torch.bfloat16)
+        count = session.num_input_sets(num_bytes)
+        self.sent = [session.values((elements,), torch.bfloat16, index) for index in range(count)]
+        self.received = torch.empty(elements, dtype=torch.bfloat16, device=session.device)
+
+    def _pick(self, index: int) -> torch.Tensor:
+        return self.sent[index % len(self.sent)]
+
+    def start_nccl(self, index: int, group: dist.ProcessGroup) -> list[Any]:
+        """``batch_isend_irecv`` of message ``index``."""
+        operations = []
+        if self.target is not None:
+            operations.append(dist.P2POp(dist.isend, self._pick(index), self.target, group))
+        if self.source is not None:
+            operations.append(dist.P2POp(dist.irecv, self.received, self.source, group))
+        return dist.batch_isend_irecv(operations)
+
+    def nccl(self, index: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """Message ``index`` from start to end."""
+        for work in self.start_nccl(index, group):
+            work.wait()
+        return self.received if self.source is not None else self._pick(index)
+
+    def start_ours(self, index: int) -> dict[str, Any]:
+        """Our send and our posted receive of message ``index``."""
+        return exchange(
+            self.context,
+            send_next=self._pick(index) if self.target is not None else None,
+            recv_prev=self.header if self.source is not None else None,
+        )
+
+    def ours(self, index: int) -> torch.Tensor:
+        """Message ``index`` from start to end: the sender's copy is complete, too."""
+        handles = self.start_ours(index)
+        for handle in handles.values():
+            handle.wait()
+        return handles["recv_prev"].tensor if self.source is not None else self._pick(index)
+
+
+def transfer_contenders(
+    session: BenchSession,
+    context: PipelineContext,
+    pattern: str,
+    num_bytes: int,
+    limited: dict[str, dist.ProcessGroup],
+) -> dict[str, Contender]:
+    """Returns ``native``, ``ditron`` and one contender for each limited group."""
+    transfers = _Transfers(session, context, pattern, num_bytes)
+    contenders: dict[str, Contender] = {"native": lambda index: transfers.nccl(index, dist.group.WORLD)}
+    for name, group in limited.items():
+        contenders[name] = lambda index, group=group: transfers.nccl(index, group)
+    contenders["ditron"] = transfers.ours
+    return contenders
+
+
+def _best_peer(timings: dict[str, Timing], limited: dict[str, dist.ProcessGroup]) -> tuple[str | None, float | None]:
+    if not limited:
+        return None, None
+    for name in limited:
+        get_logger("bench").info("%s: %.0f us", name, timings[name].median_us)
+    best = min(limited, key=lambda name: timings[name].median_us)
+    return best, timings[best].median_us
+
+
+def _send_recv_row(
+    session: BenchSession,
+    context: PipelineContext,
+    pattern: str,
+    num_bytes: int,
+    limited: dict[str, dist.ProcessGroup],
+) -> Row:
+    contenders = transfer_contenders(session, context, pattern, num_bytes, limited)
+    equal = all(session.equal([contenders["ditron"](i)], [contenders["native"](i)]) for i in range(3))
+    timings = session.measure(contenders)
+    peer, peer_us = _best_peer(timings, limited)
+    ours_us = timings["ditron"].median_us
+    return Row(
+        op="send_recv",
+        direction="forward",
+        model=pattern,
+        world_size=session.world_size,
+        dtype="bfloat16",
+        shape={"num_bytes": num_bytes},
+        native_us=timings["native"].median_us,
+        ditron_us=ours_us,
+        bitwise_equal=equal,
+        comm_sms=0,
+        limit_us=num_bytes / WIRE_GBPS / 1e3 if session.device.type == "cuda" else None,
+        peer=peer,
+        peer_us=peer_us,
+        wire_gbps=num_bytes / ours_us / 1e3,
+        spread=max(timing.spread for timing in timings.values()),
+    )
+
+
+def _beside_row(
+    session: BenchSession, context: PipelineContext, num_bytes: int, limited: dict[str, dist.ProcessGroup]
+) -> Row:
+    """GEMMs that last a little longer than a ring transfer which is started before them and ended after them."""
+    transfers = _Transfers(session, context, "ring", num_bytes)
+    size = 4096 if session.device.type == "cuda" else 128
+    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+    left, right = (session.values((size, size), dtype, 50 + index) for index in range(2))
+    product = torch.empty_like(left)
+    alone = session.measure({"gemm": lambda index: torch.matmul(left, right, out=product), "comm": transfers.ours})
+    count = int(1.5 * alone["comm"].median_us / alone["gemm"].median_us) + 1
+
+    def multiply() -> None:
+        for _ in range(count):
+            torch.matmul(left, right, out=product)
+
+    def beside_nccl(index: int, group: dist.ProcessGroup) -> torch.Tensor:
+        works = transfers.start_nccl(index, group)
+        multiply()
+        for work in works:
+            work.wait()
+        return transfers.received
+
+    def beside_ours(index: int) -> torch.Tensor:
+        handles = transfers.start_ours(index)
+        multiply()
+        for handle in handles.values():
+            handle.wait()
+        return handles["recv_prev"].tensor
+
+    contenders: dict[str, Contender] = {
+        "gemm": lambda index: multiply(),
+        "comm": transfers.ours,
+        "native": lambda index: beside_nccl(index, dist.group.WORLD),
+        **{name: (lambda index, group=group: beside_nccl(index, group)) for name, group in limited.items()},
+        "ditron": beside_ours,
+    }
+    equal = session.equal([beside_ours(0)], [beside_nccl(0, dist.group.WORLD)])
+    timings = session.measure(contenders)
+    peer, peer_us = _best_peer(timings, limited)
+    gemm_us, ours_us = timings["gemm"].median_us, timings["ditron"].median_us
+    return Row(
+        op="gemm_beside_transfer",
+        direction="forward",
+        model="ring",
+        world_size=session.world_size,
+        dtype="bfloat16",
+        shape={"num_bytes": num_bytes, "m": size, "n": size, "k": size, "num_gemms": count},
+        native_us=timings["native"].median_us,
+        ditron_us=ours_us,
+        bitwise_equal=equal,
+        comm_sms=0,
+        gemm_us=gemm_us,
+        comm_us=timings["comm"].median_us,
+        limit_us=max(gemm_us, timings["comm"].median_us),
+        peer=peer,
+        peer_us=peer_us,
+        spread=max(timing.spread for timing in timings.values()),
+    )
