@@ -22,7 +22,7 @@ from ditron_train.runtime.logs import get_logger
 
 __all__ = ["add_arguments", "run"]
 
-_PARTS = ("dispatch", "combine", "layer")
+_PARTS = ("dispatch", "combine", "group_gemm", "layer")
 _WIRE_GBPS = 370.0  # what NVLink carries on an H200, the link speed that limits are computed with
 
 
@@ -123,6 +123,8 @@ def _rows(session: BenchSession, case: Case, parts: tuple[str, ...]) -> Iterator
     if "dispatch" in parts or "combine" in parts:
         with torch.no_grad():
             yield from _movement_rows(session, case, config, dtype, parts)
+    if "group_gemm" in parts:
+        yield from _gemm_rows(session, case, dtype)
     if "layer" in parts and case.zipf == 0:  # a layer's router decides by itself how even its routing is
         yield from _layer_rows(session, case, config, dtype)
 
@@ -170,6 +172,27 @@ def _movement_rows(
         timings = session.measure(contenders)
         yield _row(session, "combine", "forward", case, dtype, equal, timings, comm_sms, wire=copies)
     context.check()
+
+
+def _gemm_rows(session: BenchSession, case: Case, dtype: torch.dtype) -> Iterator[Row]:
+    from ditron_train.bench.ep_gemm import group_gemm_rows
+    from ditron_train.bench.megatron_ep import zipf_routing
+
+    routed, _ = zipf_routing(
+        case.tokens_per_rank, case.num_experts, case.topk, exponent=case.zipf, device=session.device, seed=session.rank
+    )
+    counts = routed.sum(0)
+    dist.all_reduce(counts)
+    mine = counts.view(session.world_size, -1)[session.rank].tolist()
+    gated = 2 * case.ffn_hidden
+    for n, k in ((gated, case.hidden), (case.hidden, case.ffn_hidden)):
+        yield from group_gemm_rows(
+            session, model=_model(case), shape=case.shape, counts=mine, n=n, k=k, dtype=dtype
+        )
+
+
+def _model(case: Case) -> str:
+    return case.model if case.zipf == 0 else f"{case.model}, Zipf {case.zipf:g}"
 
 
 def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> Iterator[Row]:
@@ -220,7 +243,7 @@ def _row(
     return Row(
         op=op,
         direction=direction,
-        model=case.model if case.zipf == 0 else f"{case.model}, Zipf {case.zipf:g}",
+        model=_model(case),
         world_size=session.world_size,
         dtype=str(dtype).removeprefix("torch."),
         shape=case.shape,

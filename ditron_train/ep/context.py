@@ -106,9 +106,7 @@ class EPContext:
 
     def _buffer(self, name: str, num_rows: int, most_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         """At least ``num_rows`` rows, with headroom up to ``most_rows`` if it has to grow; same arguments on every rank."""
-        held = self.arena.tensor(name, (1, *row_shape), dtype)
-        row_bytes = held.local.numel() * dtype.itemsize
-        if held.capacity_bytes < num_rows * row_bytes:
+        if self.arena.capacity_bytes(name) < num_rows * math.prod(row_shape) * dtype.itemsize:
             self.arena.tensor(name, (min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), *row_shape), dtype)
         return self.arena.tensor(name, (max(num_rows, 1), *row_shape), dtype)
 

@@ -116,6 +116,11 @@ class SymmetricArena:
         segment, addresses = held
         return SymmetricTensor(segment, shape, dtype, addresses)
 
+    def capacity_bytes(self, name: str) -> int:
+        """Bytes held for buffer ``name``, 0 where there is none yet (no communication)."""
+        held = self._segments.get(name)
+        return held[0].num_bytes if held else 0
+
     def would_fit(self, name: str, num_bytes: int) -> bool:
         """Whether ``tensor(name, ...)`` of that size stays under the cap (no communication)."""
         cap = get_settings().arena_bytes

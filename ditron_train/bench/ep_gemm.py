@@ -1,0 +1,108 @@
+"""Rows ``group_gemm`` of ``bench ep``: the GEMMs of a rank's experts, against Transformer Engine's or one cuBLAS product each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ditron_train.bench.rows import Row
+from ditron_train.bench.session import BenchSession
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
+
+__all__ = ["group_gemm_rows"]
+
+
+def _native_products(counts: list[int], n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[str, Callable]:
+    """Forward, dgrad and wgrad as the native layer runs them, written into outputs of their own."""
+    rows = sum(counts)
+    y, dx = (torch.empty(rows, columns, dtype=dtype, device=device) for columns in (n, k))
+    dw = [torch.empty(n, k, dtype=dtype, device=device) for _ in counts]
+    try:
+        from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+    except ImportError:
+        return _loops(counts, y, dx, dw)
+
+    def run(layout: str, grad: bool, a: list, b: list, out: list, single: bool) -> None:
+        general_grouped_gemm(a, b, out, dtype, layout=layout, m_splits=counts, grad=grad, single_output=single)
+
+    return {
+        "forward": lambda x, g, ws: (run("TN", False, ws, list(x.split(counts)), [y], True), y)[1],
+        "dgrad": lambda x, g, ws: (run("NN", True, ws, list(g.split(counts)), [dx], True), dx)[1],
+        "wgrad": lambda x, g, ws: (run("NT", True, list(x.split(counts)), list(g.split(counts)), dw, False), dw)[1],
+    }
+
+
+def _loops(counts: list[int], y: torch.Tensor, dx: torch.Tensor, dw: list[torch.Tensor]) -> dict[str, Callable]:
+    def forward(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
+        for part, out, w in zip(x.split(counts), y.split(counts), ws):
+            torch.matmul(part, w.t(), out=out)
+        return y
+
+    def dgrad(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
+        for part, out, w in zip(g.split(counts), dx.split(counts), ws):
+            torch.matmul(part, w, out=out)
+        return dx
+
+    def wgrad(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> list[torch.Tensor]:
+        for g_part, x_part, out in zip(g.split(counts), x.split(counts), dw):
+            torch.matmul(g_part.t(), x_part, out=out)
+        return dw
+
+    return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+
+
+def group_gemm_rows(
+    session: BenchSession, *, model: str, shape: dict[str, int], counts: list[int], n: int, k: int, dtype: torch.dtype
+) -> Iterator[Row]:
+    """Rows ``group_gemm``, ``group_dgrad`` and ``group_wgrad`` for experts [n, k] with ``counts`` rows each.
+
+    Args:
+        session: Of the benchmark.
+        model: For the rows.
+        shape: For the rows.
+        counts: Rows of each local expert.
+        n: Output columns.
+        k: Input columns.
+        dtype: Of rows and weights.
+    """
+    device, num_rows = session.device, sum(counts)
+    generator = torch.Generator(device).manual_seed(session.rank)
+
+    def values(*size: int) -> torch.Tensor:
+        if device.type == "cpu":  # small integers: exact in every order of a sum
+            return torch.randint(-3, 4, size, generator=generator).to(dtype)
+        return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
+
+    x, g, weights = values(num_rows, k), values(num_rows, n), [values(n, k) for _ in counts]
+    tokens_per_expert = torch.tensor(counts, device=device)
+    native = _native_products(counts, n, k, dtype, device)
+    ours: dict[str, Callable] = {
+        "forward": lambda tiles: group_gemm(x, weights, tiles),
+        "dgrad": lambda tiles: group_gemm(g, weights, tiles, transpose=False),
+        "wgrad": lambda tiles: group_wgrad(g, x, tiles),
+    }
+    names = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
+    for product, op in names.items():
+        contenders = {
+            "native": lambda index, p=product: native[p](x, g, weights),
+            "ditron": lambda index, p=product: ours[p](row_tiles(tokens_per_expert, num_rows)),
+        }
+        results = [contenders[name](0) for name in ("ditron", "native")]
+        parts = [list(result) if product == "wgrad" else [result] for result in results]
+        equal = session.equal(*parts)
+        del results, parts
+        timings = session.measure(contenders)
+        yield Row(
+            op=op,
+            direction="forward" if product == "forward" else "backward",
+            model=model,
+            world_size=session.world_size,
+            dtype=str(dtype).removeprefix("torch."),
+            shape={**shape, "n": n, "k": k},
+            native_us=timings["native"].median_us,
+            ditron_us=timings["ditron"].median_us,
+            bitwise_equal=equal,
+            comm_sms=0,
+            spread=max(timing.spread for timing in timings.values()),
+        )
