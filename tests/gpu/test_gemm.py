@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -10,6 +11,12 @@ import torch
 from ditron_train.gemm import GemmConfig, known_bits, matmul_nn, matmul_nt, matmul_tn, probe_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_gpu():
+    """Under torchrun every rank runs these tests on its own GPU."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 # (N, K) of column linears and of row linears, at TP 1; 8192 tokens
 COLUMN = [(11008, 4096), (14336, 4096), (28672, 8192), (53248, 16384), (29568, 8192)]

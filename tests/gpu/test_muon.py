@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ditron_train.optim import Muon, addmm, gram, newton_schulz, scaled_square
 from ditron_train.testing import reference_muon as reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_gpu():
+    """Under torchrun every rank runs these tests on its own GPU."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def matrix(*shape, dtype=torch.float32, seed=0):
@@ -124,3 +132,29 @@ def test_memory_stays_within_two_matrices_of_the_native_peak():
     expected, momentum = param.detach().clone(), torch.zeros(shape, device="cuda")
     native = peak(lambda: reference.reference_step(expected, momentum, param.grad, lr=0.01))
     assert ours <= native + 2 * param.numel() * 4
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_sharded_steps_equal_whole_ones(device, all_equal, num_steps):
+    shapes = [(1024, 2816), (4096, 4096), (2816, 1024), (640, 640), (4096, 1024), (1536,), (4096, 11008), (37, 53)]
+    params = [torch.nn.Parameter(matrix(*shape, seed=i)) for i, shape in enumerate(shapes)]
+    alone = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    sharded, whole = Muon(params, lr=0.02, shard_group=dist.group.WORLD), Muon(alone, lr=0.02)
+    for step in range(num_steps):
+        for index, (a, b) in enumerate(zip(params, alone)):
+            a.grad = b.grad = matrix(*a.shape, seed=100 * step + index)
+        sharded.step()
+        whole.step()
+        assert all([all_equal(a.detach(), b.detach()) for a, b in zip(params, alone)])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_duplicated_mode_gives_the_shard_of_the_whole_step(device, all_equal, dim):
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.nn.Parameter(matrix(2048, 4096, seed=1))
+    whole.grad = matrix(2048, 4096, seed=2)
+    shard = torch.nn.Parameter(whole.detach().chunk(world_size, dim)[rank].clone())
+    shard.grad, shard.partition_dim = whole.grad.chunk(world_size, dim)[rank].clone(), dim
+    Muon([whole], lr=0.02).step()
+    Muon([shard], lr=0.02, tp_mode="duplicated", tp_group_fn=lambda param: dist.group.WORLD).step()
+    assert all_equal(shard.detach(), whole.detach().chunk(world_size, dim)[rank].contiguous())
