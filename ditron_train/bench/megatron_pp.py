@@ -30,6 +30,7 @@ _LAYERS_A_STAGE = 2
 def _world(session: BenchSession, chunks: int | None) -> Iterator[None]:
     if session.device.type == "cpu":
         megatron_cpu.install()
+    megatron_cpu.allow_torch_norm_with_sequence_parallel()  # torch's norm in the parameters' type
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=session.world_size, virtual_pipeline_model_parallel_size=chunks
     )

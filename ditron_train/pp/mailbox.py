@@ -37,6 +37,9 @@ _OFFSET_HEADERS = _OFFSET_READ + 2 * _LINE_BYTES
 _ROW_BYTES = -(-(_OFFSET_HEADERS + 2 * HEADER_DEPTH * HEADER_WORDS * 8) // 4096) * 4096
 
 
+_kept: list[mmap.mmap] = []
+
+
 class Mailbox:
     """One row of words a rank, in a file of shared memory that is unlinked as soon as all have mapped it.
 
@@ -82,6 +85,7 @@ class Mailbox:
         """Address of the memory for the device's streams; None where the driver of any rank refuses to register it."""
         if device.type != "cuda":
             return self._host_base
+        _kept.append(self._memory)  # what is registered must stay mapped
         with torch.cuda.device(device):
             address = driver.register_host_memory(self._host_base, self._words.numel())
         return address if all(exchange(group, address is not None)) else None

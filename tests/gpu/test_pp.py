@@ -283,7 +283,9 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options):
     from megatron.core import parallel_state
 
     import ditron_train.megatron
+    from ditron_train.testing import megatron_cpu
 
+    megatron_cpu.allow_torch_norm_with_sequence_parallel()  # torch's norm in the parameters' type
     workers = _module("ditron_native_pp_workers", Path(__file__).parent.parent / "native" / "pp_workers.py")
     case = workers.Case(
         world, 2 * world, chunks=chunks, dtype=torch.bfloat16, device="cuda", batched=world > 2 or chunks is None, **options
@@ -308,3 +310,4 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options):
         torch.use_deterministic_algorithms(deterministic)
         ditron_train.megatron.restore()
         parallel_state.destroy_model_parallel()
+        megatron_cpu.uninstall()
