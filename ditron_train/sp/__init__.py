@@ -2,7 +2,7 @@
 
 from ditron_train.sp.context import SPContext, get_context
 from ditron_train.sp.functions import heads_exchange, output_projection, qkv_projection, sequence_exchange
-from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
+from ditron_train.sp.layouts import HeadsLayout, output_layout, packed_rows, qkv_layout
 from ditron_train.sp.ops import a2a_gemm, gemm_a2a, to_heads, to_sequence
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "heads_exchange",
     "output_layout",
     "output_projection",
+    "packed_rows",
     "qkv_layout",
     "qkv_projection",
     "sequence_exchange",

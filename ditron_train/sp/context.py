@@ -25,7 +25,7 @@ class SPContext(OpContext):
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
         super().__init__(group, device, first_epoch=first_epoch)
-        fields = ("operation", "rows", "groups", "width0", "width1", "width2", "k", "dtype", "block_m", "block_n")
+        fields = ("operation", "rows", "groups", "width0", "width1", "width2", "k", "dtype", "block_m", "block_n", "packed")
         self.heads_channel = self.add_channel("sp.to_heads", self.world_size * 1024, fields)
         self.sequence_channel = self.add_channel("sp.to_sequence", self.world_size * 1024, fields)
 

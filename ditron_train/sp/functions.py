@@ -53,11 +53,12 @@ class _QkvProjection(torch.autograd.Function):
         bias: torch.Tensor | None,
         context: SPContext,
         layout: HeadsLayout,
+        row_table: torch.Tensor | None,
         wgrad: Wgrad,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(x, weight)
-        ctx.context, ctx.layout, ctx.wgrad = context, layout, wgrad
-        parts = gemm_a2a(x, weight, context=context, layout=layout)
+        ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
+        parts = gemm_a2a(x, weight, **ctx.options)
         if bias is not None:
             own = bias.view(context.world_size, layout.num_groups, -1)[context.rank]
             for part, width, part_bias in zip(parts, layout.widths, own.split(list(layout.widths), dim=1)):
@@ -69,18 +70,17 @@ class _QkvProjection(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = grad_rows = None
-        options = dict(context=ctx.context, layout=ctx.layout)
         if needs_x:
             keep = needs_weight or needs_bias
-            result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=keep, **options)
+            result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=keep, **ctx.options)
             grad_x, grad_rows = result if keep else (result, None)
         elif needs_weight or needs_bias:
-            grad_rows = _mixed(to_sequence(grads, **options), ctx.layout, ctx.context.world_size)
+            grad_rows = _mixed(to_sequence(grads, **ctx.options), ctx.options["layout"], ctx.options["context"].world_size)
         if needs_weight:
             grad_weight = ctx.wgrad(grad_rows, _rows(x))
         if needs_bias:
             grad_bias = grad_rows.sum(dim=0)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _mixed(parts: Sequence[torch.Tensor], layout: HeadsLayout, world_size: int) -> torch.Tensor:
@@ -95,13 +95,19 @@ class _OutputProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, attended: torch.Tensor, weight: torch.Tensor, context: SPContext, layout: HeadsLayout, wgrad: Wgrad
+        ctx: Any,
+        attended: torch.Tensor,
+        weight: torch.Tensor,
+        context: SPContext,
+        layout: HeadsLayout,
+        row_table: torch.Tensor | None,
+        wgrad: Wgrad,
     ) -> torch.Tensor:
         keep = ctx.needs_input_grad[1]
-        result = a2a_gemm((attended,), weight, context=context, layout=layout, return_gathered=keep)
+        ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
+        result = a2a_gemm((attended,), weight, return_gathered=keep, **ctx.options)
         out, gathered = result if keep else (result, None)
         ctx.save_for_backward(weight, gathered)
-        ctx.context, ctx.layout, ctx.wgrad = context, layout, wgrad
         return out
 
     @staticmethod
@@ -110,12 +116,10 @@ class _OutputProjection(torch.autograd.Function):
         needs_attended, needs_weight = ctx.needs_input_grad[:2]
         grad_attended = grad_weight = None
         if needs_attended:
-            (grad_attended,) = gemm_a2a(
-                grad_out, weight, context=ctx.context, layout=ctx.layout, weight_layout="nn"
-            )
+            (grad_attended,) = gemm_a2a(grad_out, weight, weight_layout="nn", **ctx.options)
         if needs_weight:
             grad_weight = ctx.wgrad(_rows(grad_out), gathered)
-        return grad_attended, grad_weight, None, None, None
+        return grad_attended, grad_weight, None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -123,15 +127,20 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, towards_heads: bool, context: SPContext, layout: HeadsLayout, *parts: torch.Tensor
+        ctx: Any,
+        towards_heads: bool,
+        context: SPContext,
+        layout: HeadsLayout,
+        row_table: torch.Tensor | None,
+        *parts: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.towards_heads, ctx.context, ctx.layout = towards_heads, context, layout
-        return (to_heads if towards_heads else to_sequence)(parts, context=context, layout=layout)
+        ctx.towards_heads, ctx.options = towards_heads, dict(context=context, layout=layout, row_table=row_table)
+        return (to_heads if towards_heads else to_sequence)(parts, **ctx.options)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inverse = to_sequence if ctx.towards_heads else to_heads
-        return (None, None, None, *inverse(grads, context=ctx.context, layout=ctx.layout))
+        return (None, None, None, None, *inverse(grads, **ctx.options))
 
 
 def qkv_projection(
@@ -141,6 +150,7 @@ def qkv_projection(
     context: SPContext,
     layout: HeadsLayout,
     bias: torch.Tensor | None = None,
+    row_table: torch.Tensor | None = None,
     wgrad: Wgrad | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v of this rank's heads for the whole sequence; differentiable.
@@ -151,6 +161,7 @@ def qkv_projection(
         context: The group's context.
         layout: Columns of one rank (``qkv_layout``).
         bias: [world * layout.num_columns], or None.
+        row_table: As ``gemm_a2a``.
         wgrad: Computes the weight's gradient; ``grad.T @ x`` where None.
 
     Returns:
@@ -161,11 +172,17 @@ def qkv_projection(
     """
     if bias is not None and bias.shape != (context.world_size * layout.num_columns,):
         raise NotSupportedError(f"qkv_projection: bias {tuple(bias.shape)} for {context.world_size * layout.num_columns} columns")
-    return _QkvProjection.apply(x, weight, bias, context, layout, wgrad or _plain_wgrad)
+    return _QkvProjection.apply(x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad)
 
 
 def output_projection(
-    attended: torch.Tensor, weight: torch.Tensor, *, context: SPContext, layout: HeadsLayout, wgrad: Wgrad | None = None
+    attended: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    row_table: torch.Tensor | None = None,
+    wgrad: Wgrad | None = None,
 ) -> torch.Tensor:
     """The attention's output of all heads, for this rank's two chunks, projected; differentiable.
 
@@ -174,6 +191,7 @@ def output_projection(
         weight: [hidden, world * layout.num_columns].
         context: The group's context.
         layout: Columns of one rank, one part.
+        row_table: As ``gemm_a2a``.
         wgrad: As ``qkv_projection``.
 
     Returns:
@@ -182,16 +200,18 @@ def output_projection(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``a2a_gemm``.
     """
-    return _OutputProjection.apply(attended, weight, context, layout, wgrad or _plain_wgrad)
+    return _OutputProjection.apply(attended, weight, context, layout, row_table, wgrad or _plain_wgrad)
 
 
-def heads_exchange(parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout) -> tuple[torch.Tensor, ...]:
+def heads_exchange(
+    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """``ops.to_heads``, differentiable: for what stands between the projection and the exchange (q and k norms)."""
-    return _Exchange.apply(True, context, layout, *parts)
+    return _Exchange.apply(True, context, layout, row_table, *parts)
 
 
 def sequence_exchange(
-    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout
+    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """``ops.to_sequence``, differentiable."""
-    return _Exchange.apply(False, context, layout, *parts)
+    return _Exchange.apply(False, context, layout, row_table, *parts)

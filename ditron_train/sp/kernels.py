@@ -1,7 +1,7 @@
 """Kernels of Ulysses sequence parallelism: GEMM-A2A, A2A-GEMM, and the exchanges without a GEMM.
 
-Rows are (position, batch) pairs. Rank r of a group of W holds two of the 2 W chunks of the sequence, r and 2 W - 1 - r:
-its rows before attention ("local rows"); around attention it holds all positions, in order ("global rows"), of its heads.
+Rows are (position, batch) pairs. Rank r of a group of W holds two of the 2 W chunks of the sequence (or of each of several
+packed ones), r and 2 W - 1 - r: its rows before attention ("local rows"); around attention it holds all positions, in order ("global rows"), of its heads.
 Columns of one rank's heads: ``num_groups`` groups, each with one slice of every part (q, k, v; or one part).
 
 Two single buffers a rank, each with a channel: ``to_heads`` [W * slot_rows, columns] (source rank, local row) and
@@ -27,13 +27,17 @@ TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
 
 
 @triton.jit
-def global_row(row, owner, half_rows, WORLD_SIZE: tl.constexpr):
+def global_row(row, mask, owner, M, half_rows, table_ptr, WORLD_SIZE: tl.constexpr, HAS_TABLE: tl.constexpr):
     """Global row of rank ``owner``'s local row: its first half is chunk ``owner``, its second 2 W - 1 - ``owner``.
 
-    Twin: ``layouts.global_rows``.
+    Packed sequences are each cut so; their rows are in a table, int32 [W, M]. Twins: ``layouts.global_rows`` and
+    ``layouts.packed_rows``.
     """
-    second = (2 * WORLD_SIZE - 2 - owner) * half_rows + row
-    return tl.where(row < half_rows, owner * half_rows + row, second)
+    if HAS_TABLE:
+        return tl.load(table_ptr + owner * M + row, mask=mask, other=0)
+    else:
+        second = (2 * WORLD_SIZE - 2 - owner) * half_rows + row
+        return tl.where(row < half_rows, owner * half_rows + row, second)
 
 
 @triton.jit
@@ -149,6 +153,7 @@ def receive_kernel(
     part1_ptr,
     part2_ptr,
     signals_ptr,
+    table_ptr,
     tickets_ptr,
     control_ptr,
     M,
@@ -169,6 +174,7 @@ def receive_kernel(
     FLAGS: tl.constexpr,
     TO_HEADS: tl.constexpr,
     BEHIND_PUSH: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
@@ -205,7 +211,7 @@ def receive_kernel(
         mask = rows < M
         if TO_HEADS:
             arrived = buffer_ptr + (source * slot_rows + rows).to(tl.int64) * buffer_stride
-            out_rows = global_row(rows, source, half_rows, WORLD_SIZE).to(tl.int64)
+            out_rows = global_row(rows, mask, source, M, half_rows, table_ptr, WORLD_SIZE, HAS_TABLE).to(tl.int64)
             out_groups = num_groups
             first_group = 0
         else:
@@ -235,6 +241,7 @@ def push_kernel(
     ready_addresses,
     ready_ptr,
     signature_ptr,
+    table_ptr,
     tickets_ptr,
     control_ptr,
     M,
@@ -252,6 +259,7 @@ def push_kernel(
     BLOCK_W1: tl.constexpr,
     BLOCK_W2: tl.constexpr,
     TO_HEADS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
@@ -288,7 +296,7 @@ def push_kernel(
                 first_group = peer * num_groups
                 destination = buffer + (rank * slot_rows + rows).to(tl.int64) * buffer_stride
             else:
-                in_rows = global_row(rows, peer, half_rows, WORLD_SIZE).to(tl.int64)
+                in_rows = global_row(rows, mask, peer, M, half_rows, table_ptr, WORLD_SIZE, HAS_TABLE).to(tl.int64)
                 in_groups = num_groups
                 first_group = 0
                 destination = buffer + rows.to(tl.int64) * buffer_stride + rank * num_groups * group_stride

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["HeadsLayout", "chunks_of_rank", "global_rows", "output_layout", "qkv_layout"]
+__all__ = ["HeadsLayout", "chunks_of_rank", "global_rows", "output_layout", "packed_rows", "qkv_layout"]
 
 
 def chunks_of_rank(rank: int, world_size: int) -> tuple[int, int]:
@@ -28,6 +29,34 @@ def global_rows(rank: int, world_size: int, num_local_rows: int) -> np.ndarray:
         raise NotSupportedError(f"{num_local_rows} rows of a rank do not divide into two chunks")
     half = num_local_rows // 2
     return np.concatenate([chunk * half + np.arange(half) for chunk in chunks_of_rank(rank, world_size)])
+
+
+def packed_rows(cu_seqlens: torch.Tensor, world_size: int, num_local_rows: int) -> torch.Tensor:
+    """Row in the whole of each rank's local rows where several sequences are packed one behind the other.
+
+    Each sequence is cut into ``2 * world_size`` chunks, of which a rank holds its two, sequence after sequence. What lies
+    behind the last sequence is one more. No host sync.
+
+    Args:
+        cu_seqlens: int [sequences + 1], first row of each sequence in the whole (with padding), every length a multiple of
+            ``2 * world_size``.
+        world_size: Ranks of the group.
+        num_local_rows: Rows of one rank.
+
+    Returns:
+        int32 [world_size, num_local_rows], on the device of ``cu_seqlens``.
+    """
+    device = cu_seqlens.device
+    end = torch.full((1,), world_size * num_local_rows, dtype=torch.int64, device=device)
+    starts = torch.cat([cu_seqlens.to(torch.int64), end])
+    row = torch.arange(num_local_rows, device=device)
+    sequence = (torch.searchsorted(starts // world_size, row, right=True) - 1).clamp(0, starts.numel() - 2)
+    first = starts[sequence]
+    half = (starts[sequence + 1] - first) // (2 * world_size)
+    offset = row - first // world_size
+    rank = torch.arange(world_size, device=device)[:, None]
+    chunk = torch.where(offset < half, rank, 2 * world_size - 2 - rank)  # the second half's offset is past one half
+    return (first + chunk * half + offset).clamp(0, world_size * num_local_rows - 1).to(torch.int32)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ __all__ = ["WeightLayout", "a2a_gemm", "gemm_a2a", "to_heads", "to_sequence"]
 
 
 def _check_parts(
-    name: str, context: SPContext, layout: HeadsLayout, parts: Sequence[torch.Tensor], *, whole_sequence: bool
-) -> None:
+    name: str, context: SPContext, layout: HeadsLayout, parts: Sequence[torch.Tensor], row_table: torch.Tensor | None,
+    *, whole_sequence: bool,
+) -> None:  # fmt: skip
     """Checks what this rank can see alone of the parts [s, ..., heads, head size]."""
     if len(parts) != len(layout.widths):
         raise NotSupportedError(f"{name}: {len(parts)} parts, the layout has {len(layout.widths)}")
@@ -42,13 +43,29 @@ def _check_parts(
             )
     if first.dtype not in DTYPES:
         raise NotSupportedError(f"{name}: {first.dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    _check_sequence(name, first.shape[0], first.shape[1:-2].numel(), 2 * world if whole_sequence else 2)
+    _check_rows(name, context, first.shape[:-2], world if whole_sequence else 1, row_table)
 
 
-def _check_sequence(name: str, length: int, batch: int, divisor: int) -> None:
-    if length == 0 or batch == 0:
+def _check_rows(
+    name: str, context: SPContext, lead: Sequence[int], num_ranks: int, row_table: torch.Tensor | None
+) -> None:
+    """``lead``: leading dimensions, the rows of ``num_ranks`` ranks."""
+    length, num_rows = lead[0], torch.Size(lead).numel()
+    if num_rows == 0:
         raise NotSupportedError(f"{name}: an empty sequence")
-    if length % divisor:
+    if row_table is not None and (
+        length % num_ranks
+        or tuple(row_table.shape) != (context.world_size, num_rows // num_ranks)
+        or row_table.dtype != torch.int32
+        or row_table.device != context.device
+        or not row_table.is_contiguous()
+    ):
+        raise NotSupportedError(
+            f"{name}: the table of rows is {tuple(row_table.shape)} {row_table.dtype} on {row_table.device}, needed is a "
+            f"contiguous int32 of ({context.world_size}, {num_rows} / {num_ranks})"
+        )
+    divisor = 2 * num_ranks
+    if row_table is None and length % divisor:
         raise NotSupportedError(
             f"{name}: Sequence length per GPU needs to be divisible by 2! A sequence dimension of {length} does not divide "
             f"by {divisor}"
@@ -81,6 +98,7 @@ def gemm_a2a(
     context: SPContext,
     layout: HeadsLayout,
     weight_layout: WeightLayout = "nt",
+    row_table: torch.Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Projects ``x`` and gives every rank its heads of the whole sequence: QKV's forward, the output projection's dgrad.
@@ -93,6 +111,8 @@ def gemm_a2a(
         context: The group's context.
         layout: Columns of one rank.
         weight_layout: How ``weight`` lies.
+        row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its two
+            chunks of one sequence.
         config: Tile sizes; chosen by the shape where None. They do not change bits.
 
     Returns:
@@ -104,20 +124,21 @@ def gemm_a2a(
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     context.enter()
-    key = ("gemm_a2a", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout, weight_layout, config)
+    key = ("gemm_a2a", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout, weight_layout, config,
+           row_table is None or row_table.shape)  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         name, world = "gemm_a2a", context.world_size
         if x.dim() < 2:
             raise NotSupportedError(f"{name}: x has {x.dim()} dimensions, needed are 2 or more")
         _check_gemm(name, context, x, x.shape[-1], world * layout.num_columns, weight, weight_layout)
-        _check_sequence(name, x.shape[0], x.shape[1:-1].numel(), 2)
+        _check_rows(name, context, x.shape[:-1], 1, row_table)
         m, k, n = x.shape[:-1].numel(), x.shape[-1], world * layout.num_columns
         chosen = config or choose_config(m, n, k, x.dtype, context.target, context.num_sms)
-        prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen)
+        prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return prepared(rows, weight, (x.shape[0] * context.world_size, *x.shape[1:-1]))
+    return prepared(rows, weight, (x.shape[0] * context.world_size, *x.shape[1:-1]), row_table)
 
 
 def a2a_gemm(
@@ -128,6 +149,7 @@ def a2a_gemm(
     layout: HeadsLayout,
     weight_layout: WeightLayout = "nt",
     return_gathered: bool = False,
+    row_table: torch.Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gives every rank all heads of its chunks and projects them: the output projection's forward, QKV's dgrad.
@@ -141,6 +163,7 @@ def a2a_gemm(
         layout: Columns of one rank.
         weight_layout: How ``weight`` lies.
         return_gathered: Also return what was multiplied, [local rows, world * layout.num_columns], as a tensor of its own.
+        row_table: As ``gemm_a2a``.
         config: Tile sizes; chosen by the shape where None. They do not change bits.
 
     Returns:
@@ -151,47 +174,54 @@ def a2a_gemm(
     """
     context.enter()
     shapes = tuple((part.shape, part.dtype, part.device) for part in parts)
-    key = ("a2a_gemm", shapes, weight.shape, weight.dtype, weight.device, layout, weight_layout, config)
+    key = ("a2a_gemm", shapes, weight.shape, weight.dtype, weight.device, layout, weight_layout, config,
+           row_table is None or row_table.shape)  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         name, world = "a2a_gemm", context.world_size
-        _check_parts(name, context, layout, parts, whole_sequence=True)
+        _check_parts(name, context, layout, parts, row_table, whole_sequence=True)
         k = world * layout.num_columns
         _check_gemm(name, context, parts[0], k, -1, weight, weight_layout)
         m, n = parts[0].shape[:-2].numel() // world, weight.shape[0 if weight_layout == "nt" else 1]
         dtype = parts[0].dtype
         chosen = config or choose_config(m, n, k, dtype, context.target, context.num_sms)
-        prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen)
+        prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
-    out, gathered = prepared(parts, weight, return_gathered)
+    out, gathered = prepared(parts, weight, return_gathered, row_table)
     lead = parts[0].shape[:-2]
     y = out.view(lead[0] // context.world_size, *lead[1:], prepared.n)
     return (y, gathered) if gathered is not None else y
 
 
 def _exchange(
-    name: str, context: SPContext, layout: HeadsLayout, parts: Sequence[torch.Tensor], towards_heads: bool
-) -> tuple[torch.Tensor, ...]:
+    name: str, context: SPContext, layout: HeadsLayout, parts: Sequence[torch.Tensor], towards_heads: bool,
+    row_table: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     context.enter()
     world = context.world_size
-    key = (name, layout, *((part.shape, part.dtype, part.device) for part in parts))
+    key = (name, layout, row_table is None or row_table.shape, *((part.shape, part.dtype, part.device) for part in parts))
     prepared = context.prepared.get(key)
     if prepared is None:
-        _check_parts(name, context, layout, parts, whole_sequence=not towards_heads)
+        _check_parts(name, context, layout, parts, row_table, whole_sequence=not towards_heads)
         m = parts[0].shape[:-2].numel() // (1 if towards_heads else world)
-        prepared = PreparedExchange(context, layout, m, parts[0].dtype, towards_heads=towards_heads)
+        prepared = PreparedExchange(
+            context, layout, m, parts[0].dtype, towards_heads=towards_heads, packed=row_table is not None
+        )
         context.prepared[key] = prepared
     lead = parts[0].shape[:-2]
-    return prepared(parts, (lead[0] * world if towards_heads else lead[0] // world, *lead[1:]))
+    return prepared(parts, (lead[0] * world if towards_heads else lead[0] // world, *lead[1:]), row_table)
 
 
-def to_heads(parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout) -> tuple[torch.Tensor, ...]:
+def to_heads(
+    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """The exchange before attention: all heads of this rank's chunks become this rank's heads of the whole sequence.
 
     Args:
         parts: One tensor a part, [s / world, ..., world * heads of a rank, head size]; fp32, bf16 or fp16, any strides.
         context: The group's context.
         layout: Columns of one rank.
+        row_table: As ``gemm_a2a``.
 
     Returns:
         One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -199,16 +229,19 @@ def to_heads(parts: Sequence[torch.Tensor], *, context: SPContext, layout: Heads
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    return _exchange("to_heads", context, layout, parts, True)
+    return _exchange("to_heads", context, layout, parts, True, row_table)
 
 
-def to_sequence(parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout) -> tuple[torch.Tensor, ...]:
+def to_sequence(
+    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """The inverse of ``to_heads``, the exchange after attention.
 
     Args:
         parts: One tensor a part, [s, ..., heads of this rank, head size].
         context: The group's context.
         layout: Columns of one rank.
+        row_table: As ``gemm_a2a``.
 
     Returns:
         One tensor a part, [s / world, ..., world * heads of a rank, head size].
@@ -216,4 +249,4 @@ def to_sequence(parts: Sequence[torch.Tensor], *, context: SPContext, layout: He
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    return _exchange("to_sequence", context, layout, parts, False)
+    return _exchange("to_sequence", context, layout, parts, False, row_table)

@@ -55,17 +55,18 @@ class _Transfer:
         k: What else the ranks must agree on.
         granule_rows: Rows of one source that ``flags_per_granule`` flags stand for.
         block_n: Tile width where each tile has a flag; 0 where a granule has one.
+        packed: Whether calls come with a table of rows.
     """
 
     def __init__(
         self, context: SPContext, operation: int, layout: HeadsLayout, m: int, dtype: torch.dtype, *,
-        k: int, granule_rows: int, block_n: int,
+        k: int, granule_rows: int, block_n: int, packed: bool,
     ) -> None:  # fmt: skip
-        self.context, self.layout, self.m, self.dtype = context, layout, m, dtype
+        self.context, self.layout, self.m, self.dtype, self.packed = context, layout, m, dtype, packed
         self.towards_heads = operation in (_GEMM_A2A, _TO_HEADS)
         self.channel = context.heads_channel if self.towards_heads else context.sequence_channel
         widths = (*layout.widths, 0, 0)[:3]
-        values = (operation, m, layout.num_groups, *widths, k, DTYPES[dtype], granule_rows, block_n)
+        values = (operation, m, layout.num_groups, *widths, k, DTYPES[dtype], granule_rows, block_n, int(packed))
         self.signature = context.agree(self.channel, values)
         self.granule_rows = granule_rows
         self.num_granules = -(-m // granule_rows)
@@ -91,6 +92,7 @@ class _Transfer:
                 "NUM_PARTS": len(layout.widths),
                 **blocks,
                 **constants,
+                "HAS_TABLE": self.packed,
                 "WORLD_SIZE": self.context.world_size,
                 "TARGET": self.context.target,
             },
@@ -110,13 +112,13 @@ class _Push(_Transfer):
         super().__init__(*args, **kwargs)
         self._push = self.copy_kernel(push_kernel, self.layout, num_programs, TO_HEADS=self.towards_heads)
 
-    def push(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+    def push(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, stream: torch.cuda.Stream | None) -> None:
         """Sends contiguous ``parts``; they must stay until ``stream`` is done."""
         channel = self.channel
         self._push(
             *(*parts, parts[0], parts[0])[:3], self.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
-            channel.ready.local, self.signature, channel.tickets, channel.control, *self.shape_arguments(self.layout),
-            stream=stream,
+            channel.ready.local, self.signature, channel.signals.local if table is None else table, channel.tickets,
+            channel.control, *self.shape_arguments(self.layout), stream=stream,
         )  # fmt: skip
 
 
@@ -143,34 +145,42 @@ class _Receiver:
             for part, head_dim in enumerate(layout.head_dims)
         )
 
-    def __call__(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+    def __call__(
+        self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, stream: torch.cuda.Stream | None
+    ) -> None:
         """Fills ``parts``."""
         transfer, channel = self._transfer, self._transfer.channel
         self._launch(
-            transfer.buffer.local, *(*parts, parts[0], parts[0])[:3], channel.signals.local, channel.tickets,
-            channel.control, *transfer.shape_arguments(self._layout), transfer.flags_per_granule, stream=stream,
+            transfer.buffer.local, *(*parts, parts[0], parts[0])[:3], channel.signals.local,
+            channel.signals.local if table is None else table, channel.tickets, channel.control, *transfer.shape_arguments(self._layout),
+            transfer.flags_per_granule, stream=stream,
         )  # fmt: skip
 
 
 class PreparedExchange:
     """``to_heads`` or ``to_sequence`` of one shape: a push, and beside it the kernel that takes apart what arrives."""
 
-    def __init__(self, context: SPContext, layout: HeadsLayout, m: int, dtype: torch.dtype, *, towards_heads: bool) -> None:
+    def __init__(
+        self, context: SPContext, layout: HeadsLayout, m: int, dtype: torch.dtype, *, towards_heads: bool, packed: bool
+    ) -> None:
         operation = _TO_HEADS if towards_heads else _TO_SEQUENCE
         programs = tuning.EXCHANGE_PROGRAMS
         self._push = _Push(
-            context, operation, layout, m, dtype, k=0, granule_rows=tuning.GRANULE_ROWS, block_n=0, num_programs=programs
-        )
+            context, operation, layout, m, dtype, k=0, granule_rows=tuning.GRANULE_ROWS, block_n=0, packed=packed,
+            num_programs=programs,
+        )  # fmt: skip
         self._receive = _Receiver(self._push, layout, programs, behind_push=False)
 
-    def __call__(self, parts: Sequence[torch.Tensor], lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, parts: Sequence[torch.Tensor], lead: Sequence[int], table: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         """``lead``: leading dimensions of the result."""
         context = self._push.context
         parts = [part.contiguous() for part in parts]
         results = self._receive.empty(lead)
         side = context.fork()
-        self._push.push(parts, None)  # first: with one hardware queue the kernel that waits would stand in front of it
-        self._receive(results, side)
+        self._push.push(parts, table, None)  # first: with one hardware queue the kernel that waits would stand in front of it
+        self._receive(results, table, side)
         context.join()
         context.leave(self._push.channel)
         return results
@@ -181,12 +191,13 @@ class PreparedGemmA2A:
 
     def __init__(
         self, context: SPContext, layout: HeadsLayout, m: int, k: int, dtype: torch.dtype, weight_layout: WeightLayout,
-        config: GemmConfig,
+        config: GemmConfig, packed: bool,
     ) -> None:  # fmt: skip
         self.config, self.k, self.weight_layout = config, k, weight_layout
         self._transfer = transfer = _Transfer(
-            context, _GEMM_A2A, layout, m, dtype, k=k, granule_rows=config.block_m, block_n=config.block_n
-        )
+            context, _GEMM_A2A, layout, m, dtype, k=k, granule_rows=config.block_m, block_n=config.block_n,
+            packed=packed,
+        )  # fmt: skip
         world, n = context.world_size, layout.num_columns
         programs = tuning.receive_programs(m, world * n, k, dtype.itemsize)
         self._receive = _Receiver(transfer, layout, programs, behind_push=False)
@@ -219,7 +230,9 @@ class PreparedGemmA2A:
             aligned_operand(weight), (config.block_n, config.block_k) if nt else (config.block_k, config.block_n)
         )
 
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, rows: torch.Tensor, weight: torch.Tensor, lead: Sequence[int], table: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         """``rows`` [m, k]; ``lead``: leading dimensions of the parts."""
         transfer, config = self._transfer, self.config
         context, channel, buffer = transfer.context, transfer.channel, transfer.buffer
@@ -243,7 +256,7 @@ class PreparedGemmA2A:
             transfer.slot_rows,
             buffer.local.stride(0),
         )
-        self._receive(parts, side)
+        self._receive(parts, table, side)
         context.join()
         context.leave(channel)
         return parts
@@ -254,14 +267,15 @@ class PreparedA2AGemm:
 
     def __init__(
         self, context: SPContext, layout: HeadsLayout, m: int, n: int, dtype: torch.dtype, weight_layout: WeightLayout,
-        config: GemmConfig,
+        config: GemmConfig, packed: bool,
     ) -> None:  # fmt: skip
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
         programs = tuning.push_programs(m, n, k)
         self._push = push = _Push(
-            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=config.block_m, block_n=0, num_programs=programs
-        )
+            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=config.block_m, block_n=0, packed=packed,
+            num_programs=programs,
+        )  # fmt: skip
         whole = HeadsLayout(1, (layout.num_columns,), (layout.num_columns,))
         self._gather = _Receiver(push, whole, programs, behind_push=True)
         self._a = make_descriptor(push.buffer.local[:, :k], (config.block_m, config.block_k))
@@ -280,7 +294,7 @@ class PreparedA2AGemm:
         )
 
     def __call__(
-        self, parts: Sequence[torch.Tensor], weight: torch.Tensor, return_gathered: bool
+        self, parts: Sequence[torch.Tensor], weight: torch.Tensor, return_gathered: bool, table: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """([m, n], what was multiplied [m, k] or None)."""
         push = self._push
@@ -289,7 +303,7 @@ class PreparedA2AGemm:
         out = empty_aligned(m, self.n, push.dtype, context.device)
         gathered = torch.empty(m, self.k, dtype=push.dtype, device=context.device) if return_gathered else None
         side = context.fork()
-        push.push(parts, side)
+        push.push(parts, table, side)
         self._launch(
             self._a,
             make_descriptor(aligned_operand(weight), self._b_block),
@@ -302,7 +316,7 @@ class PreparedA2AGemm:
             self.k,
         )
         if gathered is not None:
-            self._gather((gathered,), side)
+            self._gather((gathered,), table, side)
         context.join()
         context.leave(channel)
         return out.contiguous(), gathered

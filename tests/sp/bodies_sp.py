@@ -175,6 +175,7 @@ def bad_input(name: str) -> str:
         "k": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(8, 1, 15))),
         "dtype": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(8, 1, 16).half())),
         "layout": lambda: gemm_a2a(context=context, **_small(context, weight_layout="tt")),
+        "table": lambda: gemm_a2a(context=context, **_small(context, row_table=torch.zeros(2, 8))),
         "dimensions": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(16))),
         "parts": lambda: a2a_gemm((attended, attended), torch.zeros(16, 16 * world), context=context, layout=out),
         "heads": lambda: a2a_gemm((attended[:, :, :1],), torch.zeros(16, 16 * world), context=context, layout=out),
@@ -236,3 +237,52 @@ def absent_peer(op: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("an absent peer was not noticed")
+
+
+def packed(lengths: list[int], heads: int, groups: int, head_dim: int, hidden: int) -> None:
+    """Packed sequences: each is cut for itself. The reference takes rows apart by the host's table."""
+    from ditron_train.sp import packed_rows
+    from ditron_train.sp.layouts import global_rows
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    context = SPContext(None, torch.device("cpu"))
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    total = starts[-1] + 2 * world  # rows behind the last sequence
+    bounds = [*starts, total]
+    host = [
+        torch.cat([a + torch.from_numpy(global_rows(r, world, (b - a) // world)) for a, b in zip(bounds, bounds[1:])])
+        for r in range(world)
+    ]
+    table = packed_rows(torch.tensor(starts, dtype=torch.int32), world, total // world)
+    assert torch.equal(table.long(), torch.stack(host))
+
+    layout, out = qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)
+    whole = integers(total, 1, hidden, dtype=torch.float32, seed=1)
+    weight = integers(world * layout.num_columns, hidden, dtype=torch.float32, seed=2)
+    x = leaf(whole[host[rank]])
+    mixed = (whole @ weight.t()).view(total, 1, world * layout.num_groups, -1)
+    split = torch.split(mixed, list(layout.widths), dim=3)
+    own = slice(rank * layout.num_groups, (rank + 1) * layout.num_groups)
+    weight = leaf(weight)
+    parts = qkv_projection(x, weight, context=context, layout=layout, row_table=table)
+    for part, expected, dim in zip(parts, split, layout.head_dims):
+        assert torch.equal(part, expected[:, :, own].reshape(total, 1, -1, dim))
+    heads_of_rank = heads // world
+    attended = integers(total, 1, heads, head_dim, dtype=torch.float32, seed=3)
+    weight_out = integers(hidden, heads * head_dim, dtype=torch.float32, seed=4)
+    mine = attended[:, :, rank * heads_of_rank : (rank + 1) * heads_of_rank]
+    y = output_projection(mine, weight_out, context=context, layout=out, row_table=table)
+    assert torch.equal(y, (attended.flatten(2) @ weight_out.t())[host[rank]])
+
+    grads = [integers(*part.shape, dtype=torch.float32, seed=5 + rank) for part in parts]
+    torch.autograd.backward(parts, grads)
+    exchanged = [leaf(torch.zeros(total // world, world * layout.num_heads(i), dim)) for i, dim in enumerate(layout.head_dims)]
+    results = heads_exchange(exchanged, context=context, layout=layout, row_table=table)
+    torch.autograd.backward(results, [grad.squeeze(1) for grad in grads])
+    grouped = [part.grad.view(total // world, world * layout.num_groups, -1) for part in exchanged]
+    grad_mixed = torch.cat(grouped, dim=2).flatten(1)
+    assert torch.equal(x.grad.squeeze(1), grad_mixed @ weight.detach())
+    assert torch.equal(weight.grad, grad_mixed.t() @ x.detach().squeeze(1))
+    context.arena.close()

@@ -83,3 +83,14 @@ def test_an_absent_peer_is_named(op):
     outcomes = run_workers_once(2, bodies_sp.absent_peer, op, env={"DITRON_TIMEOUT_S": "3"})
     assert outcomes[1].value == "absent"
     assert outcomes[0].value.startswith("PeerTimeoutError") and "for rank 1" in outcomes[0].value
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_packed_sequences(world):
+    lengths = [2 * world * count for count in (3, 1, 17, 0, 6)]
+    run_workers(world, bodies_sp.packed, lengths, 2 * world, world, 8, 16, timeout_s=200)
+
+
+def test_a_table_of_another_shape_is_refused():
+    errors = run_workers(2, bodies_sp.bad_input, "table")
+    assert errors[0] == errors[1] and "table of rows" in errors[0]
