@@ -9,7 +9,7 @@ from typing import Literal
 from ditron_train.doctor.facts import Facts
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import get_settings
-from ditron_train.runtime.versions import SUPPORTED, is_supported
+from ditron_train.runtime.versions import SUPPORTED, is_supported, specifier_here
 
 __all__ = ["Finding", "find_problems"]
 
@@ -42,13 +42,13 @@ def _versions(facts: Facts) -> list[Finding]:
         if version is None:
             level: Level = "error" if entry.required else "note"
             pip = entry.distributions[0] if entry.distributions else entry.name
-            fix = f"pip install '{pip}{entry.specifier}'"
+            fix = f"pip install '{pip}{specifier_here(entry)}'"
             findings.append(Finding("versions", level, f"{entry.name} is not installed", fix))
         elif is_supported(entry, version):
-            findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {entry.specifier})"))
+            findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {specifier_here(entry)})"))
         else:
-            fix = f"install a version in {entry.specifier}: {entry.why}"
-            findings.append(Finding("versions", "error", f"{entry.name} {version} is outside {entry.specifier}", fix))
+            fix = f"install a version in {specifier_here(entry)}: {entry.why}"
+            findings.append(Finding("versions", "error", f"{entry.name} {version} is outside {specifier_here(entry)}", fix))
     return findings
 
 

@@ -7,12 +7,22 @@ and by ``python -m ditron_train doctor``. Nothing but the standard library is im
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from importlib import metadata
 from typing import NamedTuple
 
-__all__ = ["SUPPORTED", "Supported", "check_versions", "find_version", "find_versions", "is_supported", "version_problems"]
+__all__ = [
+    "SUPPORTED",
+    "Supported",
+    "check_versions",
+    "find_version",
+    "find_versions",
+    "is_supported",
+    "specifier_here",
+    "version_problems",
+]
 
 
 class Supported(NamedTuple):
@@ -25,6 +35,7 @@ class Supported(NamedTuple):
         module: Top module; an imported one is asked for its version first.
         distributions: Names under which pip may know it, the first one found counts.
         why: What sets the limits.
+        interpreted: A narrower range where kernels are interpreted (``TRITON_INTERPRET=1``).
     """
 
     name: str
@@ -33,13 +44,22 @@ class Supported(NamedTuple):
     module: str
     distributions: tuple[str, ...]
     why: str
+    interpreted: str = ""
 
 
 SUPPORTED: tuple[Supported, ...] = (
     Supported("python", ">=3.10,<3.13", True, "", (), "3.11 and 3.12 are tested; the code parses on 3.10"),
     Supported("torch", ">=2.11,<2.14", True, "torch", ("torch",), "symmetric memory as of 2.11; 2.13 is the newest one tried"),
     Supported("triton", ">=3.6,<3.7", True, "triton", ("triton",), "memory order of the kernels was checked in the code of 3.6"),
-    Supported("numpy", ">=1.26,<2.4", True, "numpy", ("numpy",), "2.4 breaks range() in the interpreter of Triton 3.6"),
+    Supported(
+        "numpy",
+        ">=1.26,<3",
+        True,
+        "numpy",
+        ("numpy",),
+        "2.4 breaks range() in the interpreter of Triton 3.6",
+        interpreted=">=1.26,<2.4",
+    ),
     Supported("megatron-core", ">=0.16.1,<0.17", False, "megatron.core", ("megatron-core",), "0.16.1 is the reference"),
     Supported("nvshmem4py", ">=0.4,<0.5", False, "nvshmem", ("nvshmem4py-cu13", "nvshmem4py-cu12"), "0.4.1 was tried"),
     Supported(
@@ -87,9 +107,15 @@ def is_supported(entry: Supported, version: str) -> bool:
     from packaging.version import InvalidVersion, Version
 
     try:
-        return SpecifierSet(entry.specifier).contains(Version(version), prereleases=True)
+        return SpecifierSet(specifier_here(entry)).contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
+
+
+def specifier_here(entry: Supported) -> str:
+    """The range of ``entry`` that holds in this process: the narrower one where kernels are interpreted."""
+    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    return entry.interpreted if entry.interpreted and interpreted else entry.specifier
 
 
 def version_problems(versions: dict[str, str | None] | None = None) -> list[str]:
@@ -107,7 +133,7 @@ def version_problems(versions: dict[str, str | None] | None = None) -> list[str]
                 problems.append(f"{entry.name} is not installed; {entry.specifier} is needed")
             continue
         if not is_supported(entry, version):
-            problems.append(f"{entry.name} {version} is outside the supported range {entry.specifier} ({entry.why})")
+            problems.append(f"{entry.name} {version} is outside the supported range {specifier_here(entry)} ({entry.why})")
     return problems
 
 
