@@ -98,6 +98,31 @@ def test_every_size_arrives_on_both_lanes(device, new_context, num_slots):
     assert _agree(device, right)
 
 
+def test_flags_in_device_memory(device, new_context, monkeypatch):
+    """Where CUDA refuses to register host memory: refused with one hardware queue, else the same messages."""
+    from ditron_train.pp import exchange
+    from ditron_train.runtime.errors import NotSupportedError
+    from ditron_train.stream import driver, waits_can_be_released
+
+    monkeypatch.setattr(driver, "register_host_memory", lambda address, num_bytes: None)
+    num_bytes = 9 << 20
+    if not waits_can_be_released():
+        with pytest.raises(NotSupportedError, match="could not be released"):
+            new_context(num_bytes)
+        return
+    previous, _ = _neighbours()
+    context = new_context(num_bytes)
+    assert not context.channel.mailbox.has_flags
+    right = True
+    for index in range(8):
+        data = _payload(dist.get_rank(), 0, index, num_bytes, device)
+        handle = exchange(context, send_next=data, recv_prev=_header(num_bytes))["recv_prev"]
+        handle.wait()
+        right &= torch.equal(handle.tensor, _payload(previous, 0, index, num_bytes, device))
+    context.channel.synchronize()
+    assert _agree(device, right)
+
+
 def test_late_producers_slow_consumers_and_freed_storage(device, new_context):
     """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused."""
     from ditron_train.pp import exchange
