@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -28,6 +29,7 @@ from ditron_train.ep import (
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
 
 __all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map"]
 
@@ -79,7 +81,24 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._pending: PendingLayout | None = None
         self._layout: Layout | None = None
         self._order: SumOrder | None = None
+        self._capacity_factor: float | None = None
         self._log_native()
+
+    def use_capacity(self, experts: torch.nn.Module) -> None:
+        """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the host."""
+        factor = get_settings().ep_capacity
+        if factor is None:
+            return
+        reason = "Transformer Engine is not installed"
+        if HAVE_TE:
+            from ditron_train.megatron.ep_te import why_not_capacity
+
+            reason = why_not_capacity(experts)
+        if reason is None:
+            self._capacity_factor = factor
+            log_once(f"ep capacity {factor}", f"ep: room for {factor:g} times the rows of even routing, no host sync")
+        else:
+            log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
 
     def _log_native(self) -> None:
         if self._native_because is not None:
@@ -112,7 +131,14 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         self.probs, self.routing_map = probs, routing_map
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
-        self._pending = begin_layout(routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
+        try:
+            self._pending = begin_layout(
+                routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context, capacity_factor=self._capacity_factor
+            )
+        except ArenaError as error:  # of a fixed capacity; raised by every rank alike
+            self._native_because, self._ep_context = str(error), None
+            self._log_native()
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         return tokens, probs
@@ -147,7 +173,11 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return super().dispatch_postprocess(hidden_states, probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
-        return hidden_states, self._layout.tokens_per_expert, probs
+        if self._capacity_factor is None:
+            return hidden_states, self._layout.tokens_per_expert, probs
+        from ditron_train.megatron.ep_te import DeviceCounts
+
+        return hidden_states, DeviceCounts(self._layout), probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._ep_context is None:
@@ -173,7 +203,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class DitronMoELayer(MoELayer):
-    """``MoELayer`` with our dispatcher, for specs: the native layer builds its dispatcher from the configuration."""
+    """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a spec."""
 
     def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None) -> None:
         pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
@@ -184,12 +214,18 @@ class DitronMoELayer(MoELayer):
             )
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
+        if isinstance(self.token_dispatcher, DitronMoEAlltoAllTokenDispatcher):
+            self.token_dispatcher.use_capacity(self.experts)
         else:
             kind = config.moe_token_dispatcher_type
-            if kind != "alltoall":
-                log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")
+            log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")
 
 
 def class_map() -> dict[type, type]:
-    """The native classes and ours."""
-    return {MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher, MoELayer: DitronMoELayer}
+    """The native classes and ours; Transformer Engine's grouped layers are among them where it is installed."""
+    classes: dict[type, type] = {MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher, MoELayer: DitronMoELayer}
+    if HAVE_TE:
+        from ditron_train.megatron import ep_te
+
+        classes.update(ep_te.class_map())
+    return classes

@@ -113,6 +113,32 @@ SETTINGS: tuple[Setting, ...] = (
         "of their step; the norm of all gradients then sums in another order. auto: cost where gradients are not clipped "
         "by that norm, else native.",
     ),
+    Setting(
+        "policy",
+        "DITRON_POLICY",
+        _one_of("strict", "fast", "force"),
+        "strict",
+        "strict, fast, force",
+        "When a linear layer runs as an overlapped op. strict: where its bits equal native's and its time is lower, on this "
+        "machine at this shape. fast: where its time is lower. force: wherever it can (tests).",
+    ),
+    Setting(
+        "plan",
+        "DITRON_PLAN",
+        str,
+        None,
+        "file",
+        "JSON file with the decisions of an earlier run, which are then not measured again; new ones are added to it.",
+    ),
+    Setting(
+        "ep_capacity",
+        "DITRON_EP_CAPACITY",
+        _positive_float,
+        None,
+        "factor",
+        "Expert parallel without a host sync: rows that a rank has room for, as a multiple of those it gets when routing is "
+        "even. More is an error on every rank, never dropped. Unset: exact sizes, one host sync a layer, as natively.",
+    ),
 )
 
 
@@ -125,6 +151,9 @@ class Settings:
     arena_bytes: int | None
     pp_slots: int
     muon_sharding: str
+    ep_capacity: float | None
+    policy: str
+    plan: str | None
 
 
 def get_settings() -> Settings:

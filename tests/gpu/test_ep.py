@@ -154,3 +154,19 @@ def test_moe_layer(fused):
         results.append([y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)])
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[2]))
+
+
+@pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine's grouped experts")
+def test_moe_layer_without_a_host_sync(monkeypatch):
+    monkeypatch.setenv("DITRON_EP_CAPACITY", "4")
+    options = config(4 * dist.get_world_size(), 3, 512, fused=True, ffn_hidden=512)
+    layers = layer_pair(options, torch.device("cuda"))
+    assert layers["ditron"].token_dispatcher._capacity_factor == 4
+    x, grad = (normals(4096, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
+    results = []
+    for name in ("native", "ditron"):
+        leaf = x.detach().requires_grad_()
+        y, _ = layers[name](leaf)
+        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)])
+    layers["ditron"].token_dispatcher._ep_context.check()
+    assert all(torch.equal(a, b) for a, b in zip(*results))

@@ -1,0 +1,86 @@
+"""Transformer Engine's grouped experts without a host sync (part of feature ``ep``, with ``DITRON_EP_CAPACITY``).
+
+``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers. With a
+capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear layers run our
+grouped GEMMs for it. Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+from ditron_train.ep import Layout
+from ditron_train.ep.group_gemm import RowTiles, group_linear, row_tiles
+
+__all__ = [
+    "DeviceCounts",
+    "DitronTEColumnParallelGroupedLinear",
+    "DitronTERowParallelGroupedLinear",
+    "class_map",
+    "why_not_capacity",
+]
+
+
+class DeviceCounts:
+    """Rows of each local expert of one layout, known on the device alone."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._tiles: RowTiles | None = None
+
+    def tolist(self) -> DeviceCounts:
+        """Itself: there is no list to be had without a host sync."""
+        return self
+
+    @property
+    def tiles(self) -> RowTiles:
+        """The tiles of the rows; listed once, both layers and their backward use them."""
+        if self._tiles is None:
+            self._tiles = row_tiles(self._layout.expert_tokens, self._layout.num_rows)
+        return self._tiles
+
+
+class _TakesDeviceCounts:
+    """Mixed into a grouped linear layer: our grouped GEMM for ``DeviceCounts``, the inherited one for a list."""
+
+    def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(m_splits, DeviceCounts):
+            return super().forward(x, m_splits)
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return group_linear(x, weights, m_splits.tiles), None
+
+
+class DitronTEColumnParallelGroupedLinear(_TakesDeviceCounts, TEColumnParallelGroupedLinear):
+    """First linear layer of the experts."""
+
+
+class DitronTERowParallelGroupedLinear(_TakesDeviceCounts, TERowParallelGroupedLinear):
+    """Second linear layer of the experts."""
+
+
+def class_map() -> dict[type, type]:
+    """Transformer Engine's grouped linear layers and ours."""
+    return {
+        TEColumnParallelGroupedLinear: DitronTEColumnParallelGroupedLinear,
+        TERowParallelGroupedLinear: DitronTERowParallelGroupedLinear,
+    }
+
+
+def why_not_capacity(experts: torch.nn.Module) -> str | None:
+    """Why these experts need exact sizes on the host, or None."""
+    config = experts.config
+    if not isinstance(experts, TEGroupedMLP):
+        return f"{type(experts).__name__} takes its sizes on the host"
+    for layer in (experts.linear_fc1, experts.linear_fc2):
+        if not isinstance(layer, _TakesDeviceCounts):
+            return f"{type(layer).__name__} takes its sizes on the host"
+    for reason in ("fp8", "fp4", "add_bias_linear", "gradient_accumulation_fusion", "delay_wgrad_compute"):
+        if getattr(config, reason, None):
+            return f"{reason} is on"
+    if config.params_dtype not in (torch.bfloat16, torch.float16):
+        return f"{config.params_dtype} is not covered"
+    return None
