@@ -58,8 +58,8 @@ def config_of_one_rank(config: Any, world_size: int) -> Any:
 
 
 def shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionShape:
-    """Shape of an attention from its q, k and v [s, b, heads, d]."""
-    return AttentionShape(query.shape[2], key.shape[2], query.shape[3], value.shape[3])
+    """Shape of an attention from its q, k and v [s, b, heads, d] (packed [t, heads, d])."""
+    return AttentionShape(query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
 
 
 def exchanged(

@@ -65,24 +65,30 @@ class AttentionShape:
 class Exchange:
     """The two exchanges of one attention: by ops, or (``context`` None) by all-to-alls of the process group."""
 
-    def __init__(self, group: dist.ProcessGroup, shape: AttentionShape, context: SPContext | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, shape: AttentionShape, context: SPContext | None, row_table: torch.Tensor | None = None
+    ) -> None:
+        assert context is not None or row_table is None, "all-to-alls here know no packed sequences"
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._shape = shape
         self._context = context
+        self._row_table = row_table
 
     def to_heads(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v [s / W, b, heads, d] -> [s, b, heads / W, d], in the order of the sequence."""
         if self._context is not None:
-            return heads_exchange(parts, context=self._context, layout=self._shape.qkv_layout(self._world_size))
+            layout = self._shape.qkv_layout(self._world_size)
+            return heads_exchange(parts, context=self._context, layout=layout, row_table=self._row_table)
         return tuple(self._native_to_heads(part) for part in parts)
 
     def to_sequence(self, attended: torch.Tensor) -> torch.Tensor:
         """[s, b, heads / W * d] -> [s / W, b, heads * d]."""
-        attended = attended.view(*attended.shape[:2], -1, self._shape.value_head_dim)
+        attended = attended.view(*attended.shape[:-1], -1, self._shape.value_head_dim)
         if self._context is not None:
             layout = self._shape.output_layout(self._world_size)
-            return sequence_exchange((attended,), context=self._context, layout=layout)[0].flatten(2)
+            (result,) = sequence_exchange((attended,), context=self._context, layout=layout, row_table=self._row_table)
+            return result.flatten(-2)
         return self._native_to_sequence(attended).flatten(2)
 
     def _places(self, device: torch.device) -> torch.Tensor:
@@ -138,8 +144,9 @@ def _decide(
 
 
 def route_exchange(group: dist.ProcessGroup, shape: AttentionShape, query: torch.Tensor) -> SPContext | None:
-    """The context for the exchanges around the attention of ``query`` [s / W, b, heads, d], or None for all-to-alls."""
-    lead = tuple(query.shape[:2])
+    """The context for the exchanges around the attention of ``query`` [s / W, b, heads, d] (packed [t / W, heads, d]), or None
+    for all-to-alls."""
+    lead = tuple(query.shape[:-2])
 
     def attempt(context: SPContext) -> str | None:
         """Both exchanges and their backward once: nothing of them can fail later for want of memory."""
@@ -147,7 +154,7 @@ def route_exchange(group: dist.ProcessGroup, shape: AttentionShape, query: torch
         parts = _zeros(lead, shape.qkv_layout(world), query, world)
         to_sequence(to_heads(parts, context=context, layout=shape.qkv_layout(world)), context=context,
                     layout=shape.qkv_layout(world))  # fmt: skip
-        (attended,) = _zeros((lead[0] * world, lead[1]), shape.output_layout(world), query, 1)
+        (attended,) = _zeros((lead[0] * world, *lead[1:]), shape.output_layout(world), query, 1)
         outputs = to_sequence((attended,), context=context, layout=shape.output_layout(world))
         to_heads(outputs, context=context, layout=shape.output_layout(world))
         context.synchronize()

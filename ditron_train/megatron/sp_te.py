@@ -19,9 +19,9 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from ditron_train.megatron import tp_te
 from ditron_train.megatron.routing import log_native
-from ditron_train.megatron.sp import config_of_one_rank, exchanged
-from ditron_train.megatron.sp_routing import AttentionShape
-from ditron_train.sp import SPContext, output_projection, qkv_projection
+from ditron_train.megatron.sp import config_of_one_rank, exchanged, shape_of
+from ditron_train.megatron.sp_routing import AttentionShape, Exchange, route_exchange
+from ditron_train.sp import SPContext, output_projection, packed_rows, qkv_projection
 
 __all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
 
@@ -29,7 +29,7 @@ __all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
 class DitronTEDotProductAttention(TEDotProductAttention):
     """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
 
-    Built natively, so that what is not covered (packed sequences, FP8, ...) runs as it did; beside it stands the same
+    Built natively, so that what is not covered (FP8, dropout, ...) runs as it did; beside it stands the same
     attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
     """
 
@@ -74,18 +74,59 @@ class DitronTEDotProductAttention(TEDotProductAttention):
                 log_native("sp attention", reason)
         if not self._whole or reason is not None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
-        return exchanged(self.cp_group, lambda q, k, v: self.attend(q, k, v, attn_mask_type), query, key, value)
+        packed = kwargs.get("packed_seq_params")
+        if packed is None:
+            return exchanged(self.cp_group, lambda q, k, v: self.attend(q, k, v, attn_mask_type), query, key, value)
+        shape = shape_of(query, key, value)
+        context = route_exchange(self.cp_group, shape, query)
+        if context is None:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
+        table = _table_of(packed, context.world_size, query.shape[0])
+        exchange = Exchange(self.cp_group, shape, context, table)
+        whole = self._whole[0]
+        whole.train(self.training)
+        heads = exchange.to_heads(query, key, value)
+        return exchange.to_sequence(whole(*heads, None, attn_mask_type, packed_seq_params=packed))
 
     @staticmethod
     def _why_not_call(query: torch.Tensor, attn_mask_type: Any, kwargs: dict[str, Any]) -> str | None:
-        given = sorted(name for name, value in kwargs.items() if value is not None)
+        given = sorted(name for name, value in kwargs.items() if value is not None and name != "packed_seq_params")
         if given:
             return f"the attention is called with {', '.join(given)}"
+        packed = kwargs.get("packed_seq_params")
+        if packed is not None:
+            return _why_not_packed(query, packed)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             return f"the mask is {attn_mask_type}"
         if query.dim() != 4 or query.shape[0] % 2 or query.shape[-1] % 8:
             return f"q is {tuple(query.shape)}"
         return None
+
+
+def _why_not_packed(query: torch.Tensor, packed: Any) -> str | None:
+    """What of packed sequences is not covered."""
+    if packed.qkv_format != "thd" or query.dim() != 3 or query.shape[0] % 2 or query.shape[-1] % 8:
+        return f"the packed sequences are {packed.qkv_format}, q is {tuple(query.shape)}"
+    if getattr(packed, "cp_group", None) is not None or getattr(packed, "local_cp_size", None) is not None:
+        return "the context parallel group changes from batch to batch"
+    if packed.cu_seqlens_q is None:
+        return "the lengths of the packed sequences are not given"
+    return None
+
+
+_last_table: list[tuple[Any, int, tuple[int, int], torch.Tensor]] = []
+
+
+def _table_of(packed: Any, world_size: int, num_local_rows: int) -> torch.Tensor:
+    """Table of rows of a packed batch; made once for all layers of a microbatch."""
+    padded = packed.cu_seqlens_q_padded
+    starts = packed.cu_seqlens_q if padded is None else padded
+    sizes = (world_size, num_local_rows)
+    if _last_table and _last_table[0][0] is starts and _last_table[0][1:3] == (starts._version, sizes):
+        return _last_table[0][3]
+    table = packed_rows(starts, world_size, num_local_rows)
+    _last_table[:] = [(starts, starts._version, sizes, table)]
+    return table
 
 
 class TELinears:

@@ -135,3 +135,32 @@ def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch):
     finally:
         plugin.restore()
         megatron_cpu.uninstall()
+
+
+def test_packed_sequences_have_the_bits_of_transformer_engine(world):
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    import ditron_train.megatron as plugin
+
+    if not HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    lengths = [2 * world * count for count in (64, 8, 120, 16)]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    packed = dict(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts,
+                  cu_seqlens_kv_padded=starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))  # fmt: skip
+    native, ours = build(world, True, False), build(world, True, True)
+    results = []
+    try:
+        for attention in (ours, native):
+            generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
+            shape = (sum(lengths) // world, 1, attention.config.hidden_size)
+            x, grad = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+            x.requires_grad_()
+            out, bias = attention(x, attention_mask=None, packed_seq_params=PackedSeqParams(**packed))
+            out.backward(grad)
+            results.append((out.detach(), x.grad, {n: p.grad for n, p in attention.named_parameters()}, bias))
+        assert_same_bits(*results)
+        assert num_routes("exchange") == 1
+    finally:
+        plugin.restore()
