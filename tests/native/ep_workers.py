@@ -18,12 +18,12 @@ BASE = dict(
 
 
 @contextlib.contextmanager
-def groups(expert_parallel):
-    """Megatron on gloo with that expert-parallel size."""
+def groups(**sizes):
+    """Megatron on gloo with those sizes."""
     from megatron.core import parallel_state
 
     with megatron_cpu.megatron_on_cpu():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+        parallel_state.initialize_model_parallel(**sizes)
         megatron_cpu.seed(1)
         try:
             yield
@@ -76,14 +76,26 @@ def assert_equal(native, ours):
         assert (gradient is None) == (other is None) and (gradient is None or torch.equal(gradient, other)), name
 
 
+def sizes_of(options):
+    """Group sizes in `options`; all ranks in one expert-parallel group unless they say otherwise."""
+    names = ("expert_model_parallel_size", "tensor_model_parallel_size", "expert_tensor_parallel_size")
+    return {"expert_model_parallel_size": dist.get_world_size(), **{n: options[n] for n in names if n in options}}
+
+
+def why_native(options):
+    """Why the dispatcher of such a layer is native."""
+    with groups(**sizes_of(options)):
+        return build({**options, "params_dtype": torch.float32}, True).token_dispatcher._native_because
+
+
 def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours=True):
-    """Several steps; returns the dispatcher class that ran."""
+    """Two steps, native and ours."""
     from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
 
     options = {**options, "params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     torch.use_deterministic_algorithms(True)
     try:
-        with groups(dist.get_world_size()):
+        with groups(**sizes_of(options)):
             native, ours = build(options, False), build(options, True, through_spec)
             assert [n for n, _ in native.named_parameters()] == [n for n, _ in ours.named_parameters()]
             assert all(torch.equal(a, b) for a, b in zip(native.parameters(), ours.parameters()))
@@ -100,7 +112,7 @@ def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours
 
 def falls_back_when_memory_is_capped():
     """A cap that holds the signals but not the rows: the call goes on natively, later ones start natively."""
-    with groups(dist.get_world_size()):
+    with groups(expert_model_parallel_size=dist.get_world_size()):
         options = {"params_dtype": torch.float32, "num_moe_experts": 6}
         native, ours = build(options, False), build(options, True)
         generator = torch.Generator().manual_seed(dist.get_rank())

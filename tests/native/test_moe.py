@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
-from ep_workers import falls_back_when_memory_is_capped, layers_agree  # noqa: E402
+from ep_workers import falls_back_when_memory_is_capped, layers_agree, why_native  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
@@ -44,6 +44,24 @@ def test_layer_equals_native(name):
 
 def test_four_ranks_through_a_spec():
     run_workers(4, layers_agree, {"num_moe_experts": 8, "moe_router_topk": 3}, (8, 5, 1, 9), torch.bfloat16, True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_model_parallel_size": 2},
+        {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+    ],
+    ids=["ep2_dp2", "ep4_tp2"],
+)
+def test_groups_beside_data_and_tensor_parallelism(options):
+    run_workers(4, layers_agree, {"num_moe_experts": 8, **options}, (6, 6, 6, 6), torch.bfloat16)
+
+
+def test_experts_split_over_tensor_parallel_ranks_stay_native():
+    sizes = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    for reason in run_workers(4, why_native, {**sizes, "sequence_parallel": True}):  # gloo cannot gather unevenly: not run
+        assert "split over 2 tensor parallel ranks" in reason
 
 
 @pytest.mark.parametrize(
