@@ -4,7 +4,7 @@ With P the exchange before attention (local rows, all heads -> all rows, own hea
 P^T is the exchange after it:
 
 =====================  ==========================  =================================  ====================
-\t                      forward                     dgrad                              wgrad
+..                     forward                     dgrad                              wgrad
 =====================  ==========================  =================================  ====================
 ``qkv_projection``     (q, k, v) = P(x W^T + c)    dx = P^T(dq, dk, dv) W             dW = P^T(..)^T x
 ``output_projection``  y = P^T(o) W^T              do = P(dy W)                       dW = dy^T P^T(o)

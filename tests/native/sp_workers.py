@@ -126,11 +126,11 @@ def assert_same_bits(ours, native):
         assert torch.equal(ours[2][name], gradient), name
 
 
-def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through_spec=False):
+def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through_spec=False, data_parallel=1):
     """Ulysses by ops against Ulysses by all-to-alls (bit for bit where no GEMM is interpreted) and against one rank."""
     import ditron_train.megatron as plugin
 
-    world = dist.get_world_size() // tensor_parallel
+    world = dist.get_world_size() // (tensor_parallel * data_parallel)
     spec = None
     if through_spec:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -153,7 +153,7 @@ def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through
         for name, gradient in native[2].items():
             assert (ours[2][name] - gradient).abs().max() <= GRADIENT_BOUND, name
         state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
-        rank = dist.get_rank() // tensor_parallel
+        rank = dist.get_rank() // tensor_parallel % world
     with groups(1, tensor_parallel):
         whole = build(1, tensor_parallel, **options)
         missing = whole.load_state_dict(state, strict=False)

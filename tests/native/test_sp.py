@@ -48,6 +48,11 @@ def test_inside_tensor_parallelism_the_exchanges_are_ours():
     run_workers(4, sp_workers.gpt_agrees, {}, 16, False, 2, timeout_s=400)
 
 
+@pytest.mark.timeout(600)
+def test_two_groups_beside_each_other():
+    run_workers(4, sp_workers.gpt_agrees, {}, 16, True, 1, False, 2, timeout_s=400)
+
+
 @pytest.mark.parametrize(
     "options, length, words",
     [
