@@ -42,15 +42,24 @@ class Options:
         features: Names out of `FEATURES`, in the order of that table.
         transport: Value for ``DITRON_TRANSPORT``, or None to leave the environment as it is.
         timeout_s: Value for ``DITRON_TIMEOUT_S`` in seconds, or None to leave the environment as it is.
+        policy: Value for ``DITRON_POLICY``, or None to leave the environment as it is.
+        plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
     """
 
     features: tuple[str, ...] = ()
     transport: str | None = None
     timeout_s: float | None = None
+    policy: str | None = None
+    plan: str | None = None
 
     def environment(self) -> dict[str, str]:
         """The ``DITRON_*`` variables that these options set."""
-        values = {"DITRON_TRANSPORT": self.transport, "DITRON_TIMEOUT_S": self.timeout_s}
+        values = {
+            "DITRON_TRANSPORT": self.transport,
+            "DITRON_TIMEOUT_S": self.timeout_s,
+            "DITRON_POLICY": self.policy,
+            "DITRON_PLAN": self.plan,
+        }
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
@@ -121,6 +130,21 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="Deadline of every wait on a peer; past it an error is raised on every rank. Overrides DITRON_TIMEOUT_S.",
     )
+    group.add_argument(
+        "--ditron-policy",
+        type=_argparse_setting("DITRON_POLICY"),
+        default=None,
+        metavar="{strict,fast,bits,force}",
+        help="strict (the default): a linear layer is overlapped where its bits equal native's and its time is lower, on this "
+        "machine at this shape; fast: where its time is lower; bits: where its bits equal native's; force: wherever it can be. "
+        "Overrides DITRON_POLICY.",
+    )
+    group.add_argument(
+        "--ditron-plan",
+        default=None,
+        metavar="FILE",
+        help="File with the decisions of an earlier run, which are not measured again; new ones are added. Overrides DITRON_PLAN.",
+    )
     return parser
 
 
@@ -130,6 +154,8 @@ def options_from_args(args: Any) -> Options:
         features=tuple(getattr(args, "ditron", None) or ()),
         transport=getattr(args, "ditron_transport", None),
         timeout_s=getattr(args, "ditron_timeout_s", None),
+        policy=getattr(args, "ditron_policy", None),
+        plan=getattr(args, "ditron_plan", None),
     )
 
 

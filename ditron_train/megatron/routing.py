@@ -1,23 +1,28 @@
 """Decides for each call of a linear layer whether it runs as an overlapped op or natively.
 
 The answer depends on what all ranks of the group see alike (shapes, types, options), so the ranks agree without talking.
-What they cannot know beforehand is tried once per shape, on random data, all ranks together: whether the symmetric memory
-can be had, and on GPUs whether forward and dgrad give the bits of cuBLAS and NCCL here. Everything that is not covered
-runs natively: same bits, one log line a reason on rank 0.
+What they cannot know beforehand is tried once per shape, on random data, all ranks together (`ditron_train.policy`):
+whether the symmetric memory can be had, whether all results have native's bits, and whether it is faster. Everything that
+is not covered runs natively: same bits, one log line a reason on rank 0.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 
+from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.tp.context import TPContext, get_context
-from ditron_train.tp.ops import ag_gemm, gemm_rs
+from ditron_train.tp.functions import column_linear, row_linear
 
 __all__ = ["Kind", "forget_routes", "log_native", "route"]
 
@@ -115,37 +120,52 @@ def _random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) -> str | None:
-    """Runs forward and dgrad once; returns why this shape must stay native (the same on every rank), or None.
+    """Asks the policy, with forward and all gradients on random data; returns why this shape stays native, or None.
 
     Memory is had and kernels are compiled by it, so that nothing of that can fail between a forward and its backward.
     """
-    with torch.no_grad():
+    output_rows = x.shape[0] * context.world_size if kind == "column" else x.shape[0] // context.world_size
+    with torch.inference_mode(False):
+        grad_y = _random_like(x.new_empty(output_rows, *x.shape[1:-1], weight.shape[0]), 201 + context.rank)
         x, weight = _random_like(x, 1 + context.rank), _random_like(weight, 101 + context.rank)
-        gathers_first = kind == "column"
-        y = ag_gemm(x, weight, context=context) if gathers_first else gemm_rs(x, weight, context=context)
-        grad_y = _random_like(y, 201 + context.rank)
-        backward = gemm_rs if gathers_first else ag_gemm
-        grad_x = backward(grad_y, weight, context=context, layout="nn")
-        context.synchronize()
-        if x.device.type != "cuda":  # the interpreter's GEMM is NumPy's, whose bits are not torch's
-            return None
-        native = (_gather_then_matmul, _matmul_then_scatter)[:: 1 if gathers_first else -1]
-        equal = torch.equal(y, native[0](x, weight.t(), context)) and torch.equal(grad_x, native[1](grad_y, weight, context))
-        agreed = torch.tensor([int(equal)], dtype=torch.int32, device=x.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=context.group)
-    if agreed.item():
+
+    def run(linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+        with torch.inference_mode(False), torch.enable_grad():
+            y = linear(*leaves)
+            y.backward(grad_y)
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    native = functools.partial(_native_column if kind == "column" else _native_row, group=context.group)
+    ours = functools.partial(column_linear if kind == "column" else row_linear, context=context)
+    key = f"tp {kind} {'x'.join(map(str, x.shape))} {'x'.join(map(str, weight.shape))} {str(x.dtype).removeprefix('torch.')}"
+    decision = decide(key, lambda: run(native), lambda: run(ours), group=context.group, device=x.device)
+    context.synchronize()
+    if decision.use_ditron:
         return None
-    return f"at {tuple(x.shape)} x {tuple(weight.shape)} the bits would not be those of cuBLAS and NCCL on this machine"
+    return f"at {tuple(x.shape)} x {tuple(weight.shape)} {decision.reason}"
 
 
-def _gather_then_matmul(x: torch.Tensor, matrix: torch.Tensor, context: TPContext) -> torch.Tensor:
-    total = x.new_empty((x.shape[0] * context.world_size, *x.shape[1:]))
-    dist.all_gather_into_tensor(total, x.contiguous(), group=context.group)
-    return torch.matmul(total, matrix)
+def _native_column(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+    """megatron-core's gather, GEMM, and their overlapped backward."""
+    return _native_linear(x, weight, group, sequence_parallel=True)
 
 
-def _matmul_then_scatter(x: torch.Tensor, matrix: torch.Tensor, context: TPContext) -> torch.Tensor:
-    partial = torch.matmul(x, matrix)
-    out = partial.new_empty((partial.shape[0] // context.world_size, *partial.shape[1:]))
-    dist.reduce_scatter_tensor(out, partial, group=context.group)
-    return out
+def _native_row(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+    """megatron-core's GEMM and reduce-scatter, and their backward."""
+    partial = _native_linear(x, weight, group, sequence_parallel=False)
+    return reduce_scatter_to_sequence_parallel_region(partial, group=group)
+
+
+def _native_linear(
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool
+) -> torch.Tensor:
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input=x,
+        weight=weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=sequence_parallel,
+        tp_group=group,
+    )

@@ -20,6 +20,7 @@ from typing import Any, Sequence
 from ditron_train.megatron import patching
 from ditron_train.megatron.arguments import Options, parse_features
 from ditron_train.megatron.specs import count_replacements, rewrite_spec
+from ditron_train.policy import check_plan, forget_plans
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 
@@ -42,6 +43,8 @@ def apply(
     *,
     transport: str | None = None,
     timeout_s: float | None = None,
+    policy: str | None = None,
+    plan: str | None = None,
 ) -> Any:
     """Switches `features` on: in one layer spec, or (without a spec) in every model built from now on.
 
@@ -52,14 +55,16 @@ def apply(
         features: Names as after ``--ditron``: a sequence, or one string with commas.
         transport: Sets ``DITRON_TRANSPORT`` until `restore`.
         timeout_s: Sets ``DITRON_TIMEOUT_S`` until `restore`.
+        policy: Sets ``DITRON_POLICY`` (``strict``, ``fast``, ``bits`` or ``force``) until `restore`.
+        plan: Sets ``DITRON_PLAN``, the file of decisions, until `restore`.
 
     Calling it again adds features and changes nothing for those already on.
 
     Raises:
-        SettingError: An unknown feature or setting.
+        SettingError: An unknown feature or setting, or a plan that is unreadable, foreign or stale.
         VersionError: A library outside the supported range.
     """
-    return apply_options(Options(parse_features(features), transport, timeout_s), spec)
+    return apply_options(Options(parse_features(features), transport, timeout_s, policy, plan), spec)
 
 
 def apply_options(options: Options, spec: Any = None) -> Any:
@@ -71,6 +76,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     check_versions()
     _set_environment(options.environment())
     get_settings()  # a malformed variable is reported here, before any model is built
+    check_plan()
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()
     if spec is not None:
@@ -111,6 +117,7 @@ def restore() -> None:
     """
     patching.undo_all()
     _patched.clear()
+    forget_plans()
     while _started:
         module = _started.popitem()[1]
         if hasattr(module, "stop"):

@@ -116,11 +116,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "policy",
         "DITRON_POLICY",
-        _one_of("strict", "fast", "force"),
+        _one_of("strict", "fast", "bits", "force"),
         "strict",
-        "strict, fast, force",
+        "strict, fast, bits, force",
         "When a linear layer runs as an overlapped op. strict: where its bits equal native's and its time is lower, on this "
-        "machine at this shape. fast: where its time is lower. force: wherever it can (tests).",
+        "machine at this shape. fast: where its time is lower. bits: where its bits equal native's. force: wherever it can.",
     ),
     Setting(
         "plan",

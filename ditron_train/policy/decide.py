@@ -1,0 +1,102 @@
+"""Native or ours, for one op at one shape, decided by all ranks of a group together.
+
+``strict`` (the default): ours where its bits equal native's and its time is lower. ``fast``: where its time is lower.
+``bits``: where its bits equal native's, however long it takes. ``force``: always. With a plan file the decisions of an earlier run are taken, and new ones are added to it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy.plan import Entry, Plan, load_plan
+from ditron_train.policy.probe import Observation, Run, probe
+from ditron_train.runtime.settings import get_settings
+
+__all__ = ["Decision", "check_plan", "decide", "forget_plans"]
+
+Decision = Entry
+
+_plans: dict[Path, Plan] = {}
+
+
+def forget_plans() -> None:
+    """Read plan files again at their next use."""
+    _plans.clear()
+
+
+def check_plan() -> None:
+    """Reads the plan file that ``DITRON_PLAN`` names, if it names one.
+
+    Raises:
+        SettingError: It is unreadable, foreign or stale.
+    """
+    _plan()
+
+
+def _plan() -> Plan | None:
+    name = get_settings().plan
+    if name is None:
+        return None
+    path = Path(name).absolute()
+    if path not in _plans:
+        _plans[path] = load_plan(path)
+    return _plans[path]
+
+
+def decide(key: str, native: Run, ours: Run, *, group: dist.ProcessGroup, device: torch.device) -> Decision:
+    """The decision for `key` (collective over `group`; a host sync the first time).
+
+    Args:
+        key: Op, shape and dtype, in words; the group's size is added to it.
+        native: Forward and backward of the native path on some data.
+        ours: The same of ours, on the same data.
+        group: Who decides together.
+        device: Where the tensors are.
+
+    Raises:
+        SettingError: The plan file is unreadable, foreign, stale, or cannot be written.
+        ArenaError, NotSupportedError: `ours` cannot run here, on every rank alike.
+    """
+    mode, plan = get_settings().policy, _plan()
+    key = f"{key} on {dist.get_world_size(group)} ranks ({mode})"
+    known = _agreed_entry(plan, key, group, device) if plan is not None else None
+    if known is not None:
+        if known.use_ditron:
+            ours()  # memory is had and kernels are loaded now, while every rank can still turn to native
+        return known
+    if mode == "force":
+        ours()
+        return Decision(True, "forced", None, None, None)
+    decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits"))
+    if plan is not None:
+        plan.entries[key] = decision
+        if dist.get_rank() == 0:
+            plan.save()
+    return decision
+
+
+def _judge(mode: str, seen: Observation) -> Decision:
+    fields = (seen.bits_equal, seen.native_us, seen.ditron_us)
+    if seen.bits_equal is None:
+        return Decision(True, "in the interpreter nothing is compared", *fields)
+    if mode != "fast" and not seen.bits_equal:
+        return Decision(False, "its bits would not be those of cuBLAS and NCCL on this machine", *fields)
+    if seen.native_us is None or seen.ditron_us is None:
+        return Decision(True, "its bits are those of native", *fields)
+    times = f"{seen.ditron_us:.0f} us, native {seen.native_us:.0f} us"
+    if seen.ditron_us >= seen.native_us:
+        return Decision(False, f"it is not faster ({times})", *fields)
+    return Decision(True, f"faster ({times})", *fields)
+
+
+def _agreed_entry(plan: Plan, key: str, group: dist.ProcessGroup, device: torch.device) -> Entry | None:
+    """The plan's entry, if every rank of the group read the same decision."""
+    entry = plan.entries.get(key)
+    mine = -1 if entry is None else int(entry.use_ditron)
+    lowest_and_negated_highest = torch.tensor([mine, -mine], dtype=torch.int32, device=device)
+    dist.all_reduce(lowest_and_negated_highest, op=dist.ReduceOp.MIN, group=group)
+    lowest, negated_highest = lowest_and_negated_highest.tolist()
+    return entry if lowest == -negated_highest and lowest >= 0 else None

@@ -1,0 +1,102 @@
+"""The plan file: decisions of an earlier run, readable JSON, valid for one machine and one set of libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ditron_train import __version__
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
+
+_FORMAT = "ditron_train plan 1"
+_NCCL_SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_HOSTID")  # those that move bits or times
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One decision as it stands in the file."""
+
+    use_ditron: bool
+    reason: str
+    bits_equal: bool | None
+    native_us: float | None
+    ditron_us: float | None
+
+
+def fingerprint() -> dict[str, Any]:
+    """What a plan depends on: device, driver, libraries, and the NCCL settings that change bits or times."""
+    import triton
+
+    found: dict[str, Any] = {"ditron_train": __version__, "torch": torch.__version__, "triton": triton.__version__}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+        found["driver"] = torch._C._cuda_getDriverVersion()
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    else:
+        found["device"] = platform.machine()
+    found.update({name: os.environ[name] for name in _NCCL_SETTINGS if name in os.environ and name != "NCCL_HOSTID"})
+    return found
+
+
+class Plan:
+    """Decisions by key; `save` writes them all at once, so that a reader never sees half a file."""
+
+    def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
+        self.path = path
+        self.entries = entries
+
+    def save(self) -> None:
+        """Writes the file.
+
+        Raises:
+            SettingError: The path cannot be written.
+        """
+        content = {
+            "format": _FORMAT,
+            "made_with": fingerprint(),
+            "decisions": {key: asdict(entry) for key, entry in sorted(self.entries.items())},
+        }
+        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(content, indent=1) + "\n")
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise SettingError(f"cannot write the plan {self.path}: {error.strerror}") from None
+
+
+def load_plan(path: Path) -> Plan:
+    """Reads a plan; a path where nothing is gives an empty one, to be written.
+
+    Raises:
+        SettingError: The file cannot be read or written, is no plan, or was made with another device or other libraries.
+    """
+    if not path.exists():
+        if not os.access(path.parent, os.W_OK):
+            raise SettingError(f"cannot write the plan {path}: {path.parent} is not a writable folder")
+        return Plan(path, {})
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise SettingError(f"cannot read the plan {path}: {error.strerror}") from None
+    except ValueError:
+        raise SettingError(f"{path} is not a plan: no JSON") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise SettingError(f"{path} is not a plan of this version ({_FORMAT!r})")
+    here = fingerprint()
+    stale = [f"{name} was {content['made_with'].get(name)}, is {here.get(name)}"
+             for name in sorted({*here, *content["made_with"]}) if content["made_with"].get(name) != here.get(name)]  # fmt: skip
+    if stale:
+        raise SettingError(f"the plan {path} is stale ({'; '.join(stale)}): delete it or name another file")
+    try:
+        return Plan(path, {key: Entry(**entry) for key, entry in content["decisions"].items()})
+    except (TypeError, AttributeError, KeyError):
+        raise SettingError(f"the decisions in {path} cannot be read") from None

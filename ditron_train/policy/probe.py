@@ -1,0 +1,71 @@
+"""One probe: native and ours on the same data, bits compared on every rank, times the maximum over the ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Observation", "Run", "probe", "time_us"]
+
+#: Forward and backward once: outputs and gradients, in an order of the caller's choice.
+Run = Callable[[], Sequence[torch.Tensor]]
+
+_WARM_UPS, _REPEATS = 2, 7
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a probe saw, the same on every rank of the group.
+
+    Attributes:
+        bits_equal: Whether every bit of every result is equal on every rank; None where that says nothing (interpreter).
+        native_us: Median time of the native run, maximum over the ranks; None where it was not measured.
+        ditron_us: The same of ours.
+    """
+
+    bits_equal: bool | None
+    native_us: float | None
+    ditron_us: float | None
+
+
+def time_us(run: Run, device: torch.device) -> float:
+    """Median device time of ``run`` on this rank, in us."""
+    times = []
+    for repeat in range(_WARM_UPS + _REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        if repeat >= _WARM_UPS:
+            times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def probe(
+    native: Run, ours: Run, *, group: dist.ProcessGroup, device: torch.device, timed: bool = True
+) -> Observation:
+    """Runs both (collective over `group`) and returns what all ranks saw; times only if `timed`.
+
+    In the interpreter ours runs once, to see that it can; there its GEMMs are NumPy's, and no time is worth comparing.
+
+    Raises:
+        Whatever `ours` raises, on every rank alike.
+    """
+    found = ours()
+    if device.type != "cuda":
+        return Observation(None, None, None)
+    torch.cuda.synchronize(device)
+    expected = native()
+    equal = len(expected) == len(found) and all(torch.equal(a, b) for a, b in zip(expected, found))
+    del expected, found
+    # The slowest rank counts; a difference on one rank is a difference.
+    times = [time_us(native, device), time_us(ours, device)] if timed else [0.0, 0.0]
+    worst = torch.tensor([float(not equal), *times], dtype=torch.float64, device=device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    different, native_us, ditron_us = worst.tolist()
+    return Observation(different == 0.0, *((native_us, ditron_us) if timed else (None, None)))

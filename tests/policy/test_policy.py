@@ -1,0 +1,153 @@
+"""Decisions: wrong bits and slow variants fall back, ranks agree, plans are kept, refused and written."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy import check_plan, decide, forget_plans
+from ditron_train.policy import probe as probe_module
+from ditron_train.policy.decide import _judge
+from ditron_train.policy.plan import Entry, Plan, fingerprint, load_plan
+from ditron_train.policy.probe import Observation
+from ditron_train.runtime.errors import SettingError
+from ditron_train.testing.processes import run_workers
+
+
+@pytest.mark.parametrize(
+    "mode, seen, expected, words",
+    [
+        ("strict", Observation(True, 100.0, 80.0), True, "faster (80 us, native 100 us)"),
+        ("strict", Observation(True, 100.0, 120.0), False, "not faster (120 us, native 100 us)"),
+        ("strict", Observation(True, 100.0, 100.0), False, "not faster"),
+        ("strict", Observation(False, 100.0, 50.0), False, "bits would not be"),
+        ("bits", Observation(True, None, None), True, "bits are those"),
+        ("bits", Observation(False, None, None), False, "bits would not be"),
+        ("fast", Observation(False, 100.0, 50.0), True, "faster"),
+        ("fast", Observation(True, 100.0, 150.0), False, "not faster"),
+        ("strict", Observation(None, None, None), True, "interpreter"),
+    ],
+)
+def test_judgement(mode, seen, expected, words):
+    decision = _judge(mode, seen)
+    assert decision.use_ditron is expected and words in decision.reason
+
+
+class _FakeDevice:
+    """A device that is measured like a GPU while its tensors lie on the CPU."""
+
+    type = "cuda"
+
+
+def _observe(wrong_on, slow_on):
+    """What a probe says where one rank computes a wrong bit, and where one rank is slow."""
+    rank = dist.get_rank()
+    exact = torch.arange(6.0)
+    wrong = exact.clone()
+    wrong[3] = torch.nextafter(wrong[3], torch.tensor(9.0))
+    ours = (wrong if rank == wrong_on else exact,)
+    native = (exact,)
+    names = {id(native): "native", id(ours): "ours"}
+    times = {"native": 100.0, "ours": 150.0 if rank == slow_on else 50.0}
+    saved = probe_module.time_us, torch.cuda.synchronize, torch.tensor
+    probe_module.time_us = lambda run, device: times[names[id(run())]]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.tensor = lambda data, device=None, **options: saved[2](data, **options)
+    try:
+        return probe_module.probe(lambda: native, lambda: ours, group=dist.group.WORLD, device=_FakeDevice())
+    finally:
+        probe_module.time_us, torch.cuda.synchronize, torch.tensor = saved
+
+
+def test_one_wrong_bit_or_one_slow_rank_decides_for_all():
+    assert run_workers(2, _observe, None, None) == [Observation(True, 100.0, 50.0)] * 2
+    assert run_workers(2, _observe, 1, None) == [Observation(False, 100.0, 50.0)] * 2
+    assert run_workers(2, _observe, None, 0) == [Observation(True, 100.0, 150.0)] * 2
+
+
+def _never():
+    raise AssertionError("must not run")
+
+
+def _decide_with_plan(folder, mode, broken_rank):
+    """Returns the decision and how often ours ran; the plan of `broken_rank` says the opposite of the others'."""
+    rank, calls = dist.get_rank(), []
+    path = os.path.join(folder, "plan.json")
+    os.environ.update(DITRON_PLAN=path, DITRON_POLICY=mode)
+    forget_plans()
+    try:
+        check_plan()
+        dist.barrier()
+        if rank == broken_rank:
+            from ditron_train.policy.decide import _plan
+
+            for key, entry in _plan().entries.items():
+                _plan().entries[key] = Entry(not entry.use_ditron, "tampered", None, None, None)
+        decision = decide("op 1x2", _never, lambda: calls.append(1) or [], group=dist.group.WORLD, device=torch.device("cpu"))
+        dist.barrier()
+        return decision, len(calls)
+    finally:
+        del os.environ["DITRON_PLAN"], os.environ["DITRON_POLICY"]
+        forget_plans()
+
+
+def test_plan_is_written_read_and_overruled_where_ranks_disagree(tmp_path):
+    path = tmp_path / "plan.json"
+    first = run_workers(2, _decide_with_plan, str(tmp_path), "strict", None)
+    content = json.loads(path.read_text())
+    assert content["made_with"]["torch"] == torch.__version__
+    assert list(content["decisions"]) == ["op 1x2 on 2 ranks (strict)"]
+    assert [decision.use_ditron for decision, _ in first] == [True, True]
+
+    content["decisions"]["op 1x2 on 2 ranks (strict)"].update(use_ditron=False, reason="from the plan")
+    path.write_text(json.dumps(content))
+    second = run_workers(2, _decide_with_plan, str(tmp_path), "strict", None)
+    assert all((decision.reason, calls) == ("from the plan", 0) for decision, calls in second)
+    third = run_workers(2, _decide_with_plan, str(tmp_path), "strict", 1)
+    assert all("interpreter" in decision.reason and calls == 1 for decision, calls in third)
+
+
+def test_force_runs_ours_once_and_is_not_planned(tmp_path):
+    found = run_workers(2, _decide_with_plan, str(tmp_path), "force", None)
+    assert all((decision.use_ditron, decision.reason, calls) == (True, "forced", 1) for decision, calls in found)
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("not json", "no JSON"),
+        ("[]", "is not a plan of this version"),
+        ('{"format": "something else"}', "is not a plan of this version"),
+        ('{"format": "ditron_train plan 1", "made_with": {"torch": "1.0"}, "decisions": {}}', "stale"),
+    ],
+)
+def test_bad_plans_are_refused(tmp_path, monkeypatch, text, words):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    monkeypatch.setenv("DITRON_PLAN", str(path))
+    forget_plans()
+    with pytest.raises(SettingError, match=words):
+        check_plan()
+
+
+def test_stale_plan_names_what_changed(tmp_path):
+    path = tmp_path / "plan.json"
+    made_with = {**fingerprint(), "torch": "1.2.3"}
+    path.write_text(json.dumps({"format": "ditron_train plan 1", "made_with": made_with, "decisions": {}}))
+    with pytest.raises(SettingError, match=f"torch was 1.2.3, is {torch.__version__.split('+')[0]}"):
+        load_plan(path)
+
+
+def test_damaged_decisions_and_unwritable_paths(tmp_path):
+    path = tmp_path / "plan.json"
+    content = {"format": "ditron_train plan 1", "made_with": fingerprint(), "decisions": {"op": {"use_ditron": True}}}
+    path.write_text(json.dumps(content))
+    with pytest.raises(SettingError, match="cannot be read"):
+        load_plan(path)
+    with pytest.raises(SettingError, match="not a writable folder"):
+        load_plan(tmp_path / "missing" / "plan.json")
+    with pytest.raises(SettingError, match="cannot write the plan"):
+        Plan(tmp_path / "missing" / "plan.json", {}).save()
