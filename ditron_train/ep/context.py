@@ -94,7 +94,9 @@ class EPContext:
         self.combine_channel = Channel(self.arena, f"{name}_combine", flags, signature_fields=fields)
         self.launches: dict[tuple, KernelLaunch] = {}
         self._agreed: set[tuple] = set()
-        self.counts_channel.overflow_hint = " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
+        self.counts_channel.overflow_hint = (
+            " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
+        )
         self.messages = self.arena.tensor(f"{name}/messages", (world_size, self.shape.message_words), torch.int32)
         if 0 in self.messages.host_addresses:
             raise NotSupportedError("expert parallel: the memory of some ranks of the group cannot be addressed from here")
@@ -104,7 +106,9 @@ class EPContext:
         for channel in (self.counts_channel, self.dispatch_channel, self.combine_channel):
             channel.check()
 
-    def _buffer(self, name: str, num_rows: int, most_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+    def _buffer(
+        self, name: str, num_rows: int, most_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype
+    ) -> SymmetricTensor:
         """At least ``num_rows`` rows, with headroom up to ``most_rows`` if it has to grow; same arguments on every rank."""
         if self.arena.capacity_bytes(name) < num_rows * math.prod(row_shape) * dtype.itemsize:
             self.arena.tensor(name, (min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), *row_shape), dtype)
@@ -149,7 +153,8 @@ class EPContext:
         ``num_tokens`` is the number of tokens of every rank. Above ``world_size`` nothing can overflow.
         """
         most = num_tokens * self.shape.world_size
-        rows = min(math.ceil(num_tokens * self.shape.topk * capacity_factor), most * min(self.shape.topk, self.shape.experts_per_rank))
+        copies = min(self.shape.topk, self.shape.experts_per_rank)  # of a token at one rank
+        rows = min(math.ceil(num_tokens * self.shape.topk * capacity_factor), most * copies)
         return Room(rows, min(most, rows), num_tokens * self.shape.topk)
 
     def reserve_room(self, room: Room, num_tokens: int, hidden: int, dtype: torch.dtype) -> None:

@@ -33,7 +33,8 @@ def list_tiles(tokens_per_expert, tiles, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = (index[:, None] >= (tile_ends - num_tiles)[None, :]) & (index[:, None] < tile_ends[None, :])
     expert = tl.sum(tl.where(here, lanes[None, :], 0), axis=1)
-    first = tl.sum(tl.where(here, (ends - counts)[None, :] + (index[:, None] - (tile_ends - num_tiles)[None, :]) * BLOCK_M, 0), axis=1)
+    rows = (ends - counts)[None, :] + (index[:, None] - (tile_ends - num_tiles)[None, :]) * BLOCK_M
+    first = tl.sum(tl.where(here, rows, 0), axis=1)
     end = tl.sum(tl.where(here, ends[None, :], 0), axis=1)
     inside = index < MAX_TILES
     tl.store(tiles + 4 + index * 4, expert, mask=inside)

@@ -36,7 +36,7 @@ def count_chunks(
     EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program c counts in chunk c: tokens of each expert, distinct tokens of each destination rank, experts of the widest token.
+    """Program c counts chunk c: tokens of each expert, distinct tokens of each destination rank, experts of the widest token.
 
     Nobody waits. Writes ``chunk_counts[c, column]``, ``chunk_dests[c, owner]``, ``chunk_widest[c]``.
     """
@@ -61,8 +61,8 @@ def count_chunks(
 @triton.jit
 def exchange_counts(
     chunk_counts, chunk_dests, chunk_widest, chunk_entries, row_base, slot_base, entry_base, list_base, recv_offsets,
-    expert_tokens, limits, messages, message_addresses, signals, signal_addresses, ready, ready_addresses, signature, tickets, control,
-    num_tokens, row_capacity, slot_capacity, place_capacity,
+    expert_tokens, limits, messages, message_addresses, signals, signal_addresses, ready, ready_addresses,
+    signature, tickets, control, num_tokens, row_capacity, slot_capacity, place_capacity,
     WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     TOPK: tl.constexpr, MESSAGE_WORDS: tl.constexpr, HAS_CAPACITY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
