@@ -92,7 +92,7 @@ class Channel:
     def _filled(self, name: str, shape: tuple[int, ...], epoch: int) -> SymmetricTensor:
         tensor = self.arena.tensor(name, shape, torch.int32)
         if epoch:
-            tensor.local.fill_(epoch)
+            tensor.local.fill_((epoch + 2**31) % 2**32 - 2**31)
         self.arena._quiesce()
         return tensor
 
@@ -101,7 +101,6 @@ class Channel:
         if self.signals.local.numel() >= num_signals:
             return
         epoch = int(self.tickets[0]) >> TICKET_UNIT_LOG2  # a fresh flag must not be ahead of the epoch after a wrap
-        epoch = (epoch + 2**31) % 2**32 - 2**31
         self.signals = self._filled(f"{self.op_name}/signals", (num_signals,), epoch)
 
     def signature(self, values: Sequence[int]) -> torch.Tensor:

@@ -38,3 +38,23 @@ def wait_each(signals, tickets, control, WORLD_SIZE: tl.constexpr, TARGET: tl.co
     epoch = dl.next_epoch(tickets + 1)
     for peer in tl.static_range(WORLD_SIZE):
         dl.wait(signals + peer, epoch, control, peer, 7, TARGET)
+
+
+@triton.jit
+def put_get(
+    source, back, buffer_addresses, signals_addresses, signals, ready_addresses, ready, tickets, control, num_elements,
+    WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Puts to the next rank with both kinds of signal, waits for the previous one's, and gets its own put back."""
+    epoch = dl.next_epoch(tickets)
+    rank = dl.rank(control)
+    target = (rank + 1) % dl.num_ranks(control)
+    buffer = dl.symm_at(buffer_addresses, target, tl.float32)
+    flags = dl.symm_at(signals_addresses, target, tl.int32)
+    dl.putmem(buffer, source, num_elements, tl.cast(0, tl.int32), 1, BLOCK)
+    dl.quiet(TARGET)
+    dl.signal_op(flags + 1, 7, True, TARGET)
+    dl.signal_op(flags, epoch, False, TARGET)
+    dl.signal_wait_until(signals, epoch, control, (rank + WORLD_SIZE - 1) % WORLD_SIZE, TARGET)
+    dl.getmem(back, buffer, num_elements, tl.cast(0, tl.int32), 1, BLOCK)
+    dl.barrier_all(ready_addresses, ready, epoch, control, rank, WORLD_SIZE, TARGET)

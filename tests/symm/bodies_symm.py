@@ -1,0 +1,96 @@
+"""What the workers of the arena's tests run, on each rank."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import ArenaError
+from ditron_train.symm import Channel, SymmetricArena, get_arena
+
+CPU = torch.device("cpu")
+
+
+def error_of(function) -> str:
+    try:
+        function()
+    except ArenaError as error:
+        return str(error)
+    return "no error"
+
+
+def peers_see_writes() -> bool:
+    """Each rank writes into every peer's copy at its own place."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    arena = get_arena(None, CPU)
+    tensor = arena.tensor("test.writes", (world, 8), torch.bfloat16)
+    for peer in range(world):
+        tensor.peer(peer)[rank].fill_(rank + 1)
+    dist.barrier()
+    assert tensor.addresses.tolist() == tensor.host_addresses
+    assert tensor.addresses[rank] == tensor.local.data_ptr()
+    return all(bool((tensor.local[peer] == peer + 1).all()) for peer in range(world))
+
+
+def grows() -> tuple[int, int, int]:
+    """A buffer keeps its memory while it is large enough, and moves when it grows."""
+    arena = get_arena(None, CPU)
+    small = arena.tensor("test.growth", (10,), torch.float32)
+    again = arena.tensor("test.growth", (5, 2), torch.float32)
+    generation = arena.generation
+    large = arena.tensor("test.growth", (4096,), torch.float32)
+    assert again.local.data_ptr() == small.local.data_ptr()
+    assert large.local.numel() == 4096 and not large.local.any()
+    return arena.generation - generation, large.capacity_bytes, arena.num_bytes
+
+
+def overlapping_groups() -> list[float]:
+    """Rank 1 of four is in two groups at once; each group has memory of its own, by rank in the group."""
+    rank = dist.get_rank()
+    groups = {"low": [0, 1], "high": [1, 2, 3]}
+    made = {name: dist.new_group(ranks) for name, ranks in groups.items()}
+    seen = []
+    for name, ranks in groups.items():
+        if rank not in ranks:
+            continue
+        arena = SymmetricArena(made[name], CPU)
+        tensor = arena.tensor("test.overlap", (len(ranks),), torch.float32)
+        for peer in range(len(ranks)):
+            tensor.peer(peer)[ranks.index(rank)] = 10 * len(ranks) + ranks.index(rank)
+        dist.barrier(made[name])
+        seen += tensor.local.tolist()
+        arena.close()
+    return seen
+
+
+def above_the_cap() -> tuple[str, str]:
+    """One rank has a cap: every rank raises the same words, and the arena goes on working."""
+    if dist.get_rank() == 1:
+        os.environ["DITRON_ARENA_BYTES"] = "64K"
+    try:
+        arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
+        words = error_of(lambda: arena.tensor("test.cap", (1 << 20,), torch.float32))
+        arena.tensor("test.cap", (16,), torch.float32)
+        arena.close()
+        return words, error_of(lambda: arena.tensor("test.cap", (16,), torch.float32))
+    finally:
+        os.environ.pop("DITRON_ARENA_BYTES", None)
+
+
+def different_requests() -> str:
+    """Ranks that ask for different buffers."""
+    arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
+    return error_of(lambda: arena.tensor("test.request", (100 * (dist.get_rank() + 1),), torch.float32))
+
+
+def wrong_transport() -> str:
+    return error_of(lambda: SymmetricArena(dist.group.WORLD, CPU, "torch"))
+
+
+def signals_grow_with_the_epoch() -> list[int]:
+    """Flags that are added after a wrap must not be ahead of the epoch."""
+    channel = Channel(get_arena(None, CPU), "test.signals", 4, first_epoch=2**31 + 5)
+    channel.reserve_signals(4000)
+    return channel.signals.local.unique().tolist()

@@ -1,0 +1,48 @@
+"""Symmetric arenas over POSIX shared memory: peers, growth, groups, caps."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bodies_symm as bodies  # noqa: E402
+
+from ditron_train.testing.processes import run_workers  # noqa: E402
+
+
+def test_peers_see_writes_and_no_file_is_left():
+    assert run_workers(4, bodies.peers_see_writes) == [True] * 4
+    assert not glob.glob("/dev/shm/ditron-*")
+
+
+def test_a_buffer_grows_collectively():
+    results = run_workers(2, bodies.grows)
+    assert results[0] == results[1]
+    moves, capacity_bytes, num_bytes = results[0]
+    assert moves == 1 and capacity_bytes == 4 * 4096 and num_bytes >= capacity_bytes
+
+
+def test_overlapping_groups():
+    low, high = [20.0, 21.0], [30.0, 31.0, 32.0]
+    assert run_workers(4, bodies.overlapping_groups) == [low, low + high, high, high]
+
+
+def test_a_cap_is_the_same_error_on_every_rank():
+    (words, after), (words_1, after_1) = run_workers(2, bodies.above_the_cap)
+    assert words == words_1 and "rank 1's cap DITRON_ARENA_BYTES=65536" in words
+    assert after == after_1 == "this arena was closed"
+
+
+def test_different_requests_are_the_same_error_on_every_rank():
+    words = run_workers(2, bodies.different_requests)
+    assert words[0] == words[1] and "different symmetric buffers" in words[0]
+
+
+def test_a_transport_that_does_not_serve_the_device():
+    assert set(run_workers(2, bodies.wrong_transport)) == {"transport 'torch' does not serve cpu tensors"}
+
+
+def test_new_flags_start_at_the_epoch():
+    assert run_workers(2, bodies.signals_grow_with_the_epoch) == [[-(2**31) + 5]] * 2
