@@ -83,8 +83,8 @@ class PipelineChannel(Channel):
         """See ``Channel``; tells the other ranks of the node, unless one of them has failed before."""
         if self.mailbox.failed:
             return
-        super().record_timeout(peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
         self.mailbox.post_fault([_KIND_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch])
+        super().record_timeout(peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
 
     @property
     def failed(self) -> bool:

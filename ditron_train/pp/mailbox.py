@@ -69,6 +69,7 @@ class Mailbox:
             error = f"cannot reserve {num_bytes} bytes in {_FOLDER}: {failure}"
         try:
             path_of_first = exchange(group, path)[0]
+            self._claim_path = f"{path_of_first}-fault"
             if memory is None and error is None:
                 try:
                     memory = _map_file(path_of_first, num_bytes, create=False)
@@ -167,15 +168,28 @@ class Mailbox:
     # One failure for all ranks: the first that is written wins.
 
     def post_fault(self, fields: list[int], text: str = "") -> None:
-        """Makes a failure known to all ranks of the node: ``_FAULT_WORDS - 2`` numbers and a text."""
+        """Makes a failure known to all ranks of the node: ``_FAULT_WORDS - 2`` numbers and a text.
+
+        Ranks often fail at the same moment; who creates the claim file writes, and the others wait for what was written.
+        """
         words = self._int64(0, _FAULT_WORDS)
-        if words[0] != 0:
+        try:
+            os.close(os.open(self._claim_path, os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            deadline_s = time.monotonic() + 1.0
+            while words[0] == 0 and time.monotonic() < deadline_s:
+                time.sleep(0.001)
             return
-        encoded = text.encode()[: _FAULT_BYTES - 8 * _FAULT_WORDS]
-        self._bytes[8 * _FAULT_WORDS : 8 * _FAULT_WORDS + len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
-        words[2 : 2 + len(fields)] = fields
-        words[1] = len(encoded)
-        words[0] = 1
+        try:
+            if words[0] == 0:
+                encoded = text.encode()[: _FAULT_BYTES - 8 * _FAULT_WORDS]
+                begin = 8 * _FAULT_WORDS
+                self._bytes[begin : begin + len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
+                words[2 : 2 + len(fields)] = fields
+                words[1] = len(encoded)
+                words[0] = 1
+        finally:
+            os.unlink(self._claim_path)
 
     @property
     def failed(self) -> bool:

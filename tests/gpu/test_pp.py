@@ -98,31 +98,6 @@ def test_every_size_arrives_on_both_lanes(device, new_context, num_slots):
     assert _agree(device, right)
 
 
-def test_flags_in_device_memory(device, new_context, monkeypatch):
-    """Where CUDA refuses to register host memory: refused with one hardware queue, else the same messages."""
-    from ditron_train.pp import exchange
-    from ditron_train.runtime.errors import NotSupportedError
-    from ditron_train.stream import driver, waits_can_be_released
-
-    monkeypatch.setattr(driver, "register_host_memory", lambda address, num_bytes: None)
-    num_bytes = 9 << 20
-    if not waits_can_be_released():
-        with pytest.raises(NotSupportedError, match="could not be released"):
-            new_context(num_bytes)
-        return
-    previous, _ = _neighbours()
-    context = new_context(num_bytes)
-    assert not context.channel.mailbox.has_flags
-    right = True
-    for index in range(8):
-        data = _payload(dist.get_rank(), 0, index, num_bytes, device)
-        handle = exchange(context, send_next=data, recv_prev=_header(num_bytes))["recv_prev"]
-        handle.wait()
-        right &= torch.equal(handle.tensor, _payload(previous, 0, index, num_bytes, device))
-    context.channel.synchronize()
-    assert _agree(device, right)
-
-
 def test_late_producers_slow_consumers_and_freed_storage(device, new_context):
     """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused."""
     from ditron_train.pp import exchange
@@ -298,6 +273,31 @@ def test_two_nodes_on_one_machine(device, monkeypatch):
     context.arena.close()
 
 
+def test_flags_in_device_memory(device, new_context, monkeypatch):
+    """Where CUDA refuses to register host memory: refused with one hardware queue, else the same messages."""
+    from ditron_train.pp import exchange
+    from ditron_train.runtime.errors import NotSupportedError
+    from ditron_train.stream import driver, waits_can_be_released
+
+    monkeypatch.setattr(driver, "register_host_memory", lambda address, num_bytes: None)
+    num_bytes = 9 << 20
+    if not waits_can_be_released():
+        with pytest.raises(NotSupportedError, match="could not be released"):
+            new_context(num_bytes)
+        return
+    previous, _ = _neighbours()
+    context = new_context(num_bytes)
+    assert not context.channel.mailbox.has_flags
+    right = True
+    for index in range(8):
+        data = _payload(dist.get_rank(), 0, index, num_bytes, device)
+        handle = exchange(context, send_next=data, recv_prev=_header(num_bytes))["recv_prev"]
+        handle.wait()
+        right &= torch.equal(handle.tensor, _payload(previous, 0, index, num_bytes, device))
+    context.channel.synchronize()
+    assert _agree(device, right)
+
+
 @pytest.mark.parametrize("chunks", [None, 2])
 @pytest.mark.parametrize("options", [{}, {"variable": True}, {"forward_only": True}, {"tied": True}], ids=str)
 def test_megatron_schedules_have_the_bits_of_native(device, chunks, options):
@@ -323,6 +323,8 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options):
     torch.use_deterministic_algorithms(True, warn_only=True)  # the embedding's backward is atomic otherwise
     try:
         native = workers.train(case)
+        again = workers.train(case)
+        assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, again))), "native differs from itself"
         for overlap, warmup_flush in [(False, False)] if chunks is None else [(False, False), (True, False), (True, True)]:
             ditron_train.megatron.apply(features="pp")
             before = workers.messages_of_ours()

@@ -33,7 +33,7 @@ def _config(case: Case, overlap: bool, warmup_flush: bool) -> Any:
 
     from ditron_train.testing.megatron_cpu import CPU_CONFIG
 
-    options = dict(CPU_CONFIG) if case.device == "cpu" else {"gradient_accumulation_fusion": False}
+    options = dict(CPU_CONFIG) if case.device == "cpu" else {"gradient_accumulation_fusion": False, "deterministic_mode": True}
     return TransformerConfig(
         num_layers=2 * case.pipeline * (case.chunks or 1) // (2 if case.chunks else 1),
         hidden_size=32,
