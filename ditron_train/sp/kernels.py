@@ -49,16 +49,21 @@ def _copy_columns(
     width,
     destination_group_stride,
     source_group_stride,
+    BLOCK_G: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """For every group: ``width`` columns of a block of rows; the pointers are [ROWS] and point at column 0 of the part."""
-    lanes = tl.arange(0, BLOCK_W)
-    for group in range(0, num_groups):
+    """For every group: ``width`` columns of a block of rows; the pointers are [ROWS] and point at column 0 of the part.
+
+    BLOCK_G groups at a time where they are narrow: what one program has in flight decides its rate.
+    """
+    lanes = tl.arange(0, BLOCK_G * BLOCK_W)
+    for first_group in range(0, num_groups, BLOCK_G):
+        groups = first_group + lanes // BLOCK_W
         for first in range(0, width, BLOCK_W):
-            cols = first + lanes
-            mask = rows_mask[:, None] & (cols < width)[None, :]
-            values = tl.load(source_ptr[:, None] + (group * source_group_stride + cols)[None, :], mask=mask)
-            tl.store(destination_ptr[:, None] + (group * destination_group_stride + cols)[None, :], values, mask=mask)
+            cols = first + lanes % BLOCK_W
+            mask = rows_mask[:, None] & ((cols < width) & (groups < num_groups))[None, :]
+            values = tl.load(source_ptr[:, None] + (groups * source_group_stride + cols)[None, :], mask=mask)
+            tl.store(destination_ptr[:, None] + (groups * destination_group_stride + cols)[None, :], values, mask=mask)
 
 
 @triton.jit
@@ -168,6 +173,9 @@ def receive_kernel(
     GRANULE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    BLOCK_G0: tl.constexpr,
+    BLOCK_G1: tl.constexpr,
+    BLOCK_G2: tl.constexpr,
     BLOCK_W0: tl.constexpr,
     BLOCK_W1: tl.constexpr,
     BLOCK_W2: tl.constexpr,
@@ -220,14 +228,14 @@ def receive_kernel(
             out_groups = num_groups * WORLD_SIZE
             first_group = source * num_groups
         destination = part0_ptr + out_rows * (out_groups * width0) + first_group * width0
-        _copy_columns(destination, arrived, mask, num_groups, width0, width0, group_stride, BLOCK_W0)
+        _copy_columns(destination, arrived, mask, num_groups, width0, width0, group_stride, BLOCK_G0, BLOCK_W0)
         if NUM_PARTS > 1:
             destination = part1_ptr + out_rows * (out_groups * width1) + first_group * width1
-            _copy_columns(destination, arrived + width0, mask, num_groups, width1, width1, group_stride, BLOCK_W1)
+            _copy_columns(destination, arrived + width0, mask, num_groups, width1, width1, group_stride, BLOCK_G1, BLOCK_W1)
         if NUM_PARTS > 2:
             destination = part2_ptr + out_rows * (out_groups * width2) + first_group * width2
             _copy_columns(
-                destination, arrived + (width0 + width1), mask, num_groups, width2, width2, group_stride, BLOCK_W2
+                destination, arrived + (width0 + width1), mask, num_groups, width2, width2, group_stride, BLOCK_G2, BLOCK_W2
             )
 
 
@@ -255,6 +263,9 @@ def push_kernel(
     GRANULE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    BLOCK_G0: tl.constexpr,
+    BLOCK_G1: tl.constexpr,
+    BLOCK_G2: tl.constexpr,
     BLOCK_W0: tl.constexpr,
     BLOCK_W1: tl.constexpr,
     BLOCK_W2: tl.constexpr,
@@ -301,14 +312,14 @@ def push_kernel(
                 first_group = 0
                 destination = buffer + rows.to(tl.int64) * buffer_stride + rank * num_groups * group_stride
             source = part0_ptr + in_rows * (in_groups * width0) + first_group * width0
-            _copy_columns(destination, source, mask, num_groups, width0, group_stride, width0, BLOCK_W0)
+            _copy_columns(destination, source, mask, num_groups, width0, group_stride, width0, BLOCK_G0, BLOCK_W0)
             if NUM_PARTS > 1:
                 source = part1_ptr + in_rows * (in_groups * width1) + first_group * width1
-                _copy_columns(destination + width0, source, mask, num_groups, width1, group_stride, width1, BLOCK_W1)
+                _copy_columns(destination + width0, source, mask, num_groups, width1, group_stride, width1, BLOCK_G1, BLOCK_W1)
             if NUM_PARTS > 2:
                 source = part2_ptr + in_rows * (in_groups * width2) + first_group * width2
                 _copy_columns(
-                    destination + (width0 + width1), source, mask, num_groups, width2, group_stride, width2, BLOCK_W2
+                    destination + (width0 + width1), source, mask, num_groups, width2, group_stride, width2, BLOCK_G2, BLOCK_W2
                 )
         flags = dl.symm_at(signals_addresses, peer, tl.int32)
         dl.notify(flags + rank * num_granules + granule, epoch, TARGET)
@@ -335,13 +346,14 @@ def a2a_gemm_kernel(
     GROUP_M: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
+    GRANULE_ROWS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     RANKS_POW2: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it arrived.
 
-    Its sums run over K in order, so it needs every source: one granule of the pushes is one row tile. It waits (acquire,
+    Its sums run over K in order, so it needs every source: one granule of the pushes is one row tile or several. It waits (acquire,
     then a fence for the descriptor loads) for pushes of this epoch; this rank's own push was enqueued before on another
     stream, and the grid leaves its SMs free.
     """
@@ -351,11 +363,12 @@ def a2a_gemm_kernel(
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     for tile_id in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0)):
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        granule = row // GRANULE_ROWS
         dl.wait_ranks(
-            signals_ptr + tile_m, num_tiles_m, epoch, control_ptr, tile_m, WORLD_SIZE, RANKS_POW2, TARGET
+            signals_ptr + granule, tl.cdiv(M, GRANULE_ROWS), epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
         )
         dl.fence_async_proxy(TARGET)
-        row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)

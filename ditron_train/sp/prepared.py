@@ -82,7 +82,10 @@ class _Transfer:
     def copy_kernel(self, kernel: Any, layout: HeadsLayout, num_programs: int, **constants: int | bool) -> KernelLaunch:
         """``push_kernel`` or ``receive_kernel`` for parts of ``layout``, with the constants that only it has."""
         widths = (*layout.widths, 1, 1)[:3]
-        blocks = {f"BLOCK_W{part}": min(_next_power_of_2(width), tuning.COPY_WIDTH) for part, width in enumerate(widths)}
+        block_widths = [min(_next_power_of_2(width), tuning.COPY_WIDTH) for width in widths]
+        most_groups = _next_power_of_2(layout.num_groups)
+        blocks = {f"BLOCK_G{i}": min(tuning.COPY_WIDTH // width, most_groups) for i, width in enumerate(block_widths)}
+        blocks |= {f"BLOCK_W{i}": width for i, width in enumerate(block_widths)}
         return KernelLaunch(
             kernel,
             num_programs if self.context.is_cuda else 1,
@@ -272,8 +275,9 @@ class PreparedA2AGemm:
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
         programs = tuning.push_programs(m, n, k)
+        granule_rows = tuning.granule_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
         self._push = push = _Push(
-            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=config.block_m, block_n=0, packed=packed,
+            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, block_n=0, packed=packed,
             num_programs=programs,
         )  # fmt: skip
         whole = HeadsLayout(1, (layout.num_columns,), (layout.num_columns,))
@@ -285,6 +289,7 @@ class PreparedA2AGemm:
             max(1, min(context.num_sms - programs, config.num_tiles(m, n))),
             {
                 **_tile_constants(config, weight_layout),
+                "GRANULE_ROWS": granule_rows,
                 "WORLD_SIZE": context.world_size,
                 "RANKS_POW2": _next_power_of_2(context.world_size),
                 "TARGET": context.target,

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["EXCHANGE_PROGRAMS", "GRANULE_ROWS", "COPY_ROWS", "COPY_WIDTH", "push_programs", "receive_programs"]
+__all__ = ["EXCHANGE_PROGRAMS", "GRANULE_ROWS", "COPY_ROWS", "COPY_WIDTH", "granule_rows", "push_programs", "receive_programs"]
 
 GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
 COPY_ROWS = 128  # rows and columns of one block of a copy: with 32 warps 64 KB in flight a program, and no spills
 COPY_WIDTH = 256
-EXCHANGE_PROGRAMS = 16  # of the push, and of the kernel that takes apart what arrives
+EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives
 
+_GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
 _GEMM_FLOP_PER_US = 750e6
 _COPY_BYTES_PER_US = 45e3  # one program of 32 warps
 
 
 def _gemm_us(m: int, n: int, k: int) -> float:
     return 2 * m * n * k / _GEMM_FLOP_PER_US
+
+
+def granule_rows(m: int, block_m: int, row_bytes: int) -> int:
+    """Rows that one flag stands for in a push of [m, row_bytes] to each rank: row tiles, few enough to start early."""
+    rows = block_m
+    while rows * row_bytes < _GRANULE_BYTES and rows < 4 * block_m and 8 * rows < m:
+        rows *= 2
+    return rows
 
 
 def push_programs(m: int, n: int, k: int) -> int:

@@ -61,7 +61,8 @@ def _gemm_a2a(name, layout, block, stages, targets, world_size=8):
 def _a2a_gemm(name, layout, block, stages, targets):
     signature = {"c_desc": _store(*block[:2]), "signals_ptr": "*i32"}
     return _gemm(
-        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, None, WORLD_SIZE=8, RANKS_POW2=8
+        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, None, GRANULE_ROWS=256, WORLD_SIZE=8,
+        RANKS_POW2=8,
     )
 
 
@@ -74,6 +75,9 @@ def _copy(name, kernel, signature, rows, towards_heads, num_parts, dtype="bf16",
             "GRANULE_ROWS": 128,
             "ROWS": rows,
             "NUM_PARTS": num_parts,
+            "BLOCK_G0": 1,
+            "BLOCK_G1": 2 if num_parts > 1 else 1,
+            "BLOCK_G2": 2 if num_parts > 1 else 1,
             "BLOCK_W0": 256,
             "BLOCK_W1": 128 if num_parts > 1 else 1,
             "BLOCK_W2": 128 if num_parts > 1 else 1,
@@ -84,10 +88,11 @@ def _copy(name, kernel, signature, rows, towards_heads, num_parts, dtype="bf16",
         },
         num_warps={"default": 32, "hip": 16},
         signals=True if kernel == "push_kernel" else None,
+        max_spill_bytes=32 if kernel == "push_kernel" else 0,  # 64 registers at 32 warps: a row's address in one variant
     )
 
 
-_WIDE = ((128, 256, 64), 3, ("sm_90", "sm_100"))
+_WIDE = ((128, 256, 64), 4, ("sm_90", "sm_100"))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
 _PUSH = {"buffer_addresses": "*i64", "signals_addresses": "*i64", **_READY}
 _RECEIVE = {"buffer_ptr": "*bf16", "signals_ptr": "*i32", "flags_per_granule": "i32"}
