@@ -38,6 +38,7 @@ from ditron_train.pp.mailbox import Mailbox
 from ditron_train.pp.messages import LANE_NAMES, Header, fragment_ends, num_bytes_of
 from ditron_train.runtime.errors import DitronError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.stream import put, stream_notify, stream_wait
+from ditron_train.stream.waits import cyclic_difference
 from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.channel import Channel
 
@@ -68,9 +69,17 @@ class PipelineChannel(Channel):
     def wait_for(
         self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None
     ) -> None:
-        """Holds the stream (CPU: the caller) until this rank's flag is ``epoch`` or later; bounded."""
+        """Holds the stream (CPU: the caller) until this rank's flag is ``epoch`` or later; bounded.
+
+        Where the host sees that it is, nothing is enqueued: what the flag stands for is complete, so whatever is enqueued
+        from now on finds it complete.
+        """
         own = self.arena.rank
-        host_address = self.mailbox.flag_host_address(own, index) if self.mailbox.has_flags else None
+        host_address = None
+        if self.mailbox.has_flags:
+            if cyclic_difference(self.mailbox.flag_value(own, index), epoch) >= 0:
+                return
+            host_address = self.mailbox.flag_host_address(own, index)
         stream_wait(
             self, self.address(own, index), epoch, peer=peer, chunk=chunk, stream=stream, host_address=host_address
         )

@@ -14,7 +14,7 @@ from ditron_train.pp.mailbox import Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.stream import driver, waits_can_be_released
 from ditron_train.symm.arena import get_arena
@@ -98,13 +98,14 @@ class PipelineContext:
                 self.local_receivers[lane] = Receiver(self.channel, self.slots, lane, place[source])
 
     def _log_routes(self) -> None:
-        flags = "host" if self.channel is not None and self.channel.mailbox.has_flags else "device"
-        routes = [
-            f"{name} rank {peer} by {'copy engine' if self._nodes[peer] == self._nodes[self.rank] else 'network'}"
-            for name, peer in (("next", self.next_rank), ("previous", self.previous_rank))
-        ]
-        text = f"pp rank {self.rank} of {self.world_size}: {', '.join(routes)}; flags in {flags} memory"
-        get_logger("pp").info(text)
+        near = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[(rank + 1) % self.world_size]]
+        flags = "no" if self.channel is None else "host" if self.channel.mailbox.has_flags else "device"
+        log_once(
+            f"pp routes {self._nodes} {flags}",
+            f"pp: {len(near)} of the {self.world_size} links of the pipeline's ring by copy engine (from stages {near}), the "
+            f"others by the network; flags of stage {self.rank} in {flags} memory",
+            name="pp",
+        )
 
     def target(self, lane: int) -> int:
         """Group rank that this rank's messages of ``lane`` go to."""

@@ -108,6 +108,11 @@ class Mailbox:
         """Address of the same flag for this process's host code."""
         return self._host_base + self._flag_offset(rank, index)
 
+    def flag_value(self, rank: int, index: int) -> int:
+        """What a flag holds now."""
+        offset = self._flag_offset(rank, index)
+        return int(self._bytes[offset : offset + 4].view(np.int32)[0])
+
     def _int64(self, offset: int, count: int) -> np.ndarray:
         return self._bytes[offset : offset + 8 * count].view(np.int64)
 
