@@ -17,7 +17,7 @@ from ditron_train.runtime.errors import SettingError
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
 
 _FORMAT = "ditron_train plan 1"
-_NCCL_SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_HOSTID")  # those that move bits or times
+_NCCL_SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")  # those that move bits or times
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ def fingerprint() -> dict[str, Any]:
     import triton
 
     found: dict[str, Any] = {"ditron_train": __version__, "torch": torch.__version__, "triton": triton.__version__}
-    if torch.cuda.is_available():
+    if torch.version.cuda and torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
         found["driver"] = torch._C._cuda_getDriverVersion()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     else:
         found["device"] = platform.machine()
-    found.update({name: os.environ[name] for name in _NCCL_SETTINGS if name in os.environ and name != "NCCL_HOSTID"})
+    found.update({name: os.environ[name] for name in _NCCL_SETTINGS if name in os.environ})
     return found
 
 

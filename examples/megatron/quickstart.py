@@ -193,7 +193,8 @@ def main() -> int:
     native_job = _native_job(job, console)
     native = _run(native_job, corpus, "native", console)
     again = _run(native_job, corpus, "native, once more", console) if on_gpu else None
-    ditron.apply(features=arguments.ditron, transport=arguments.ditron_transport, timeout_s=arguments.ditron_timeout_s)
+    ditron.apply(features=arguments.ditron, transport=arguments.ditron_transport, timeout_s=arguments.ditron_timeout_s,
+                 policy=arguments.ditron_policy, plan=arguments.ditron_plan)  # fmt: skip
     try:
         ours = _run(job, corpus, "ditron_train " + ",".join(arguments.ditron), console)
     finally:
