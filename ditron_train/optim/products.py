@@ -10,7 +10,7 @@ cuBLAS computes each whole. Where bits equal and time is lower at a shape on thi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -187,7 +187,10 @@ def addmm(
     if tuple(a.shape) != (m, k) or tuple(b.shape) != (k, n) or min(m, n, k) == 0:
         raise NotSupportedError(f"addmm of shapes {tuple(add.shape)}, {tuple(a.shape)} and {tuple(b.shape)}")
     sms = num_sms(a.device)
-    config = config or choose_config(m, n, k, a.dtype, target, sms)
+    if config is None:
+        config = choose_config(m, n, k, a.dtype, target, sms)
+        if config.split_store:  # the block of ``add`` takes the shared memory of a stage
+            config = replace(config, num_stages=min(config.num_stages, 3))
     add, a, b = aligned_operand(add), aligned_operand(a), aligned_operand(b)
     out = empty_aligned(m, n, a.dtype, a.device)
     _launch_addmm(add, a, b, out, float(alpha), float(beta), config, sms)

@@ -50,13 +50,13 @@ SPECS = [
         spec
         for layout, transpose_b in (("nt", True), ("nn", False))
         for spec in (
-            _gemm(f"{layout}_wide", transpose_b, 128, 256, 64, 3),
+            _gemm(f"{layout}_wide", transpose_b, 128, 256, 64, 4),
             _gemm(f"{layout}_square", transpose_b, 128, 128, 64, 4),
             _gemm(f"{layout}_ampere", transpose_b, 128, 128, 32, 3, ("sm_80",)),
             _gemm(f"{layout}_cdna", transpose_b, 128, 128, 64, 2, ("hip",)),
         )
     ),
-    _wgrad("wide", 128, 256, 64, 3),
+    _wgrad("wide", 128, 256, 64, 4),
     _wgrad("square", 128, 128, 64, 4),
     _wgrad("ampere", 128, 128, 32, 3, ("sm_80",)),
     _wgrad("cdna", 128, 128, 64, 2, ("hip",)),

@@ -43,8 +43,8 @@ SPECS = [
     spec
     for layout, transpose_a, transpose_b in (("nt", False, True), ("nn", False, False), ("tn", True, False))
     for spec in (
-        _gemm(f"gemm_{layout}_wide", transpose_a, transpose_b, 128, 256, 64, 3),
-        _gemm(f"gemm_{layout}_wide_halved_tail", transpose_a, transpose_b, 128, 256, 64, 3, halve_tail=True),
+        _gemm(f"gemm_{layout}_wide", transpose_a, transpose_b, 128, 256, 64, 4),
+        _gemm(f"gemm_{layout}_wide_halved_tail", transpose_a, transpose_b, 128, 256, 64, 4, halve_tail=True),
         _gemm(f"gemm_{layout}_square", transpose_a, transpose_b, 128, 128, 64, 4),
         _gemm(f"gemm_{layout}_square_fp16", transpose_a, transpose_b, 128, 128, 64, 4, dtype="fp16"),
         _gemm(f"gemm_{layout}_ampere", transpose_a, transpose_b, 128, 128, 32, 3, targets=("sm_80",)),

@@ -89,7 +89,7 @@ def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8):
     )
 
 
-_WIDE = ((128, 256, 64), 3, ("sm_90", "sm_100"))
+_WIDE = ((128, 256, 64), 4, ("sm_90", "sm_100"))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
 
 SPECS = [
