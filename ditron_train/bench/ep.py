@@ -7,7 +7,9 @@ installed; without it PyTorch's deterministic mode, whose bits repeat. Both run 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +86,19 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     return [Case(**{**vars(case), "zipf": zipf}) for case in chosen for zipf in (0.0, arguments.zipf)]
 
 
+@contextmanager
+def _forced() -> Iterator[None]:
+    """Ours wherever it can: what is measured here is what the policy would measure."""
+    before = os.environ.get("DITRON_POLICY")
+    os.environ["DITRON_POLICY"] = "force"
+    try:
+        yield
+    finally:
+        os.environ.pop("DITRON_POLICY")
+        if before is not None:
+            os.environ["DITRON_POLICY"] = before
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for; returns 1 where bits differ.
 
@@ -97,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ditron_train.bench.megatron_ep import HAVE_TE, expert_parallel_world
 
     parts = arguments.part or _PARTS
-    with bench_session("ep", arguments) as session, expert_parallel_world():
+    with bench_session("ep", arguments) as session, expert_parallel_world(), _forced():
         if not HAVE_TE:
             get_logger("bench").info("Transformer Engine is not installed: native runs in PyTorch's deterministic mode")
             torch.use_deterministic_algorithms(True, warn_only=True)

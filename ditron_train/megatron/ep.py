@@ -26,13 +26,15 @@ from ditron_train.ep import (
     get_ep_context,
     index_add_order,
 )
+from ditron_train.megatron import ep_policy
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map"]
+__all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map", "stop"]
 
+_COMPARED = "it is what ours is compared with"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -76,6 +78,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._arguments, self._keywords = args, kwargs
+        self._asks_policy = True
         self._native_because: str | None = _why_not_config(self)
         self._ep_context: EPContext | None = None
         self._pending: PendingLayout | None = None
@@ -101,7 +105,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
 
     def _log_native(self) -> None:
-        if self._native_because is not None:
+        if self._native_because not in (None, _COMPARED):
             log_once(f"native ep {self._native_because}", f"ep: native dispatcher, {self._native_because}")
 
     def _context_for(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | None:
@@ -116,11 +120,29 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 self._native_because = f"index_add_ of {hidden_states.dtype} adds in an order of its own here"
         if self._native_because is None:
             try:
+                if self._asks_policy and device.type == "cuda":  # on the CPU there are no times to compare
+                    self._native_because = self._ask_policy(hidden_states, probs)
+                if self._native_because is not None:
+                    self._log_native()
+                    return None
                 return get_ep_context(self.ep_group, device, self.num_experts, self.config.moe_router_topk)
             except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
                 self._native_because = str(error)
         self._log_native()
         return None
+
+    def _ask_policy(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
+        """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher."""
+        self._asks_policy = False
+        fused, topk = self.config.moe_permute_fusion, self.config.moe_router_topk
+
+        def make(native: bool) -> DitronMoEAlltoAllTokenDispatcher:
+            dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments, **self._keywords)
+            dispatcher._asks_policy = False
+            dispatcher._native_because = _COMPARED if native else None
+            return dispatcher
+
+        return ep_policy.why_not_here(make, hidden_states, probs, topk=topk, fused=fused, group=self.ep_group)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -229,3 +251,8 @@ def class_map() -> dict[type, type]:
 
         classes.update(ep_te.class_map())
     return classes
+
+
+def stop() -> None:
+    """Forget what the policy said."""
+    ep_policy.forget()

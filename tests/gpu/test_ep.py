@@ -42,7 +42,8 @@ def world():
 
 
 @pytest.fixture(autouse=True)
-def deterministic():
+def deterministic(monkeypatch):
+    monkeypatch.setenv("DITRON_POLICY", "force")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     yield
@@ -154,6 +155,17 @@ def test_moe_layer(fused):
         results.append([y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)])
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[2]))
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_the_policy_finds_equal_bits(monkeypatch, fused):
+    monkeypatch.setenv("DITRON_POLICY", "strict")
+    torch.use_deterministic_algorithms(False)
+    pair = DispatcherPair(config(32, 4, 2048, fused=fused))
+    routed, probs = zipf_routing(2048, 32, 4, exponent=0, device="cuda", seed=dist.get_rank())
+    pair.dispatch("ditron", normals(2048, 2048, dtype=torch.bfloat16, seed=1), routed, probs)
+    reason = pair.ditron._native_because
+    assert reason is None or "not faster" in reason, reason
 
 
 @pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine's grouped experts")

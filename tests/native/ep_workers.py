@@ -110,6 +110,19 @@ def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours
         torch.use_deterministic_algorithms(False)
 
 
+def policy_is_asked_once():
+    """The policy's run of both dispatchers, of which the interpreter compares nothing; its answer is kept."""
+    from ditron_train.megatron import ep_policy
+
+    with groups(expert_model_parallel_size=dist.get_world_size()):
+        layer = build({"params_dtype": torch.float32, "num_moe_experts": 8}, True)
+        probs = torch.rand(5 + dist.get_rank(), 8)
+        answers = [layer.token_dispatcher._ask_policy(torch.randn(len(probs), 1, BASE["hidden_size"]), probs) for _ in range(2)]
+        kept = len(ep_policy._answers)
+        ep_policy.forget()
+        return answers, kept
+
+
 def falls_back_when_memory_is_capped():
     """A cap that holds the signals but not the rows: the call goes on natively, later ones start natively."""
     with groups(expert_model_parallel_size=dist.get_world_size()):

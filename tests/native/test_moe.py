@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
-from ep_workers import falls_back_when_memory_is_capped, layers_agree, why_native  # noqa: E402
+from ep_workers import falls_back_when_memory_is_capped, layers_agree, policy_is_asked_once, why_native  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
@@ -71,6 +71,10 @@ def test_experts_split_over_tensor_parallel_ranks_stay_native():
 )
 def test_what_is_not_covered_runs_natively(options):
     run_workers(2, layers_agree, options, (8, 8), torch.float32, False, False)
+
+
+def test_the_policy_is_asked_once_whatever_tokens_the_ranks_hold():
+    assert run_workers(2, policy_is_asked_once) == [([None, None], 1)] * 2
 
 
 def test_too_little_memory_goes_over_to_native():
