@@ -26,6 +26,7 @@ _PARTS = ("send_recv", "gemm_beside_transfer", "pipeline_step")
 _PATTERNS = ("ring", "pairs")
 _CTAS = (1, 2, 4, 8)
 _MB = 1_000_000
+_GPU_MB = (0.008192, 1, 8, 16, 32, 64, 128, 256)  # the first shows the latency
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
     parser.add_argument(
-        "--mb", type=float, action="append", help="message size in 10^6 bytes (may be repeated; default 1 to 256)"
+        "--mb", type=float, action="append", help="message size in 10^6 bytes (may be repeated; default 8 KiB and 1 to 256)"
     )
     parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise SettingError(f"bench pp takes an even number of ranks, not {session.world_size}")
         parts = arguments.part or _PARTS
         on_gpu = session.device.type == "cuda"
-        sizes = [int(mb * _MB) // 512 * 512 for mb in arguments.mb or ((1, 8, 16, 32, 64, 128, 256) if on_gpu else (0.1, 1))]
+        sizes = [int(mb * _MB) // 512 * 512 for mb in arguments.mb or (_GPU_MB if on_gpu else (0.1, 1))]
         limited = {} if arguments.no_limited or not on_gpu else _limited_groups(session)
         if "send_recv" in parts or "gemm_beside_transfer" in parts:
             context = get_pipeline_context(dist.group.WORLD, session.device)
