@@ -330,6 +330,21 @@ def push_kernel(
 
 
 @triton.jit
+def _num_behind(signals_ptr, num_flags, epoch):
+    """How many of ``num_flags`` flags are not at ``epoch`` yet, the same number in all threads; orders nothing.
+
+    At least as many lanes as threads: no element is loaded twice, so warps cannot see different values.
+    """
+    lanes = tl.arange(0, 1024)
+    behind = tl.cast(0, tl.int32)
+    for first in range(0, num_flags, 1024):
+        flags = first + lanes
+        seen = tl.load(signals_ptr + flags, mask=flags < num_flags, other=epoch, volatile=True)
+        behind += tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
+    return behind
+
+
+@triton.jit
 def a2a_gemm_kernel(
     a_desc,
     b_desc,
@@ -353,22 +368,37 @@ def a2a_gemm_kernel(
 ):
     """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it arrived.
 
-    Its sums run over K in order, so it needs every source: one granule of the pushes is one row tile or several. It waits (acquire,
-    then a fence for the descriptor loads) for pushes of this epoch; this rank's own push was enqueued before on another
-    stream, and the grid leaves its SMs free.
+    Its sums run over K in order, so it needs every source: one granule of the pushes is one row tile or several. It waits
+    (acquire, then a fence for the descriptor loads) for pushes of this epoch; this rank's own push was enqueued before on
+    another stream, and the grid leaves its SMs free. Once a program has seen that everything is there, it goes on without
+    waits, in one flattened loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
     """
     epoch = dl.next_epoch(tickets_ptr + 1)
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
-    for tile_id in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0)):
+    num_granules = tl.cdiv(M, GRANULE_ROWS)
+    num_tiles = num_tiles_m * num_tiles_n
+    tile_id = tl.program_id(0)
+    behind = tl.cast(1, tl.int32)
+    while (tile_id < num_tiles) & (behind > 0):
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
         granule = row // GRANULE_ROWS
         dl.wait_ranks(
-            signals_ptr + granule, tl.cdiv(M, GRANULE_ROWS), epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
+            signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
         )
         dl.fence_async_proxy(TARGET)
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        tile_id += tl.num_programs(0)
+        behind = _num_behind(signals_ptr, WORLD_SIZE * num_granules, epoch)
+    dl.fence(TARGET)  # the acquire of what _num_behind saw
+    dl.fence_async_proxy(TARGET)
+    for late_tile in tl.range(tile_id, num_tiles, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = grouped_tile(late_tile, num_tiles_m, num_tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
