@@ -17,6 +17,7 @@ from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
 
 __all__ = ["RowTiles", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
 
@@ -60,6 +61,14 @@ def _places(addresses: tuple[int, ...], device: torch.device) -> tuple[torch.Ten
     return torch.tensor(distances, dtype=torch.int32, device=device), unit, max(distances)
 
 
+@lru_cache(maxsize=1024)
+def _launch(
+    kernel: Any, num_programs: int, constants: tuple[tuple[str, Any], ...], num_warps: int, num_stages: int, dtype: torch.dtype
+) -> KernelLaunch:
+    """The launch of a kernel with these constants, for operands of this type: only the first one goes through Triton."""
+    return KernelLaunch(kernel, num_programs, dict(constants), num_warps=num_warps, num_stages=num_stages)
+
+
 @dataclass(frozen=True)
 class RowTiles:
     """How the rows of a rank are cut into tiles that hold one expert each; made once a layer, on the device.
@@ -96,8 +105,8 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     words = _TILE_WORDS * (max_tiles + 1) + num_experts
     tiles = torch.empty(words, dtype=torch.int32, device=tokens_per_expert.device)
     list_tiles[(-(-max_tiles // 128),)](
-        tokens_per_expert, tiles, NUM_EXPERTS=num_experts, EXPERTS=1 << max(num_experts - 1, 0).bit_length(),
-        BLOCK_M=block_m, MAX_TILES=max_tiles, BLOCK=128,
+        tokens_per_expert, tiles, max_tiles, NUM_EXPERTS=num_experts, EXPERTS=1 << max(num_experts - 1, 0).bit_length(),
+        BLOCK_M=block_m, BLOCK=128,
     )  # fmt: skip
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
 
@@ -156,14 +165,19 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
         [unit // x.element_size(), first.shape[1], 1],
         [1, block_n, block_k] if transpose else [1, block_k, block_n],
     )
-    group_gemm_kernel[(min(num_sms(x.device), tiles.max_tiles * -(-n // block_n)),)](
+    constants = dict(
+        BLOCK_M=tiles.block_m, BLOCK_N=block_n, BLOCK_K=block_k, TRANSPOSE_B=transpose, SPLIT_STORE=config.split_store
+    )
+    num_programs = min(num_sms(x.device), tiles.max_tiles * -(-n // block_n))
+    _launch(group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(
         make_descriptor(x, (tiles.block_m, block_k)),
         spanning,
         _clipped_rows(y, tiles.block_m, config.store_block[1]),
-        places, tiles.tiles, n, k,
-        BLOCK_M=tiles.block_m, BLOCK_N=block_n, BLOCK_K=block_k, TRANSPOSE_B=transpose, SPLIT_STORE=config.split_store,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        places,
+        tiles.tiles,
+        n,
+        k,
+    )
     return y
 
 
@@ -194,14 +208,19 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> torch.T
     dw = torch.empty(shape, dtype=x.dtype, device=x.device)
     config = _config(n * tiles.num_experts, k, tiles.num_rows, x.dtype, target, x.device)
     store_m, store_n = config.store_block
-    group_wgrad_kernel[(min(num_sms(x.device), tiles.num_experts * config.num_tiles(n, k)),)](
+    constants = dict(
+        NUM_EXPERTS=tiles.num_experts, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        SPLIT_STORE=config.split_store,
+    )  # fmt: skip
+    num_programs = min(num_sms(x.device), tiles.num_experts * config.num_tiles(n, k))
+    _launch(group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(
         _clipped_rows(grad, config.block_k, config.block_m),
         _clipped_rows(x, config.block_k, config.block_n),
         TensorDescriptor(dw, list(shape), [n * k, k, 1], [1, store_m, store_n]),
-        tiles.row_ends, n, k, NUM_EXPERTS=tiles.num_experts,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_STORE=config.split_store,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        tiles.row_ends,
+        n,
+        k,
+    )
     return dw
 
 

@@ -16,9 +16,11 @@ __all__ = ["group_gemm_kernel", "group_wgrad_kernel", "list_tiles"]
 
 
 @triton.jit
-def list_tiles(tokens_per_expert, tiles, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-               MAX_TILES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """tiles[1 + 4 i ..] = expert, first row and end row of row tile i; tiles[0] their number. Program b writes block b.
+def list_tiles(
+    tokens_per_expert, tiles, max_tiles,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """tiles[4 (1 + i) ..] = expert, first row and end row of row tile i; tiles[0] their number. Program b writes block b.
 
     Experts take whole tiles each; one with no rows takes none. ``row_ends[e]`` follows behind the tiles.
     """
@@ -29,14 +31,14 @@ def list_tiles(tokens_per_expert, tiles, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.
     tile_ends = tl.cumsum(num_tiles, 0)
     if tl.program_id(0) == 0:
         tl.store(tiles, tl.sum(num_tiles, axis=0))
-        tl.store(tiles + 4 + 4 * MAX_TILES + lanes, ends, mask=lanes < NUM_EXPERTS)
+        tl.store(tiles + 4 + 4 * max_tiles + lanes, ends, mask=lanes < NUM_EXPERTS)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = (index[:, None] >= (tile_ends - num_tiles)[None, :]) & (index[:, None] < tile_ends[None, :])
     expert = tl.sum(tl.where(here, lanes[None, :], 0), axis=1)
     rows = (ends - counts)[None, :] + (index[:, None] - (tile_ends - num_tiles)[None, :]) * BLOCK_M
     first = tl.sum(tl.where(here, rows, 0), axis=1)
     end = tl.sum(tl.where(here, ends[None, :], 0), axis=1)
-    inside = index < MAX_TILES
+    inside = index < max_tiles
     tl.store(tiles + 4 + index * 4, expert, mask=inside)
     tl.store(tiles + 4 + index * 4 + 1, first, mask=inside)
     tl.store(tiles + 4 + index * 4 + 2, end, mask=inside)
