@@ -177,6 +177,7 @@ class _Sent:
 
     tensor: torch.Tensor
     event: torch.cuda.Event
+    sent_from: torch.cuda.Stream
 
 
 class Sender:
@@ -234,11 +235,12 @@ class Sender:
     def _hold(self, data: torch.Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(stream)
-        self._held.append(_Sent(data, event))
+        self._held.append(_Sent(data, event, torch.cuda.current_stream(data.device)))
         while len(self._held) > 1 + _MAX_HELD:
-            # Let the current stream wait for an old copy rather than hold ever more memory: a host that is far ahead
+            # Let the stream that sent it wait for an old copy rather than hold ever more memory: a host that is far ahead
             # would otherwise keep every message of a step alive.
-            torch.cuda.current_stream(data.device).wait_event(self._held.popleft().event)
+            old = self._held.popleft()
+            old.sent_from.wait_event(old.event)
         return event
 
     def release_sent(self) -> None:

@@ -102,8 +102,8 @@ class PipelineContext:
         flags = "no" if self.channel is None else "host" if self.channel.mailbox.has_flags else "device"
         log_once(
             f"pp routes {self._nodes} {flags}",
-            f"pp: {len(near)} of the {self.world_size} links of the pipeline's ring by copy engine (from stages {near}), the "
-            f"others by the network; flags of stage {self.rank} in {flags} memory",
+            f"pp: {len(near)} of {self.world_size} links of the pipeline's ring by copy engine"
+            f"{'' if self.network is None else ', the others by the network'}; flags of stage {self.rank} in {flags} memory",
             name="pp",
         )
 
