@@ -31,6 +31,8 @@ Kind = Literal["column", "row"]
 _GPU_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_MAX_ROUTES = 256  # sequences of ever new lengths would be tried for ever
+
 #: What was decided: a context (run ours) or None (run natively), by everything that the decision depends on.
 _routes: dict[tuple[Any, ...], TPContext | None] = {}
 
@@ -63,6 +65,9 @@ def route(
         return _routes[key]
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         log_native(f"tp {kind}", "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)")
+        return None
+    if len(_routes) >= _MAX_ROUTES:
+        log_native(f"tp {kind}", f"more than {_MAX_ROUTES} shapes: each has to be tried, which would cost more than it gives")
         return None
     reason = _why_not(kind, x, weight, group, sequence_parallel, autocast)
     context = None

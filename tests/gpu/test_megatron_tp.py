@@ -131,6 +131,9 @@ def _assert_same(all_equal, native, ours, what):
 
 
 def _compare(all_equal, kind, m, n, k, *, dtype=torch.bfloat16, bias=False, skip_bias_add=False, seed=0, **options):
+    from ditron_train.megatron.routing import forget_routes
+
+    forget_routes()
     config = _config(hidden=max(128, k // 128 * 128), dtype=dtype, **options)
     layers = [_build(kind, index, n, k, config, bias, skip_bias_add) for index in (0, 1)]
     native, ours = (_forward_backward(kind, layer, m, k, dtype, seed) for layer in layers)
@@ -146,9 +149,6 @@ def _num_ops():
 @pytest.mark.parametrize("shape", AG_SHAPES, ids=lambda shape: shape["model"])
 @pytest.mark.parametrize("kind", ["column", "te_column", "te_norm_column"])
 def test_column_layers_at_published_shapes(tensor_parallel, all_equal, kind, shape):
-    from ditron_train.megatron.routing import forget_routes
-
-    forget_routes()
     _compare(all_equal, kind, shape["M"], shape["N"], shape["K"])
     assert _num_ops() == 1
 
@@ -156,9 +156,6 @@ def test_column_layers_at_published_shapes(tensor_parallel, all_equal, kind, sha
 @pytest.mark.parametrize("shape", RS_SHAPES, ids=lambda shape: shape["model"])
 @pytest.mark.parametrize("kind", ["row", "te_row"])
 def test_row_layers_at_published_shapes(tensor_parallel, all_equal, kind, shape):
-    from ditron_train.megatron.routing import forget_routes
-
-    forget_routes()
     _compare(all_equal, kind, shape["M"], shape["N"], shape["K"])
     assert _num_ops() == 1
 

@@ -135,6 +135,32 @@ def test_one_log_line_for_each_reason_on_rank_0():
     run_workers(2, _one_log_line_a_reason)
 
 
+def _too_many_shapes():
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron import routing
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    saved = routing._MAX_ROUTES
+    routing._MAX_ROUTES = 2
+    try:
+        with model_parallel(tensor_model_parallel_size=2):
+            native = _column()
+            plugin.apply()
+            ours = _column()
+            ours.load_state_dict(native.state_dict())
+            for tokens in (2, 3, 4, 5):
+                x = torch.arange(tokens * 16.0).view(tokens, 1, 16)
+                equal = torch.equal(native(x)[0], ours(x)[0])
+                assert equal or tokens < 4  # beyond the limit it is the native path itself
+            assert len(routing._routes) == 2
+    finally:
+        routing._MAX_ROUTES = saved
+
+
+def test_ever_new_shapes_run_natively_after_a_while():
+    run_workers(2, _too_many_shapes)
+
+
 def _bad_input():
     import ditron_train.megatron as plugin
     from ditron_train.runtime.errors import SettingError
