@@ -13,21 +13,13 @@ import torch
 
 import ditron_train
 from ditron_train.bench.rows import Stamp
+from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.versions import find_versions
 
-__all__ = ["collect_stamp", "driver_version", "nccl_version"]
+__all__ = ["collect_stamp", "nccl_version"]
 
 _PREFIXES = ("DITRON_", "NCCL_", "NVTE_", "NVSHMEM_", "TORCH_NCCL_")
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def driver_version() -> str | None:
-    """Returns the NVIDIA driver's version, None without one."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True).stdout.split()
-    return lines[0] if lines else None
 
 
 def nccl_version() -> str | None:

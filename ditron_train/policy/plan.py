@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ditron_train import __version__
+from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
 
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
@@ -39,7 +40,7 @@ def fingerprint() -> dict[str, Any]:
     if torch.version.cuda and torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
-        found["driver"] = torch._C._cuda_getDriverVersion()
+        found["driver"] = driver_version()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     else:
         found["device"] = platform.machine()

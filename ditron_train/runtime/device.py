@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from functools import lru_cache
 
 import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["is_interpreter", "kernel_target", "num_sms"]
+__all__ = ["driver_version", "is_interpreter", "kernel_target", "num_sms"]
 
 
 def is_interpreter() -> bool:
@@ -62,3 +64,13 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return _cuda_num_sms(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache(maxsize=1)
+def driver_version() -> str | None:
+    """Returns the NVIDIA driver's version, None without one."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return lines[0] if lines else None
