@@ -1,12 +1,14 @@
 """Decides for each attention whether its exchanges, and the projections around them, run as ops of ``ditron_train.sp``.
 
-As ``routing`` does for linear layers: what all ranks see alike decides without talking; whether memory can be had, and on
-GPUs whether the bits are those of cuBLAS, is tried once per shape, all ranks together.
+As ``routing`` does for linear layers: what all ranks see alike decides without talking; the rest is tried once per shape,
+all ranks together (``ditron_train.policy``): whether memory can be had, and on GPUs bits and times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +17,24 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
 from ditron_train.megatron.routing import log_native
+from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.sp import (
     HeadsLayout,
     SPContext,
-    a2a_gemm,
-    gemm_a2a,
     get_context,
     heads_exchange,
     output_layout,
+    output_projection,
     qkv_layout,
+    qkv_projection,
     sequence_exchange,
-    to_heads,
-    to_sequence,
 )
 
 __all__ = ["AttentionShape", "Exchange", "forget_routes", "route_exchange", "route_projections"]
+
+_MAX_ROUTES = 256
 
 #: A context (run ours) or None (run natively), by everything that the decision depends on.
 _routes: dict[tuple[Any, ...], SPContext | None] = {}
@@ -128,12 +131,15 @@ def _decide(
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         log_native(name, "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)")
         return None
+    if len(_routes) >= _MAX_ROUTES:
+        log_native(name, f"more than {_MAX_ROUTES} shapes: each has to be tried, which would cost more than it gives")
+        return None
     context, reason = None, _why_not_device(x)
     if reason is None:
         try:
             context = get_context(group, x.device)
-            with torch.no_grad():
-                reason = attempt(context)
+            reason = attempt(context)
+            context.synchronize()
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             reason = str(error)
     if reason is not None:
@@ -143,28 +149,62 @@ def _decide(
     return context
 
 
+def _normal(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Normal values from a generator of their own: the user's random state does not move."""
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
+
+
+def _forward_backward(
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Results of ``function`` and the gradients of its inputs."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        results = function(*leaves)
+        torch.autograd.backward(results, list(grads))
+    return [*(result.detach() for result in results), *(leaf.grad for leaf in leaves)]
+
+
+def _in_words(kind: str, lead: tuple[int, ...], shape: AttentionShape, like: torch.Tensor, *more: object) -> str:
+    """Key of a plan."""
+    sizes = "x".join(map(str, (*lead, shape.num_heads, shape.num_groups, shape.head_dim, shape.value_head_dim, *more)))
+    return f"sp {kind} {sizes} {str(like.dtype).removeprefix('torch.')}"
+
+
 def route_exchange(group: dist.ProcessGroup, shape: AttentionShape, query: torch.Tensor) -> SPContext | None:
     """The context for the exchanges around the attention of ``query`` [s / W, b, heads, d] (packed [t / W, heads, d]), or None
     for all-to-alls."""
     lead = tuple(query.shape[:-2])
 
     def attempt(context: SPContext) -> str | None:
-        """Both exchanges and their backward once: nothing of them can fail later for want of memory."""
-        world = context.world_size
-        parts = _zeros(lead, shape.qkv_layout(world), query, world)
-        to_sequence(to_heads(parts, context=context, layout=shape.qkv_layout(world)), context=context,
-                    layout=shape.qkv_layout(world))  # fmt: skip
-        (attended,) = _zeros((lead[0] * world, *lead[1:]), shape.output_layout(world), query, 1)
-        outputs = to_sequence((attended,), context=context, layout=shape.output_layout(world))
-        to_heads(outputs, context=context, layout=shape.output_layout(world))
-        context.synchronize()
-        return None
+        """Asks the policy, with both exchanges and their backward: nothing of them can fail later for want of memory."""
+        world, rows = context.world_size, (lead[0], math.prod(lead[1:]))
+        local, whole = shape.qkv_layout(world), (rows[0] * world, rows[1])
+        inputs = _parts(rows, local, query, world, 1 + context.rank)
+        inputs += _parts(whole, shape.output_layout(world), query, 1, 11 + context.rank)
+        grads = _parts(whole, local, query, 1, 21 + context.rank)
+        grads.append(_normal((*rows, shape.num_heads * shape.value_head_dim), query, 31 + context.rank))
+
+        def both(exchange: Exchange) -> list[torch.Tensor]:
+            def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attended: torch.Tensor) -> list[torch.Tensor]:
+                return [*exchange.to_heads(q, k, v), exchange.to_sequence(attended.flatten(2))]
+
+            return _forward_backward(function, inputs, grads)
+
+        native, ours = (functools.partial(both, Exchange(group, shape, c)) for c in (None, context))
+        decision = decide(_in_words("exchange", lead, shape, query), native, ours, group=group, device=query.device)
+        return None if decision.use_ditron else f"at {tuple(query.shape)} {decision.reason}"
 
     return _decide("sp exchange", ("exchange", lead, shape, query.dtype, query.device, group), query, group, attempt)
 
 
-def _zeros(lead: tuple[int, ...], layout: HeadsLayout, like: torch.Tensor, factor: int) -> list[torch.Tensor]:
-    return [like.new_zeros(*lead, layout.num_heads(part) * factor, dim) for part, dim in enumerate(layout.head_dims)]
+def _parts(
+    lead: tuple[int, ...], layout: HeadsLayout, like: torch.Tensor, factor: int, seed: int
+) -> list[torch.Tensor]:
+    shapes = [(*lead, layout.num_heads(part) * factor, dim) for part, dim in enumerate(layout.head_dims)]
+    return [_normal(shape, like, seed + index) for index, shape in enumerate(shapes)]
 
 
 def route_projections(
@@ -175,48 +215,37 @@ def route_projections(
     key = ("projections", tuple(x.shape), weight_qkv.shape, weight_out.shape, shape, x.dtype, x.device, group, autocast)
 
     def attempt(context: SPContext) -> str | None:
+        """Asks the policy, with both projections and all their gradients on random data."""
         if autocast:
             return "autocast is on"
         if weight_qkv.dtype != x.dtype or weight_out.dtype != x.dtype:
             return f"the input is {x.dtype}, the weights are {weight_qkv.dtype} and {weight_out.dtype}"
-        layout, out_layout = shape.qkv_layout(context.world_size), shape.output_layout(context.world_size)
-        equal = [
-            _try_projection(context, layout, x, weight_qkv, ("nt", "nn")),
-            _try_projection(context, out_layout, x, weight_out, ("nn", "nt")),
-        ]
-        if x.device.type != "cuda":  # the interpreter's GEMM is NumPy's, whose bits are not torch's
-            return None
-        agreed = torch.tensor([int(all(equal))], dtype=torch.int32, device=x.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-        if agreed.item():
-            return None
-        return f"at {tuple(x.shape)} x {tuple(weight_qkv.shape)} the bits would not be those of cuBLAS on this machine"
+        world, rank = context.world_size, context.rank
+        layout, out_layout = shape.qkv_layout(world), shape.output_layout(world)
+        whole = (x.shape[0] * world, x.shape[1])
+        inputs = [_normal(tuple(t.shape), x, 1 + 10 * i + rank) for i, t in enumerate((x, weight_qkv, weight_out))]
+        inputs += _parts(whole, out_layout, x, 1, 41 + rank)
+        grads = [*_parts(whole, layout, x, 1, 51 + rank), _normal((*x.shape[:2], weight_out.shape[0]), x, 61 + rank)]
+
+        def ours(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> list[torch.Tensor]:
+            parts = qkv_projection(x, qkv, context=context, layout=layout)
+            return [*parts, output_projection(attended, out, context=context, layout=out_layout)]
+
+        exchange = Exchange(group, shape, None)
+
+        def native(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> list[torch.Tensor]:
+            mixed = torch.matmul(x, qkv.t()).view(*x.shape[:2], world * layout.num_groups, -1)
+            split = torch.split(mixed, list(layout.widths), dim=3)
+            parts = [part.reshape(*x.shape[:2], -1, dim) for part, dim in zip(split, layout.head_dims)]
+            return [*exchange.to_heads(*parts), torch.matmul(exchange.to_sequence(attended.flatten(2)), out.t())]
+
+        decision = decide(
+            _in_words("projections", tuple(x.shape), shape, x, weight_out.shape[0]),
+            lambda: _forward_backward(native, inputs, grads),
+            lambda: _forward_backward(ours, inputs, grads),
+            group=group,
+            device=x.device,
+        )
+        return None if decision.use_ditron else f"at {tuple(x.shape)} x {tuple(weight_qkv.shape)} {decision.reason}"
 
     return _decide("sp projections", key, x, group, attempt)
-
-
-def _try_projection(
-    context: SPContext, layout: HeadsLayout, x: torch.Tensor, weight: torch.Tensor, weight_layouts: tuple[str, str]
-) -> bool:
-    """Whether GEMM-A2A and A2A-GEMM with ``weight`` have the bits of a GEMM and the exchange, on this rank, for random data."""
-
-    def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-        generator = torch.Generator(device=x.device).manual_seed(seed + context.rank)
-        return torch.empty(shape, dtype=x.dtype, device=x.device).normal_(generator=generator)
-
-    options = dict(context=context, layout=layout)
-    x, weight = normal(tuple(x.shape), 1), normal(tuple(weight.shape), 101)
-    heads = gemm_a2a(x, weight, weight_layout=weight_layouts[0], **options)
-    back = a2a_gemm(heads, weight, weight_layout=weight_layouts[1], **options)
-    context.synchronize()
-
-    def matrix(weight_layout: str) -> torch.Tensor:
-        return weight.t() if weight_layout == "nt" else weight
-
-    projected = torch.matmul(x, matrix(weight_layouts[0]))
-    groups = context.world_size * layout.num_groups
-    split = torch.split(projected.view(*x.shape[:2], groups, -1), list(layout.widths), dim=3)
-    native = to_heads([part.reshape(*x.shape[:2], -1, dim) for part, dim in zip(split, layout.head_dims)], **options)
-    gathered = projected  # the exchanges are each other's inverse, so this is what comes back where forward was equal
-    equal = all(torch.equal(ours, theirs) for ours, theirs in zip(heads, native))
-    return equal and torch.equal(back, torch.matmul(gathered, matrix(weight_layouts[1])))

@@ -49,7 +49,7 @@ def build(world, use_te, ours, **options):
     kwargs = {} if use_te else {"normalization": "RMSNorm"}
     spec = make(qk_layernorm=config.qk_layernorm, **kwargs).submodules.self_attention
     if ours:
-        spec = plugin.apply(spec, "sp")
+        spec = plugin.apply(spec, "sp", policy="bits")
     attention = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").cuda().to(torch.bfloat16)
     generator = torch.Generator(device="cuda").manual_seed(5)
     for parameter in attention.parameters():
