@@ -54,6 +54,7 @@ def moe_config(
         num_moe_experts=num_experts,
         moe_router_topk=topk,
         moe_router_dtype="fp32",
+        moe_router_pre_softmax=topk == 1,  # megatron-core insists: the softmax of one score is 1
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=HAVE_TE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,31 +22,13 @@ __all__ = ["RowTiles", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _TILE_WORDS = 4
-
-
-@dataclass
-class _Address:
-    """What a descriptor needs of a tensor: where it begins and its type."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _base(address: int, like: torch.Tensor) -> Any:
-    """An address as the base of a descriptor; the interpreter wants a tensor there (which need not own the memory)."""
-    if like.device.type != "cpu":
-        return _Address(address, like.dtype)
-    return torch.frombuffer((ctypes.c_uint8 * like.element_size()).from_address(address), dtype=like.dtype)
+_SLACK_WORDS = 1024  # a loop that runs ahead may look at entries behind the last, whose values it then drops
 
 
 def _clipped_rows(matrix: torch.Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     """``matrix`` [rows, columns] for blocks that end at any row, see ``group_gemm_kernels``."""
     rows, columns = matrix.shape
-    base = _base(matrix.data_ptr() - block_rows * columns * matrix.element_size(), matrix)
-    return TensorDescriptor(base, [rows + 1, block_rows, columns], [columns, columns, 1], [1, block_rows, block_columns])
+    return TensorDescriptor(matrix, [rows, block_rows, columns], [columns, columns, 1], [1, block_rows, block_columns])
 
 
 @lru_cache(maxsize=1024)
@@ -103,7 +84,7 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     num_experts, block_m = tokens_per_expert.numel(), _block_m(target)
     max_tiles = -(-num_rows // block_m) + num_experts
     words = _TILE_WORDS * (max_tiles + 1) + num_experts
-    tiles = torch.empty(words, dtype=torch.int32, device=tokens_per_expert.device)
+    tiles = torch.empty(words + _SLACK_WORDS, dtype=torch.int32, device=tokens_per_expert.device)
     list_tiles[(-(-max_tiles // 128),)](
         tokens_per_expert, tiles, max_tiles, NUM_EXPERTS=num_experts, EXPERTS=1 << max(num_experts - 1, 0).bit_length(),
         BLOCK_M=block_m, BLOCK=128,
@@ -152,7 +133,8 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
         raise NotSupportedError(f"{name}: rows of {tuple(x.shape)} for weights of {tuple(first.shape)}")
     target = _check(name, x, tiles, (n, k))
     x = x.contiguous()
-    y = torch.empty(tiles.num_rows, n, dtype=x.dtype, device=x.device)
+    padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
+    y = padded[tiles.block_m :]
     if 0 in y.shape:
         return y
     addresses = tuple(w.data_ptr() for w in weights)
@@ -160,7 +142,7 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
     config = _config(tiles.num_rows, n, k, x.dtype, target, x.device)
     block_n, block_k = config.block_n, config.block_k
     spanning = TensorDescriptor(
-        _base(min(addresses), first),
+        min(weights, key=torch.Tensor.data_ptr),
         [farthest + 1, *first.shape],
         [unit // x.element_size(), first.shape[1], 1],
         [1, block_n, block_k] if transpose else [1, block_k, block_n],
@@ -172,7 +154,7 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
     _launch(group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(
         make_descriptor(x, (tiles.block_m, block_k)),
         spanning,
-        _clipped_rows(y, tiles.block_m, config.store_block[1]),
+        _clipped_rows(padded, tiles.block_m, config.store_block[1]),
         places,
         tiles.tiles,
         n,
@@ -217,6 +199,8 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> torch.T
         _clipped_rows(grad, config.block_k, config.block_m),
         _clipped_rows(x, config.block_k, config.block_n),
         TensorDescriptor(dw, list(shape), [n * k, k, 1], [1, store_m, store_n]),
+        grad,
+        x,
         tiles.row_ends,
         n,
         k,

@@ -4,9 +4,10 @@ The weights of experts are separate tensors. One descriptor spans them all: its 
 elements from the lowest address, so that ``load([places[e], n, k])`` reads expert e's block wherever it lies.
 
 Blocks of rows that end inside a tile are *clipped* by a descriptor [rows + 1, BLOCK, columns] whose first two strides are
-both one row, and whose base lies BLOCK rows before the matrix: element (i, j) is row ``i + j - BLOCK``. The block at
-(row + valid, BLOCK - valid) begins at ``row``, and since j ends at BLOCK only its first ``valid`` rows exist: the others
-load as zeros and are dropped when stored. So no tile needs a branch or a mask.
+both one row: element (i, j) is row ``i + j``. The block at (row + valid - BLOCK, BLOCK - valid) begins at ``row``, and since
+j ends at BLOCK only its first ``valid`` rows exist: the others load as zeros and are dropped when stored. So no tile needs
+a mask. i must not be negative: results have BLOCK rows of padding in front, and operands of the weight gradient, which
+have none, are read by masked loads for experts that end within the first BLOCK rows.
 """
 
 import triton
@@ -53,8 +54,9 @@ def group_gemm_kernel(
     """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding.
 
     a_desc: A [rows, K] in blocks [BLOCK_M, BLOCK_K]. b_desc: all experts' weights, blocks [1, BLOCK_N, BLOCK_K]
-    (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C as clipped blocks of rows. A tile at
-    the end of an expert reads on into the next one's rows; their results are clipped. Nobody waits: no signals.
+    (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C behind BLOCK_M rows of padding, as
+    clipped blocks. A tile at the end of an expert reads on into the next one's rows; their results are clipped. Nobody
+    waits: no signals.
     """
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
@@ -92,7 +94,7 @@ def _store_block(
 
 @triton.jit
 def group_wgrad_kernel(
-    g_desc, x_desc, w_desc, row_ends, N, K, NUM_EXPERTS: tl.constexpr,
+    g_desc, x_desc, w_desc, g_pointer, x_pointer, row_ends, N, K, NUM_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr,
 ):  # fmt: skip
     """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding.
@@ -110,10 +112,18 @@ def group_wgrad_kernel(
         end = tl.load(row_ends + expert)
         first = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k_tile in range(tl.cdiv(end - first, BLOCK_K)):
+        for k_tile in range(tl.where(end < BLOCK_K, 0, tl.cdiv(end - first, BLOCK_K))):
             k = first + k_tile * BLOCK_K
             valid = tl.minimum(end - k, BLOCK_K)
-            g = g_desc.load([k + valid, BLOCK_K - valid, row]).reshape(BLOCK_K, BLOCK_M)
-            x = x_desc.load([k + valid, BLOCK_K - valid, col]).reshape(BLOCK_K, BLOCK_N)
+            g = g_desc.load([k + valid - BLOCK_K, BLOCK_K - valid, row]).reshape(BLOCK_K, BLOCK_M)
+            x = x_desc.load([k + valid - BLOCK_K, BLOCK_K - valid, col]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(g.T, x, acc, input_precision="ieee")
+        if (end < BLOCK_K) & (end > first):
+            rows = (first + tl.arange(0, BLOCK_K))[:, None]
+            inside = rows < end
+            columns = (row + tl.arange(0, BLOCK_M))[None, :]
+            g = tl.load(g_pointer + rows * N + columns, mask=inside & (columns < N), other=0.0)
+            columns = (col + tl.arange(0, BLOCK_N))[None, :]
+            x = tl.load(x_pointer + rows * K + columns, mask=inside & (columns < K), other=0.0)
             acc = tl.dot(g.T, x, acc, input_precision="ieee")
         _store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)

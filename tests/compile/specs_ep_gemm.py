@@ -28,13 +28,13 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
         kernel="ditron_train.ep.group_gemm_kernels:group_wgrad_kernel",
         signature={
             "g_desc": f"tensordesc<bf16[1,{k},{m}]>", "x_desc": f"tensordesc<bf16[1,{k},{n}]>",
-            "w_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>", "row_ends": "*i32", "N": "i32", "K": "i32",
+            "w_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>", "g_pointer": "*bf16", "x_pointer": "*bf16", "row_ends": "*i32", "N": "i32", "K": "i32",
         },  # fmt: skip
         constexprs={"NUM_EXPERTS": 16, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLIT_STORE": split},
         num_warps=8,
         num_stages=stages,
         targets=targets,
-        aligned=("N", "K"),
+        aligned=("g_pointer", "x_pointer", "N", "K"),
     )
 
 

@@ -58,6 +58,15 @@ def test_any_counts_are_exact_on_integers(dtype):
             assert torch.equal(dw[e], (g_part.t() @ x_part).to(dtype)), (index, e)
 
 
+def test_few_rows_have_the_bits_of_cublas_too():
+    counts, n, k = [20, 0, 30, 9, 200, 1], 4096, 7168  # the first experts end within one block of rows
+    rows = sum(counts)
+    x, grad = normals(rows, k, seed=1), normals(rows, n, seed=2)
+    dw = group_wgrad(grad, x, row_tiles(torch.tensor(counts, device="cuda"), rows))
+    for e, (g_part, x_part) in enumerate(zip(grad.split(counts), x.split(counts))):
+        assert torch.equal(dw[e], g_part.t() @ x_part), e
+
+
 def test_replays_in_a_graph_with_other_counts():
     counts = torch.tensor([100, 0, 300], device="cuda")
     x, weights = normals(512, 256, seed=1), [normals(128, 256, seed=i) for i in range(3)]
