@@ -77,18 +77,28 @@ def assert_equal_passes(pair, x, routed, probs, grad):
         assert a.shape == b.shape and torch.equal(a, b), name
 
 
+# experts of a rank, top-k, hidden, type: each is a set of kernels to compile
+SHAPES = [
+    (16, 8, 2048, torch.bfloat16),
+    (5, 4, 1000, torch.bfloat16),
+    (1, 1, 64, torch.bfloat16),
+    (2, 3, 9000, torch.bfloat16),
+    (3, 3, 512, torch.float16),
+    (2, 2, 256, torch.float32),
+]
+
+
 @pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dispatch_and_combine_at_random_shapes(dtype, fused):
+@pytest.mark.parametrize("local, topk, hidden, dtype", SHAPES)
+def test_dispatch_and_combine_of_random_routings(local, topk, hidden, dtype, fused):
     draw = random.Random(3)
-    for index in range(12):
-        experts = dist.get_world_size() * draw.choice([1, 2, 5, 16])
-        topk = draw.randint(1, min(8, experts))
-        hidden = draw.choice([64, 1000, 1024, 2048, 7168, 9000])
-        tokens = [draw.randint(1, 900) for _ in range(dist.get_world_size())][dist.get_rank()]
-        pair = DispatcherPair(config(experts, topk, hidden, dtype, fused))
-        routed, probs = zipf_routing(tokens, experts, topk, exponent=draw.choice([0, 1, 3]), device="cuda", seed=index + dist.get_rank())
-        x, grad = (normals(tokens, hidden, dtype=dtype, seed=2 * index + i + 100 * dist.get_rank()) for i in range(2))
+    experts = local * dist.get_world_size()
+    pair = DispatcherPair(config(experts, topk, hidden, dtype, fused))
+    for index in range(6):
+        tokens = [draw.choice([1, 17, 400, 900, 3000]) for _ in range(dist.get_world_size())][dist.get_rank()]
+        seed = 10 * index + 1000 * dist.get_rank()
+        routed, probs = zipf_routing(tokens, experts, topk, exponent=index % 4, device="cuda", seed=seed)
+        x, grad = (normals(tokens, hidden, dtype=dtype, seed=seed + i) for i in range(2))
         assert_equal_passes(pair, x, routed, probs, grad)
 
 
