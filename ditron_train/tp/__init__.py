@@ -2,7 +2,7 @@
 
 from ditron_train.tp.context import RowPartition, TPContext, get_context
 from ditron_train.tp.functions import column_linear, row_linear
-from ditron_train.tp.ops import ag_gemm, all_gather, gemm_rs, start_all_gather
+from ditron_train.tp.ops import ag_gemm, all_gather, gemm_rs, start_all_gather, start_reduce_scatter
 from ditron_train.tp.tuning import GatherPlan
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "get_context",
     "row_linear",
     "start_all_gather",
+    "start_reduce_scatter",
 ]

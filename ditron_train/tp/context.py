@@ -78,6 +78,8 @@ class TPContext(OpContext):
             "tp.gather", self.world_size * FLAGS_PER_RANK, (*fields, "granule_rows")
         )
         self.scatter_channel = self.add_channel("tp.gemm_rs", self.world_size * 4096, (*fields, "block_m", "block_n"))
+        self.reduce_channel = self.add_channel("tp.reduce_scatter", self.world_size, fields)
+        self.reduce_epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
         self._tables: dict[object, torch.Tensor] = {}
 

@@ -15,12 +15,12 @@ separate addition, wgrad is one GEMM over all rows in canonical order.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather
+from ditron_train.tp.ops import ag_gemm, can_copy, gemm_rs, start_all_gather, start_reduce_scatter
 
 __all__ = ["PlainWgrad", "Wgrad", "column_linear", "row_linear"]
 
@@ -79,15 +79,30 @@ class _ColumnLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x))
         grad_x = grad_weight = None
-        gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
-        if needs_x:
-            grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn").view_as(x)
-        if gather is not None:
-            grad_weight = ctx.wgrad(grad_output, gather.wait()[:, : x.shape[-1]])
-        elif deferred:
-            grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
+        if needs_x and needs_weight and not deferred and can_copy(ctx.context):
+            grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output)
+        else:
+            gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
+            if needs_x:
+                grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn").view_as(x)
+            if gather is not None:
+                grad_weight = ctx.wgrad(grad_output, gather.wait())
+            elif deferred:
+                grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias and needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def _column_gradients(
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dX and dWt: the gather of X lies under the dgrad GEMM, the reduce-scatter of dX under the wgrad GEMM."""
+    gather = start_all_gather(x, context=ctx.context)
+    partial = grad_output.matmul(weight)
+    total_x = gather.wait()  # before the scatter starts: it also orders this stream behind the communication stream
+    scatter = start_reduce_scatter(partial, context=ctx.context)
+    grad_weight = ctx.wgrad(grad_output, total_x)
+    return scatter.wait().view_as(x), grad_weight
 
 
 class _RowLinear(torch.autograd.Function):

@@ -12,12 +12,23 @@ import torch
 
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.stream.driver import has_driver
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs, padded_columns
+from ditron_train.tp.scatter import PreparedScatter
 from ditron_train.tp.tuning import GatherPlan, choose_gather_plan
 
-__all__ = ["StartedGather", "ag_gemm", "all_gather", "gemm_rs", "start_all_gather"]
+__all__ = [
+    "StartedGather",
+    "StartedReduceScatter",
+    "ag_gemm",
+    "all_gather",
+    "can_copy",
+    "gemm_rs",
+    "start_all_gather",
+    "start_reduce_scatter",
+]
 
 
 def _check(name: str, context: TPContext, x: torch.Tensor, weight: torch.Tensor, layout: Layout) -> tuple[int, int]:
@@ -202,3 +213,46 @@ def gemm_rs(
         out = x.new_empty(row_counts[context.rank], prepared.n)
     prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, out)
     return out
+
+
+def can_copy(context: TPContext) -> bool:
+    """Whether copy engines can be driven here: on a GPU that needs ``cuda-bindings``."""
+    return has_driver() or not context.is_cuda
+
+
+class StartedReduceScatter:
+    """A reduce-scatter on its way; ``wait()`` gives this rank's rows."""
+
+    def __init__(self, prepared: PreparedScatter, partial: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._prepared = prepared
+        self._partial = partial
+        self._shape = shape
+        prepared.start(partial)
+
+    def wait(self) -> torch.Tensor:
+        """The sum over ranks of this rank's rows, in NCCL's ring order, on the current stream."""
+        out = self._partial.new_empty(self._shape)
+        self._prepared.finish(self._partial, out)
+        return out
+
+
+def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedReduceScatter:
+    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current stream
+    does next. One at a time: ``wait()`` before the next op of this context.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
+    """
+    context.enter()
+    if not can_copy(context):
+        raise NotSupportedError("reduce_scatter by copy engines needs cuda-bindings: pip install 'ditron_train[cuda]'")
+    key = ("reduce_scatter", partial.shape, partial.dtype, partial.device)
+    prepared = context.prepared.get(key)
+    if prepared is None:
+        if partial.device != context.device or partial.dim() < 2 or partial.numel() == 0:
+            raise NotSupportedError(f"reduce_scatter: {tuple(partial.shape)} on {partial.device}, context on {context.device}")
+        partition = _partition("reduce_scatter", context, partial, None, total=True)
+        prepared = PreparedScatter(context, partition, partial.shape[-1], partial.dtype)
+        context.prepared[key] = prepared
+    shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
+    return StartedReduceScatter(prepared, partial.contiguous(), shape)

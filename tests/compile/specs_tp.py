@@ -126,6 +126,22 @@ SPECS = [
         num_warps=1,
         signals=None,
     ),
+    KernelSpec(
+        name="tp_fold_rows",
+        kernel="ditron_train.tp.scatter_kernels:fold_rows_kernel",
+        signature={
+            "partial_ptr": "*bf16",
+            "slots_ptr": "*bf16",
+            "signals_ptr": "*i32",
+            "out_ptr": "*bf16",
+            "row_starts_ptr": "*i32",
+            **_CHANNEL,
+            "N": "i32",
+            "slot_rows": "i32",
+        },
+        constexprs={"BLOCK": 4096, "WORLD_SIZE": 8},
+        signals=None,
+    ),
     *(
         build(f"tp_{build.__name__[1:]}_{layout}_{size}_{'even' if even else 'uneven'}", layout == "nt", even, *shape)
         for build in (_ag_gemm, _gemm_rs)

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ditron_train.tp import GatherPlan, TPContext, ag_gemm, all_gather, column_linear, gemm_rs, get_context, row_linear
+from ditron_train.tp import GatherPlan, TPContext, ag_gemm, all_gather, column_linear, gemm_rs, get_context, row_linear, start_reduce_scatter
 
 from ditron_train.tp.context import FLAGS_PER_RANK
 
@@ -81,6 +81,19 @@ def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, dtype_name: st
         start = sum(counts[:rank])
         expected = ring_fold([part[start : start + counts[rank]] for part in parts], rank)
         assert torch.equal(y, expected), (rank, repeat)
+
+
+def check_reduce_scatter(shape: tuple[int, ...], dtype_name: str, repeats: int) -> None:
+    """start_reduce_scatter against the ring fold, on real numbers: the order of roundings shows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_context(None, CPU)
+    for repeat in range(repeats):
+        generator = torch.Generator().manual_seed(10 * repeat + rank)
+        partial = torch.randn(shape, generator=generator).to(getattr(torch, dtype_name))
+        started = start_reduce_scatter(partial, context=context)
+        parts = [torch.empty_like(partial) for _ in range(world)]
+        dist.all_gather(parts, partial)
+        assert torch.equal(started.wait(), ring_fold([part.chunk(world)[rank] for part in parts], rank))
 
 
 def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:

@@ -47,6 +47,11 @@ def test_four_ranks():
     run_workers(4, bodies.check_gemm_rs, [64] * 4, 40, 32, "nn", "bfloat16", 2)
 
 
+@pytest.mark.parametrize("world_size, shape, dtype", [(2, (6, 3, 10), "bfloat16"), (4, (64, 33), "bfloat16"), (4, (8, 2, 5), "float32")])
+def test_reduce_scatter_adds_in_ring_order(world_size, shape, dtype):
+    run_workers(world_size, bodies.check_reduce_scatter, shape, dtype, 3)
+
+
 def test_linear_layers_and_all_gradients():
     run_workers(2, bodies.check_linear_layers, (64, 2), 64, 48)
 

@@ -1,0 +1,89 @@
+"""Reduce-scatters by copy engines, prepared for one shape: they run beside a GEMM and take none of its SMs.
+
+Where the product to be scattered can be complete before something else long enough to hide the transfer runs (column
+linear's backward: dgrad first, wgrad after it), this beats GEMM-RS: the product is cuBLAS's own, the transfer lies under
+the next GEMM, and only the addition at the end is left. On 4 H200s the fused way (GEMM-RS for dgrad, with the gather of the
+input beside it) was 0.96 to 1.01x native, since gather and scatter shared the links under one GEMM.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.schedule.orders import chunk_order
+from ditron_train.stream.copies import copy_bytes
+from ditron_train.tp.context import RowPartition, TPContext
+from ditron_train.tp.kernels import gather_start_kernel
+from ditron_train.tp.scatter_kernels import fold_rows_kernel
+
+__all__ = ["PreparedScatter"]
+
+_FOLD_BLOCK = 4096
+
+
+class PreparedScatter:
+    """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (collective to make).
+
+    ``start`` enqueues the sends behind what the current stream has done; ``finish`` adds up on the current stream.
+    """
+
+    def __init__(self, context: TPContext, partition: RowPartition, num_columns: int, dtype: torch.dtype) -> None:
+        self.context = context
+        self.channel = channel = context.reduce_channel
+        self.partition = partition
+        values = (partition.num_rows, partition.fingerprint, num_columns, dtype.itemsize)
+        self._signature = context.agree(channel, values)
+        self._slots = context.slots(context.world_size * partition.max_count, num_columns, dtype)
+        self._row_starts = context.table(partition, partition.starts)
+        self._num_columns = num_columns
+        constants = {"WORLD_SIZE": context.world_size, "TARGET": context.target}
+        self._start = KernelLaunch(
+            gather_start_kernel,
+            1,
+            {"WORLD_SIZE": context.world_size, "BLOCK": 128, "TARGET": context.target},
+            num_warps=1,
+        )
+        self._fold = KernelLaunch(
+            fold_rows_kernel, 2 * context.num_sms if context.is_cuda else 1, {"BLOCK": _FOLD_BLOCK, **constants},
+            num_warps=8,
+        )  # fmt: skip
+        self._copies = self._list_copies(num_columns * dtype.itemsize)
+
+    def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int]]:
+        """For each peer in the order of delivery: where its rows go, their offset in the partial, bytes, its flag."""
+        context, partition, rank = self.context, self.partition, self.context.rank
+        slot = rank * partition.max_count * row_bytes
+        return [
+            (
+                self._slots.host_addresses[peer] + slot,
+                partition.starts[peer] * row_bytes,
+                partition.count(peer) * row_bytes,
+                self.channel.signals.host_addresses[peer] + 4 * rank,
+            )
+            for peer in chunk_order(rank, context.world_size, "scatter_push").tolist()
+        ]
+
+    def start(self, partial: torch.Tensor) -> None:
+        """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
+        context, channel = self.context, self.channel
+        stream = context.fork()
+        self._start(
+            context.reduce_epoch, 1, channel.ready.addresses, channel.ready.local, self._signature, channel.tickets,
+            channel.control, stream=stream,
+        )  # fmt: skip
+        base, epoch = partial.data_ptr(), context.reduce_epoch.data_ptr()
+        for destination, offset, num_bytes, flag in self._copies:
+            if num_bytes:
+                copy_bytes(destination, base + offset, num_bytes, stream)
+            copy_bytes(flag, epoch, 4, stream)
+
+    def finish(self, partial: torch.Tensor, out: torch.Tensor) -> None:
+        """``out`` [rows of this rank, N], contiguous: the sum over ranks, when all have arrived."""
+        channel = self.channel
+        self._fold(
+            partial, self._slots.local, channel.signals.local, out, self._row_starts, channel.tickets, channel.control,
+            self._num_columns, self.partition.max_count,
+        )  # fmt: skip
+        self.context.join()
+        self.context.leave(channel)

@@ -1,0 +1,54 @@
+"""The kernel behind a reduce-scatter by copy engines: adds up what peers sent, in NCCL's ring order."""
+
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+
+__all__ = ["fold_rows_kernel"]
+
+
+@triton.jit(do_not_specialize=["slot_rows"])
+def fold_rows_kernel(
+    partial_ptr,
+    slots_ptr,
+    signals_ptr,
+    out_ptr,
+    row_starts_ptr,
+    tickets_ptr,
+    control_ptr,
+    N,
+    slot_rows,
+    BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """out = ((x[rank + 1] + x[rank + 2]) + ...) + x[rank] for this rank's rows, each + in fp32, rounded at every hop.
+
+    ``x[rank]`` is read from ``partial_ptr`` [total rows, N], the others from slots [world, slot_rows, N] in own memory,
+    once the flag of their source holds this epoch (acquire). Elementwise over one contiguous range, since rows of a
+    slot follow each other.
+    """
+    epoch = dl.next_epoch(tickets_ptr + 1)
+    rank = dl.rank(control_ptr)
+    for step in tl.static_range(1, WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        dl.wait(signals_ptr + peer, epoch, control_ptr, peer, 0, TARGET)
+    first_row = tl.load(row_starts_ptr + rank)
+    num_elements = (tl.load(row_starts_ptr + rank + 1) - first_row).to(tl.int64) * N
+    own_ptr = partial_ptr + first_row.to(tl.int64) * N
+    slot_elements = tl.cast(slot_rows, tl.int64) * N
+    lanes = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), tl.cdiv(num_elements, BLOCK), tl.num_programs(0)):
+        offsets = tl.cast(block, tl.int64) * BLOCK + lanes
+        mask = offsets < num_elements
+        if WORLD_SIZE == 1:
+            total = tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
+        else:
+            total = tl.load(slots_ptr + ((rank + 1) % WORLD_SIZE) * slot_elements + offsets, mask=mask).to(tl.float32)
+            for step in tl.static_range(2, WORLD_SIZE):
+                source = (rank + step) % WORLD_SIZE
+                partial = tl.load(slots_ptr + source * slot_elements + offsets, mask=mask).to(tl.float32)
+                total = (total + partial).to(slots_ptr.dtype.element_ty).to(tl.float32)
+            total = total + tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
+        tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
