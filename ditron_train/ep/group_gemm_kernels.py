@@ -16,7 +16,7 @@ import triton.language as tl
 __all__ = ["group_gemm_kernel", "group_wgrad_kernel", "list_tiles"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles"])
 def list_tiles(
     tokens_per_expert, tiles, max_tiles,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,

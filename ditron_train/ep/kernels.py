@@ -113,7 +113,7 @@ def _place_rows(
             tl.store(target + offsets[None, :], tile, mask=held[:, None] & narrow)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def push_tokens(
     x, out, out_probs, kept, dest_slots, send_list, chunk_entries, list_base, entry_base, recv_offsets,
     buffer, buffer_addresses, arrived, entry_addresses, signals, signal_addresses, ready, ready_addresses,
@@ -241,7 +241,7 @@ def _scatter_grads(
         tl.store(target, grad.to(prob_grads.dtype.element_ty), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def return_rows(
     y, row_grads, out, prob_grads, kept, recv_offsets, chunk_entries, expert_ids,
     buffer, buffer_addresses, grad_buffer, grad_addresses, signals, signal_addresses, ready, ready_addresses,

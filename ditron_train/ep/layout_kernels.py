@@ -2,7 +2,7 @@
 
 Columns of experts are padded: column ``owner * SLOTS + local`` is local expert ``local`` of rank ``owner``, with
 ``RANKS >= WORLD_SIZE`` and ``SLOTS >= EXPERTS_PER_RANK`` powers of two. Padding holds zeros, so ascending columns are
-ascending global experts. A rank's tokens are cut into ``NUM_CHUNKS`` chunks of ``chunk_tokens`` (a power of two).
+ascending global experts. A rank's tokens are cut into ``NUM_CHUNKS`` chunks of ``chunk_tokens`` (a power of two). Sizes that change from step to step are not specialised on.
 """
 
 import triton
@@ -30,7 +30,7 @@ def _load_map(
     return tl.load(pointer + offsets, mask=(tokens < last_token)[:, None] & valid[None, :], other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def count_chunks(
     routing_map, chunk_counts, chunk_dests, chunk_widest, num_tokens, chunk_tokens,
     EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
@@ -58,7 +58,7 @@ def count_chunks(
     tl.store(chunk_widest + chunk + tl.arange(0, 1), widest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "row_capacity", "slot_capacity", "place_capacity"])
 def exchange_counts(
     chunk_counts, chunk_dests, chunk_widest, chunk_entries, row_base, slot_base, entry_base, list_base, recv_offsets,
     expert_tokens, limits, messages, message_addresses, signals, signal_addresses, ready, ready_addresses,
@@ -177,7 +177,7 @@ def exchange_counts(
         tl.store(limits + 3, tl.max(tokens_of, axis=0) * TOPK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def list_entries(
     routing_map, probs, chunk_counts, chunk_dests, chunk_entries, row_base, slot_base, list_base,
     send_list, dest_slots, expert_ids, num_tokens, chunk_tokens,
