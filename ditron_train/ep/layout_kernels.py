@@ -2,7 +2,8 @@
 
 Columns of experts are padded: column ``owner * SLOTS + local`` is local expert ``local`` of rank ``owner``, with
 ``RANKS >= WORLD_SIZE`` and ``SLOTS >= EXPERTS_PER_RANK`` powers of two. Padding holds zeros, so ascending columns are
-ascending global experts. A rank's tokens are cut into ``NUM_CHUNKS`` chunks of ``chunk_tokens`` (a power of two). Sizes that change from step to step are not specialised on.
+ascending global experts. A rank's tokens are cut into ``NUM_CHUNKS`` chunks of ``chunk_tokens`` (a power of two).
+Sizes that change from step to step are not specialised on.
 """
 
 import triton
