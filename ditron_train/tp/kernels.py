@@ -149,10 +149,11 @@ def _wait_rows(
             dl.wait_many(flags, count, epoch, control_ptr, owner, first, _FLAGS_AT_ONCE, TARGET)
 
 
-@triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_chunks"])
+@triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_chunks", "num_whole_tiles"])
 def ag_gemm_kernel(
     a_desc,
     b_desc,
+    half_b_desc,
     c_desc,
     signals_ptr,
     order_ptr,
@@ -164,6 +165,7 @@ def ag_gemm_kernel(
     K,
     granule_rows,
     num_chunks,
+    num_whole_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -174,6 +176,7 @@ def ag_gemm_kernel(
     WORLD_SIZE: tl.constexpr,
     EVEN: tl.constexpr,
     OWN_FLAGS: tl.constexpr,
+    HALVE_TAIL: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """C [M, N] = gathered A [M, K] @ B, persistent; tiles start when the rows that they read have arrived.
@@ -186,6 +189,9 @@ def ag_gemm_kernel(
     tiles of a phase form one pipelined loop in which the loads of the next tile run under the epilogue of this one
     (with a wait before every tile that cost 4 to 6 % of the GEMM). Programs go from phase to phase without a barrier:
     program p takes tiles p, p + num_programs, ... of the whole sequence. Otherwise: a table's order, a wait a tile.
+
+    ``HALVE_TAIL`` (with ``EVEN``): tiles of the sequence from ``num_whole_tiles`` on, at most half a wave, are computed in
+    halves of BLOCK_N // 2 columns, as in ``gemm_kernel``; every program has waited for all phases by then.
 
     ``OWN_FLAGS``: whether this rank's own rows are signalled too (push) or were there before the launch (copy engine).
     """
@@ -212,13 +218,30 @@ def ag_gemm_kernel(
             skipped = tl.cdiv(tl.maximum(first_tile - program, 0), num_programs)
             first_row_tile = (owner * num_chunks + chunk) * chunk_tiles_m
             for tile_id in tl.range(
-                program + skipped * num_programs - first_tile, chunk_tiles, num_programs, flatten=True
+                program + skipped * num_programs - first_tile,
+                tl.minimum(chunk_tiles, num_whole_tiles - first_tile),
+                num_programs,
+                flatten=True,
             ):
                 tile_m, tile_n = grouped_tile(tile_id, chunk_tiles_m, num_tiles_n, GROUP_M)
                 row = (first_row_tile + tile_m) * BLOCK_M
                 col = tile_n * BLOCK_N
                 acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
                 store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        if HALVE_TAIL:
+            num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
+            for half_id in range(program, num_halves, num_programs):
+                tile_id = num_whole_tiles + half_id // 2
+                phase = tile_id // chunk_tiles
+                owner = (rank + phase // num_chunks) % WORLD_SIZE
+                first_row_tile = (owner * num_chunks + phase % num_chunks) * chunk_tiles_m
+                tile_m, tile_n = grouped_tile(tile_id % chunk_tiles, chunk_tiles_m, num_tiles_n, GROUP_M)
+                row = (first_row_tile + tile_m) * BLOCK_M
+                col = tile_n * BLOCK_N + (half_id % 2) * (BLOCK_N // 2)
+                acc = tile_product(
+                    a_desc, half_b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, TRANSPOSE_B
+                )
+                store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N // 2, False)
     else:
         for tile_id in tl.range(program, num_tiles_m * num_tiles_n, num_programs):
             tile_m, tile_n = ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M)

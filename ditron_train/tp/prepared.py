@@ -74,15 +74,22 @@ class PreparedAgGemm(_PreparedGemm):
         self._order = context.tile_order("gather", partition, config.block_m, even)
         self.gathered = gather.buffer.local[:, :k]
         self._a = make_descriptor(self.gathered, self.a_block)
+        num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
+        num_tiles, num_whole_tiles = config.num_tiles(self.m, n), config.num_whole_tiles(self.m, n, num_programs)
+        halve_tail = even and num_whole_tiles < num_tiles
+        self._num_whole_tiles = num_whole_tiles if halve_tail else num_tiles
+        half_n = config.block_n // 2 if halve_tail else config.block_n
+        self._half_b_block = (half_n, config.block_k) if layout == "nt" else (config.block_k, half_n)
         self._launch = KernelLaunch(
             ag_gemm_kernel,
-            max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n))),
+            num_programs,
             {
                 **_tile_constants(config, layout),
                 "FLAGS_PER_RANK": FLAGS_PER_RANK,
                 "WORLD_SIZE": context.world_size,
                 "EVEN": even,
                 "OWN_FLAGS": gather.by_push,
+                "HALVE_TAIL": halve_tail,
                 "TARGET": context.target,
             },
             num_warps=config.num_warps,
@@ -94,9 +101,11 @@ class PreparedAgGemm(_PreparedGemm):
         gather, channel = self.gather, self.gather.channel
         gather.start(x)
         out = empty_aligned(self.m, self.n, x.dtype, x.device)
+        weight = aligned_operand(weight)
         self._launch(
             self._a,
-            make_descriptor(aligned_operand(weight), self.b_block),
+            make_descriptor(weight, self.b_block),
+            make_descriptor(weight, self._half_b_block),
             make_descriptor(out, self.config.store_block),
             channel.signals.local,
             self._order,
@@ -108,6 +117,7 @@ class PreparedAgGemm(_PreparedGemm):
             self.k,
             gather.granule_rows,
             gather.num_chunks,
+            self._num_whole_tiles,
         )
         gather.finish()
         return out.contiguous()

@@ -28,12 +28,18 @@ def _store(block_m, block_n):
     return f"tensordesc<bf16[{block_m},{block_n // 2 if block_n >= 256 else block_n}]>"
 
 
+def _half_b(block_m, block_n, block_k, transpose_b):
+    half = block_n // 2 if block_n >= 256 else block_n
+    return f"tensordesc<bf16[{half},{block_k}]>" if transpose_b else f"tensordesc<bf16[{block_k},{half}]>"
+
+
 def _ag_gemm(name, transpose_b, even, block, stages, targets):
     return KernelSpec(
         name=name,
         kernel="ditron_train.tp.kernels:ag_gemm_kernel",
         signature={
             **_operands(*block, transpose_b),
+            "half_b_desc": _half_b(*block, transpose_b),
             "c_desc": _store(*block[:2]),
             "signals_ptr": "*i32",
             **_TABLES,
@@ -41,6 +47,7 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets):
             **_MNK,
             "granule_rows": "i32",
             "num_chunks": "i32",
+            "num_whole_tiles": "i32",
         },
         constexprs={
             **_tile(*block, transpose_b),
@@ -48,6 +55,7 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets):
             "WORLD_SIZE": 8,
             "EVEN": even,
             "OWN_FLAGS": True,
+            "HALVE_TAIL": even and block[1] >= 256,
         },
         num_stages=stages,
         targets=targets,
