@@ -93,7 +93,7 @@ class NvshmemTransport:
 def _start(device: torch.device) -> torch.Tensor:
     """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve."""
     import nvshmem.core
-    from cuda.core.experimental import Device
+    from cuda.core import Device
 
     cuda_device = Device(device.index)
     cuda_device.set_current()
