@@ -22,7 +22,9 @@ from ditron_train.bench.megatron_ep import (  # noqa: E402
 )
 from ditron_train.ep import begin_layout, combine, combine_rows, dispatch, dispatch_tokens  # noqa: E402
 
-FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine"))]
+
+NEEDS_TE = pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
+FUSED = [False, pytest.param(True, marks=NEEDS_TE)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,19 +79,19 @@ def assert_equal_passes(pair, x, routed, probs, grad):
         assert a.shape == b.shape and torch.equal(a, b), name
 
 
-# experts of a rank, top-k, hidden, type: each is a set of kernels to compile
+# experts of a rank, top-k, hidden, type, fused: each is a set of kernels to compile (fused: and of TE's to tune, by hidden)
 SHAPES = [
-    (16, 8, 2048, torch.bfloat16),
-    (5, 4, 1000, torch.bfloat16),
-    (1, 1, 64, torch.bfloat16),
-    (2, 3, 9000, torch.bfloat16),
-    (3, 3, 512, torch.float16),
-    (2, 2, 256, torch.float32),
+    (16, 8, 512, torch.bfloat16, False),
+    (5, 4, 1000, torch.bfloat16, False),
+    (1, 1, 64, torch.bfloat16, False),
+    (2, 3, 9000, torch.bfloat16, False),
+    (3, 3, 512, torch.float16, False),
+    (2, 2, 512, torch.float32, False),
+    pytest.param(16, 8, 512, torch.bfloat16, True, marks=NEEDS_TE),
 ]
 
 
-@pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("local, topk, hidden, dtype", SHAPES)
+@pytest.mark.parametrize("local, topk, hidden, dtype, fused", SHAPES)
 def test_dispatch_and_combine_of_random_routings(local, topk, hidden, dtype, fused):
     draw = random.Random(3)
     experts = local * dist.get_world_size()
@@ -105,10 +107,10 @@ def test_dispatch_and_combine_of_random_routings(local, topk, hidden, dtype, fus
 @pytest.mark.parametrize("fused", FUSED)
 def test_one_expert_gets_everything_and_others_nothing(fused):
     experts, tokens = 4 * dist.get_world_size(), 300
-    pair = DispatcherPair(config(experts, 1, fused=fused))
+    pair = DispatcherPair(config(experts, 1, 512, fused=fused))
     routed = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
     routed[:, experts - 2] = True
-    x, grad = (normals(tokens, 1024, dtype=torch.bfloat16, seed=i) for i in range(2))
+    x, grad = (normals(tokens, 512, dtype=torch.bfloat16, seed=i) for i in range(2))
     assert_equal_passes(pair, x, routed, routed.float() * 0.5, grad)
 
 
@@ -171,9 +173,9 @@ def test_moe_layer(fused):
 def test_the_policy_finds_equal_bits(monkeypatch, fused):
     monkeypatch.setenv("DITRON_POLICY", "strict")
     torch.use_deterministic_algorithms(False)
-    pair = DispatcherPair(config(32, 4, 2048, fused=fused))
+    pair = DispatcherPair(config(32, 4, 512, fused=fused))
     routed, probs = zipf_routing(2048, 32, 4, exponent=0, device="cuda", seed=dist.get_rank())
-    pair.dispatch("ditron", normals(2048, 2048, dtype=torch.bfloat16, seed=1), routed, probs)
+    pair.dispatch("ditron", normals(2048, 512, dtype=torch.bfloat16, seed=1), routed, probs)
     reason = pair.ditron._native_because
     assert reason is None or "not faster" in reason, reason
 
