@@ -22,7 +22,6 @@ from ditron_train.bench.megatron_ep import (  # noqa: E402
 )
 from ditron_train.ep import begin_layout, combine, combine_rows, dispatch, dispatch_tokens  # noqa: E402
 
-
 NEEDS_TE = pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 FUSED = [False, pytest.param(True, marks=NEEDS_TE)]
 
