@@ -1,6 +1,6 @@
 """Floor 3: pipeline parallelism. Messages between neighbouring stages, moved by copy engines: no SM inside a node."""
 
-from ditron_train.pp.context import PipelineContext, get_pipeline_context
+from ditron_train.pp.context import PipelineContext, close_pipeline_contexts, get_pipeline_context
 from ditron_train.pp.ops import Handle, exchange
 
-__all__ = ["Handle", "PipelineContext", "exchange", "get_pipeline_context"]
+__all__ = ["Handle", "PipelineContext", "close_pipeline_contexts", "exchange", "get_pipeline_context"]

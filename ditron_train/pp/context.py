@@ -20,7 +20,7 @@ from ditron_train.stream import driver, waits_can_be_released
 from ditron_train.symm.arena import get_arena
 from ditron_train.symm.transport import exchange
 
-__all__ = ["PipelineContext", "get_pipeline_context"]
+__all__ = ["PipelineContext", "close_pipeline_contexts", "get_pipeline_context"]
 
 
 def _node() -> tuple[str, str, str]:
@@ -66,6 +66,7 @@ class PipelineContext:
         self.network = None
         if with_network or len(set(self._nodes)) > 1:
             self.network = NetworkLanes(group, self.device)
+        self._node_group: dist.ProcessGroup | None = None
         self.channel: PipelineChannel | None = None
         self.slots: Slots | None = None
         self.local_senders: list[Sender | None] = [None, None]
@@ -78,7 +79,7 @@ class PipelineContext:
         members = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[self.rank]]
         local_group = self.group
         if len(members) < self.world_size:
-            local_group = make_group(self.group, members, "ditron_pp_node")
+            local_group = self._node_group = make_group(self.group, members, "ditron_pp_node")
         if len(members) < 2:
             return
         self.arena = get_arena(local_group, self.device)
@@ -145,6 +146,18 @@ class PipelineContext:
             )
         self.slots.reserve(max(value for value in asked if value is not None))
 
+    def close(self) -> None:
+        """Gives back the memory and the groups that were made for this context; collective, explicit, at most once needed.
+
+        The context must not be used afterwards; `get_pipeline_context` makes a new one.
+        """
+        if self.channel is not None:
+            self.arena.close()
+        for made in (*(self.network.groups if self.network is not None else ()), self._node_group):
+            if made is not None:
+                dist.destroy_process_group(made)
+        self.network = self._node_group = None
+
     def check(self) -> None:
         """Raises what any rank of the node has recorded; compares headers and drops what has been sent (no wait)."""
         if self.channel is not None:
@@ -179,3 +192,9 @@ def get_pipeline_context(
     if with_network and context.network is None:
         raise NotSupportedError("this pipeline group was set up for messages of one size and cannot change to variable ones")
     return context
+
+
+def close_pipeline_contexts() -> None:
+    """Closes every context that `get_pipeline_context` made, in the order in which they were made (collective)."""
+    while _contexts:
+        _contexts.pop(next(iter(_contexts))).close()

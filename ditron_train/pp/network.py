@@ -55,6 +55,9 @@ class NetworkWork:
 class NetworkLanes:
     """The two lanes of a pipeline group through the network (collective to make).
 
+    Attributes:
+        groups: One process group a lane.
+
     Args:
         group: The pipeline group; its backend serves.
         device: Where the tensors lie.
@@ -64,8 +67,8 @@ class NetworkLanes:
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
         everyone = list(range(len(self._ranks)))
-        self._groups = [make_group(group, everyone, f"ditron_pp_{name}", _options(group)) for name in LANE_NAMES]
-        for lane_group in self._groups:  # makes the communicators now, while all ranks are here
+        self.groups = [make_group(group, everyone, f"ditron_pp_{name}", _options(group)) for name in LANE_NAMES]
+        for lane_group in self.groups:  # makes the communicators now, while all ranks are here
             dist.barrier(lane_group)
         self._held: deque[NetworkWork] = deque()
         log_once("pp network", f"pp: communicators of their own for the network, {_MAX_CTAS} block each", name="pp")
@@ -77,7 +80,7 @@ class NetworkLanes:
         receive: tuple[torch.Tensor, int] | None,
     ) -> NetworkWork:
         """Starts a send to and a receive from group ranks on a lane; what is sent is kept until it is out."""
-        group = self._groups[lane]
+        group = self.groups[lane]
         operations = []
         if send is not None:
             operations.append(dist.P2POp(dist.isend, send[0], self._ranks[send[1]], group))

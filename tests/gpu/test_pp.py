@@ -34,7 +34,6 @@ def new_context(device):
     if dist.get_world_size() < 2:
         pytest.skip("needs two GPUs")
     from ditron_train.pp import PipelineContext
-    from ditron_train.symm import get_arena
 
     made = []
 
@@ -48,8 +47,8 @@ def new_context(device):
     yield make
     torch.cuda.synchronize()
     for context in made:
-        if context.channel is not None:
-            get_arena(context.arena.group, device).close()
+        context.close()
+        dist.destroy_process_group(context.group)
 
 
 def _payload(sender: int, lane: int, index: int, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -270,7 +269,8 @@ def test_two_nodes_on_one_machine(device, monkeypatch):
             right &= torch.equal(handles["recv_next"].tensor, _payload(following, 1, index, num_bytes - index, device))
     context.channel.synchronize()
     assert _agree(device, right)
-    context.arena.close()
+    context.close()
+    dist.destroy_process_group(context.group)
 
 
 def test_flags_in_device_memory(device, new_context, monkeypatch):
@@ -310,6 +310,7 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options):
     from megatron.core import parallel_state
 
     import ditron_train.megatron
+    from ditron_train.pp import close_pipeline_contexts
     from ditron_train.testing import megatron_cpu
 
     megatron_cpu.allow_torch_norm_with_sequence_parallel()  # torch's norm in the parameters' type
@@ -340,3 +341,8 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options):
         ditron_train.megatron.restore()
         parallel_state.destroy_model_parallel()
         megatron_cpu.uninstall()
+    # On every rank in the same order, which the end of the process does not promise; not after a failure.
+    close_pipeline_contexts()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

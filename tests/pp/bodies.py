@@ -251,7 +251,11 @@ def two_nodes(variable_shapes: bool) -> tuple[bool, list[bool]]:
                 handle.wait()
             right &= same_bits(handles["recv_prev"].tensor, payload((rank - 1) % 4, 0, index, *_of(header)))
             right &= same_bits(handles["recv_next"].tensor, payload((rank + 1) % 4, 1, index, *_of(header)))
-        return right, [end is not None for end in context.local_senders]
+        reached = [end is not None for end in context.local_senders]
+        dist.barrier()
+        context.close()
+        assert context.closed and context.network is None
+        return right, reached
     finally:
         del os.environ["NCCL_HOSTID"]
 
