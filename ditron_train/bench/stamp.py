@@ -37,7 +37,7 @@ def _commit() -> str | None:
     git = ["git", "-C", str(root)]
     commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "ditron_train"], capture_output=True, text=True).stdout
-    return (commit + ("+" if changed.strip() else "")) or None
+    return commit + ("+" if changed.strip() else "") if commit else None
 
 
 def collect_stamp(device: torch.device, count: int, **settings: object) -> Stamp:
