@@ -13,6 +13,7 @@ import torch
 
 from ditron_train import __version__
 from ditron_train.runtime.device import driver_version
+from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
 
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
