@@ -135,11 +135,7 @@ def _dtype(session: BenchSession) -> torch.dtype:
 
 
 def _values(session: BenchSession, *shape: int, seed: int) -> torch.Tensor:
-    """Normal values; on the CPU small integers, for which a GEMM is exact in every order of its sums."""
-    generator = torch.Generator(session.device).manual_seed(1000 * seed + session.rank)
-    if session.device.type == "cpu":
-        return torch.randint(-2, 3, shape, generator=generator).to(_dtype(session))
-    return torch.empty(shape, device=session.device, dtype=_dtype(session)).normal_(generator=generator)
+    return session.values(shape, _dtype(session), seed)
 
 
 def _layouts(case: Case, world_size: int) -> tuple[HeadsLayout, HeadsLayout]:
