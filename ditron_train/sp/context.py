@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ditron_train.stream.op_context import OpContext
+from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 
 __all__ = ["SPContext", "get_context"]
@@ -38,19 +38,6 @@ class SPContext(OpContext):
         return self.arena.tensor("sp.to_sequence", (num_rows, num_columns), dtype)
 
 
-_contexts: dict[tuple[dist.ProcessGroup, str], SPContext] = {}
-
-
 def get_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> SPContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
-    group = group if group is not None else dist.group.WORLD
-    if device is None:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    key = (group, str(device))
-    context = _contexts.get(key)
-    if context is None or context.arena.closed:
-        context = _contexts[key] = SPContext(group, device)
-    return context
+    return context_of(SPContext, group, device)

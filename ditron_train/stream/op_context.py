@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["OpContext", "SideStream"]
+__all__ = ["OpContext", "SideStream", "context_of"]
 
 
 class OpContext:
@@ -152,3 +152,29 @@ class SideStream:
     def join(self) -> None:
         """Holds the current stream until what was enqueued here is done."""
         self._context.join()
+
+
+_Context = TypeVar("_Context", bound=OpContext)
+_contexts: dict[tuple[type, dist.ProcessGroup, torch.device], OpContext] = {}
+
+
+def context_of(
+    kind: type[_Context], group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> _Context:
+    """The one context of its kind of a group and device, made at the first call, which is collective over the group.
+
+    Args:
+        kind: The room's context class.
+        group: The process group (``None``: WORLD).
+        device: Where activations live (``None``: the current GPU, or the CPU where there is none).
+    """
+    group = group if group is not None else dist.group.WORLD
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    context = _contexts.get((kind, group, device))
+    if context is None or context.arena.closed:
+        context = _contexts[kind, group, device] = kind(group, device)
+    return context

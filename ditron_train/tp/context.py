@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
-from ditron_train.stream.op_context import OpContext
+from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 
 __all__ = ["FLAGS_PER_RANK", "RowPartition", "TPContext", "get_context"]
@@ -112,19 +112,6 @@ class TPContext(OpContext):
         return self.arena.tensor("tp.partials", (num_rows, num_columns), dtype)
 
 
-_contexts: dict[tuple[dist.ProcessGroup, str], TPContext] = {}
-
-
 def get_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> TPContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
-    group = group if group is not None else dist.group.WORLD
-    if device is None:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    key = (group, str(device))
-    context = _contexts.get(key)
-    if context is None or context.arena.closed:
-        context = _contexts[key] = TPContext(group, device)
-    return context
+    return context_of(TPContext, group, device)

@@ -99,7 +99,7 @@ def _failed_op_never_reaches_the_weights():
         with pytest.raises(PeerTimeoutError, match="expected epoch 5, saw 4"):
             optimizer.step()
         assert torch.equal(weight, torch.zeros(3))
-        from ditron_train.tp import context as contexts
+        from ditron_train.stream import op_context as contexts
 
         contexts._contexts.clear()  # the failed channel must not outlive this test
         del context
