@@ -9,7 +9,7 @@ from ditron_train.schedule.orders import chunk_order
 from ditron_train.stream.copies import copy_bytes
 from ditron_train.stream.driver import has_driver
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
-from ditron_train.tp.kernels import gather_start_kernel, gather_wait_kernel, push_shard_kernel
+from ditron_train.tp.gather_kernels import gather_start_kernel, gather_wait_kernel, push_shard_kernel
 from ditron_train.tp.tuning import GatherPlan
 
 __all__ = ["PreparedGather"]

@@ -1,4 +1,4 @@
-"""Kernels of tensor parallelism: gather (push, start, wait), AG-GEMM and GEMM-RS.
+"""Kernels of tensor parallelism: AG-GEMM and GEMM-RS (the gather in front: ``gather_kernels``).
 
 Memory: one gathered activation ``[M, K]`` and one set of partials ``[world * slot_rows, N]`` a rank. They are single
 buffers: a rank may write into a peer's only after the peer's start signal of this epoch (``dl.announce``: everything that
@@ -15,111 +15,10 @@ from ditron_train.gemm.kernels import store_tile, tile_product
 from ditron_train.gemm.peers import store_tile_to_peer
 from ditron_train.schedule.tiles import grouped_tile, ordered_tile, scatter_tile
 
-__all__ = ["ag_gemm_kernel", "gather_start_kernel", "gather_wait_kernel", "gemm_rs_kernel", "push_shard_kernel"]
+__all__ = ["ag_gemm_kernel", "gemm_rs_kernel"]
 
 _FLAGS_AT_ONCE = tl.constexpr(32)
 # Sizes that change no code are not specialised on (do_not_specialize): a new shape needs no compilation.
-
-
-@triton.jit(do_not_specialize=["K", "granule_rows"])
-def push_shard_kernel(
-    x_ptr,
-    gathered_addresses,
-    signals_addresses,
-    ready_addresses,
-    ready_ptr,
-    signature_ptr,
-    row_starts_ptr,
-    tickets_ptr,
-    control_ptr,
-    K,
-    granule_rows,
-    FLAGS_PER_RANK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TARGET: tl.constexpr,
-):
-    """Copies this rank's rows x [rows, K] (contiguous) to its place in every rank's gathered buffer.
-
-    Own buffer first, then rank - 1, rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM
-    consumes, and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a granule's
-    flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
-    """
-    if TARGET != "interpreter":
-        K = tl.multiple_of(K, 8)  # rows are whole 16 bytes
-    epoch = dl.next_epoch(tickets_ptr)
-    rank = dl.rank(control_ptr)
-    program = tl.program_id(0)
-    if program == 0:
-        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
-    first_row = tl.load(row_starts_ptr + rank)
-    num_rows = tl.load(row_starts_ptr + rank + 1) - first_row
-    num_granules = tl.cdiv(num_rows, granule_rows)
-    for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        if step > 0:
-            if program == 0:
-                dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
-            else:
-                dl.await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
-        destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_row.to(tl.int64) * K
-        flags = dl.symm_at(signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
-        for granule in range(program, num_granules, tl.num_programs(0)):
-            row = tl.cast(granule, tl.int64) * granule_rows
-            count = tl.minimum(num_rows - row, granule_rows) * K
-            dl.putmem(destination + row * K, x_ptr + row * K, count, 0, 1, BLOCK)
-            dl.notify(flags + granule, epoch, TARGET)
-
-
-@triton.jit(do_not_specialize=["num_flags"])
-def gather_start_kernel(
-    epochs_ptr,
-    num_flags,
-    ready_addresses,
-    ready_ptr,
-    signature_ptr,
-    tickets_ptr,
-    control_ptr,
-    WORLD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TARGET: tl.constexpr,
-):
-    """One program in front of a gather by copy engines: start signals both ways, then ``epochs_ptr[:num_flags] = epoch``.
-
-    The copy engines copy those words behind the data onto the peers' flags: the epoch stays in device memory, so a
-    captured graph replays with fresh ones.
-    """
-    epoch = dl.next_epoch(tickets_ptr)
-    rank = dl.rank(control_ptr)
-    dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
-    lanes = tl.arange(0, BLOCK)
-    for block in range(0, tl.cdiv(num_flags, BLOCK)):
-        offsets = block * BLOCK + lanes
-        tl.store(epochs_ptr + offsets, epoch + tl.zeros((BLOCK,), tl.int32), mask=offsets < num_flags)
-    for step in tl.static_range(1, WORLD_SIZE):
-        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
-
-
-@triton.jit(do_not_specialize=["granule_rows"])
-def gather_wait_kernel(
-    signals_ptr,
-    row_starts_ptr,
-    tickets_ptr,
-    control_ptr,
-    granule_rows,
-    FLAGS_PER_RANK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    TARGET: tl.constexpr,
-):
-    """One program behind a gather: every peer's rows have arrived. What follows on the stream reads them plainly."""
-    epoch = dl.next_epoch(tickets_ptr + 1)
-    rank = dl.rank(control_ptr)
-    for step in tl.static_range(1, WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        num_rows = tl.load(row_starts_ptr + peer + 1) - tl.load(row_starts_ptr + peer)
-        for flag in range(0, tl.cdiv(num_rows, granule_rows)):
-            dl.wait(signals_ptr + peer * FLAGS_PER_RANK + flag, epoch, control_ptr, peer, flag, TARGET)
 
 
 @triton.jit

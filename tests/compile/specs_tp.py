@@ -103,7 +103,7 @@ _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_9
 SPECS = [
     KernelSpec(
         name="tp_push_shard",
-        kernel="ditron_train.tp.kernels:push_shard_kernel",
+        kernel="ditron_train.tp.gather_kernels:push_shard_kernel",
         signature={
             "x_ptr": "*bf16",
             "gathered_addresses": "*i64",
@@ -120,7 +120,7 @@ SPECS = [
     ),
     KernelSpec(
         name="tp_gather_start",
-        kernel="ditron_train.tp.kernels:gather_start_kernel",
+        kernel="ditron_train.tp.gather_kernels:gather_start_kernel",
         signature={"epochs_ptr": "*i32", "num_flags": "i32", **_READY, **_CHANNEL},
         constexprs={"WORLD_SIZE": 8, "BLOCK": 128},
         num_warps=1,
@@ -128,7 +128,7 @@ SPECS = [
     ),
     KernelSpec(
         name="tp_gather_wait",
-        kernel="ditron_train.tp.kernels:gather_wait_kernel",
+        kernel="ditron_train.tp.gather_kernels:gather_wait_kernel",
         signature={"signals_ptr": "*i32", "row_starts_ptr": "*i32", **_CHANNEL, "granule_rows": "i32"},
         constexprs={"FLAGS_PER_RANK": 1024, "WORLD_SIZE": 8},
         num_warps=1,
