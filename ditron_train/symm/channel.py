@@ -37,7 +37,7 @@ from ditron_train.symm.control import (
     TICKET_UNIT_LOG2,
 )
 
-__all__ = ["Channel", "check_all"]
+__all__ = ["Channel", "check_all", "forget_failed"]
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -189,6 +189,14 @@ class Channel:
 
 
 def check_all() -> None:
-    """``check``s every live channel of this process."""
+    """``check``s every live channel of this process whose arena is open."""
     for channel in list(_channels):
-        channel.check()
+        if not channel.arena.closed:
+            channel.check()
+
+
+def forget_failed() -> None:
+    """Takes channels that failed out of ``check_all``: for a caller that has handled their errors and is done with them."""
+    for channel in list(_channels):
+        if channel.failed:
+            _channels.discard(channel)
