@@ -27,7 +27,11 @@ def draw_speedups(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
         _draw_panel(axis, chosen)
         axis.set_title(f"{panel[0]} {panel[1].replace('_', ' + ')}")
     axes[0].set_ylabel("speed over native")
-    axes[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    entries = {}  # of all panels: not every one has a peer and a limit
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        entries.update(zip(labels, handles))
+    axes[-1].legend(entries.values(), entries.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.suptitle(f"{stamp.count} x {stamp.device}, torch {stamp.torch}, {stamp.date}", fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None})
@@ -44,6 +48,6 @@ def _draw_panel(axis: object, rows: Sequence[Row]) -> None:
         axis.bar([x + shift for x in places], peers, width, label=name, color="#b8b8b8")
     limits = [(x, row.native_us / row.limit_us) for x, row in zip(places, rows) if row.limit_us]
     if limits:
-        axis.scatter(*zip(*limits), marker="_", s=600, color="#c0392b", label="limit", zorder=3)
+        axis.scatter(*zip(*limits), marker="_", s=300, color="#c0392b", label="limit", zorder=3)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks(list(places), [row.model for row in rows], rotation=30, ha="right", fontsize="small")
