@@ -12,6 +12,7 @@ if [ "$half" = 0 ]; then
   half=1
   export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
 fi
+all=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus > 0 ? gpus - 1 : 0)))}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
 
@@ -20,7 +21,7 @@ agent() { # node rank, then the arguments of the job
   shift
   local visible=
   if [ "$gpus" -gt 1 ]; then
-    visible=$(seq -s, $((node * half)) $((node * half + half - 1)))
+    visible=$(cut -d, -f "$((node * half + 1))-$((node * half + half))" <<<"$all")
   fi
   CUDA_VISIBLE_DEVICES=$visible NCCL_HOSTID="node$node" "$python" -m torch.distributed.run \
     --nnodes 2 --node-rank "$node" --nproc-per-node "$half" \
