@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_train.runtime.errors import DitronError, MismatchError, PeerTimeoutError
+from ditron_train.runtime.errors import DitronError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.control import (
@@ -55,6 +55,9 @@ class Channel:
     Args:
         signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``).
         first_epoch: Epoch before the first launch; tests start near the wrap.
+
+    Raises:
+        NotSupportedError: Ranks of the group lie on other nodes, where kernels cannot write flags; on every rank alike.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Channel:
         self.timeout_s = get_settings().timeout_s
         device = arena.device
         self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
+        if 0 in self.signals.host_addresses:  # so it is on every rank: each lacks the ranks of the other nodes
+            raise NotSupportedError(f"{op_name}: the group has ranks on other nodes, whose memory cannot be addressed from here")
         self.ready = self._filled(f"{op_name}/ready", (2, arena.world_size, READY_WORDS), first_epoch)
         self.tickets = torch.zeros(TICKET_ROLES, dtype=torch.int64, device=device)
         self.tickets[:2] = first_epoch << TICKET_UNIT_LOG2

@@ -48,7 +48,8 @@ class Job:
         sequence_length: Tokens (bytes) of a sample.
         batch_size: Samples of a microbatch on each data-parallel rank.
         num_steps: Optimizer steps.
-        learning_rate: The optimizer's.
+        learning_rate: The optimizer's, reached linearly over the first `warmup_steps`.
+        warmup_steps: Steps of rising learning rate; 0: none.
         dtype: Of parameters and activations.
         use_te: Transformer Engine's layers instead of megatron-core's own.
         tensor_parallel: Ranks that share every layer (with sequence parallelism where above 1).
@@ -79,6 +80,7 @@ class Job:
     optimizer: str = "adam"
     same_data: bool = False
     seed: int = 1234
+    warmup_steps: int = 0
 
     @property
     def num_microbatches(self) -> int:
@@ -283,6 +285,9 @@ def train(job: Job, corpus: Corpus, on_step: Callable[[StepResult], None]) -> li
         torch.cuda.synchronize()
         elapsed_ms = (time.perf_counter() - start) * 1e3
         gradients = _gradients(model)
+        if job.warmup_steps:
+            for group in optimizer.param_groups:
+                group["lr"] = job.learning_rate * min(1.0, (step + 1) / job.warmup_steps)
         start = time.perf_counter()
         optimizer.step()
         torch.cuda.synchronize()

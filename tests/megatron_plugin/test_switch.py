@@ -1,5 +1,6 @@
 """Switching on and off, the optimizer hook, what is logged, and bad input."""
 
+import dataclasses
 import logging
 import os
 
@@ -133,6 +134,38 @@ def _one_log_line_a_reason():
 
 def test_one_log_line_for_each_reason_on_rank_0():
     run_workers(2, _one_log_line_a_reason)
+
+
+def _across_nodes():
+    import ditron_train.megatron as plugin
+    from ditron_train.runtime import logs
+    from ditron_train.symm.shm_transport import ShmTransport
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    logs._seen.clear()
+    allocate = ShmTransport.allocate
+
+    def allocate_without_peers(self, group, device, num_bytes):  # what a transport gives for ranks of other nodes
+        segment = allocate(self, group, device, num_bytes)
+        rank = dist.get_rank(group)
+        keep = [own if peer == rank else 0 for peer, own in enumerate(segment.addresses)]
+        return dataclasses.replace(segment, addresses=keep)
+
+    ShmTransport.allocate = allocate_without_peers
+    try:
+        with model_parallel(tensor_model_parallel_size=2), _Lines() as lines:
+            plugin.apply()
+            layer = _column()
+            y, _ = layer(torch.ones(2, 1, 16))
+            assert torch.equal(y, torch.ones(4, 1, 16) @ layer.weight.t())
+            native = [line for line in lines if "other nodes" in line]
+            assert len(native) == (dist.get_rank() == 0)
+    finally:
+        ShmTransport.allocate = allocate
+
+
+def test_a_group_across_nodes_without_peer_memory_runs_natively():
+    run_workers(2, _across_nodes)
 
 
 def _too_many_shapes():
