@@ -17,6 +17,8 @@ def world():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    # Transformer Engine's attention adds up gradients in any order unless it is told not to when it is built.
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         if "RANK" not in os.environ:
@@ -73,11 +75,13 @@ def run(attention, world, length, batch, rope=True):
 
 
 def assert_same_bits(ours, native):
-    assert torch.equal(ours[0], native[0])
-    assert torch.equal(ours[1], native[1])
+    """On every rank, or the test fails on every rank: the next one is collective."""
     assert ours[2].keys() == native[2].keys()
-    for name, gradient in native[2].items():
-        assert torch.equal(ours[2][name], gradient), name
+    pairs = {"output": (ours[0], native[0]), "input's gradient": (ours[1], native[1])}
+    pairs |= {name: (ours[2][name], gradient) for name, gradient in native[2].items()}
+    different = torch.tensor([not torch.equal(*pair) for pair in pairs.values()], dtype=torch.int32, device="cuda")
+    dist.all_reduce(different)
+    assert not different.any(), dict(zip(pairs, different.tolist()))
     assert (ours[3] is None) == (native[3] is None)
 
 
@@ -98,7 +102,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("length, batch", [(8192, 1), (2048, 2)])
+@pytest.mark.parametrize("length, batch", [(4096, 1), (2048, 2)])
 def test_bits_of_transformer_engine(world, name, length, batch):
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
