@@ -13,7 +13,7 @@ have none, are read by masked loads for experts that end within the first BLOCK 
 import triton
 import triton.language as tl
 
-__all__ = ["group_gemm_kernel", "group_wgrad_kernel", "list_tiles"]
+__all__ = ["group_gemm_kernel", "group_product", "group_wgrad_kernel", "list_tiles", "store_block"]
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -46,6 +46,24 @@ def list_tiles(
 
 
 @triton.jit
+def group_product(
+    a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+):  # fmt: skip
+    """One tile of A @ B[e] in fp32, K blocks in ascending order; ``place`` is where expert e's weight lies."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k_tile in range(num_k_tiles):
+        k = k_tile * BLOCK_K
+        a = a_desc.load([row, k])
+        if TRANSPOSE_B:
+            b = b_desc.load([place, col, k]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            b = b_desc.load([place, k, col]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def group_gemm_kernel(
     a_desc, b_desc, c_desc, places, tiles, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr,
@@ -66,20 +84,12 @@ def group_gemm_kernel(
         row = tl.load(entry + 1)
         valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
         col = (tile % num_tiles_n) * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k_tile in range(num_k_tiles):
-            k = k_tile * BLOCK_K
-            a = a_desc.load([row, k])
-            if TRANSPOSE_B:
-                b = b_desc.load([place, col, k]).reshape(BLOCK_N, BLOCK_K).T
-            else:
-                b = b_desc.load([place, k, col]).reshape(BLOCK_K, BLOCK_N)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
-        _store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
 
 
 @triton.jit
-def _store_block(
+def store_block(
     desc, acc, i, j, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr
 ):  # fmt: skip
     """Stores a tile through a rank-3 descriptor, wide tiles in two halves (less shared memory)."""
@@ -126,4 +136,4 @@ def group_wgrad_kernel(
             columns = (col + tl.arange(0, BLOCK_N))[None, :]
             x = tl.load(x_pointer + rows * K + columns, mask=inside & (columns < K), other=0.0)
             acc = tl.dot(g.T, x, acc, input_precision="ieee")
-        _store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["push_tokens", "return_rows"]
+__all__ = ["place_rows", "push_tokens", "return_rows", "scatter_grads", "send_entries", "send_tokens", "sum_rows"]
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _start(
 
 
 @triton.jit
-def _send_entries(
+def send_entries(
     send_list, chunk_entries, list_base, entry_base, entry_addresses, chunk, entry_capacity,
     WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def _send_entries(
 
 
 @triton.jit
-def _send_tokens(
+def send_tokens(
     x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity,
     WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -76,11 +76,14 @@ def _send_tokens(
 
 
 @triton.jit
-def _place_rows(
-    buffer, out, out_probs, arrived, kept, begin, end, hidden, num_rows, slot_capacity,
+def place_rows(
+    buffer, out, out_probs, arrived, kept, origins, source, begin, end, hidden, num_rows, slot_capacity,
     WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = buffer[slot] for entries ``begin .. end - 1``; keeps the entries where they have just arrived."""
+    """out[row] = buffer[slot] for entries ``begin .. end - 1`` of rank ``source``.
+
+    Where the entries have just arrived they are kept, also by row: ``origins[row]`` is source and place.
+    """
     for start in range(begin, end, ROWS):
         index = start + tl.arange(0, ROWS)
         inside = (index < end) & (index < num_rows)
@@ -91,7 +94,8 @@ def _place_rows(
             bits = tl.load(arrived + entry + 3, mask=inside, other=0)
             tl.store(kept + entry, row, mask=inside)
             tl.store(kept + entry + 1, slot, mask=inside)
-            tl.store(kept + entry + 2, tl.load(arrived + entry + 2, mask=inside, other=-1), mask=inside)
+            place = tl.load(arrived + entry + 2, mask=inside, other=-1)
+            tl.store(kept + entry + 2, place, mask=inside)
             tl.store(kept + entry + 3, bits, mask=inside)
         else:
             row = tl.load(kept + entry, mask=inside, other=-1)
@@ -101,21 +105,23 @@ def _place_rows(
         prob = bits.to(tl.float32, bitcast=True)
         if WITH_ENTRIES:
             tl.store(out_probs + row, prob.to(out_probs.dtype.element_ty), mask=held)
+            tl.store(origins + row * 2, tl.zeros_like(row) + source, mask=held)
+            tl.store(origins + row * 2 + 1, place, mask=held)
         read = held
         if ZERO_PROBS:
             read = held & (prob != 0.0)
-        source = buffer + tl.cast(slot, tl.int64)[:, None] * hidden
+        slots = buffer + tl.cast(slot, tl.int64)[:, None] * hidden
         target = out + tl.cast(row, tl.int64)[:, None] * hidden
         for column in range(0, hidden, BLOCK_H):
             offsets = column + tl.arange(0, BLOCK_H)
             narrow = (offsets < hidden)[None, :]
-            tile = tl.load(source + offsets[None, :], mask=read[:, None] & narrow, other=0.0)
+            tile = tl.load(slots + offsets[None, :], mask=read[:, None] & narrow, other=0.0)
             tl.store(target + offsets[None, :], tile, mask=held[:, None] & narrow)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def push_tokens(
-    x, out, out_probs, kept, dest_slots, send_list, chunk_entries, list_base, entry_base, recv_offsets,
+    x, out, out_probs, kept, origins, dest_slots, send_list, chunk_entries, list_base, entry_base, recv_offsets,
     buffer, buffer_addresses, arrived, entry_addresses, signals, signal_addresses, ready, ready_addresses,
     signature, tickets, control, limits, num_tokens, chunk_tokens, hidden,
     WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
@@ -145,11 +151,11 @@ def push_tokens(
             first = chunk * chunk_tokens
             last = tl.minimum(first + chunk_tokens, num_tokens)
             if WITH_ENTRIES:
-                _send_entries(
+                send_entries(
                     send_list, chunk_entries, list_base, entry_base, entry_addresses, chunk, entry_capacity, WORLD_SIZE,
                     NUM_CHUNKS, 1024,
                 )  # fmt: skip
-            _send_tokens(
+            send_tokens(
                 x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity, WORLD_SIZE, RANKS, ROWS, BLOCK_H
             )
             for step in tl.static_range(WORLD_SIZE):
@@ -167,9 +173,9 @@ def push_tokens(
             end = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk + 1)
             if end > begin:
                 dl.wait(signals + source * NUM_CHUNKS + chunk, epoch, control, source, chunk, TARGET)
-            _place_rows(
-                buffer, out, out_probs, arrived, kept, begin, end, hidden, num_rows, slot_capacity, WITH_ENTRIES,
-                ZERO_PROBS, ROWS, BLOCK_H,
+            place_rows(
+                buffer, out, out_probs, arrived, kept, origins, source, begin, end, hidden, num_rows, slot_capacity,
+                WITH_ENTRIES, ZERO_PROBS, ROWS, BLOCK_H,
             )  # fmt: skip
 
 
@@ -197,7 +203,7 @@ def _send_rows(
 
 
 @triton.jit
-def _sum_rows(
+def sum_rows(
     buffer, out, expert_ids, first, last, hidden, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +231,7 @@ def _sum_rows(
 
 
 @triton.jit
-def _scatter_grads(
+def scatter_grads(
     grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -293,10 +299,10 @@ def return_rows(
                 counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
                 if tl.load(counted + 1) > tl.load(counted):
                     dl.wait(signals + peer * NUM_CHUNKS + chunk, epoch, control, peer, chunk, TARGET)
-            _sum_rows(
+            sum_rows(
                 buffer, out, expert_ids, first, last, hidden, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H
             )
             if WITH_GRADS:
-                _scatter_grads(
+                scatter_grads(
                     grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK, TOPK_LANES, ITEM_TOKENS
                 )

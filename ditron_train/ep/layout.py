@@ -139,7 +139,9 @@ class Layout:
         dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
         send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
         entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
+        origins: [num_rows, 2] the same by row: source rank and place.
         expert_tokens: int32 [experts_per_rank] rows of each local expert, on the device.
+        sources: int32 [ranks, slots] how many of them come from each rank.
         limits: rows here, then what every rank has room for: rows, slots, places.
         slot_capacity: Slots that every rank has room for.
         entry_capacity: Rows that every rank has room for.
@@ -159,7 +161,9 @@ class Layout:
     dest_slots: torch.Tensor
     send_list: torch.Tensor | None
     entries: torch.Tensor
+    origins: torch.Tensor
     expert_tokens: torch.Tensor
+    sources: torch.Tensor
     limits: torch.Tensor
     slot_capacity: int
     entry_capacity: int

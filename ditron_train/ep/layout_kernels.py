@@ -62,7 +62,7 @@ def count_chunks(
 @triton.jit(do_not_specialize=["num_tokens", "row_capacity", "slot_capacity", "place_capacity"])
 def exchange_counts(
     chunk_counts, chunk_dests, chunk_widest, chunk_entries, row_base, slot_base, entry_base, list_base, recv_offsets,
-    expert_tokens, limits, messages, message_addresses, signals, signal_addresses, ready, ready_addresses,
+    expert_tokens, sources, limits, messages, message_addresses, signals, signal_addresses, ready, ready_addresses,
     signature, tickets, control, num_tokens, row_capacity, slot_capacity, place_capacity,
     WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     TOPK: tl.constexpr, MESSAGE_WORDS: tl.constexpr, HAS_CAPACITY: tl.constexpr, TARGET: tl.constexpr,
@@ -79,6 +79,7 @@ def exchange_counts(
     - ``chunk_entries[d, c]``: entries for rank d before chunk c (``NUM_CHUNKS + 1`` columns),
     - ``recv_offsets[s, c]``: first entry of rank s's chunk c at this rank (``NUM_CHUNKS + 1`` columns),
     - ``expert_tokens[e]``: rows of each local expert (``SLOTS`` columns),
+    - ``sources[s, e]``: how many of them come from rank s,
     - ``limits``: rows here, and what every rank has room for: rows (entries), slots, places. Without HAS_CAPACITY the
       largest that any rank needs; with it what was allocated, and a rank that needs more records the overflow.
 
@@ -154,6 +155,11 @@ def exchange_counts(
     tl.store(
         expert_tokens + tl.arange(0, SLOTS), tl.sum(tl.where((ranks == rank)[:, None], totals, 0), axis=0)
     )
+    local = tl.arange(0, SLOTS)
+    from_ranks = tl.load(
+        messages + ranks[:, None] * MESSAGE_WORDS + rank * SLOTS + local[None, :], mask=(ranks < WORLD_SIZE)[:, None], other=0
+    )
+    tl.store(sources + ranks[:, None] * SLOTS + local[None, :], from_ranks)
     rows_of = tl.sum(totals, axis=1)
     slots_of = tl.sum(dests, axis=0)
     if HAS_CAPACITY:

@@ -109,6 +109,8 @@ class PendingLayout:
             dest_slots=self.dest_slots,
             send_list=self.send_list,
             entries=torch.empty(num_rows, 4, dtype=torch.int32, device=self.context.device),
+            origins=torch.empty(num_rows, 2, dtype=torch.int32, device=self.context.device),
+            sources=tables["sources"],
             expert_tokens=tables["expert_tokens"][: shape.experts_per_rank],
             limits=tables["limits"],
             slot_capacity=room.slots,
@@ -131,6 +133,7 @@ def _tables(context: EPContext) -> dict[str, torch.Tensor]:
         "list_base": shape.ranks,
         "recv_offsets": shape.ranks * (shape.num_chunks + 1),
         "expert_tokens": shape.slots,
+        "sources": shape.ranks * shape.slots,
         "limits": 4,
     }
     padded = [-(-size // 4) * 4 for size in sizes.values()]
@@ -290,7 +293,7 @@ def dispatch(
         SHARED=context.target == "interpreter", TARGET=context.target,
     )  # fmt: skip
     _launch(context, push_tokens, context.move.num_programs, constants, context.move.num_warps, x.dtype, probs_dtype)(
-        x, out, out_probs, layout.entries, layout.dest_slots, layout.send_list if first else layout.entries,
+        x, out, out_probs, layout.entries, layout.origins, layout.dest_slots, layout.send_list if first else layout.entries,
         layout.chunk_entries, layout.list_base, layout.entry_base, layout.recv_offsets,
         buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local, channel.signals.addresses,
         channel.ready.local, channel.ready.addresses,

@@ -14,7 +14,7 @@ _CHANNEL = ("signal_addresses ready_addresses", "*i64"), ("signals ready signatu
 
 _PUSH = _signature(
     ("x out buffer", "*bf16"), ("out_probs", "*fp32"),
-    ("kept dest_slots send_list chunk_entries list_base entry_base recv_offsets arrived", _INT),
+    ("kept origins dest_slots send_list chunk_entries list_base entry_base recv_offsets arrived", _INT),
     ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL,
     ("limits", _INT), ("num_tokens chunk_tokens hidden", "i32"),
 )  # fmt: skip
@@ -44,7 +44,7 @@ SPECS = [
         kernel="ditron_train.ep.layout_kernels:exchange_counts",
         signature=_signature(
             ("chunk_counts chunk_dests chunk_widest chunk_entries row_base slot_base entry_base list_base", _INT),
-            ("recv_offsets expert_tokens limits messages", _INT), ("message_addresses", "*i64"), *_CHANNEL,
+            ("recv_offsets expert_tokens sources limits messages", _INT), ("message_addresses", "*i64"), *_CHANNEL,
             ("num_tokens row_capacity slot_capacity place_capacity", "i32"),
         ),  # fmt: skip
         constexprs={

@@ -1,0 +1,90 @@
+"""The task level: a layer as queues of tasks in one persistent kernel, held together by a scoreboard.
+
+A *queue* is a tile function, the number of its tasks and their order. A kernel is a sequence of queues: each of its programs
+serves one after the other (``serve``), drawing tasks until the queue is empty; which programs skip a queue, or serve it
+first, decides how many multiprocessors a kind of work gets. A *dependency* is a counter of the scoreboard: the task that
+produces adds to it (``complete``), the task that consumes waits for an amount (``need``). Counters only grow; the board is
+filled anew before every launch.
+
+    @triton.jit
+    def _add_tile(task, args):                     # registers nothing: a queue is where it is served
+        x, y, board, control = args
+        need(board, task, 1, control, -1, TARGET)  # what the queue in front has made
+        ...
+
+    serve(heads, num_tasks, _make_tile, args)      # every program makes tiles until there are none left,
+    serve(heads + 1, num_tasks, _add_tile, args)   # then adds
+
+It cannot deadlock as long as a task waits only for tasks of earlier queues, for earlier tasks of its own queue, or for what
+another rank's tasks do under the same rule: whichever programs are resident draw all tasks, in order. So nothing waits for
+a program that finds no multiprocessor. In the interpreter one program serves all queues.
+"""
+
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+
+__all__ = ["complete", "draw", "need", "serve", "strip_of"]
+
+
+@triton.jit
+def draw(head):
+    """The next task of a queue (int32); ``head`` is its word, 0 before the launch."""
+    return tl.atomic_add(head, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def serve(head, num_tasks, TASK: tl.constexpr, args):
+    """Calls ``TASK(task, args)`` for tasks drawn from the queue until ``num_tasks`` have been; the next one is drawn while
+    this one runs."""
+    task = draw(head)
+    while task < num_tasks:
+        following = draw(head)
+        TASK(task, args)
+        task = following
+
+
+@triton.jit
+def need(counter, amount, control, task, TARGET: tl.constexpr):
+    """Waits (acquire, bounded) until ``*counter >= amount``; before descriptor loads add ``dl.fence_async_proxy``.
+
+    ``task`` names what was waited for in the record of a wait that ends at its deadline.
+    """
+    dl.wait(counter, amount, control, dl.rank(control), task, TARGET)
+
+
+@triton.jit
+def complete(counter, amount, TARGET: tl.constexpr):
+    """Adds to a counter of the board what this task has finished; all stores of the program before it are released.
+
+    Descriptor stores need ``dl.bulk_store_wait`` before. Returns what the counter held before.
+    """
+    tl.debug_barrier()
+    return tl.atomic_add(counter, amount, sem="acq_rel", scope="sys")
+
+
+@triton.jit
+def strip_of(ticket, num_tiles, num_programs, STRIP: tl.constexpr):
+    """(first tile, number of tiles) of a ticket; a strip's tiles are ``num_programs`` apart.
+
+    Programs that draw tickets one after the other work on neighbouring tiles all along (their operands are in L2), and a
+    strip is one pipelined loop. The last two waves or so come in strips of one tile, to end together.
+    ``num_strips`` counts the tickets.
+    """
+    rounds = tl.maximum(num_tiles - 2 * num_programs, 0) // (num_programs * STRIP)
+    long_strips = rounds * num_programs
+    is_long = ticket < long_strips
+    first = tl.where(
+        is_long,
+        ticket // num_programs * (num_programs * STRIP) + ticket % num_programs,
+        ticket + long_strips * (STRIP - 1),
+    )
+    return first, tl.where(is_long, STRIP, 1)
+
+
+@triton.jit
+def num_strips(num_tiles, num_programs, STRIP: tl.constexpr):
+    """How many tickets ``strip_of`` has for ``num_tiles`` tiles."""
+    rounds = tl.maximum(num_tiles - 2 * num_programs, 0) // (num_programs * STRIP)
+    return num_tiles - rounds * num_programs * (STRIP - 1)
