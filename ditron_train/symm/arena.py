@@ -152,11 +152,12 @@ class SymmetricArena:
         segment = self._transport.allocate(self.group, self.device, num_bytes)
         addresses = torch.tensor(segment.addresses, dtype=torch.int64, device=self.device)
         self._segments[name] = (segment, addresses)
-        log_once(
-            f"arena {self.group_name} {name} {num_bytes}",
-            f"symmetric memory of group {self.group_name} ({self.transport_name}): {name} {num_bytes / 2**20:.1f} MiB, "
-            f"{self.num_bytes / 2**20:.1f} MiB in all",
-        )
+        if num_bytes >= 2**20:  # flags and counters are not worth a line
+            log_once(
+                f"arena {self.group_name} {name} {num_bytes}",
+                f"symmetric memory of group {self.group_name} ({self.transport_name}): {name} {num_bytes / 2**20:.1f} MiB, "
+                f"{self.num_bytes / 2**20:.1f} MiB in all",
+            )
         return self._segments[name]
 
     def _retire(self, name: str) -> None:

@@ -57,6 +57,8 @@ class Job:
         context_parallel: Ranks that share every sequence, exchanging heads for tokens around attention (a2a).
         expert_parallel: Ranks that share the experts.
         num_experts: Experts of every MLP, two of them a token; None: dense.
+        distributed_optimizer: Adam's state sharded over the data-parallel ranks; gradients are reduced beside the backward
+            pass and parameters gathered beside the forward pass.
         same_data: Every data-parallel rank trains on the same samples.
         seed: Of parameters and samples.
         optimizer: ``adam``, or Megatron's ``muon`` or ``dist_muon`` (Adam for what is no matrix).
@@ -78,6 +80,7 @@ class Job:
     expert_parallel: int = 1
     num_experts: int | None = None
     optimizer: str = "adam"
+    distributed_optimizer: bool = False
     same_data: bool = False
     seed: int = 1234
     warmup_steps: int = 0
@@ -181,8 +184,13 @@ def _build_model(job: Job, config: TransformerConfig) -> Any:
         model.cuda(torch.cuda.current_device())
     if config.bf16:
         model = Float16Module(config, model)
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    return DistributedDataParallel(config, ddp_config, model)
+    sharded = job.distributed_optimizer
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=sharded, overlap_param_gather=sharded
+    )
+    model = DistributedDataParallel(config, ddp_config, model)
+    config.no_sync_func = model.no_sync if sharded else None
+    return model
 
 
 def _build_optimizer(job: Job, model: Any) -> Any:
@@ -194,7 +202,8 @@ def _build_optimizer(job: Job, model: Any) -> Any:
         clip_grad=1.0,
         bf16=job.dtype == torch.bfloat16,
         params_dtype=job.dtype,
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=job.distributed_optimizer,
+        overlap_param_gather=job.distributed_optimizer,
         muon_fp32_matmul_prec="medium" if job.dtype == torch.bfloat16 else "highest",  # bf16 products, or fp32 on a CPU
     )
     if job.optimizer == "adam":

@@ -52,10 +52,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="samples of a step on each data-parallel rank")
     parser.add_argument("--spec", choices=("auto", "local", "te"), default="auto", help="layers: megatron-core's or TE's")
     parser.add_argument("--optimizer", choices=("adam", "muon", "dist_muon"), default="adam", help="Megatron's optimizer")
+    parser.add_argument("--distributed-optimizer", action="store_true", help="Adam sharded over data-parallel ranks; "
+                        "gradients reduced and parameters gathered beside the layers")  # fmt: skip
     add_ditron_args(parser)
     arguments = parser.parse_args()
     if arguments.ep > 1 and not arguments.experts:
         parser.error("--ep needs --experts")
+    if arguments.distributed_optimizer and arguments.optimizer != "adam":
+        parser.error("--distributed-optimizer is Adam's; dist_muon shards by itself")
     chosen = {"sp": arguments.sp > 1, "ep": arguments.ep > 1, "pp": arguments.pp > 1, "muon": arguments.optimizer != "adam"}
     arguments.ditron = arguments.ditron or ("tp", *(name for name, is_used in chosen.items() if is_used))
     return arguments
@@ -117,6 +121,7 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         use_te=HAVE_TE and on_gpu and arguments.spec != "local",
         optimizer=arguments.optimizer,
+        distributed_optimizer=arguments.distributed_optimizer,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=arguments.pp,
         context_parallel=arguments.sp,

@@ -28,8 +28,9 @@ def _run(tmp_path, *words, processes=2):
         (["--sp", "2"], "sp: on"),
         (["--experts", "4", "--ep", "2"], "ep: on"),
         (["--optimizer", "muon"], "muon: on"),
+        (["--tp", "1", "--distributed-optimizer"], "tp: on"),
     ],
-    ids=["tp", "pp", "sp", "ep", "muon"],
+    ids=["tp", "pp", "sp", "ep", "muon", "distributed"],
 )
 def test_losses_agree_and_files_are_written(tmp_path, words, patched):
     if not words:
