@@ -159,7 +159,11 @@ _contexts: dict[tuple[type, dist.ProcessGroup, torch.device], OpContext] = {}
 
 
 def context_of(
-    kind: type[_Context], group: dist.ProcessGroup | None = None, device: torch.device | None = None
+    kind: type[_Context],
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    *,
+    first_epoch: int = 0,
 ) -> _Context:
     """The one context of its kind of a group and device, made at the first call, which is collective over the group.
 
@@ -167,6 +171,7 @@ def context_of(
         kind: The room's context class.
         group: The process group (``None``: WORLD).
         device: Where activations live (``None``: the current GPU, or the CPU where there is none).
+        first_epoch: Where epochs begin if it is made now: tests and soak runs cross the wrap.
     """
     group = group if group is not None else dist.group.WORLD
     if device is None:
@@ -176,5 +181,5 @@ def context_of(
         device = torch.device("cuda", torch.cuda.current_device())
     context = _contexts.get((kind, group, device))
     if context is None or context.arena.closed:
-        context = _contexts[kind, group, device] = kind(group, device)
+        context = _contexts[kind, group, device] = kind(group, device, first_epoch=first_epoch)
     return context

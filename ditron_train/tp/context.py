@@ -112,6 +112,8 @@ class TPContext(OpContext):
         return self.arena.tensor("tp.partials", (num_rows, num_columns), dtype)
 
 
-def get_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> TPContext:
+def get_context(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None, *, first_epoch: int = 0
+) -> TPContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
-    return context_of(TPContext, group, device)
+    return context_of(TPContext, group, device, first_epoch=first_epoch)

@@ -65,6 +65,7 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     other.add_argument("--column", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one column layer")
     other.add_argument("--row", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one row layer")
     other.add_argument("--random", type=int, default=0, metavar="N", help="N random shapes")
+    other.add_argument("--largest", type=int, metavar="N", help="largest size of a random shape (default 8192, CPU: 160)")
     other.add_argument("--seed", type=int, default=0, help="of the random shapes and of all data")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
 
@@ -101,11 +102,13 @@ def shape_cases(arguments: argparse.Namespace, dtype: torch.dtype) -> list[Case]
     ]
 
 
-def random_cases(count: int, seed: int, world_size: int, on_gpu: bool) -> Iterator[Case]:
-    """Shapes from small to large, aligned and not, the same on every rank."""
+def random_cases(
+    count: int, seed: int, world_size: int, on_gpu: bool, *, largest: int | None = None, dtype: torch.dtype | None = None
+) -> Iterator[Case]:
+    """Shapes from small to large (about ``largest``), aligned and not, the same on every rank; of one dtype or of all."""
     generator = np.random.default_rng(seed)
-    dtypes = (torch.bfloat16, torch.float16) if on_gpu else (torch.float32,)
-    largest = 8192 if on_gpu else 160
+    dtypes = (dtype,) if dtype else (torch.bfloat16, torch.float16) if on_gpu else (torch.float32,)
+    largest = largest or (8192 if on_gpu else 160)
 
     def size(multiple_of: int) -> int:
         step = multiple_of * int(generator.choice((1, 8, 64) if on_gpu else (1, 8)))

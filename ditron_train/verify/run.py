@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from ditron_train.bench.rows import Row, write_results
 from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
-from ditron_train.bench.stamp import collect_stamp
 from ditron_train.bench.tables import terminal
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.verify.cases import Case, add_case_arguments, model_cases, random_cases, shape_cases
-from ditron_train.verify.outcome import RESULTS, Outcome, Stress
+from ditron_train.verify.outcome import Outcome, Stress
 
 __all__ = ["add_arguments", "run"]
+
+_FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stress.add_argument("--repeat", type=int, default=1, metavar="N", help="compare each case N times, on new data")
     stress.add_argument("--straggler-ms", type=float, default=0.0, metavar="MS", help="a random rank is up to this late")
     stress.add_argument("--poison", action="store_true", help="fill symmetric buffers with NaN in front of every op")
+    stress.add_argument("--ops", type=int, default=0, metavar="N", help="N small ops, all compared, and memory watched")
+    stress.add_argument("--seconds", type=float, metavar="S", help="begin no random shape and none of --ops after S seconds")
+    stress.add_argument(
+        "--first-epoch", type=int, default=_FIRST_EPOCH, metavar="N", help="where epochs begin (default %(default)s: near the wrap)"
+    )
     add_common_arguments(parser.add_argument_group("timing"))
 
 
@@ -35,117 +40,143 @@ def run(arguments: argparse.Namespace) -> int:
     """Verifies what the command line names.
 
     Returns:
-        0 where every bit is equal, else 1; the same on every rank.
+        0 where every bit is equal (and, with ``--ops``, memory did not grow), else 1; the same on every rank.
 
     Raises:
-        SettingError: A size, a count or a shape that cannot be.
+        SettingError: A size, a count, a shape or a folder that cannot be.
         NotSupportedError: megatron-core, the reference, is not installed.
     """
-    if arguments.repeat < 1 or arguments.random < 0 or arguments.straggler_ms < 0:
-        raise SettingError("--repeat has to be above 0, --random and --straggler-ms not below")
+    _check(arguments)
     try:
         from ditron_train.bench.megatron_tp import megatron_world
     except ImportError as error:
         raise NotSupportedError(f"verify compares with megatron-core: {error}; pip install 'ditron_train[megatron]'") from None
-    from ditron_train.verify.compare import compare
-
     # Whatever is proven equal is verified, be it faster on this machine or not.
     os.environ.setdefault("DITRON_POLICY", "bits")
-    stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
     with bench_session("verify", arguments) as session, megatron_world(session):
-        named, chosen_at_random = _cases(arguments, session)
-        outcomes: list[Outcome] = []
-        total = len(named) + arguments.random
-        for number, case in enumerate(_with_progress(named, chosen_at_random, total, session)):
-            timed = case.name != "random"
-            outcomes.append(compare(session, case, stress, seed=arguments.seed + 100 * number, timed=timed))
-        _show(session, outcomes, arguments)
-        _write(session, [outcome for outcome in outcomes if outcome.native_us], arguments, outcomes)
-        return 0 if all(outcome.equal for outcome in outcomes) else 1
+        return _Verification(session, arguments).run()
 
 
-def _cases(arguments: argparse.Namespace, session: BenchSession) -> tuple[list[Case], Iterable[Case]]:
-    on_gpu = session.device.type == "cuda"
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
-    named = shape_cases(arguments, dtype)
-    if not named and not arguments.random:
-        named = model_cases(arguments, dtype, on_gpu)
-    for case in named:
-        case.local_shapes(session.world_size)  # raises for all before anything runs
-    return named, random_cases(arguments.random, arguments.seed, session.world_size, on_gpu)
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.repeat < 1 or min(arguments.random, arguments.straggler_ms, arguments.ops) < 0:
+        raise SettingError("--repeat has to be above 0, --random, --ops and --straggler-ms not below")
+    if arguments.seconds is not None and arguments.seconds <= 0:
+        raise SettingError("--seconds has to be above 0")
+    if not 0 <= arguments.first_epoch < 2**31:
+        raise SettingError("--first-epoch has to be from 0 to 2**31 - 1")
+    if arguments.largest is not None and arguments.largest < 1:
+        raise SettingError("--largest has to be above 0")
+    if arguments.output is not None:
+        _check_folder(arguments)
 
 
-def _with_progress(named: list[Case], others: Iterable[Case], total: int, session: BenchSession) -> Iterable[Case]:
-    columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=terminal(), disable=session.rank != 0) as progress:
-        task = progress.add_task("", total=total)
-        for case in (*named, *others):
-            progress.update(task, description=f"{case.name} {case.kind} {case.m}x{case.n}x{case.k}")
-            yield case
-            progress.advance(task)
+def _check_folder(arguments: argparse.Namespace) -> None:
+    """A folder that cannot be written is an error before anything is launched, not after an hour."""
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"cannot write into {arguments.output}: {error.strerror}") from None
+    if not os.access(arguments.output, os.W_OK):
+        raise SettingError(f"cannot write into {arguments.output}")
 
 
-def _show(session: BenchSession, outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> None:
-    if session.rank != 0:
-        return
-    shown = [outcome for outcome in outcomes if outcome.case.name != "random" or not outcome.equal]
-    if shown:
-        table = Table(title=f"{session.world_size} ranks, {arguments.repeat} comparisons of each", title_justify="left")
-        for name in ("layer", "op", "m x n x k", "dtype", *RESULTS, "native ms", "ditron ms", "verdict"):
-            table.add_column(name)
-        for outcome in shown:
-            case = outcome.case
-            bits = [_bits(outcome, result) for result in RESULTS]
-            times = ["" if t is None else f"{t / 1e3:.3f}" for t in (outcome.native_us, outcome.ditron_us)]
-            sizes, dtype = f"{case.m} x {case.n} x {case.k}", str(case.dtype).removeprefix("torch.")
-            style = None if outcome.equal else "bold red"
-            table.add_row(case.name, case.kind, sizes, dtype, *bits, *times, outcome.verdict, style=style)
-        terminal().print(table)
-    terminal().print(_summary(outcomes, arguments))
+class _Verification:
+    """One run of the command."""
 
+    def __init__(self, session: BenchSession, arguments: argparse.Namespace) -> None:
+        from ditron_train.tp import get_context
 
-def _bits(outcome: Outcome, result: str) -> str:
-    if not outcome.is_ours:
-        return "native"
-    count = outcome.num_different[result]
-    return "equal" if count == 0 else f"{count} DIFFERENT"
+        self.session, self.arguments = session, arguments
+        self.on_gpu = session.device.type == "cuda"
+        self.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.on_gpu else "float32"))
+        self.named = self._named_cases()
+        self.context = get_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
+        self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
 
+    def run(self) -> int:
+        from ditron_train.verify.compare import compare
+        from ditron_train.verify.report import print_line, show_outcomes, summary, write_outcomes
 
-def _summary(outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> str:
-    ours = [outcome for outcome in outcomes if outcome.is_ours]
-    different = [outcome for outcome in outcomes if not outcome.equal]
-    compared = len(ours) * arguments.repeat
-    text = f"{len(outcomes)} shapes: {len(ours)} run ours ({compared} comparisons), {len(outcomes) - len(ours)} natively"
-    return f"{text}; {len(different)} different" if different else f"{text}; every bit is equal"
+        session, arguments = self.session, self.arguments
+        outcomes = [
+            compare(session, case, self.stress, seed=arguments.seed + 100 * number, timed=True)
+            for number, case in enumerate(self._progress(self.named, len(self.named)))
+        ]
+        show_outcomes(session, outcomes, arguments.repeat)
+        soaks = []
+        if arguments.random:
+            soaks.append(self._soak_random())
+        if arguments.ops:
+            soaks.append(self._soak_ops())
+        if session.rank == 0:
+            for line in ([summary(outcomes, arguments.repeat)] if outcomes else []) + [soak.sentence() for soak in soaks]:
+                print_line(line)
+            for description in (text for soak in soaks for text in soak.different):
+                print_line(f"DIFFERENT: {description}")
+        write_outcomes(session, outcomes, soaks, arguments)
+        well = all(outcome.equal for outcome in outcomes) and all(soak.num_different == 0 for soak in soaks)
+        grown = any(soak.what == "ops" and self._grows(soak.host_drift_bytes) for soak in soaks)
+        return 0 if well and not grown else 1
 
+    def _named_cases(self) -> list[Case]:
+        arguments = self.arguments
+        named = shape_cases(arguments, self.dtype)
+        if not named and not arguments.random and not arguments.ops:
+            named = model_cases(arguments, self.dtype, self.on_gpu)
+        for case in named:
+            case.local_shapes(self.session.world_size)  # raises for all before anything runs
+        return named
 
-def _write(session: BenchSession, timed: Sequence[Outcome], arguments: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
-    """Timed cases as rows of ``verify.json`` where ``--output`` names a folder; the summary goes into the stamp."""
-    if session.rank != 0 or arguments.output is None or not timed:
-        return
-    rows = [
-        Row(
-            op=f"{outcome.case.kind}_linear",
-            direction="forward_backward",
-            model=outcome.case.name,
-            world_size=session.world_size,
-            dtype=str(outcome.case.dtype).removeprefix("torch."),
-            shape={"m": outcome.case.m, "n": outcome.case.n, "k": outcome.case.k},
-            native_us=outcome.native_us,
-            ditron_us=outcome.ditron_us,
-            bitwise_equal=outcome.equal,
-            comm_sms=0,
-        )
-        for outcome in timed
-    ]
-    stamp = collect_stamp(
-        session.device,
-        session.world_size,
-        summary=_summary(outcomes, arguments),
-        repeat=arguments.repeat,
-        straggler_ms=arguments.straggler_ms,
-        poison=arguments.poison,
-        random=arguments.random,
-        seed=arguments.seed,
-    )
-    write_results(arguments.output, "verify", stamp, rows)
+    def _soak_random(self):
+        from ditron_train.verify.compare import compare
+        from ditron_train.verify.soak import Soak, SoakMeter
+
+        session, arguments = self.session, self.arguments
+        soak = Soak("random", arguments.random, arguments.first_epoch)
+        meter = SoakMeter(soak, session.device, arguments.seconds)
+        cases = random_cases(
+            arguments.random, arguments.seed, session.world_size, self.on_gpu,
+            largest=arguments.largest, dtype=self.dtype if arguments.dtype else None,
+        )  # fmt: skip
+        for case in self._progress(cases, arguments.random):
+            if meter.time_is_up():
+                break
+            outcome = compare(session, case, self.stress, seed=arguments.seed + 100 * soak.done, timed=False)
+            soak.count(f"{case.kind} {str(case.dtype).removeprefix('torch.')}", self._num_compared(outcome), native=not outcome.is_ours)
+            if not outcome.equal:
+                soak.differs(f"{case} {outcome.num_different}")
+            meter.sample()
+        meter.finish(self._last_epoch())
+        return soak
+
+    def _num_compared(self, outcome: Outcome) -> int:
+        return len(outcome.num_different) * self.arguments.repeat if outcome.is_ours else 0
+
+    def _last_epoch(self) -> int:
+        from ditron_train.symm.control import TICKET_UNIT_LOG2
+
+        channels = (self.context.gather_channel, self.context.scatter_channel)
+        return max(int(channel.tickets[0]) for channel in channels) >> TICKET_UNIT_LOG2
+
+    def _soak_ops(self):
+        from ditron_train.verify.endure import endure
+        from ditron_train.verify.soak import Soak
+
+        soak = Soak("ops", self.arguments.ops, self.arguments.first_epoch)
+        endure(self.session, soak, self.context, seed=self.arguments.seed, limit_s=self.arguments.seconds)
+        return soak
+
+    def _grows(self, drift_bytes: int) -> bool:
+        from ditron_train.verify.soak import MAX_DRIFT_BYTES
+
+        return not self.session.agree(drift_bytes < MAX_DRIFT_BYTES)
+
+    def _progress(self, cases: Iterable[Case], total: int) -> Iterator[Case]:
+        columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        console = terminal()
+        with Progress(*columns, console=console, disable=self.session.rank != 0 or total == 0) as progress:
+            task = progress.add_task("", total=total)
+            for case in cases:
+                progress.update(task, description=f"{case.name} {case.kind} {case.m}x{case.n}x{case.k}")
+                yield case
+                progress.advance(task)

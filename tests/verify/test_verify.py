@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ditron_train.bench.rows import read_results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.testing.processes import run_workers
+from ditron_train.verify import soak
 from ditron_train.verify.cases import model_cases, random_cases, shape_cases
 from ditron_train.verify.outcome import RESULTS, Outcome
 from ditron_train.verify.run import add_arguments, run
@@ -69,8 +71,43 @@ def test_a_layer_under_stress(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_random_shapes() -> None:
-    assert run_workers(2, _run, "--random", "6", "--seed", "3") == [0, 0]
+def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
+    words = ("--random", "6", "--ops", "1200", "--seed", "3", "--largest", "32", "--output", str(tmp_path))
+    assert run_workers(2, _run_soak, *words) == [0, 0]
+    shapes, ops = (json.loads(next(tmp_path.glob(f"*/soak/{what}.json")).read_text())["summary"] for what in ("random", "ops"))
+    assert shapes["done"] == 6 and shapes["compared"] == 18 and shapes["num_different"] == 0
+    assert ops["done"] == ops["compared"] == 1200 and ops["by_kind"]["pp exchange"] == 1188
+    assert ops["crossed_the_wrap"] and ops["last_epoch"] >= 2**31 and len(ops["host_bytes"]) > 10
+
+
+def _run_soak(*words: str) -> int:
+    """Memory of a worker that other tests have used says nothing."""
+    soak.MAX_DRIFT_BYTES = 1 << 30
+    return run(arguments(*words, "--first-epoch", str(2**31 - 8)))
+
+
+def _endure_with_one_wrong_result(rank: int) -> int:
+    from ditron_train.verify import endure
+
+    right = endure.all_gather
+
+    def wrong(x: torch.Tensor, **options: object) -> torch.Tensor:
+        y = right(x, **options)
+        return y + 1 if dist.get_rank() == rank else y
+
+    endure.all_gather = wrong
+    try:
+        return run(arguments("--ops", "2", "--seconds", "60"))
+    finally:
+        endure.all_gather = right
+
+
+def test_a_wrong_result_of_a_soak_fails_on_all() -> None:
+    assert run_workers(2, _endure_with_one_wrong_result, 1) == [1, 1]
+
+
+def test_time_limit_of_a_soak() -> None:
+    assert run_workers(2, _run, "--random", "100000", "--largest", "16", "--seconds", "0.5") == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -82,7 +119,9 @@ def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
 
 def test_bad_input_is_refused_on_every_rank() -> None:
     assert run_workers(2, _refused, "--column", "31", "32", "32") == ["column 31x32x32 does not divide over 2 ranks"] * 2
-    for words in (("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2")):
+    bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
+           ("--first-epoch", "-1"), ("--largest", "0"), ("--output", "/proc/nowhere")]  # fmt: skip
+    for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
 
