@@ -16,7 +16,7 @@ from ditron_train.bench.tp import Case, op_contenders
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.tp import get_context
 from ditron_train.trace.show_timeline import draw_timelines, summary
-from ditron_train.trace.timeline import read_chrome_trace
+from ditron_train.trace.timeline import computation_us, read_chrome_trace
 
 __all__ = ["record_op"]
 
@@ -30,9 +30,13 @@ def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path) -> int:
     Rank 0 is recorded while all ranks run. Collective; returns the exit status.
 
     Raises:
-        SettingError: The shape does not divide over the ranks.
+        SettingError: The shape does not divide over the ranks, or the folder cannot be written.
         NotSupportedError: A layer without a GPU or without megatron-core.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"cannot write into {folder}: {error.strerror}") from None
     with bench_session("trace", argparse.Namespace()) as session:
         if op == "layer":
             return _record_layer(session, folder)
@@ -67,8 +71,9 @@ def _record(
             timelines[name] = read_chrome_trace(path)
     if session.rank == 0:
         draw_timelines(f"{title}, {session.world_size} ranks", timelines, folder / f"{stem}.png")
+        computation = computation_us(timelines["native"])
         for name, intervals in timelines.items():
-            terminal().print(summary(name, intervals))
+            terminal().print(summary(name, intervals, computation))
         terminal().print(f"written: {folder / stem}.png, {stem}-native.json, {stem}-ditron.json")
     return 0
 
@@ -86,7 +91,6 @@ def _profile(session: BenchSession, label: str, contender: Callable[[int], objec
         if on_gpu:
             torch.cuda.synchronize(session.device)
     else:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
             with record_function(label):
                 contender(0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Interval", "exposed", "read_chrome_trace", "total_us"]
+__all__ = ["Interval", "computation_us", "exposed", "read_chrome_trace", "total_us"]
 
 Kind = Literal["compute", "communication"]
 # Kernels that only move or wait for data of other ranks; fused kernels compute, so they are not among them.
@@ -101,3 +101,8 @@ def exposed(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
 def total_us(spans: Iterable[tuple[float, float]]) -> float:
     """Length of spans that do not overlap."""
     return sum(end - start for start, end in spans)
+
+
+def computation_us(intervals: Sequence[Interval]) -> float:
+    """Time in which something was computed, communication beside it or not."""
+    return total_us(_union((i.start_us, i.end_us) for i in intervals if i.kind == "compute"))

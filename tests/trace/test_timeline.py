@@ -13,7 +13,7 @@ from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.testing.processes import run_workers
 from ditron_train.trace.record import record_op
 from ditron_train.trace.show_timeline import draw_timelines, summary
-from ditron_train.trace.timeline import Interval, exposed, read_chrome_trace, total_us
+from ditron_train.trace.timeline import Interval, computation_us, exposed, read_chrome_trace, total_us
 
 
 def gpu_event(name: str, start: float, length: float, stream: int, category: str = "kernel") -> dict:
@@ -47,6 +47,8 @@ def test_gpu_trace(tmp_path: Path) -> None:
     ]
     assert exposed(intervals) == [(0.0, 50.0), (150.0, 170.0)]
     assert summary("native", intervals) == "native: 300 us, of which 70 us are communication that is not hidden"
+    assert computation_us(intervals) == 200.0
+    assert summary("ditron", intervals, 200.0).endswith("; 100 us above the 200 us of native's computation")
     draw_timelines("title", {"native": intervals, "ditron": []}, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
@@ -70,9 +72,9 @@ def _record(folder: str) -> int:
     return record_op("ag_gemm", (64, 64, 64), Path(folder))
 
 
-def _refused(op: str, shape: tuple[int, int, int] | None) -> str:
+def _refused(op: str, shape: tuple[int, int, int] | None, folder: str) -> str:
     try:
-        record_op(op, shape, Path("unused"))
+        record_op(op, shape, Path(folder))
     except (SettingError, NotSupportedError) as error:
         return str(error)
     return "accepted"
@@ -86,6 +88,8 @@ def test_record_on_cpu_processes(tmp_path: Path) -> None:
     assert any("ditron_train" in interval.name for interval in read_chrome_trace(tmp_path / "ag_gemm-ditron.json"))
 
 
-def test_what_cannot_be_recorded_is_refused_on_every_rank() -> None:
-    assert run_workers(2, _refused, "ag_gemm", (63, 64, 64)) == ["ag_gemm 63x64x64 does not divide over 2 ranks"] * 2
-    assert run_workers(2, _refused, "layer", None) == ["a whole layer is recorded on GPUs only"] * 2
+def test_what_cannot_be_recorded_is_refused_on_every_rank(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert run_workers(2, _refused, "ag_gemm", (63, 64, 64), folder) == ["ag_gemm 63x64x64 does not divide over 2 ranks"] * 2
+    assert run_workers(2, _refused, "layer", None, folder) == ["a whole layer is recorded on GPUs only"] * 2
+    assert "cannot write into /proc/nowhere" in run_workers(2, _refused, "ag_gemm", None, "/proc/nowhere")[0]
