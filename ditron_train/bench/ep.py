@@ -140,7 +140,7 @@ def _rows(session: BenchSession, case: Case, parts: tuple[str, ...]) -> Iterator
             yield from _movement_rows(session, case, config, dtype, parts)
     if "group_gemm" in parts:
         yield from _gemm_rows(session, case, dtype)
-    if "layer" in parts and case.zipf == 0:  # a layer's router decides by itself how even its routing is
+    if "layer" in parts:
         yield from _layer_rows(session, case, config, dtype)
 
 
@@ -211,12 +211,22 @@ def _model(case: Case) -> str:
 
 
 def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> Iterator[Row]:
-    from ditron_train.bench.megatron_ep import layer_pair
+    from ditron_train.bench.megatron_ep import layer_pair, zipf_routing
 
     layers = layer_pair(config, session.device)
     generator = torch.Generator(session.device).manual_seed(session.rank)
     shape = (case.tokens_per_rank, 1, case.hidden)
     x, grad = (torch.empty(shape, device=session.device, dtype=dtype).normal_(generator=generator) for _ in range(2))
+
+    if case.zipf:  # a router with random weights routes evenly: this one's choice is given
+        routed, probs = zipf_routing(
+            case.tokens_per_rank, case.num_experts, case.topk, exponent=case.zipf, device=session.device, seed=session.rank
+        )
+        for layer in layers.values():
+            layer.route = lambda hidden_states, padding_mask=None: (probs, routed)
+
+    def parameters(name: str) -> list[torch.nn.Parameter]:
+        return [p for n, p in layers[name].named_parameters() if not (case.zipf and n.startswith("router"))]
 
     def forward(name: str) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -225,7 +235,7 @@ def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.
     def forward_backward(name: str) -> list[torch.Tensor]:
         leaf = x.detach().requires_grad_()
         y, _ = layers[name](leaf)
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)]
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters(name)], grad)]
 
     for direction, body in (("forward", forward), ("forward_backward", forward_backward)):
         ours, native = body("ditron"), body("native")

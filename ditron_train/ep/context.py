@@ -12,10 +12,11 @@ from ditron_train.ep.layout import HostCounts, LayoutShape
 from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.records import records_of
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["EPContext", "MoveConfig", "Room", "get_ep_context"]
+__all__ = ["EPContext", "FusedConfig", "MoveConfig", "Room", "get_ep_context"]
 
 _HEADROOM = 1.125  # routing drifts from step to step: what must grow grows by a little more
 
@@ -52,6 +53,27 @@ class MoveConfig:
     item_tokens: int = 8
 
 
+@dataclass
+class FusedConfig:
+    """Launch constants of the fused kernels. They change the time, never the bits.
+
+    Attributes:
+        num_senders: Programs that send before they compute (dispatch), or instead of it (combine).
+        num_placers: Further programs of a dispatch that move what arrived to its rows before they compute.
+        strip: Output tiles of a task.
+        phases: Parts of the dispatch by which tiles are sorted.
+        send_elements: Elements of a tile on its way to a peer.
+        place_elements: Elements of a tile from its slot to its row.
+    """
+
+    num_senders: int = 16
+    num_placers: int = 24
+    strip: int = 4
+    phases: int = 4
+    send_elements: int = 16384
+    place_elements: int = 32768
+
+
 class EPContext:
     """Owns what all MoE layers with the same experts share on ``group`` (collective to make).
 
@@ -81,9 +103,11 @@ class EPContext:
         if self.shape.columns > 1024:
             raise NotSupportedError(f"expert parallel: {num_experts} experts on {world_size} ranks need more than 1024 columns")
         self.arena: SymmetricArena = get_arena(group, device)
+        self.records = records_of(self.arena.group_name, dist.get_process_group_ranks(group))
         self.rank = self.arena.rank
         self.device = self.arena.device
         self.move = MoveConfig(num_programs=num_sms(self.device))
+        self.fused = FusedConfig()
         if is_interpreter():
             self.move.num_senders = 1
         name = f"ep_e{num_experts}_k{topk}"

@@ -20,6 +20,7 @@ HEAD_SECOND = tl.constexpr(32)
 HEAD_THIRD = tl.constexpr(64)
 TOTAL = tl.constexpr(96)
 COUNTERS = tl.constexpr(128)
+_AT_ONCE = tl.constexpr(32)  # keys that plan_tiles compares at a time: more spill
 
 
 @triton.jit
@@ -77,8 +78,8 @@ def plan_tiles(
     inside = index < num_tiles
     key = _tile_key(tiles, sources, index, inside, rank, max_tiles, WORLD_SIZE, SLOTS, PHASES, BY_ARRIVAL, BLOCK_M)
     place = tl.zeros((BLOCK,), tl.int32)
-    for other_block in range(0, tl.cdiv(num_tiles, BLOCK)):
-        others = other_block * BLOCK + tl.arange(0, BLOCK)
+    for other_block in range(0, tl.cdiv(num_tiles, _AT_ONCE)):
+        others = other_block * _AT_ONCE + tl.arange(0, _AT_ONCE)
         valid = others < num_tiles
         other_key = _tile_key(tiles, sources, others, valid, rank, max_tiles, WORLD_SIZE, SLOTS, PHASES, BY_ARRIVAL, BLOCK_M)
         place += tl.sum(((other_key[None, :] < key[:, None]) & valid[None, :]).to(tl.int32), axis=1)
@@ -95,13 +96,13 @@ def plan_tiles(
 
 
 @triton.jit
-def _send_chunk(chunk, args):
-    """Task: one chunk of tokens, and with a layout's first dispatch their entries, to every rank that wants them."""
-    (
+def _send_chunk(
+    chunk,
         x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses, signal_addresses,
-        rank, epoch, entry_capacity, slot_capacity, num_tokens, chunk_tokens, hidden, WITH_ENTRIES, WORLD_SIZE, RANKS,
-        NUM_CHUNKS, ROWS, BLOCK_H, TARGET,
-    ) = args  # fmt: skip
+        rank, epoch, entry_capacity, slot_capacity, num_tokens, chunk_tokens, hidden, WITH_ENTRIES: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
+        NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Task: one chunk of tokens, and with a layout's first dispatch their entries, to every rank that wants them."""
     first = chunk * chunk_tokens
     last = tl.minimum(first + chunk_tokens, num_tokens)
     if WITH_ENTRIES:
@@ -118,12 +119,12 @@ def _send_chunk(chunk, args):
 
 
 @triton.jit
-def _place_chunk(item, args):
-    """Task: rows of one source's chunk from their slots to their places; then they count in their blocks."""
-    (
+def _place_chunk(
+    item,
         buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_rows,
-        slot_capacity, hidden, WITH_ENTRIES, ZERO_PROBS, WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, BLOCK_M, TARGET,
-    ) = args  # fmt: skip
+        slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Task: rows of one source's chunk from their slots to their places; then they count in their blocks."""
     chunk = item // WORLD_SIZE
     source = (rank + item % WORLD_SIZE) % WORLD_SIZE
     begin = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk)
@@ -145,12 +146,12 @@ def _place_chunk(item, args):
 
 
 @triton.jit
-def _gemm_strip(ticket, args):
-    """Task: a strip of output tiles, once their rows are in place."""
-    (
+def _gemm_strip(
+    ticket,
         a_desc, b_desc, c_desc, places, tiles, order, board, control, num_tiles, num_tiles_n, num_k_tiles, num_programs,
-        WAITS, COUNTS, STRIP, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
-    ) = args  # fmt: skip
+        WAITS: tl.constexpr, COUNTS: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Task: a strip of output tiles, once their rows are in place."""
     first, count = strip_of(ticket, num_tiles, num_programs, STRIP)
     if WAITS:
         if tl.load(board + TOTAL, volatile=True) < 0:  # warps may differ here: no barrier inside
@@ -209,35 +210,32 @@ def dispatch_gemm_kernel(
     if program < NUM_SENDERS:
         for peer in tl.static_range(WORLD_SIZE):
             dl.await_ready(ready, epoch, control, peer, WORLD_SIZE, TARGET)
-        sending = (
+        serve(board + HEAD_FIRST, tl.cdiv(num_tokens, chunk_tokens), _send_chunk, (
             x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses,
             signal_addresses, rank, epoch, entry_capacity, slot_capacity, num_tokens, chunk_tokens, hidden, WITH_ENTRIES,
             WORLD_SIZE, RANKS, NUM_CHUNKS, SEND_ROWS, BLOCK_H, TARGET,
-        )  # fmt: skip
-        serve(board + HEAD_FIRST, tl.cdiv(num_tokens, chunk_tokens), _send_chunk, sending)
+        ))  # fmt: skip
     if program < NUM_SENDERS + NUM_PLACERS:
-        placing = (
+        serve(board + HEAD_SECOND, WORLD_SIZE * NUM_CHUNKS, _place_chunk, (
             buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_rows,
             slot_capacity, hidden, WITH_ENTRIES, ZERO_PROBS, WORLD_SIZE, NUM_CHUNKS, PLACE_ROWS, BLOCK_H, BLOCK_M, TARGET,
-        )  # fmt: skip
-        serve(board + HEAD_SECOND, WORLD_SIZE * NUM_CHUNKS, _place_chunk, placing)
+        ))  # fmt: skip
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_tiles = tl.load(tiles) * num_tiles_n
-    computing = (
+    serve(board + HEAD_THIRD, num_strips(num_tiles, num_programs, STRIP), _gemm_strip, (
         a_desc, b_desc, c_desc, places, tiles, order, board, control, num_tiles, num_tiles_n, tl.cdiv(hidden, BLOCK_K),
         num_programs, True, False, STRIP, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
-    )  # fmt: skip
-    serve(board + HEAD_THIRD, num_strips(num_tiles, num_programs, STRIP), _gemm_strip, computing)
+    ))  # fmt: skip
 
 
 @triton.jit
-def _return_tile(task, args):
-    """Task: rows of one row tile to their tokens, once all its columns are there; the last one tells every rank."""
-    (
+def _return_tile(
+    task,
         y, row_grads, origins, tiles, order, board, buffer_addresses, grad_addresses, signal_addresses, control, rank, epoch,
-        num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS, WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, BLOCK_M,
-        TARGET,
-    ) = args  # fmt: skip
+        num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
+        TARGET: tl.constexpr,
+):  # fmt: skip
+    """Task: rows of one row tile to their tokens, once all its columns are there; the last one tells every rank."""
     tile = tl.load(order + task)
     need(board + COUNTERS + tile, num_tiles_n, control, tile, TARGET)
     first = tl.load(tiles + 4 + tile * 4 + 1)
@@ -253,10 +251,11 @@ def _return_tile(task, args):
             grad_target = tl.load(grad_addresses + source, mask=held, other=0).to(tl.pointer_type(tl.float32))
             tl.store(grad_target + place, grad, mask=held)
         target = tl.load(buffer_addresses + source, mask=held, other=0).to(tl.pointer_type(y.dtype.element_ty))
+        target = tl.multiple_of(target, 16)
         target += tl.cast(place, tl.int64) * hidden
         line = y + tl.cast(row, tl.int64) * hidden
         for column in range(0, hidden, BLOCK_H):
-            offsets = column + tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK_H), BLOCK_H), BLOCK_H)
+            offsets = column + tl.arange(0, BLOCK_H)
             valid = held[:, None] & (offsets < hidden)[None, :]
             values = tl.load(line[:, None] + offsets[None, :], mask=valid)
             tl.store(target[:, None] + offsets[None, :], values, mask=valid)
@@ -267,12 +266,12 @@ def _return_tile(task, args):
 
 
 @triton.jit
-def _sum_tokens(item, args):
+def _sum_tokens(
+    item,
+        out, prob_grads, expert_ids, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+        ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr,
+):  # fmt: skip
     """Task: the sums of some tokens."""
-    (
-        out, prob_grads, expert_ids, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS, TOPK, TOPK_LANES,
-        ROUND_EACH, DESCENDING, ROWS, BLOCK_H, ITEM_TOKENS,
-    ) = args  # fmt: skip
     first = item * ITEM_TOKENS
     last = tl.minimum(first + ITEM_TOKENS, num_tokens)
     sum_rows(buffer, out, expert_ids, first, last, hidden, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, ROWS, BLOCK_H)
@@ -313,18 +312,16 @@ def gemm_combine_kernel(
         dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
     if program < num_programs - NUM_SENDERS:
         computers = num_programs - NUM_SENDERS
-        computing = (
+        serve(board + HEAD_FIRST, num_strips(num_tiles, computers, STRIP), _gemm_strip, (
             a_desc, b_desc, c_desc, places, tiles, order, board, control, num_tiles, num_tiles_n, tl.cdiv(K, BLOCK_K),
             computers, False, True, STRIP, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
-        )  # fmt: skip
-        serve(board + HEAD_FIRST, num_strips(num_tiles, computers, STRIP), _gemm_strip, computing)
+        ))  # fmt: skip
     for peer in tl.static_range(WORLD_SIZE):
         dl.await_ready(ready, epoch, control, peer, WORLD_SIZE, TARGET)
-    returning = (
+    serve(board + HEAD_SECOND, num_row_tiles, _return_tile, (
         y, row_grads, origins, tiles, order, board, buffer_addresses, grad_addresses, signal_addresses, control, rank, epoch,
         num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS, WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, BLOCK_M, TARGET,
-    )  # fmt: skip
-    serve(board + HEAD_SECOND, num_row_tiles, _return_tile, returning)
+    ))  # fmt: skip
     if program == 0:
         for step in tl.static_range(WORLD_SIZE):
             dl.verify_ready(ready, signature, epoch, control, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
@@ -332,8 +329,7 @@ def gemm_combine_kernel(
         peer = (rank + step) % WORLD_SIZE
         if tl.load(chunk_entries + peer * (NUM_CHUNKS + 1) + NUM_CHUNKS) > 0:
             dl.wait(signals + peer * NUM_CHUNKS, epoch, control, peer, 0, TARGET)
-    summing = (
+    serve(board + HEAD_THIRD, tl.cdiv(num_tokens, ITEM_TOKENS), _sum_tokens, (
         out, prob_grads, expert_ids, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS, TOPK, TOPK_LANES,
         ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H, ITEM_TOKENS,
-    )  # fmt: skip
-    serve(board + HEAD_THIRD, tl.cdiv(num_tokens, ITEM_TOKENS), _sum_tokens, summing)
+    ))  # fmt: skip

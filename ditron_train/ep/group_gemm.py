@@ -107,6 +107,60 @@ def _config(m: int, n: int, k: int, dtype: torch.dtype, target: str, device: tor
     return choose_config(m, n, k, dtype, target, num_sms(device))
 
 
+@dataclass(frozen=True)
+class GemmOperands:
+    """What a grouped GEMM kernel takes: descriptors of rows, weights and result, and where each expert's weight lies."""
+
+    a: TensorDescriptor
+    b: TensorDescriptor
+    c: TensorDescriptor
+    places: torch.Tensor
+    y: torch.Tensor
+    n: int
+    k: int
+    config: GemmConfig
+
+
+def gemm_operands(
+    name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, *, transpose: bool
+) -> GemmOperands:
+    """Checks the operands of ``group_gemm`` and describes them; allocates the result ``y`` [num_rows, N].
+
+    Raises:
+        NotSupportedError: Shapes, types, strides or a device that are not covered.
+    """
+    if len(weights) != tiles.num_experts:
+        raise NotSupportedError(f"{name}: {len(weights)} weights for {tiles.num_experts} experts")
+    first = weights[0]
+    if any(w.shape != first.shape or w.dtype != x.dtype or w.device != x.device or not w.is_contiguous() for w in weights):
+        raise NotSupportedError(f"{name}: weights must be contiguous and alike, of {x.dtype} on {x.device}")
+    n, k = first.shape if transpose else first.shape[::-1]
+    if x.dim() != 2 or x.shape[1] != k:
+        raise NotSupportedError(f"{name}: rows of {tuple(x.shape)} for weights of {tuple(first.shape)}")
+    target = _check(name, x, tiles, (n, k))
+    x = x.contiguous()
+    padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
+    places, unit, farthest = _places(tuple(w.data_ptr() for w in weights), x.device)
+    config = _config(max(tiles.num_rows, 1), n, k, x.dtype, target, x.device)
+    block_n, block_k = config.block_n, config.block_k
+    spanning = TensorDescriptor(
+        min(weights, key=torch.Tensor.data_ptr),
+        [farthest + 1, *first.shape],
+        [unit // x.element_size(), first.shape[1], 1],
+        [1, block_n, block_k] if transpose else [1, block_k, block_n],
+    )
+    return GemmOperands(
+        make_descriptor(x if tiles.num_rows else first, (tiles.block_m, block_k)),  # no rows: any memory will do
+        spanning,
+        _clipped_rows(padded, tiles.block_m, config.store_block[1]),
+        places,
+        padded[tiles.block_m :],
+        n,
+        k,
+        config,
+    )
+
+
 def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, *, transpose: bool = True) -> torch.Tensor:
     """y[r] = x[r] @ weights[e(r)].T (``transpose``: forward), or x[r] @ weights[e(r)] (dgrad).
 
@@ -122,45 +176,19 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
     Raises:
         NotSupportedError: Shapes, types, strides or a device that are not covered.
     """
-    name = "group_gemm"
-    if len(weights) != tiles.num_experts:
-        raise NotSupportedError(f"{name}: {len(weights)} weights for {tiles.num_experts} experts")
-    first = weights[0]
-    if any(w.shape != first.shape or w.dtype != x.dtype or w.device != x.device or not w.is_contiguous() for w in weights):
-        raise NotSupportedError(f"{name}: weights must be contiguous and alike, of {x.dtype} on {x.device}")
-    n, k = first.shape if transpose else first.shape[::-1]
-    if x.dim() != 2 or x.shape[1] != k:
-        raise NotSupportedError(f"{name}: rows of {tuple(x.shape)} for weights of {tuple(first.shape)}")
-    target = _check(name, x, tiles, (n, k))
-    x = x.contiguous()
-    padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
-    y = padded[tiles.block_m :]
-    if 0 in y.shape:
-        return y
-    addresses = tuple(w.data_ptr() for w in weights)
-    places, unit, farthest = _places(addresses, x.device)
-    config = _config(tiles.num_rows, n, k, x.dtype, target, x.device)
-    block_n, block_k = config.block_n, config.block_k
-    spanning = TensorDescriptor(
-        min(weights, key=torch.Tensor.data_ptr),
-        [farthest + 1, *first.shape],
-        [unit // x.element_size(), first.shape[1], 1],
-        [1, block_n, block_k] if transpose else [1, block_k, block_n],
-    )
+    operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose)
+    if 0 in operands.y.shape:
+        return operands.y
+    config = operands.config
     constants = dict(
-        BLOCK_M=tiles.block_m, BLOCK_N=block_n, BLOCK_K=block_k, TRANSPOSE_B=transpose, SPLIT_STORE=config.split_store
-    )
-    num_programs = min(num_sms(x.device), tiles.max_tiles * -(-n // block_n))
+        BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, TRANSPOSE_B=transpose,
+        SPLIT_STORE=config.split_store,
+    )  # fmt: skip
+    num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // config.block_n))
     _launch(group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(
-        make_descriptor(x, (tiles.block_m, block_k)),
-        spanning,
-        _clipped_rows(padded, tiles.block_m, config.store_block[1]),
-        places,
-        tiles.tiles,
-        n,
-        k,
+        operands.a, operands.b, operands.c, operands.places, tiles.tiles, operands.n, operands.k
     )
-    return y
+    return operands.y
 
 
 def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,6 +147,7 @@ class Layout:
         slot_capacity: Slots that every rank has room for.
         entry_capacity: Rows that every rank has room for.
         place_capacity: Places that every rank has room for.
+        tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
     """
 
     shape: LayoutShape
@@ -168,6 +170,7 @@ class Layout:
     slot_capacity: int
     entry_capacity: int
     place_capacity: int
+    tiles: Any = None
 
 
 @dataclass(frozen=True)

@@ -16,32 +16,59 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.symm.channel import Channel
 
-__all__ = ["PendingLayout", "begin_layout", "combine", "dispatch"]
+__all__ = [
+    "KIND_DGRAD_COMBINE",
+    "KIND_DISPATCH_DGRAD",
+    "KIND_DISPATCH_GEMM",
+    "KIND_GEMM_COMBINE",
+    "PendingLayout",
+    "begin_layout",
+    "check_tokens",
+    "combine",
+    "dispatch",
+    "launch",
+    "move_tile",
+    "signature",
+]
 
 _DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _KIND_COUNTS, _KIND_DISPATCH, _KIND_DISPATCH_GRAD, _KIND_COMBINE, _KIND_COMBINE_GRAD = range(5)
+KIND_DISPATCH_GEMM, KIND_DISPATCH_DGRAD, KIND_GEMM_COMBINE, KIND_DGRAD_COMBINE = range(5, 9)
+_KIND_NAMES = ("counts", "dispatch", "dispatch grad", "combine", "combine grad", "dispatch gemm", "dispatch dgrad",
+               "gemm combine", "dgrad combine")  # fmt: skip
 
 
-def _signature(
+def signature(
     context: EPContext, channel: Channel, hidden: int, dtype: torch.dtype, kind: int, row_capacity: int = 0
 ) -> torch.Tensor:
+    """What travels with the start signal of an op of kind ``kind``; every call of an op asks for it once."""
     shape = context.shape
+    context.records.record(channel.op_name, _KIND_NAMES[kind], hidden, dtype)
     return channel.signature((hidden, _DTYPES[dtype], shape.num_experts, shape.topk, kind, row_capacity))
 
 
-def _launch(
-    context: EPContext, kernel: Any, num_programs: int, constants: dict[str, Any], num_warps: int, *dtypes: torch.dtype
+def launch(
+    context: EPContext,
+    kernel: Any,
+    num_programs: int,
+    constants: dict[str, Any],
+    num_warps: int,
+    *dtypes: torch.dtype,
+    num_stages: int = 3,
 ) -> KernelLaunch:
     """The launch of a kernel with these constants and types of arguments; kept, so that only the first one goes all the
     way through Triton."""
-    key = (kernel.__name__, num_programs, num_warps, dtypes, *constants.values())
+    key = (kernel.__name__, num_programs, num_warps, num_stages, dtypes, *constants.values())
     launch = context.launches.get(key)
     if launch is None:
-        launch = context.launches[key] = KernelLaunch(kernel, num_programs, constants, num_warps=num_warps)
+        launch = context.launches[key] = KernelLaunch(
+            kernel, num_programs, constants, num_warps=num_warps, num_stages=num_stages
+        )
     return launch
 
 
-def _check_tokens(name: str, tensor: torch.Tensor, context: EPContext) -> None:
+def check_tokens(name: str, tensor: torch.Tensor, context: EPContext) -> None:
+    """Raises ``NotSupportedError`` for rows that no op of the context takes."""
     if tensor.dim() != 2:
         raise NotSupportedError(f"{name}: needs [rows, hidden], got {tuple(tensor.shape)}")
     if tensor.dtype not in _DTYPES:
@@ -152,7 +179,7 @@ def _check_routing(
         )
     if probs.shape != routing_map.shape:
         raise NotSupportedError(f"probs: shape {tuple(probs.shape)} differs from the routing map's {tuple(routing_map.shape)}")
-    _check_tokens("probs", probs, context)
+    check_tokens("probs", probs, context)
     if dtype not in _DTYPES:
         raise NotSupportedError(f"tokens: {dtype}; allowed: {', '.join(map(str, _DTYPES))}")
     if routing_map.shape[0] * shape.topk * 4 >= 2**31:
@@ -195,7 +222,7 @@ def begin_layout(
         EXPERTS_PER_RANK=shape.experts_per_rank, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots
     )
     block_tokens = min(chunk_tokens, max(8192 // shape.columns, 1), 16 if context.target != "interpreter" else 64)
-    _launch(context, count_chunks, shape.num_chunks, {**blocks, "BLOCK_T": block_tokens}, 4)(
+    launch(context, count_chunks, shape.num_chunks, {**blocks, "BLOCK_T": block_tokens}, 4)(
         routed, tables["chunk_counts"], tables["chunk_dests"], tables["chunk_widest"], num_tokens, chunk_tokens
     )
     _exchange(context, tables, num_tokens, hidden, dtype, room)
@@ -206,7 +233,7 @@ def begin_layout(
     constants = dict(
         TOPK=shape.topk, **blocks, NUM_CHUNKS=shape.num_chunks, BLOCK_T=block_tokens, TOPK_LANES=shape.topk_lanes
     )
-    _launch(context, list_entries, shape.num_chunks, constants, 4, probs.dtype)(
+    launch(context, list_entries, shape.num_chunks, constants, 4, probs.dtype)(
         routed, probs.detach().contiguous(),
         *(tables[name] for name in ("chunk_counts", "chunk_dests", "chunk_entries", "row_base", "slot_base", "list_base")),
         send_list, dest_slots, expert_ids, num_tokens, chunk_tokens,
@@ -226,10 +253,10 @@ def _exchange(
         MESSAGE_WORDS=shape.message_words, HAS_CAPACITY=room is not None, TARGET=context.target,
     )  # fmt: skip
     rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, 0)
-    _launch(context, exchange_counts, 1, constants, 8)(
+    launch(context, exchange_counts, 1, constants, 8)(
         *tables.values(), context.messages.local, context.messages.addresses,
         channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
-        _signature(context, channel, hidden, dtype, _KIND_COUNTS, rows), channel.tickets, channel.control,
+        signature(context, channel, hidden, dtype, _KIND_COUNTS, rows), channel.tickets, channel.control,
         num_tokens, rows, slots, places,
     )  # fmt: skip
 
@@ -244,7 +271,7 @@ def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event 
     return host, event
 
 
-def _tile(hidden: int, elements: int) -> tuple[int, int]:
+def move_tile(hidden: int, elements: int) -> tuple[int, int]:
     """Rows and columns of a tile of about ``elements`` elements."""
     columns = min(1 << max(hidden - 1, 0).bit_length(), 8192)
     return max(elements // columns, 1), columns
@@ -275,7 +302,7 @@ def dispatch(
         NotSupportedError: Shape, type or device does not fit.
         PeerTimeoutError, MismatchError: Of an earlier call.
     """
-    _check_tokens("dispatch", x, context)
+    check_tokens("dispatch", x, context)
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
     channel, shape = context.dispatch_channel, layout.shape
@@ -286,18 +313,18 @@ def dispatch(
     out_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
     buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
-    rows, columns = _tile(hidden, context.move.push_elements)
+    rows, columns = move_tile(hidden, context.move.push_elements)
     constants = dict(
         WITH_ENTRIES=first, ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
         NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns, NUM_SENDERS=context.move.num_senders,
         SHARED=context.target == "interpreter", TARGET=context.target,
     )  # fmt: skip
-    _launch(context, push_tokens, context.move.num_programs, constants, context.move.num_warps, x.dtype, probs_dtype)(
+    launch(context, push_tokens, context.move.num_programs, constants, context.move.num_warps, x.dtype, probs_dtype)(
         x, out, out_probs, layout.entries, layout.origins, layout.dest_slots, layout.send_list if first else layout.entries,
         layout.chunk_entries, layout.list_base, layout.entry_base, layout.recv_offsets,
         buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local, channel.signals.addresses,
         channel.ready.local, channel.ready.addresses,
-        _signature(context, channel, hidden, x.dtype, _KIND_DISPATCH if first else _KIND_DISPATCH_GRAD),
+        signature(context, channel, hidden, x.dtype, _KIND_DISPATCH if first else _KIND_DISPATCH_GRAD),
         channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, hidden,
     )  # fmt: skip
     layout.send_list = None
@@ -330,7 +357,7 @@ def combine(
         NotSupportedError: Shape, type or device does not fit.
         PeerTimeoutError, MismatchError: Of an earlier call.
     """
-    _check_tokens("combine", y, context)
+    check_tokens("combine", y, context)
     if y.shape[0] != layout.num_rows:
         raise NotSupportedError(f"combine: {y.shape[0]} rows, the layout has {layout.num_rows}")
     channel, shape = context.combine_channel, layout.shape
@@ -343,21 +370,21 @@ def combine(
     )
     buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, y.dtype)
     grads = context.grads_buffer(layout.place_capacity)
-    rows, columns = _tile(hidden, context.move.return_elements)
+    rows, columns = move_tile(hidden, context.move.return_elements)
     constants = dict(
         WITH_GRADS=with_grads, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "ascending_rounded",
         DESCENDING=order == "descending", WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
-        SUM_ROWS=_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
+        SUM_ROWS=move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
         ITEM_TOKENS=min(layout.chunk_tokens, context.move.item_tokens), NUM_SENDERS=context.move.num_senders,
         SHARED=context.target == "interpreter", TARGET=context.target,
     )  # fmt: skip
     grads_like = row_grads.contiguous() if with_grads else y
     dtypes = (y.dtype, grads_like.dtype, probs_dtype)
-    _launch(context, return_rows, context.move.num_programs, constants, context.move.num_warps, *dtypes)(
+    launch(context, return_rows, context.move.num_programs, constants, context.move.num_warps, *dtypes)(
         y, grads_like, out, prob_grads, layout.entries, layout.recv_offsets,
         layout.chunk_entries, layout.expert_ids, buffer.local, buffer.addresses, grads.local, grads.addresses,
         channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
-        _signature(context, channel, hidden, y.dtype, _KIND_COMBINE_GRAD if with_grads else _KIND_COMBINE),
+        signature(context, channel, hidden, y.dtype, _KIND_COMBINE_GRAD if with_grads else _KIND_COMBINE),
         channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, hidden,
         shape.num_experts,
     )  # fmt: skip

@@ -7,13 +7,14 @@ produces adds to it (``complete``), the task that consumes waits for an amount (
 filled anew before every launch.
 
     @triton.jit
-    def _add_tile(task, args):                     # registers nothing: a queue is where it is served
-        x, y, board, control = args
-        need(board, task, 1, control, -1, TARGET)  # what the queue in front has made
+    def _add_tile(task, x, y, board, control, TARGET: tl.constexpr):
+        need(board + task, 1, control, task, TARGET)           # what the queue in front has made
         ...
 
-    serve(heads, num_tasks, _make_tile, args)      # every program makes tiles until there are none left,
-    serve(heads + 1, num_tasks, _add_tile, args)   # then adds
+    serve(heads, num_tasks, _make_tile, (x, board, TARGET))    # every program makes tiles until there are none left,
+    serve(heads + 32, num_tasks, _add_tile, (x, y, board, control, TARGET))  # then adds
+
+The arguments stand in the call itself: a tuple with a name would lose its constants.
 
 It cannot deadlock as long as a task waits only for tasks of earlier queues, for earlier tasks of its own queue, or for what
 another rank's tasks do under the same rule: whichever programs are resident draw all tasks, in order. So nothing waits for
@@ -36,12 +37,12 @@ def draw(head):
 
 @triton.jit
 def serve(head, num_tasks, TASK: tl.constexpr, args):
-    """Calls ``TASK(task, args)`` for tasks drawn from the queue until ``num_tasks`` have been; the next one is drawn while
+    """Calls ``TASK(task, *args)`` for tasks drawn from the queue until ``num_tasks`` have been; the next one is drawn while
     this one runs."""
     task = draw(head)
     while task < num_tasks:
         following = draw(head)
-        TASK(task, args)
+        TASK(task, *args)
         task = following
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, get_ep_context
-from ditron_train.ep import ops
+from ditron_train.ep import fused, ops
+from ditron_train.ep.group_gemm import group_gemm
 from ditron_train.ep.layout import plan_on_host
 
 
@@ -220,3 +221,40 @@ def overflowing_capacity():
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def fused_forms(kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype, order, seed, capacity=None):
+    """Fused kernels against dispatch, grouped GEMM and combine one after the other: the same tiles, so the same bits."""
+    world_size, rank, maps, x, probs = _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
+    generator = torch.Generator().manual_seed(rank)
+    local = num_experts // world_size
+    weights = [torch.randn(columns, hidden, generator=generator).to(dtype) for _ in range(local)]
+    back = [torch.randn(hidden, columns, generator=generator).to(dtype) for _ in range(local)]
+    results = []
+    for is_fused in (False, True):
+        layout = begin_layout(maps[rank], probs, hidden, dtype, context, capacity_factor=capacity).finish()
+        zero = order == "descending"
+        if is_fused:
+            y, rows, row_probs = fused.dispatch_gemm(x, layout, context, weights, zero_probs=zero)
+            out, _ = fused.gemm_combine(y, layout, context, back, order=order)
+            dy, again, none = fused.dispatch_gemm(out, layout, context, back, transpose=False)
+            dx, grads = fused.gemm_combine(dy, layout, context, weights, order=order, transpose=False, row_grads=row_probs)
+        else:
+            tiles = fused.layout_tiles(layout)
+            rows, row_probs = ops.dispatch(x, layout, context, zero_probs=zero)
+            y = group_gemm(rows, weights, tiles)
+            out, _ = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
+            again, none = ops.dispatch(out, layout, context)
+            dy = group_gemm(again, back, tiles, transpose=False)
+            dx, grads = ops.combine(
+                group_gemm(dy, weights, tiles, transpose=False), layout, context, order=order, row_grads=row_probs
+            )
+        used = int(layout.expert_tokens.sum())
+        assert none is None
+        results.append([rows[:used], row_probs[:used], y[:used], out, again[:used], dy[:used], dx, grads])
+        context.rows_buffer(1, 1, hidden, dtype).local.fill_(float("nan"))
+    context.check()
+    names = ("rows", "row_probs", "y", "out", "grad rows", "dy", "dx", "grads")
+    for name, a, b in zip(names, *results):
+        assert torch.equal(a, b), name

@@ -1,0 +1,192 @@
+"""Host side of the kernels at task level: dispatch with the grouped GEMM behind it, a grouped GEMM with combine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ditron_train.ep import ops
+from ditron_train.ep.context import EPContext
+from ditron_train.ep.fused_kernels import dispatch_gemm_kernel, gemm_combine_kernel, plan_tiles
+from ditron_train.ep.group_gemm import GemmOperands, RowTiles, gemm_operands, row_tiles
+from ditron_train.ep.layout import Layout
+from ditron_train.ep.orders import SumOrder
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["dispatch_gemm", "gemm_combine", "layout_tiles"]
+
+_BOARD_WORDS = 128  # in front of the counters, see fused_kernels
+_PLAN_BLOCK = 128
+
+
+def layout_tiles(layout: Layout) -> RowTiles:
+    """The row tiles of a layout's experts; listed once, forward and backward use them."""
+    if layout.tiles is None:
+        layout.tiles = row_tiles(layout.expert_tokens, layout.num_rows)
+    return layout.tiles
+
+
+def _plan(layout: Layout, context: EPContext, tiles: RowTiles, *, by_arrival: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of the row tiles, and a fresh board."""
+    shape, device = layout.shape, context.device
+    num_blocks = -(-tiles.num_rows // tiles.block_m)
+    counters = max(tiles.max_tiles, num_blocks)
+    memory = torch.empty(tiles.max_tiles + _BOARD_WORDS + counters, dtype=torch.int32, device=device)
+    board, order = memory[: _BOARD_WORDS + counters], memory[_BOARD_WORDS + counters :]
+    constants = dict(
+        NUM_EXPERTS=tiles.num_experts, WORLD_SIZE=shape.world_size, SLOTS=shape.slots, PHASES=context.fused.phases,
+        BY_ARRIVAL=by_arrival, BLOCK_M=tiles.block_m, BLOCK=_PLAN_BLOCK,
+    )  # fmt: skip
+    num_programs = max(-(-counters // _PLAN_BLOCK), 1)
+    ops.launch(context, plan_tiles, num_programs, constants, 8)(
+        tiles.tiles, layout.sources, order, board, context.dispatch_channel.control, tiles.max_tiles, num_blocks
+    )
+    return order, board
+
+
+def _gemm_constants(operands: GemmOperands, tiles: RowTiles, context: EPContext) -> dict[str, object]:
+    config = operands.config
+    return dict(
+        STRIP=context.fused.strip, BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        SPLIT_STORE=config.split_store, TARGET=context.target,
+    )  # fmt: skip
+
+
+def _num_programs(context: EPContext) -> int:
+    return 1 if context.target == "interpreter" else context.move.num_programs
+
+
+def dispatch_gemm(
+    x: torch.Tensor,
+    layout: Layout,
+    context: EPContext,
+    weights: Sequence[torch.Tensor],
+    *,
+    transpose: bool = True,
+    probs_dtype: torch.dtype = torch.float32,
+    zero_probs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``dispatch``, then ``group_gemm`` of the rows, in one kernel whose tiles start when their rows have arrived.
+
+    Args:
+        x: [num_tokens, hidden], bf16 or fp16 (fp32 too in the interpreter).
+        layout: As ``dispatch``.
+        context: Of the group.
+        weights: As ``group_gemm``: [N, hidden] each, with ``transpose=False`` [hidden, N].
+        transpose: Whether weights are stored [N, hidden].
+        probs_dtype: As ``dispatch``.
+        zero_probs: As ``dispatch``.
+
+    Returns:
+        y [num_rows, N], rows [num_rows, hidden], and of a layout's first dispatch the rows' probabilities, else None.
+
+    Raises:
+        NotSupportedError: What ``dispatch`` or ``group_gemm`` does not take.
+        PeerTimeoutError, MismatchError: Of an earlier call.
+    """
+    ops.check_tokens("dispatch_gemm", x, context)
+    if x.shape[0] != layout.num_tokens:
+        raise NotSupportedError(f"dispatch_gemm: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
+    channel, shape, fused = context.dispatch_channel, layout.shape, context.fused
+    channel.check()
+    hidden, first = x.shape[1], layout.send_list is not None
+    x, tiles = x.contiguous(), layout_tiles(layout)
+    rows = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
+    row_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
+    operands = gemm_operands("dispatch_gemm", rows, weights, tiles, transpose=transpose)
+    order, board = _plan(layout, context, tiles, by_arrival=True)
+    buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
+    arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
+    send_rows, columns = ops.move_tile(hidden, fused.send_elements)
+    gemm = _gemm_constants(operands, tiles, context)
+    constants = dict(
+        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
+        NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows, PLACE_ROWS=ops.move_tile(hidden, fused.place_elements)[0],
+        BLOCK_H=columns, NUM_SENDERS=fused.num_senders, NUM_PLACERS=fused.num_placers, **gemm,
+    )  # fmt: skip
+    config = operands.config
+    ops.launch(
+        context, dispatch_gemm_kernel, _num_programs(context), constants, config.num_warps, x.dtype, probs_dtype,
+        num_stages=config.num_stages,
+    )(
+        x, rows, row_probs, layout.entries, layout.origins, layout.dest_slots, layout.send_list if first else layout.entries,
+        layout.chunk_entries, layout.list_base, layout.entry_base, layout.recv_offsets,
+        buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local, channel.signals.addresses,
+        channel.ready.local, channel.ready.addresses,
+        ops.signature(context, channel, hidden, x.dtype, ops.KIND_DISPATCH_GEMM if first else ops.KIND_DISPATCH_DGRAD),
+        channel.tickets, channel.control, layout.limits,
+        operands.a, operands.b, operands.c, operands.places, tiles.tiles, order, board,
+        layout.num_tokens, layout.chunk_tokens, hidden, operands.n,
+    )  # fmt: skip
+    layout.send_list = None
+    return operands.y, rows, row_probs if first else None
+
+
+def gemm_combine(
+    x: torch.Tensor,
+    layout: Layout,
+    context: EPContext,
+    weights: Sequence[torch.Tensor],
+    *,
+    order: SumOrder,
+    transpose: bool = True,
+    row_grads: torch.Tensor | None = None,
+    probs_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``group_gemm``, then ``combine`` of its rows, in one kernel whose finished row tiles leave at once.
+
+    Args:
+        x: [num_rows, K], bf16 or fp16 (fp32 too in the interpreter).
+        layout: Of a routing that was dispatched.
+        context: Of the group.
+        weights: As ``group_gemm``: [hidden, K] each, with ``transpose=False`` [K, hidden].
+        order: As ``combine``.
+        transpose: Whether weights are stored [hidden, K].
+        row_grads: As ``combine``.
+        probs_dtype: As ``combine``.
+
+    Returns:
+        out [num_tokens, hidden]; the gradients [num_tokens, num_experts], or None.
+
+    Raises:
+        NotSupportedError: What ``group_gemm`` or ``combine`` does not take.
+        PeerTimeoutError, MismatchError: Of an earlier call.
+    """
+    ops.check_tokens("gemm_combine", x, context)
+    channel, shape, fused = context.combine_channel, layout.shape, context.fused
+    channel.check()
+    x, tiles, with_grads = x.contiguous(), layout_tiles(layout), row_grads is not None
+    operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=transpose)
+    y, hidden = operands.y, operands.n
+    tile_order, board = _plan(layout, context, tiles, by_arrival=False)
+    out = torch.empty(layout.num_tokens, hidden, dtype=x.dtype, device=x.device)
+    prob_grads = torch.zeros(
+        layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=x.device
+    )
+    buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, x.dtype)
+    grads = context.grads_buffer(layout.place_capacity)
+    rows, columns = ops.move_tile(hidden, fused.place_elements)
+    num_programs = _num_programs(context)
+    constants = dict(
+        WITH_GRADS=with_grads, TRANSPOSE_B=transpose, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes,
+        ROUND_EACH=order == "ascending_rounded", DESCENDING=order == "descending", WORLD_SIZE=shape.world_size,
+        NUM_CHUNKS=shape.num_chunks, ROWS=rows, SUM_ROWS=ops.move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
+        ITEM_TOKENS=context.move.item_tokens, NUM_SENDERS=0 if num_programs == 1 else fused.num_senders,
+        **_gemm_constants(operands, tiles, context),
+    )  # fmt: skip
+    grads_like = row_grads.contiguous() if with_grads else x
+    config = operands.config
+    ops.launch(
+        context, gemm_combine_kernel, num_programs, constants, config.num_warps, x.dtype, grads_like.dtype, probs_dtype,
+        num_stages=config.num_stages,
+    )(
+        y, grads_like, out, prob_grads, layout.origins, layout.chunk_entries, layout.expert_ids,
+        buffer.local, buffer.addresses, grads.local, grads.addresses, channel.signals.local, channel.signals.addresses,
+        channel.ready.local, channel.ready.addresses,
+        ops.signature(context, channel, hidden, x.dtype, ops.KIND_DGRAD_COMBINE if with_grads else ops.KIND_GEMM_COMBINE),
+        channel.tickets, channel.control, layout.limits,
+        operands.a, operands.b, operands.c, operands.places, tiles.tiles, tile_order, board,
+        layout.num_tokens, hidden, operands.k, shape.num_experts,
+    )  # fmt: skip
+    return out, prob_grads if with_grads else None

@@ -1,0 +1,32 @@
+"""Fused kernels on 2 and 4 processes in the interpreter, against their parts one after the other."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bodies_ep import fused_forms  # noqa: E402
+
+from ditron_train.testing.processes import run_workers  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ((40, 55), 4, 2, 32, 48, torch.bfloat16, "ascending_rounded"),
+        ((12, 0), 6, 3, 16, 24, torch.float32, "descending"),
+        ((9, 4, 0, 17), 8, 3, 24, 16, torch.float16, "ascending"),
+    ],
+    ids=lambda case: f"{case[0]}-{case[6]}",
+)
+@pytest.mark.parametrize("kind", ["random", "one_expert", "dropped"])
+def test_fused_forms_equal_their_parts(kind, case):
+    run_workers(len(case[0]), fused_forms, kind, *case, 5)
+
+
+def test_fused_forms_without_a_host_sync():
+    run_workers(2, fused_forms, "random", (20, 20), 4, 2, 32, 48, torch.bfloat16, "ascending", 6, 1.8)

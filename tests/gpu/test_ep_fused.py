@@ -1,0 +1,124 @@
+"""Fused kernels of expert parallelism on GPUs under torchrun: equal bits to dispatch, grouped GEMM and combine in turn."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+
+from ditron_train.ep import begin_layout, fused, get_ep_context, ops  # noqa: E402
+from ditron_train.ep.group_gemm import group_gemm  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            pytest.skip("needs torchrun")
+        dist.init_process_group("nccl", device_id=device)
+    yield device
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def normals(*shape, dtype, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=generator)
+
+
+def routing(tokens, experts, topk, seed, popular=0.0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    scores = torch.rand(tokens, experts, device="cuda", generator=generator)
+    scores += popular * (torch.arange(experts, device="cuda") % 5 == 1)
+    routed = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
+    if tokens:
+        routed.scatter_(1, scores.topk(topk, dim=1).indices, True)
+    return routed, scores * routed
+
+
+def both(x, routed, probs, context, weights, back, order, capacity, is_fused):
+    """Forward and backward products and movements, one after the other or fused."""
+    layout = begin_layout(routed, probs, x.shape[1], x.dtype, context, capacity_factor=capacity).finish()
+    zero = order == "descending"
+    if is_fused:
+        y, rows, row_probs = fused.dispatch_gemm(x, layout, context, weights, zero_probs=zero)
+        out, _ = fused.gemm_combine(y, layout, context, back, order=order)
+        dy, again, _ = fused.dispatch_gemm(out, layout, context, back, transpose=False)
+        dx, grads = fused.gemm_combine(dy, layout, context, weights, order=order, transpose=False, row_grads=row_probs)
+    else:
+        tiles = fused.layout_tiles(layout)
+        rows, row_probs = ops.dispatch(x, layout, context, zero_probs=zero)
+        y = group_gemm(rows, weights, tiles)
+        out, _ = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
+        again, _ = ops.dispatch(out, layout, context)
+        dy = group_gemm(again, back, tiles, transpose=False)
+        dx, grads = ops.combine(
+            group_gemm(dy, weights, tiles, transpose=False), layout, context, order=order, row_grads=row_probs
+        )
+    used = int(layout.expert_tokens.sum())
+    context.rows_buffer(1, 1, x.shape[1], x.dtype).local.fill_(float("nan"))
+    return [rows[:used], row_probs[:used], y[:used], out, again[:used], dy[:used], dx, grads]
+
+
+CASES = [
+    # experts of a rank, topk, hidden, ffn, tokens by rank, dtype, order, capacity, popularity of some experts
+    (8, 4, 1024, 512, (3000, 2000, 17, 0), torch.bfloat16, "ascending_rounded", None, 0.0),
+    (16, 8, 2048, 768, (4096,) * 4, torch.bfloat16, "descending", 4.0, 0.3),
+    (3, 2, 520, 264, (1000, 1, 500, 777), torch.float16, "ascending", None, 5.0),
+    (32, 8, 7168, 2048, (4096,) * 4, torch.bfloat16, "descending", None, 0.2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
+def test_fused_forms_equal_their_parts(case):
+    local, topk, hidden, ffn, tokens, dtype, order, capacity, popular = case
+    rank, experts = dist.get_rank(), local * dist.get_world_size()
+    context = get_ep_context(dist.group.WORLD, torch.device("cuda"), experts, topk)
+    weights = [normals(ffn, hidden, dtype=dtype, seed=1000 * rank + i) * 0.02 for i in range(local)]
+    back = [normals(hidden, ffn, dtype=dtype, seed=1000 * rank + 500 + i) * 0.02 for i in range(local)]
+    for step in range(3):
+        x = normals(tokens[rank], hidden, dtype=dtype, seed=step)
+        routed, probs = routing(tokens[rank], experts, topk, 10 * step + rank, popular)
+        if step == rank:
+            torch.cuda._sleep(20_000_000)
+        parts, ours = (both(x, routed, probs, context, weights, back, order, capacity, f) for f in (False, True))
+        names = ("rows", "row_probs", "y", "out", "grad rows", "dy", "dx", "grads")
+        wrong = [name for name, a, b in zip(names, parts, ours) if not torch.equal(a, b)]
+        assert not wrong, (step, wrong)
+    context.check()
+
+
+def test_replays_in_a_graph_with_other_tokens():
+    """With a capacity nothing depends on the host: dispatch, GEMMs and combine replay with the tokens of that moment."""
+    rank, experts, topk, hidden, ffn, tokens = dist.get_rank(), 4 * dist.get_world_size(), 2, 512, 256, 512
+    context = get_ep_context(dist.group.WORLD, torch.device("cuda"), experts, topk)
+    weights = [normals(ffn, hidden, dtype=torch.bfloat16, seed=i) for i in range(4)]
+    back = [normals(hidden, ffn, dtype=torch.bfloat16, seed=10 + i) for i in range(4)]
+    x = normals(tokens, hidden, dtype=torch.bfloat16, seed=rank)
+    routed, probs = routing(tokens, experts, topk, rank)
+
+    def forward():
+        layout = begin_layout(routed, probs, hidden, x.dtype, context, capacity_factor=3.0).finish()
+        y, _, _ = fused.dispatch_gemm(x, layout, context, weights)
+        return fused.gemm_combine(y, layout, context, back, order="ascending")[0]
+
+    forward()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = forward()
+    for step in range(3):
+        x.copy_(normals(tokens, hidden, dtype=torch.bfloat16, seed=100 * step + rank))
+        fresh = routing(tokens, experts, topk, 100 * step + rank)
+        routed.copy_(fresh[0])
+        probs.copy_(fresh[1])
+        graph.replay()
+        assert torch.equal(out, forward()), step
+    context.check()
