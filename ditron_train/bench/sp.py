@@ -172,7 +172,7 @@ def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native:
         "comm": lambda index: native.to_sequence([attended]),
         "ditron": lambda index: [a2a_gemm((attended,), weight, context=context, layout=layout)],
     }
-    sms = tuning.push_programs(gathered.shape[0], *weight.shape)
+    sms = tuning.num_push_programs(gathered.shape[0], *weight.shape, session.world_size, gathered.dtype, context)
     return _forward_row(session, "a2a_gemm", case, contenders, gathered.numel(), sms, None)
 
 
@@ -230,7 +230,7 @@ def _backward_rows(session: BenchSession, case: Case, context: SPContext, native
         _backward_row(
             session, "qkv_projection", case, (x, weight), grads, native_qkv,
             lambda a, b: qkv_projection(a, b, context=context, layout=layout),
-            tuning.push_programs(x.shape[0], case.hidden, weight.shape[0]),
+            tuning.num_push_programs(x.shape[0], case.hidden, weight.shape[0], world, x.dtype, context),
         )
     ]  # fmt: skip
     attended = _values(session, case.seqlen, 1, case.heads // world, case.head_size, seed=11)

@@ -14,8 +14,9 @@ __all__ = ["SPContext", "get_context"]
 class SPContext(OpContext):
     """Buffers and channels of one sequence parallel (Megatron: context parallel) group; collective to make.
 
-    All layers share two buffers: ``to_heads`` (what attention gets, or its output's gradient) and ``to_sequence`` (what
-    the output projection multiplies, or the projected q, k, v's gradient). What ops return lies outside of them.
+    All layers share three buffers: ``to_heads`` (what an exchange sends to the attention), ``staged`` (the same where a GEMM
+    makes it) and ``to_sequence`` (what the output projection multiplies, or the projected q, k, v's gradient). What ops return
+    lies outside of them.
 
     Args:
         group: The process group (``None``: WORLD).
@@ -32,6 +33,10 @@ class SPContext(OpContext):
     def heads_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store what belongs to this rank's heads: slots of source ranks."""
         return self.arena.tensor("sp.to_heads", (num_rows, num_columns), dtype)
+
+    def staged_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
+        """Where this rank leaves products that peers read: slots of destination ranks."""
+        return self.arena.tensor("sp.staged", (num_rows, num_columns), dtype)
 
     def sequence_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store what belongs to this rank's part of the sequence: columns of source ranks."""

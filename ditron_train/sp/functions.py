@@ -71,9 +71,9 @@ class _QkvProjection(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = grad_rows = None
         if needs_x:
-            keep = needs_weight or needs_bias
+            keep = "borrow" if needs_weight or needs_bias else "no"  # used up before the next op
             result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=keep, **ctx.options)
-            grad_x, grad_rows = result if keep else (result, None)
+            grad_x, grad_rows = (result, None) if keep == "no" else result
         elif needs_weight or needs_bias:
             grad_rows = _mixed(to_sequence(grads, **ctx.options), ctx.options["layout"], ctx.options["context"].world_size)
         if needs_weight:
@@ -105,7 +105,7 @@ class _OutputProjection(torch.autograd.Function):
     ) -> torch.Tensor:
         keep = ctx.needs_input_grad[1]
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
-        result = a2a_gemm((attended,), weight, return_gathered=keep, **ctx.options)
+        result = a2a_gemm((attended,), weight, return_gathered="copy" if keep else "no", **ctx.options)
         out, gathered = result if keep else (result, None)
         ctx.save_for_backward(weight, gathered)
         return out

@@ -1,6 +1,6 @@
 """``gemm_a2a``, ``a2a_gemm`` and the exchanges without a GEMM: plain functions on tensors.
 
-They enqueue on the current stream (``a2a_gemm`` on the context's communication stream too), never wait for the device but
+They enqueue on the current stream (all but ``a2a_gemm`` on the context's communication stream too), never wait for the device but
 at the first call of a new shape, and give the bits of GEMM, all-to-all and reorder wherever the tile GEMM gives cuBLAS's
 (``gemm.known_bits``): rows and columns are only moved, and every sum runs over all of K in order.
 """
@@ -8,6 +8,7 @@ at the first call of a new shape, and give the bits of GEMM, all-to-all and reor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -123,7 +124,7 @@ def gemm_a2a(
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
-    context.enter()
+    context.enter("gemm_a2a", x.shape, weight.shape, x.dtype)
     key = ("gemm_a2a", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout, weight_layout, config,
            row_table is None or row_table.shape)  # fmt: skip
     prepared = context.prepared.get(key)
@@ -148,7 +149,7 @@ def a2a_gemm(
     context: SPContext,
     layout: HeadsLayout,
     weight_layout: WeightLayout = "nt",
-    return_gathered: bool = False,
+    return_gathered: Literal["no", "copy", "borrow"] = "no",
     row_table: torch.Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +163,8 @@ def a2a_gemm(
         context: The group's context.
         layout: Columns of one rank.
         weight_layout: How ``weight`` lies.
-        return_gathered: Also return what was multiplied, [local rows, world * layout.num_columns], as a tensor of its own.
+        return_gathered: ``copy``: also return what was multiplied, [local rows, world * layout.num_columns]; ``borrow``: the
+            same, which may lie in the context's buffer: until the next op of the context.
         row_table: As ``gemm_a2a``.
         config: Tile sizes; chosen by the shape where None. They do not change bits.
 
@@ -172,7 +174,7 @@ def a2a_gemm(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    context.enter()
+    context.enter("a2a_gemm", parts[0].shape, weight.shape, weight.dtype)
     shapes = tuple((part.shape, part.dtype, part.device) for part in parts)
     key = ("a2a_gemm", shapes, weight.shape, weight.dtype, weight.device, layout, weight_layout, config,
            row_table is None or row_table.shape)  # fmt: skip
@@ -187,7 +189,9 @@ def a2a_gemm(
         chosen = config or choose_config(m, n, k, dtype, context.target, context.num_sms)
         prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
-    out, gathered = prepared(parts, weight, return_gathered, row_table)
+    out, gathered = prepared(parts, weight, return_gathered == "copy", row_table)
+    if return_gathered == "borrow":
+        gathered = prepared.borrowed()
     lead = parts[0].shape[:-2]
     y = out.view(lead[0] // context.world_size, *lead[1:], prepared.n)
     return (y, gathered) if gathered is not None else y
@@ -197,7 +201,7 @@ def _exchange(
     name: str, context: SPContext, layout: HeadsLayout, parts: Sequence[torch.Tensor], towards_heads: bool,
     row_table: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    context.enter()
+    context.enter(name, parts[0].shape, parts[0].dtype)
     world = context.world_size
     key = (name, layout, row_table is None or row_table.shape, *((part.shape, part.dtype, part.device) for part in parts))
     prepared = context.prepared.get(key)

@@ -13,7 +13,8 @@ from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.sp import tuning
 from ditron_train.sp.context import SPContext
-from ditron_train.sp.kernels import a2a_gemm_kernel, gemm_a2a_kernel, push_kernel, receive_kernel
+from ditron_train.sp.gemm_kernels import a2a_gemm_kernel, gemm_a2a_kernel
+from ditron_train.sp.kernels import push_kernel, receive_kernel
 from ditron_train.sp.layouts import HeadsLayout
 
 __all__ = ["DTYPES", "PreparedA2AGemm", "PreparedExchange", "PreparedGemmA2A", "WeightLayout"]
@@ -74,74 +75,61 @@ class _Transfer:
         world = context.world_size
         self.channel.reserve_signals(world * self.num_granules * self.flags_per_granule)
         self.slot_rows = self.num_granules * granule_rows
-        if self.towards_heads:
+        if operation == _GEMM_A2A and tuning.PULL:
+            self.buffer = context.staged_buffer(world * self.slot_rows, _padded_columns(layout.num_columns, dtype), dtype)
+        elif self.towards_heads:
             self.buffer = context.heads_buffer(world * self.slot_rows, _padded_columns(layout.num_columns, dtype), dtype)
         else:
             self.buffer = context.sequence_buffer(m, _padded_columns(world * layout.num_columns, dtype), dtype)
 
-    def copy_kernel(self, kernel: Any, layout: HeadsLayout, num_programs: int, **constants: int | bool) -> KernelLaunch:
-        """``push_kernel`` or ``receive_kernel`` for parts of ``layout``, with the constants that only it has."""
+    def copy_constants(self) -> dict[str, int]:
+        """How a kernel that copies parts of this layout cuts them into blocks."""
+        layout = self.layout
         widths = (*layout.widths, 1, 1)[:3]
         block_widths = [min(_next_power_of_2(width), tuning.COPY_WIDTH) for width in widths]
         most_groups = _next_power_of_2(layout.num_groups)
         blocks = {f"BLOCK_G{i}": min(tuning.COPY_WIDTH // width, most_groups) for i, width in enumerate(block_widths)}
         blocks |= {f"BLOCK_W{i}": width for i, width in enumerate(block_widths)}
+        rows = min(tuning.COPY_ROWS, self.granule_rows)
+        return {"GRANULE_ROWS": self.granule_rows, "ROWS": rows, "NUM_PARTS": len(layout.widths), **blocks}
+
+    def copy_kernel(self, kernel: Any, num_programs: int, **constants: int | bool) -> KernelLaunch:
+        """``push_kernel`` or ``receive_kernel``, with the constants that only it has."""
         return KernelLaunch(
             kernel,
             num_programs if self.context.is_cuda else 1,
             {
-                "GRANULE_ROWS": self.granule_rows,
-                "ROWS": min(tuning.COPY_ROWS, self.granule_rows),
-                "NUM_PARTS": len(layout.widths),
-                **blocks,
+                **self.copy_constants(),
                 **constants,
                 "HAS_TABLE": self.packed,
                 "WORLD_SIZE": self.context.world_size,
                 "TARGET": self.context.target,
             },
-            num_warps=16 if self.context.target == "hip" else 32,
+            num_warps=16,
         )
 
-    def shape_arguments(self, layout: HeadsLayout) -> tuple[int, ...]:
+    def shape_arguments(self) -> tuple[int, ...]:
         """M ... width2 of the copying kernels."""
-        widths = (*layout.widths, 0, 0)[:3]
-        return self.m, self.m // 2, self.slot_rows, self.buffer.local.stride(0), layout.num_groups, *widths
-
-
-class _Push(_Transfer):
-    """A transfer that begins with a push."""
-
-    def __init__(self, *args: Any, num_programs: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._push = self.copy_kernel(push_kernel, self.layout, num_programs, TO_HEADS=self.towards_heads)
-
-    def push(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, stream: torch.cuda.Stream | None) -> None:
-        """Sends contiguous ``parts``; they must stay until ``stream`` is done."""
-        channel = self.channel
-        self._push(
-            *(*parts, parts[0], parts[0])[:3], self.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
-            channel.ready.local, self.signature, channel.signals.local if table is None else table, channel.tickets,
-            channel.control, *self.shape_arguments(self.layout), stream=stream,
-        )  # fmt: skip
+        widths = (*self.layout.widths, 0, 0)[:3]
+        return self.m, self.m // 2, self.slot_rows, self.buffer.local.stride(0), self.layout.num_groups, *widths
 
 
 class _Receiver:
-    """``receive_kernel`` of a transfer: beside the sender with a launch count of its own, or behind a push."""
+    """``receive_kernel`` of a transfer: beside the kernel that sends."""
 
-    def __init__(self, transfer: _Transfer, layout: HeadsLayout, num_programs: int, *, behind_push: bool) -> None:
-        self._transfer, self._layout = transfer, layout
+    def __init__(self, transfer: _Transfer, num_programs: int, *, pull: bool = False) -> None:
+        self._transfer = transfer
         self._launch = transfer.copy_kernel(
             receive_kernel,
-            layout,
             num_programs,
             FLAGS=_next_power_of_2(transfer.flags_per_granule),
             TO_HEADS=transfer.towards_heads,
-            BEHIND_PUSH=behind_push,
+            PULL=pull,
         )
 
     def empty(self, lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """The parts, [*lead, heads, head size] each, not yet filled."""
-        transfer, layout = self._transfer, self._layout
+        transfer, layout = self._transfer, self._transfer.layout
         factor = 1 if transfer.towards_heads else transfer.context.world_size
         return tuple(
             torch.empty(*lead, layout.num_heads(part) * factor, head_dim, dtype=transfer.dtype, device=transfer.context.device)
@@ -154,8 +142,8 @@ class _Receiver:
         """Fills ``parts``."""
         transfer, channel = self._transfer, self._transfer.channel
         self._launch(
-            transfer.buffer.local, *(*parts, parts[0], parts[0])[:3], channel.signals.local,
-            channel.signals.local if table is None else table, channel.tickets, channel.control, *transfer.shape_arguments(self._layout),
+            transfer.buffer.addresses, *(*parts, parts[0], parts[0])[:3], channel.signals.local,
+            channel.signals.local if table is None else table, channel.tickets, channel.control, *transfer.shape_arguments(),
             transfer.flags_per_granule, stream=stream,
         )  # fmt: skip
 
@@ -168,24 +156,30 @@ class PreparedExchange:
     ) -> None:
         operation = _TO_HEADS if towards_heads else _TO_SEQUENCE
         programs = tuning.EXCHANGE_PROGRAMS
-        self._push = _Push(
-            context, operation, layout, m, dtype, k=0, granule_rows=tuning.GRANULE_ROWS, block_n=0, packed=packed,
-            num_programs=programs,
-        )  # fmt: skip
-        self._receive = _Receiver(self._push, layout, programs, behind_push=False)
+        self._transfer = transfer = _Transfer(
+            context, operation, layout, m, dtype, k=0, granule_rows=tuning.GRANULE_ROWS, block_n=0, packed=packed
+        )
+        self._push = transfer.copy_kernel(push_kernel, programs, TO_HEADS=towards_heads)
+        self._receive = _Receiver(transfer, programs)
 
     def __call__(
         self, parts: Sequence[torch.Tensor], lead: Sequence[int], table: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """``lead``: leading dimensions of the result."""
-        context = self._push.context
+        transfer = self._transfer
+        context, channel = transfer.context, transfer.channel
         parts = [part.contiguous() for part in parts]
         results = self._receive.empty(lead)
         side = context.fork()
-        self._push.push(parts, table, None)  # first: with one hardware queue the kernel that waits would stand in front of it
+        # The push first: with one hardware queue the kernel that waits would stand in front of it.
+        self._push(
+            *(*parts, parts[0], parts[0])[:3], transfer.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
+            channel.ready.local, transfer.signature, channel.signals.local if table is None else table, channel.tickets,
+            channel.control, *transfer.shape_arguments(),
+        )  # fmt: skip
         self._receive(results, table, side)
         context.join()
-        context.leave(self._push.channel)
+        context.leave(channel)
         return results
 
 
@@ -203,9 +197,9 @@ class PreparedGemmA2A:
         )  # fmt: skip
         world, n = context.world_size, layout.num_columns
         programs = tuning.receive_programs(m, world * n, k, dtype.itemsize)
-        self._receive = _Receiver(transfer, layout, programs, behind_push=False)
+        self._receive = _Receiver(transfer, programs, pull=tuning.PULL)
         use_descriptors = world <= MAX_DESCRIPTOR_RANKS
-        peers = range(world) if use_descriptors else [context.rank]
+        peers = range(world) if use_descriptors and not tuning.PULL else [context.rank]
         made = [make_descriptor(transfer.buffer.peer(peer)[:, :n], config.store_block) for peer in peers]
         self._peers = made + made[:1] * (MAX_DESCRIPTOR_RANKS - len(made))
         self._columns_per_rank = n if weight_layout == "nt" else _padded_columns(n, dtype)
@@ -214,6 +208,8 @@ class PreparedGemmA2A:
             max(1, min(context.num_sms - programs, world * config.num_tiles(m, n))),
             {
                 **_tile_constants(config, weight_layout),
+                "PULL": tuning.PULL,
+                "FLATTEN": tuning.FLATTEN,
                 "WORLD_SIZE": world,
                 "USE_DESCRIPTORS": use_descriptors,
                 "TARGET": context.target,
@@ -266,7 +262,7 @@ class PreparedGemmA2A:
 
 
 class PreparedA2AGemm:
-    """All heads of the local rows times a weight: a push on the communication stream, beside it the GEMM."""
+    """All heads of the local rows times a weight, the push of this rank's share in the same kernel."""
 
     def __init__(
         self, context: SPContext, layout: HeadsLayout, m: int, n: int, dtype: torch.dtype, weight_layout: WeightLayout,
@@ -274,54 +270,69 @@ class PreparedA2AGemm:
     ) -> None:  # fmt: skip
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
-        programs = tuning.push_programs(m, n, k)
         granule_rows = tuning.granule_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
-        self._push = push = _Push(
-            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, block_n=0, packed=packed,
-            num_programs=programs,
-        )  # fmt: skip
-        whole = HeadsLayout(1, (layout.num_columns,), (layout.num_columns,))
-        self._gather = _Receiver(push, whole, programs, behind_push=True)
-        self._a = make_descriptor(push.buffer.local[:, :k], (config.block_m, config.block_k))
-        self._b_block = (config.block_n, config.block_k) if weight_layout == "nt" else (config.block_k, config.block_n)
-        self._launch = KernelLaunch(
-            a2a_gemm_kernel,
-            max(1, min(context.num_sms - programs, config.num_tiles(m, n))),
-            {
-                **_tile_constants(config, weight_layout),
-                "GRANULE_ROWS": granule_rows,
-                "WORLD_SIZE": context.world_size,
-                "RANKS_POW2": _next_power_of_2(context.world_size),
-                "TARGET": context.target,
-            },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+        self._transfer = transfer = _Transfer(
+            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, block_n=0, packed=packed
         )
+        self._a = make_descriptor(transfer.buffer.local[:, :k], (config.block_m, config.block_k))
+        self._b_block = (config.block_n, config.block_k) if weight_layout == "nt" else (config.block_k, config.block_n)
+        num_tiles, world = config.num_tiles(m, n), context.world_size
+        num_programs = min(context.num_sms, num_tiles + max(tuning.PUSH_COUNTS)) if context.is_cuda else 2
+        self._deals, self._launches = {}, {}
+        for keep in (False, True):
+            self._deals[keep] = tuning.deal_of(m, n, k, world, config, num_programs, dtype.itemsize, keep)
+            self._launches[keep] = KernelLaunch(
+                a2a_gemm_kernel,
+                num_programs,
+                {
+                    **_tile_constants(config, weight_layout),
+                    **transfer.copy_constants(),
+                    "KEEP": keep,
+                    "HAS_TABLE": packed,
+                    "WORLD_SIZE": world,
+                    "RANKS_POW2": _next_power_of_2(world),
+                    "TARGET": context.target,
+                },
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
+
+    def borrowed(self) -> torch.Tensor:
+        """What the last call multiplied [m, k]; where rows are not padded, where it lies: until the next op of the context."""
+        return self._transfer.buffer.local[:, : self.k].contiguous()
 
     def __call__(
-        self, parts: Sequence[torch.Tensor], weight: torch.Tensor, return_gathered: bool, table: torch.Tensor | None
+        self, parts: Sequence[torch.Tensor], weight: torch.Tensor, keep: bool, table: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """([m, n], what was multiplied [m, k] or None)."""
-        push = self._push
-        context, channel, m = push.context, push.channel, push.m
+        transfer = self._transfer
+        context, channel, m = transfer.context, transfer.channel, transfer.m
         parts = [part.contiguous() for part in parts]
-        out = empty_aligned(m, self.n, push.dtype, context.device)
-        gathered = torch.empty(m, self.k, dtype=push.dtype, device=context.device) if return_gathered else None
-        side = context.fork()
-        push.push(parts, table, side)
-        self._launch(
+        out = empty_aligned(m, self.n, transfer.dtype, context.device)
+        gathered = torch.empty(m, self.k, dtype=transfer.dtype, device=context.device) if keep else None
+        _, half_rows, _, buffer_stride, *columns = transfer.shape_arguments()
+        self._launches[keep](
             self._a,
             make_descriptor(aligned_operand(weight), self._b_block),
             make_descriptor(out, self.config.store_block),
+            *(*parts, parts[0], parts[0])[:3],
+            transfer.buffer.local if gathered is None else gathered,
+            transfer.buffer.addresses,
+            channel.signals.addresses,
             channel.signals.local,
+            channel.ready.addresses,
+            channel.ready.local,
+            transfer.signature,
+            channel.signals.local if table is None else table,
             channel.tickets,
             channel.control,
             m,
             self.n,
             self.k,
+            half_rows,
+            buffer_stride,
+            *columns,
+            *self._deals[keep],
         )
-        if gathered is not None:
-            self._gather((gathered,), table, side)
-        context.join()
         context.leave(channel)
         return out.contiguous(), gathered

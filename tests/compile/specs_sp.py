@@ -17,7 +17,7 @@ def _gemm(name, kernel, signature, layout, block, stages, targets, signals, **co
     b = f"{block_n},{block_k}" if layout == "nt" else f"{block_k},{block_n}"
     return KernelSpec(
         name=name,
-        kernel=f"ditron_train.sp.kernels:{kernel}",
+        kernel=f"ditron_train.sp.gemm_kernels:{kernel}",
         signature={
             "a_desc": f"tensordesc<bf16[{block_m},{block_k}]>",
             "b_desc": f"tensordesc<bf16[{b}]>",
@@ -54,48 +54,67 @@ def _gemm_a2a(name, layout, block, stages, targets, world_size=8):
     }
     return _gemm(
         name, "gemm_a2a_kernel", signature, layout, block, stages, targets, True,
-        WORLD_SIZE=world_size, USE_DESCRIPTORS=world_size <= 8,
+        PULL=True, FLATTEN=True, WORLD_SIZE=world_size, USE_DESCRIPTORS=world_size <= 8,
     )  # fmt: skip
 
 
 def _a2a_gemm(name, layout, block, stages, targets):
-    signature = {"c_desc": _store(*block[:2]), "signals_ptr": "*i32"}
+    signature = {
+        "c_desc": _store(*block[:2]),
+        **_PARTS,
+        "gathered_ptr": "*bf16",
+        "buffer_addresses": "*i64",
+        "signals_addresses": "*i64",
+        "signals_ptr": "*i32",
+        **_READY,
+        "table_ptr": "*i32",
+        **{size: type for size, type in _SHAPE.items() if size not in ("M", "slot_rows")},
+        "num_push": "i32",
+        "num_early_tiles": "i32",
+    }
+    num_parts = 3 if layout == "nn" else 1
     return _gemm(
-        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, None, GRANULE_ROWS=256, WORLD_SIZE=8,
-        RANKS_POW2=8,
-    )
+        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, True,
+        GRANULE_ROWS=256, **_blocks(num_parts), KEEP=num_parts == 1, HAS_TABLE=False, WORLD_SIZE=8, RANKS_POW2=8,
+    )  # fmt: skip
 
 
-def _copy(name, kernel, signature, rows, towards_heads, num_parts, dtype="bf16", **constexprs):
+def _blocks(num_parts):
+    """As the ops cut copies of 1 part, or of q, k and v."""
+    return {
+        "ROWS": 128,
+        "NUM_PARTS": num_parts,
+        "BLOCK_G0": 1,
+        "BLOCK_G1": 2 if num_parts > 1 else 1,
+        "BLOCK_G2": 2 if num_parts > 1 else 1,
+        "BLOCK_W0": 256,
+        "BLOCK_W1": 128 if num_parts > 1 else 1,
+        "BLOCK_W2": 128 if num_parts > 1 else 1,
+    }
+
+
+def _copy(name, kernel, signature, towards_heads, num_parts, dtype="bf16", **constexprs):
     return KernelSpec(
         name=name,
         kernel=f"ditron_train.sp.kernels:{kernel}",
         signature={**dict.fromkeys(_PARTS, f"*{dtype}"), **signature, "table_ptr": "*i32", **_CHANNEL, **_SHAPE},
         constexprs={
             "GRANULE_ROWS": 128,
-            "ROWS": rows,
-            "NUM_PARTS": num_parts,
-            "BLOCK_G0": 1,
-            "BLOCK_G1": 2 if num_parts > 1 else 1,
-            "BLOCK_G2": 2 if num_parts > 1 else 1,
-            "BLOCK_W0": 256,
-            "BLOCK_W1": 128 if num_parts > 1 else 1,
-            "BLOCK_W2": 128 if num_parts > 1 else 1,
+            **_blocks(num_parts),
             "TO_HEADS": towards_heads,
             "HAS_TABLE": towards_heads and num_parts == 3,
             "WORLD_SIZE": 8,
             **constexprs,
         },
-        num_warps={"default": 32, "hip": 16},
+        num_warps=16,
         signals=True if kernel == "push_kernel" else None,
-        max_spill_bytes=32 if kernel == "push_kernel" else 0,  # 64 registers at 32 warps: a row's address in one variant
     )
 
 
 _WIDE = ((128, 256, 64), 4, ("sm_90", "sm_100"))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
 _PUSH = {"buffer_addresses": "*i64", "signals_addresses": "*i64", **_READY}
-_RECEIVE = {"buffer_ptr": "*bf16", "signals_ptr": "*i32", "flags_per_granule": "i32"}
+_RECEIVE = {"buffer_addresses": "*i64", "signals_ptr": "*i32", "flags_per_granule": "i32"}
 
 SPECS = [
     KernelSpec(
@@ -119,9 +138,8 @@ SPECS = [
         for num_parts in (1, 3)
         for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}"]
         for spec in (  # fmt: skip
-            _copy(f"sp_push_{where}", "push_kernel", _PUSH, 128, towards_heads, num_parts),
-            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, 128, towards_heads, num_parts, FLAGS=8,
-                  BEHIND_PUSH=not towards_heads and num_parts == 1),
+            _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts),
+            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, FLAGS=8, PULL=towards_heads),
         )
     ),
 ]

@@ -1,0 +1,316 @@
+"""Kernels of Ulysses sequence parallelism that multiply: GEMM-A2A and A2A-GEMM.
+
+Buffers, flags and ticket roles are those of ``kernels``. Sizes that change no code are not specialised on.
+"""
+
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+from ditron_train.gemm.kernels import store_tile, tile_product
+from ditron_train.gemm.peers import store_tile_to_peer
+from ditron_train.schedule.tiles import grouped_tile
+from ditron_train.sp.kernels import copy_columns, push_item
+
+__all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
+
+
+@triton.constexpr_function
+def _has_bulk_stores(target):
+    return target.startswith("sm_") and int(target[3:]) >= 90
+
+
+@triton.jit
+def _notify_stored(signal_address, epoch, TARGET: tl.constexpr):
+    """``dl.bulk_store_wait`` and ``dl.notify`` of the flag at ``signal_address`` (int64) in one asm block.
+
+    The compiler does not pipeline a loop in which it sees a barrier, so here it sees none.
+    """
+    if _has_bulk_stores(TARGET):
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred %first;
+            .reg .u32 %thread;
+            cp.async.bulk.wait_group 0;
+            bar.sync 0;
+            mov.u32 %thread, %tid.x;
+            setp.eq.u32 %first, %thread, 0;
+            @%first st.release.sys.global.u32 [$1], $2;
+            mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,r",
+            [signal_address, epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        dl.notify(signal_address.to(tl.pointer_type(tl.int32)), epoch, TARGET)
+
+
+@triton.jit(do_not_specialize=["M", "slot_rows"])
+def gemm_a2a_kernel(
+    a_desc,
+    b_desc,
+    slots0,
+    slots1,
+    slots2,
+    slots3,
+    slots4,
+    slots5,
+    slots6,
+    slots7,
+    slots_addresses,
+    signals_addresses,
+    ready_addresses,
+    ready_ptr,
+    signature_ptr,
+    tickets_ptr,
+    control_ptr,
+    M,
+    N,
+    K,
+    columns_per_rank,
+    slot_rows,
+    slot_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    PULL: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    USE_DESCRIPTORS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Own slot[d] [M, N] = A [M, K] @ B[:, d * columns_per_rank :][:, :N], for every rank d; persistent.
+
+    Rank d pulls its slot. Order: all tiles of rank + 1, then of rank + 2, ..., own ones last, so that at any time every
+    rank is pulled from by another one. Before the first store: the start signals of all ranks, which have then read what
+    the last op left here. A tile is signalled to rank d one tile later, when its asynchronous stores are complete
+    (``bulk_store_wait``), by a release after a block barrier. Waits for nothing but start signals, which every rank sends
+    first: all launches make progress.
+    """
+    epoch = dl.next_epoch(tickets_ptr)
+    rank = dl.rank(control_ptr)
+    if tl.program_id(0) == 0:
+        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    num_tiles_m = tl.cdiv(M, BLOCK_M)
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    tiles_per_rank = num_tiles_m * num_tiles_n
+    pending = tl.cast(0, tl.int64)  # address of the flag of the tile that is still being stored
+    for tile_id in tl.range(tl.program_id(0), tiles_per_rank * WORLD_SIZE, tl.num_programs(0), flatten=FLATTEN):
+        peer = (rank + 1 + tile_id // tiles_per_rank) % WORLD_SIZE
+        tile_m, tile_n = grouped_tile(tile_id % tiles_per_rank, num_tiles_m, num_tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        acc = tile_product(
+            a_desc, b_desc, row, peer * columns_per_rank + col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B
+        )
+        if pending != 0:
+            _notify_stored(pending, epoch, TARGET)
+        else:
+            for step in tl.static_range(1, WORLD_SIZE):
+                dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+            dl.fence_async_proxy(TARGET)
+        if PULL:
+            store_tile(slots0, acc, peer * slot_rows + row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        else:
+            store_tile_to_peer(
+                peer, acc, rank * slot_rows + row, col,
+                slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
+                slots_addresses, slot_stride, WORLD_SIZE * slot_rows, N,
+                BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS,
+            )  # fmt: skip
+        flags = dl.symm_at(signals_addresses, peer, tl.int32)
+        pending = (flags + rank * tiles_per_rank + tile_m * num_tiles_n + tile_n).to(tl.int64)
+    if pending != 0:
+        _notify_stored(pending, epoch, TARGET)
+    if tl.program_id(0) == 0:
+        for step in tl.static_range(1, WORLD_SIZE):
+            peer = (rank + step) % WORLD_SIZE
+            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+
+
+@triton.jit
+def _num_behind(signals_ptr, num_flags, epoch):
+    """How many of ``num_flags`` flags are not at ``epoch`` yet, the same number in all threads; orders nothing.
+
+    At least as many lanes as threads: no element is loaded twice, so warps cannot see different values.
+    """
+    lanes = tl.arange(0, 1024)
+    behind = tl.cast(0, tl.int32)
+    for first in range(0, num_flags, 1024):
+        flags = first + lanes
+        seen = tl.load(signals_ptr + flags, mask=flags < num_flags, other=epoch, volatile=True)
+        behind += tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
+    return behind
+
+
+@triton.jit
+def _next_work(counter_ptr):
+    return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
+
+
+@triton.jit
+def _gather_block(
+    block, buffer_ptr, gathered_ptr, signals_ptr, epoch, control_ptr, M, row_columns, buffer_stride,
+    GRANULE_ROWS: tl.constexpr, ROWS: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """gathered [M, row_columns] = the buffer, rows ``block * GRANULE_ROWS`` on; waits for all sources' flags of them."""
+    dl.wait_ranks(
+        signals_ptr + block, tl.cdiv(M, GRANULE_ROWS), epoch, control_ptr, block, WORLD_SIZE, RANKS_POW2, TARGET
+    )
+    for first in range(0, GRANULE_ROWS, ROWS):
+        rows = (block * GRANULE_ROWS + first + tl.arange(0, ROWS)).to(tl.int64)
+        copy_columns(
+            gathered_ptr + rows * row_columns, buffer_ptr + rows * buffer_stride, rows < M, 1, row_columns, 0, 0, 1, 256
+        )
+
+
+@triton.jit
+def _tile_of_turn(turn, early_turns, first_early, num_early, first_late, num_programs):
+    """Tile that a program computes in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
+    return tl.where(turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs)
+
+
+@triton.jit(do_not_specialize=["num_push", "num_early_tiles"])
+def a2a_gemm_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    part0_ptr,
+    part1_ptr,
+    part2_ptr,
+    gathered_ptr,
+    buffer_addresses,
+    signals_addresses,
+    signals_ptr,
+    ready_addresses,
+    ready_ptr,
+    signature_ptr,
+    table_ptr,
+    tickets_ptr,
+    control_ptr,
+    M,
+    N,
+    K,
+    half_rows,
+    buffer_stride,
+    num_groups,
+    width0,
+    width1,
+    width2,
+    num_push,
+    num_early_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    GRANULE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_G0: tl.constexpr,
+    BLOCK_G1: tl.constexpr,
+    BLOCK_G2: tl.constexpr,
+    BLOCK_W0: tl.constexpr,
+    BLOCK_W1: tl.constexpr,
+    BLOCK_W2: tl.constexpr,
+    KEEP: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it arrived.
+
+    The first ``num_push`` programs push this rank's share to every rank (``push_item``) before they multiply, and with KEEP
+    copy what arrived to ``gathered`` [M, K]. They draw their work from a counter (ticket slots 2 and 3 by epoch parity; the other
+    one is reset for the next launch), so those that run do it all; and programs start in their order: no program waits
+    for one that finds no SM, because another stream's kernel holds it.
+
+    The sums run over K in order, so a tile needs every source. It waits (acquire, then a fence for the descriptor loads) for
+    the flags of its granule, which is one row tile or several. Once a program has seen that everything is there, it goes on
+    without waits, in one flattened loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
+
+    The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push takes its
+    SMs for as long as it lasts. (A push kernel beside the GEMM kept them for all of it, 6 % of a long one's time.)
+    """
+    epoch = dl.next_epoch(tickets_ptr)
+    dl.next_epoch(tickets_ptr + 1)  # the exchange's receiving kernel counts there: in step
+    rank = dl.rank(control_ptr)
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    num_granules = tl.cdiv(M, GRANULE_ROWS)
+    if program == 0:
+        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
+    if program < num_push:
+        for step in tl.static_range(1, WORLD_SIZE):
+            dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+        counter_ptr = tickets_ptr + 2 + (epoch & 1)
+        num_items = num_granules * WORLD_SIZE
+        work = _next_work(counter_ptr)
+        while work < num_items:
+            item = work
+            work = _next_work(counter_ptr)
+            push_item(
+                item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
+                M, half_rows, M, buffer_stride, num_groups, width0, width1, width2,
+                GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
+                False, HAS_TABLE, WORLD_SIZE, TARGET,
+            )  # fmt: skip
+        if KEEP:
+            buffer_ptr = dl.symm_at(buffer_addresses, rank, part0_ptr.dtype.element_ty)
+            while work < num_items + num_granules:
+                block = work - num_items
+                work = _next_work(counter_ptr)
+                _gather_block(
+                    block, buffer_ptr, gathered_ptr, signals_ptr, epoch, control_ptr, M, K, buffer_stride,
+                    GRANULE_ROWS, ROWS, WORLD_SIZE, RANKS_POW2, TARGET,
+                )  # fmt: skip
+    num_tiles_m = tl.cdiv(M, BLOCK_M)
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    num_tiles = num_tiles_m * num_tiles_n
+    num_early = num_programs - num_push
+    first_early = program - num_push
+    early_turns = tl.where(first_early >= 0, tl.cdiv(tl.maximum(num_early_tiles - first_early, 0), tl.maximum(num_early, 1)), 0)
+    first_late = num_early_tiles + program
+    num_turns = early_turns + tl.cdiv(tl.maximum(num_tiles - first_late, 0), num_programs)
+    turn = tl.cast(0, tl.int32)
+    behind = tl.cast(1, tl.int32)
+    while (turn < num_turns) & (behind > 0):
+        tile_id = _tile_of_turn(turn, early_turns, first_early, num_early, first_late, num_programs)
+        tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        granule = row // GRANULE_ROWS
+        dl.wait_ranks(
+            signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
+        )
+        dl.fence_async_proxy(TARGET)
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        turn += 1
+        behind = _num_behind(signals_ptr, WORLD_SIZE * num_granules, epoch)
+    dl.fence(TARGET)  # the acquire of what _num_behind saw
+    dl.fence_async_proxy(TARGET)
+    for late_turn in tl.range(turn, num_turns, 1, flatten=True):
+        tile_id = _tile_of_turn(late_turn, early_turns, first_early, num_early, first_late, num_programs)
+        tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+    if program == 0:
+        for step in tl.static_range(1, WORLD_SIZE):
+            peer = (rank + step) % WORLD_SIZE
+            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
