@@ -29,7 +29,7 @@ from ditron_train.optim.newton_schulz import (
     newton_schulz,
     step_coefficients,
 )
-from ditron_train.optim.products import ProductMode
+from ditron_train.optim.plans import ProductMode
 from ditron_train.optim.sharding import LayerShards, newton_schulz_cost, shard_by_cost
 from ditron_train.runtime.errors import NotSupportedError
 

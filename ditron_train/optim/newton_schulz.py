@@ -18,7 +18,8 @@ import torch
 
 from ditron_train.gemm.ops import on_device
 from ditron_train.optim.kernels import normalize_kernel
-from ditron_train.optim.products import ProductMode, ProductPlan, addmm, gram, plan_products, scaled_square
+from ditron_train.optim.plans import ProductMode, plan_products
+from ditron_train.optim.products import newton_schulz_step
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 
@@ -28,7 +29,6 @@ __all__ = [
     "ScaleMode",
     "muon_scale",
     "newton_schulz",
-    "newton_schulz_step",
     "normalized",
     "orthogonalize",
     "step_coefficients",
@@ -91,19 +91,6 @@ def step_coefficients(coefficient_type: CoefficientType, num_steps: int) -> list
     if num_steps < 1 or num_steps % len(coefficients):
         raise NotSupportedError(f"{num_steps} steps are not a multiple of the {len(coefficients)} of {coefficient_type!r}")
     return list(coefficients) * (num_steps // len(coefficients))
-
-
-def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, plan: ProductPlan) -> torch.Tensor:
-    """One step on X [m, n], m <= n; each product by our kernel or by torch, as the plan says. Equal bits either way."""
-    a_matrix = gram(x) if plan.use_gram else x @ x.mT
-    if plan.use_square:
-        b_matrix = scaled_square(a_matrix, b, c)
-    else:
-        b_matrix = torch.addmm(a_matrix, a_matrix, a_matrix, alpha=c, beta=b)
-    del a_matrix  # so that the result can take its place
-    if plan.use_update:
-        return addmm(x, b_matrix, x, alpha=1.0, beta=a)
-    return torch.addmm(x, b_matrix, x, alpha=1.0, beta=a)
 
 
 def normalized(x: torch.Tensor, *, eps: float, dtype: torch.dtype, contiguous: bool) -> torch.Tensor:

@@ -1,18 +1,17 @@
-"""Host side of the three products of a Newton-Schulz step, and the decision which of them run by our kernels.
+"""Host side of the three products of a Newton-Schulz step, and the step made of them.
 
     A = X @ X^T            [m, m], symmetric: half of it is computed and mirrored
     B = b * A + c * A @ A  [m, m], symmetric likewise
     Y = a * X + B @ X      [m, n]
 
-cuBLAS computes each whole. Where bits equal and time is lower at a shape on this device, ours runs; else cuBLAS.
+cuBLAS computes each whole. Where bits equal and time is lower at a shape on this device, ours runs; else cuBLAS
+(``plans.py`` decides).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
@@ -20,20 +19,12 @@ from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
 from ditron_train.gemm.ops import check_operands, on_device
 from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
-from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
+from ditron_train.runtime.device import num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
-from ditron_train.runtime.logs import log_once
 from ditron_train.schedule import lower_triangle_tile_order
 
-__all__ = ["ProductMode", "ProductPlan", "addmm", "gram", "plan_products", "scaled_square"]
-
-ProductMode = Literal["strict", "force", "native"]
-
-_MIN_ROWS = 1024  # below, the whole product is less than a wave of tiles: half of it takes as long
-_ALIGNED_ELEMENTS = 8  # rows of 16 bytes: other shapes would need padded copies, at which cuBLAS chooses otherwise
-_HEAD_START_CYCLES = 2_000_000  # about a millisecond of the GPU's clock
-_MIN_GAIN = 1.02  # a kernel must win by more than the timer's noise
+__all__ = ["ProductPlan", "addmm", "gram", "newton_schulz_step", "scaled_square"]
 
 
 @dataclass(frozen=True)
@@ -236,89 +227,14 @@ def _addmm_launcher(
     return KernelLaunch(addmm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-_plans: dict[tuple, ProductPlan] = {}
-_NATIVE = ProductPlan(False, False, False, "native products were asked for")
-_FORCED = ProductPlan(True, True, True, "our products were asked for")
-
-
-def _device_us(function: Callable[[], torch.Tensor], device: torch.device, repetitions: int = 5) -> float:
-    """Time of one call on ``device``, the best of three averages; the host is kept ahead, so its cost does not count."""
-    for _ in range(2):
-        function()
-    times = []
-    for _ in range(3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-        start.record()
-        for _ in range(repetitions):
-            function()
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(start.elapsed_time(end) * 1e3 / repetitions)
-    return min(times)
-
-
-def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> ProductPlan:
-    """Compares bits, then times, of each product at one shape with random data.
-
-    Native's X is a transposed view in the first step of a matrix with more rows than columns, and contiguous later: ours
-    must have the bits of both.
-    """
-    generator = torch.Generator(device=device).manual_seed(1)
-    x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
-    native_xs = [x, x.t().contiguous().t()] if transposed else [x]
-    a_matrix = x @ x.mT
-    natives = (
-        lambda x: x @ x.mT,
-        lambda x: torch.addmm(a_matrix, a_matrix, a_matrix, beta=-6.8946, alpha=2.9270),
-        lambda x: torch.addmm(x, a_matrix, x, beta=4.0848),
-    )
-    ours = (
-        lambda: gram(x),
-        lambda: scaled_square(a_matrix, -6.8946, 2.9270),
-        lambda: addmm(x, a_matrix, x, alpha=1.0, beta=4.0848),
-    )
-    uses, words = [], []
-    for name, native, our in zip(("gram", "square", "update"), natives, ours):
-        result = our()
-        if not all(torch.equal(native(native_x), result) for native_x in native_xs):
-            uses.append(False)
-            words.append(f"{name}: other bits")
-            continue
-        gain = _device_us(lambda: native(x), device) / _device_us(our, device)  # noqa: B023  (called in this turn)
-        uses.append(gain >= _MIN_GAIN)
-        words.append(f"{name}: {gain:.2f}x")
-    return ProductPlan(*uses, reason=", ".join(words))
-
-
-def plan_products(
-    m: int, n: int, dtype: torch.dtype, device: torch.device, mode: ProductMode = "strict", *, transposed: bool = False
-) -> ProductPlan:
-    """Decides, once for a shape, which products of an [m, n] step (m <= n) run by our kernels.
-
-    ``strict``: those whose bits equal cuBLAS's and whose time is lower, both seen on this device with random data.
-    ``force``: all. ``native``: none. The choice cannot make ranks differ, since it does not change bits. ``transposed``:
-    the matrix has more rows than columns, so native begins with a transposed view.
-
-    Raises:
-        NotSupportedError: An unknown mode, or ``force`` where there is no kernel.
-    """
-    if mode == "native":
-        return _NATIVE
-    if mode == "force":
-        kernel_target(device)
-        return _FORCED
-    if mode != "strict":
-        raise NotSupportedError(f"mode {mode!r} is not strict, force or native")
-    if device.type != "cuda" or is_interpreter():
-        return ProductPlan(False, False, False, "no GPU: whole products of torch")
-    if dtype not in (torch.bfloat16, torch.float16) or m < _MIN_ROWS or m % _ALIGNED_ELEMENTS or n % _ALIGNED_ELEMENTS:
-        return ProductPlan(False, False, False, "a type, size or alignment that cuBLAS serves better")
-    key = (m, n, dtype, device.index if device.index is not None else torch.cuda.current_device(), transposed)
-    if key not in _plans:
-        if torch.cuda.is_current_stream_capturing():
-            return ProductPlan(False, False, False, "not measured before the CUDA graph capture began")
-        with torch.cuda.device(device):
-            _plans[key] = _measure(m, n, dtype, torch.device("cuda", key[3]), transposed)
-        log_once(f"newton_schulz {key}", f"Newton-Schulz {m} x {n}: {_plans[key].reason}", name="ditron_train.optim")
-    return _plans[key]
+def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, plan: ProductPlan) -> torch.Tensor:
+    """One step on X [m, n], m <= n; each product by our kernel or by torch, as the plan says. Equal bits either way."""
+    a_matrix = gram(x) if plan.use_gram else x @ x.mT
+    if plan.use_square:
+        b_matrix = scaled_square(a_matrix, b, c)
+    else:
+        b_matrix = torch.addmm(a_matrix, a_matrix, a_matrix, alpha=c, beta=b)
+    del a_matrix  # so that the result can take its place
+    if plan.use_update:
+        return addmm(x, b_matrix, x, alpha=1.0, beta=a)
+    return torch.addmm(x, b_matrix, x, alpha=1.0, beta=a)

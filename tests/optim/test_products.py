@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ditron_train.gemm import GemmConfig, matmul_nt
 from ditron_train.optim import products
-from ditron_train.optim.products import addmm, gram, plan_products, scaled_square
+from ditron_train.optim.plans import plan_products
+from ditron_train.optim.products import addmm, gram, scaled_square
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.testing import interpreter

@@ -1,0 +1,138 @@
+"""Which products of a Newton-Schulz step run by our kernels: decided once for a shape, by bits and time on this device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from ditron_train.optim.products import ProductPlan, addmm, gram, newton_schulz_step, scaled_square
+from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import log_once
+
+__all__ = ["ProductMode", "plan_products"]
+
+ProductMode = Literal["strict", "force", "native"]
+
+_MIN_ROWS = 1024  # below, the whole product is less than a wave of tiles: half of it takes as long
+_ALIGNED_ELEMENTS = 8  # rows of 16 bytes: other shapes would need padded copies, at which cuBLAS chooses otherwise
+_HEAD_START_CYCLES = 2_000_000  # about a millisecond of the GPU's clock
+_MIN_GAIN = 1.02  # a kernel must win by more than the timer's noise
+_LONG_US = 2000.0  # of one product: measured once instead of five times
+_HOST_BOUND_US = 500.0  # of one step on the device: below, the host's time for launches may be what counts
+_COEFFICIENTS = (4.0848, -6.8946, 2.9270)
+
+_plans: dict[tuple, ProductPlan] = {}
+_NATIVE = ProductPlan(False, False, False, "native products were asked for")
+_FORCED = ProductPlan(True, True, True, "our products were asked for")
+
+
+def _device_us(function: Callable[[], torch.Tensor], device: torch.device) -> float:
+    """Time of one call on ``device``, the best of three averages; the host is kept ahead, so its cost does not count."""
+
+    def once(repetitions: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        start.record()
+        for _ in range(repetitions):
+            function()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end) * 1e3 / repetitions
+
+    once(1)  # compiles
+    repetitions = 1 if once(1) > _LONG_US else 5
+    return min(once(repetitions) for _ in range(3))
+
+
+def _wall_us(function: Callable[[], torch.Tensor], device: torch.device, repetitions: int = 5) -> float:
+    """Time of one call as a program that only calls it sees it, host included; the best of three averages."""
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            function()
+        torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - start) * 1e6 / repetitions)
+    return min(times)
+
+
+def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> ProductPlan:
+    """Compares bits, then times, of each product at one shape with random data.
+
+    Native's X is a transposed view in the first step of a matrix with more rows than columns, and contiguous later: ours
+    must have the bits of both. Launches of ours cost the host more than torch's: where a step is short, it is timed as a
+    whole too, and cuBLAS keeps it if that loses.
+    """
+    a, b, c = _COEFFICIENTS
+    generator = torch.Generator(device=device).manual_seed(1)
+    x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
+    native_xs = [x, x.t().contiguous().t()] if transposed else [x]
+    a_matrix = x @ x.mT
+    natives = (
+        lambda x: x @ x.mT,
+        lambda x: torch.addmm(a_matrix, a_matrix, a_matrix, beta=b, alpha=c),
+        lambda x: torch.addmm(x, a_matrix, x, beta=a),
+    )
+    ours = (
+        lambda: gram(x),
+        lambda: scaled_square(a_matrix, b, c),
+        lambda: addmm(x, a_matrix, x, alpha=1.0, beta=a),
+    )
+    uses, words, step_us = [], [], 0.0
+    for name, native, our in zip(("gram", "square", "update"), natives, ours):
+        result = our()
+        if not all(torch.equal(native(native_x), result) for native_x in native_xs):
+            uses.append(False)
+            words.append(f"{name}: other bits")
+            continue
+        our_us = _device_us(our, device)
+        gain = _device_us(lambda: native(x), device) / our_us  # noqa: B023  (called in this turn)
+        step_us += our_us
+        uses.append(gain >= _MIN_GAIN)
+        words.append(f"{name}: {gain:.2f}x")
+    plan = ProductPlan(*uses, reason=", ".join(words))
+    if not any(uses) or step_us > _HOST_BOUND_US:
+        return plan
+    gain = _wall_us(lambda: newton_schulz_step(x, a, b, c, _NATIVE), device) / _wall_us(
+        lambda: newton_schulz_step(x, a, b, c, plan), device
+    )
+    words.append(f"with the host: {gain:.2f}x")
+    return ProductPlan(*(use and gain > 1.0 for use in uses), reason=", ".join(words))
+
+
+def plan_products(
+    m: int, n: int, dtype: torch.dtype, device: torch.device, mode: ProductMode = "strict", *, transposed: bool = False
+) -> ProductPlan:
+    """Decides, once for a shape, which products of an [m, n] step (m <= n) run by our kernels.
+
+    ``strict``: those whose bits equal cuBLAS's and whose time is lower, both seen on this device with random data.
+    ``force``: all. ``native``: none. The choice cannot make ranks differ, since it does not change bits. ``transposed``:
+    the matrix has more rows than columns, so native begins with a transposed view.
+
+    Raises:
+        NotSupportedError: An unknown mode, or ``force`` where there is no kernel.
+    """
+    if mode == "native":
+        return _NATIVE
+    if mode == "force":
+        kernel_target(device)
+        return _FORCED
+    if mode != "strict":
+        raise NotSupportedError(f"mode {mode!r} is not strict, force or native")
+    if device.type != "cuda" or is_interpreter():
+        return ProductPlan(False, False, False, "no GPU: whole products of torch")
+    if dtype not in (torch.bfloat16, torch.float16) or m < _MIN_ROWS or m % _ALIGNED_ELEMENTS or n % _ALIGNED_ELEMENTS:
+        return ProductPlan(False, False, False, "a type, size or alignment that cuBLAS serves better")
+    key = (m, n, dtype, device.index if device.index is not None else torch.cuda.current_device(), transposed)
+    if key not in _plans:
+        if torch.cuda.is_current_stream_capturing():
+            return ProductPlan(False, False, False, "not measured before the CUDA graph capture began")
+        with torch.cuda.device(device):
+            _plans[key] = _measure(m, n, dtype, torch.device("cuda", key[3]), transposed)
+        log_once(f"newton_schulz {key}", f"Newton-Schulz {m} x {n}: {_plans[key].reason}", name="ditron_train.optim")
+    return _plans[key]
