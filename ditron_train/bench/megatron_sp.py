@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +20,23 @@ from ditron_train.testing import megatron_cpu
 __all__ = ["attention_rows"]
 
 _LENGTHS = (16384, 32768, 65536)
+
+
+_DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+@contextlib.contextmanager
+def _attention(deterministic: bool) -> Iterator[None]:
+    """What Transformer Engine's attentions built here do in backward: they read the environment once, when they are built."""
+    before = os.environ.get(_DETERMINISM)
+    os.environ[_DETERMINISM] = "0" if deterministic else "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DETERMINISM]
+        else:
+            os.environ[_DETERMINISM] = before
 
 
 def _build(session: BenchSession, ours: bool) -> torch.nn.Module:
@@ -43,40 +62,54 @@ def _build(session: BenchSession, ours: bool) -> torch.nn.Module:
     return layer.cuda(session.device).to(torch.bfloat16)
 
 
+def _pair(session: BenchSession, deterministic: bool) -> dict[str, torch.nn.Module]:
+    """Native and ours, with the same weights."""
+    with _attention(deterministic):
+        layers = {"native": _build(session, False), "ditron": _build(session, True)}
+    layers["ditron"].load_state_dict(layers["native"].state_dict())
+    return layers
+
+
 def attention_rows(session: BenchSession) -> Iterator[Row]:
-    """Forward, and forward + backward, of the layer at each length that fits (deterministic attention takes much memory)."""
+    """Forward, and forward + backward, of the layer at each length that fits.
+
+    Bits are compared with deterministic attention (its backward takes memory that grows with the square of the length:
+    where it does not fit, the length is left out), times with the attention that Megatron uses by default.
+    """
     parallel_state.initialize_model_parallel(context_parallel_size=session.world_size)
     try:
-        layers = {"native": _build(session, False), "ditron": _build(session, True)}
-        layers["ditron"].load_state_dict(layers["native"].state_dict())
+        exact, fast = _pair(session, True), _pair(session, False)
         for length in _LENGTHS:
-            yield from _rows_of(session, layers, length)
+            yield from _rows_of(session, exact, fast, length)
     finally:
         restore()
         parallel_state.destroy_model_parallel()
 
 
-def _rows_of(session: BenchSession, layers: dict[str, torch.nn.Module], length: int) -> Iterator[Row]:
+def _rows_of(
+    session: BenchSession, exact: dict[str, torch.nn.Module], fast: dict[str, torch.nn.Module], length: int
+) -> Iterator[Row]:
     generator = torch.Generator(session.device).manual_seed(session.rank)
     shape = (length // session.world_size, 1, 8192)
     x, grad = (torch.empty(shape, device=session.device, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
 
-    def forward(name: str) -> list[torch.Tensor]:
+    def forward(layer: torch.nn.Module) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [layers[name](x, attention_mask=None)[0]]
+            return [layer(x, attention_mask=None)[0]]
 
-    def forward_backward(name: str) -> list[torch.Tensor]:
+    def forward_backward(layer: torch.nn.Module) -> list[torch.Tensor]:
         leaf = x.detach().requires_grad_()
-        y, _ = layers[name](leaf, attention_mask=None)
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)]
+        y, _ = layer(leaf, attention_mask=None)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *layer.parameters()], grad)]
 
     for direction, body in (("forward", forward), ("forward_backward", forward_backward)):
         what = f"attention layer, {direction}, {length} tokens"
-        if not all(session.attempt(f"{what}, {name}", lambda index, n=name: body(n)) for name in ("native", "ditron")):
+        if not all(session.attempt(f"{what}, {name}", lambda index, one=layer: body(one)) for name, layer in exact.items()):
             torch.cuda.empty_cache()
             continue
-        equal = session.equal(body("ditron"), body("native"))
-        timings = session.measure({name: lambda index, n=name: body(n) for name in layers})
+        equal = session.equal(body(exact["ditron"]), body(exact["native"]))
+        torch.cuda.empty_cache()
+        timings = session.measure({name: lambda index, one=layer: body(one) for name, layer in fast.items()})
         yield Row(
             op="attention_layer",
             direction=direction,
