@@ -15,14 +15,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    from ditron_train.bench.document import picture_path, render
+    from ditron_train.bench.document import picture_path, render, roofline_path
     from ditron_train.bench.pictures import draw_speedups
+    from ditron_train.bench.roofline import draw_roofline, has_roofline
     from ditron_train.bench.rows import RESULTS, read_results
 
     if not arguments.check:
         for path in sorted((ROOT / RESULTS).glob("*/*.json")):
             stamp, rows = read_results(path)
             draw_speedups(rows, stamp, ROOT / picture_path(path.relative_to(ROOT)))
+            if has_roofline(rows):
+                draw_roofline(rows, stamp, ROOT / roofline_path(path.relative_to(ROOT)))
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     current = render(text, ROOT)

@@ -15,7 +15,7 @@ from ditron_train.bench.tables import markdown_table
 from ditron_train.runtime.settings import SETTINGS
 from ditron_train.runtime.versions import SUPPORTED
 
-__all__ = ["PICTURES", "picture_path", "render"]
+__all__ = ["PICTURES", "picture_path", "render", "roofline_path"]
 
 PICTURES = Path("benchmarks") / "pictures"
 
@@ -23,6 +23,11 @@ PICTURES = Path("benchmarks") / "pictures"
 def picture_path(result: Path) -> Path:
     """Where the picture of a results file lies, relative to the root: ``benchmarks/pictures/<device>x<count>-<bench>.png``."""
     return PICTURES / f"{result.parent.name}-{result.stem}.png"
+
+
+def roofline_path(result: Path) -> Path:
+    """Likewise for the roofline of results that have one."""
+    return PICTURES / f"{result.parent.name}-{result.stem}-roofline.png"
 
 
 def render(text: str, root: Path) -> str:
@@ -77,6 +82,9 @@ def _section(path: Path, root: Path) -> str:
     picture = picture_path(path.relative_to(root))
     if (root / picture).exists():
         lines += ["", f"![speed over native]({picture.as_posix()})"]
+    roofline = roofline_path(path.relative_to(root))
+    if (root / roofline).exists():
+        lines += ["", f"![roofline]({roofline.as_posix()})"]
     return "\n".join(lines)
 
 

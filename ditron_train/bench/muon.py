@@ -1,7 +1,8 @@
 """Benchmark of Muon: Newton-Schulz iterations on one GPU, and whole steps, sharded by matrices on several.
 
-Native is the published algorithm in torch's operators (cuBLAS products); the peer is ``torch.compile`` of it. The limit
-takes half of the time of the two symmetric products away, since half of each determines the other, and nothing else.
+Native is the published algorithm in torch's operators (cuBLAS products); the peer is ``torch.compile`` of it. The limit is
+native's time over the ceiling of symmetry: half of two of the three products determines the other half, nothing else is
+saved. TFLOP/s count the operations of the whole algorithm, whoever computes less of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.roofline import newton_schulz_flops, symmetry_ceiling
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
 from ditron_train.optim import Muon, newton_schulz
@@ -26,13 +28,23 @@ __all__ = ["add_arguments", "run"]
 
 _PARTS = ("newton_schulz", "muon_step")
 _RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
-_SIZES = (1024, 2048, 4096, 8192)
+_SIZES = (1024, 2048, 4096, 8192, 16384)
 _QKV = (512, 128, 128)  # rows of q, k and v in a group: 4 heads of 128 share one key and value head
 _LR = 0.01
+_LONG_S = 0.5  # about what one contender may take in one measurement
+_NATIVE_FLOPS = 6e14  # a second, to guess how long it will take
 
 # Matrices of one layer: rows and columns as stored, gate and up projection together.
 _ATTENTION = [(8 * sum(_QKV), 4096), (4096, 4096)]
 _FFN = [(2 * 14336, 4096), (4096, 14336)]
+# Every matrix that Muon steps there; Mixtral's attention and each of its experts have the shapes of LLaMA-8B.
+_MODEL_MATRICES = (
+    ("LLaMA-8B q, o", 4096, 4096),
+    ("LLaMA-8B k, v", 1024, 4096),
+    ("LLaMA-8B fc1", 28672, 4096),
+    ("LLaMA-8B fc2", 4096, 14336),
+    ("Mixtral-8x7B router", 8, 4096),
+)
 _MODELS = {"LLaMA-8B": (_ATTENTION + _FFN, 8), "Mixtral-8x7B": (_ATTENTION + 8 * _FFN, 2)}
 
 
@@ -65,7 +77,9 @@ def _matrices(arguments: argparse.Namespace, session: BenchSession) -> list[tupl
         return [("custom", rows, columns) for rows, columns in arguments.shape]
     sizes = _SIZES if session.device.type == "cuda" else (64,)
     table = [(name, size, int(size * ratio) // 128 * 128 or size) for name, ratio in _RATIOS.items() for size in sizes]
-    return [entry for entry in table if not arguments.model or entry[0] in arguments.model]
+    if session.device.type == "cuda":
+        table += _MODEL_MATRICES
+    return [entry for entry in table if not arguments.model or entry[0].split()[0] in arguments.model]
 
 
 def _models(arguments: argparse.Namespace, session: BenchSession) -> dict[str, tuple[list[tuple[int, int]], int]]:
@@ -79,15 +93,9 @@ def _normal(shape: tuple[int, ...], session: BenchSession, seed: int) -> torch.T
     return torch.empty(shape, device=session.device).normal_(generator=generator)
 
 
-def _product_contenders(grad: torch.Tensor) -> dict[str, Callable[[int], object]]:
-    """The three products of a step by cuBLAS, for the limit."""
-    x = (grad / grad.norm()).bfloat16()
-    x = x.mT.contiguous() if x.shape[0] > x.shape[1] else x
-    gram = x @ x.mT
-    return {
-        "gram": lambda index: x @ x.mT,
-        "square": lambda index: torch.addmm(gram, gram, gram, alpha=2.9270, beta=-6.8946),
-    }
+def _most(flops: float) -> int:
+    """Repetitions of what takes native this many operations."""
+    return max(2, int(_LONG_S * _NATIVE_FLOPS / flops))
 
 
 def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int, *, with_peer: bool) -> Row:
@@ -103,14 +111,14 @@ def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int
     contenders: dict[str, Callable[[int], object]] = {
         "native": lambda index: reference_newton_schulz(pick(index)),
         "ditron": ours,
-        **_product_contenders(grads[0]),
     }
     if with_peer and session.device.type == "cuda":
         compiled = torch.compile(reference_newton_schulz)
         if session.attempt("torch.compile", lambda index: compiled(pick(index))):
             contenders["peer"] = lambda index: compiled(pick(index))
     equal = all(session.equal([ours(i)], [reference_newton_schulz(pick(i))]) for i in range(len(grads)))
-    timings = session.measure(contenders)
+    flops = newton_schulz_flops(rows, columns)
+    timings = session.measure(contenders, most=_most(flops))
     native_us = timings["native"].median_us
     return Row(
         op="newton_schulz",
@@ -123,9 +131,10 @@ def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int
         ditron_us=timings["ditron"].median_us,
         bitwise_equal=equal,
         comm_sms=0,
-        limit_us=native_us - 5 * (timings["gram"].median_us + timings["square"].median_us) / 2,
+        limit_us=native_us / symmetry_ceiling(rows, columns),
         peer="torch.compile" if "peer" in timings else None,
         peer_us=timings["peer"].median_us if "peer" in timings else None,
+        tflops=flops / timings["ditron"].median_us / 1e6,
         spread=max(timings["native"].spread, timings["ditron"].spread),
     )
 
@@ -161,7 +170,9 @@ def _step_row(session: BenchSession, model: str, layer: list[tuple[int, int]], n
     optimizer.step()
     native_step(0)
     equal = session.equal([param.detach() for param in ours], native)
-    timings = session.measure({"native": native_step, "ditron": lambda index: optimizer.step()})
+    flops = num_layers * sum(_layer_flops(shape, qkv if shape[0] == qkv_rows else None) for shape in layer)
+    contenders = {"native": native_step, "ditron": lambda index: optimizer.step()}
+    timings = session.measure(contenders, most=_most(flops / session.world_size))
     return Row(
         op="muon_step",
         direction="forward",
@@ -173,5 +184,14 @@ def _step_row(session: BenchSession, model: str, layer: list[tuple[int, int]], n
         ditron_us=timings["ditron"].median_us,
         bitwise_equal=equal,
         comm_sms=0,
+        tflops=flops / timings["ditron"].median_us / 1e6,
         spread=max(timings["native"].spread, timings["ditron"].spread),
     )
+
+
+def _layer_flops(shape: tuple[int, int], qkv: tuple[int, ...] | None) -> float:
+    """Operations of one matrix's iteration; q, k and v are orthogonalised apart."""
+    if qkv is None:
+        return newton_schulz_flops(*shape)
+    groups = shape[0] // sum(qkv)
+    return sum(newton_schulz_flops(groups * rows, shape[1]) for rows in qkv)

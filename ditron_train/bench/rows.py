@@ -37,6 +37,7 @@ class Row:
         peer_us: Its time.
         wire_gbps: Bytes that cross a link, per second of ours (10^9).
         logical_gbps: Bytes in the convention of the field's tables, where it differs from ``wire_gbps``.
+        tflops: Operations of the whole algorithm (products that ours computes by half count whole), per second of ours (10^12).
         spread: Largest relative difference between the two measurements of one of the columns.
     """
 
@@ -57,6 +58,7 @@ class Row:
     peer_us: float | None = None
     wire_gbps: float | None = None
     logical_gbps: float | None = None
+    tflops: float | None = None
     spread: float | None = None
 
     @property

@@ -45,12 +45,14 @@ class BenchSession:
         self.rows: list[Row] = []
         self._arguments = arguments
 
-    def measure(self, contenders: Mapping[str, Contender], group: dist.ProcessGroup | None = None) -> dict[str, Timing]:
-        """``timing.measure`` with the repetitions that the command line asks for."""
-        arguments = self._arguments
-        return measure(
-            contenders, group=group, device=self.device, repetitions=arguments.repetitions, warmup=arguments.warmup
+    def measure(
+        self, contenders: Mapping[str, Contender], group: dist.ProcessGroup | None = None, *, most: int | None = None
+    ) -> dict[str, Timing]:
+        """``timing.measure`` with the repetitions that the command line asks for, at most ``most`` for what is long."""
+        repetitions, warmup = (
+            number if most is None else min(number, most) for number in (self._arguments.repetitions, self._arguments.warmup)
         )
+        return measure(contenders, group=group, device=self.device, repetitions=repetitions, warmup=warmup)
 
     def num_input_sets(self, set_bytes: int) -> int:
         """``timing.num_input_sets`` on this rank's device."""

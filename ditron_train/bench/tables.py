@@ -45,6 +45,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("peer ms", lambda row: _ms(row.peer_us)),
     ("against peer", lambda row: _ratio(row.peer_speedup)),
     ("GB/s", lambda row: "" if row.wire_gbps is None else f"{row.wire_gbps:.0f}"),
+    ("TFLOP/s", lambda row: "" if row.tflops is None else f"{row.tflops:.0f}"),
     ("SMs", lambda row: str(row.comm_sms)),
     ("spread", lambda row: _percent(row.spread)),
 )
