@@ -40,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="compare every op with native, bit for bit (under torchrun)", add_help=False)
     verify.set_defaults(function=_verify)
 
+    postmortem = commands.add_parser("postmortem", help="name the first rank that diverged, after a failure", add_help=False)
+    postmortem.set_defaults(function=_postmortem)
+
     trace = commands.add_parser("trace", help="draw what overlaps, or the order in which tiles run and chunks travel")
     what = trace.add_mutually_exclusive_group(required=True)
     what.add_argument("--op", choices=("ag_gemm", "gemm_rs", "layer"), help="run it (under torchrun): traces and a picture")
@@ -108,6 +111,10 @@ def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     os.environ.setdefault("DITRON_POLICY", "bits")  # compare ours where it is slower here, too
     return _run_tool("verify", "ditron_train.verify.run", rest)
+
+
+def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    return _run_tool("postmortem", "ditron_train.postmortem.run", rest)
 
 
 def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:

@@ -37,6 +37,7 @@ import torch
 from ditron_train.pp.mailbox import Mailbox
 from ditron_train.pp.messages import LANE_NAMES, Header, fragment_ends, num_bytes_of
 from ditron_train.runtime.errors import DitronError, MismatchError, NotSupportedError, PeerTimeoutError
+from ditron_train.runtime.records import note_error
 from ditron_train.stream import put, stream_notify, stream_wait
 from ditron_train.stream.waits import cyclic_difference
 from ditron_train.symm.arena import SymmetricArena
@@ -114,6 +115,7 @@ class PipelineChannel(Channel):
         """
         if self._raised is None and self.mailbox.failed:
             self._raised = self._error_of_all()
+            note_error(self._raised, self.arena.group_name)
         if self._raised is not None:
             raise self._raised
         super().check()

@@ -15,6 +15,7 @@ from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.records import records_of
 from ditron_train.runtime.settings import get_settings
 from ditron_train.stream import driver, waits_can_be_released
 from ditron_train.symm.arena import get_arena
@@ -59,6 +60,7 @@ class PipelineContext:
             raise NotSupportedError("a pipeline of one stage has no neighbours to send to")
         if self.device.type == "cuda" and not driver.has_driver():
             raise NotSupportedError("messages by copy engine need cuda-bindings: pip install 'ditron_train[cuda]'")
+        self.records = records_of(group.group_name, dist.get_process_group_ranks(group))
         self.next_rank = (self.rank + 1) % self.world_size
         self.previous_rank = (self.rank - 1) % self.world_size
         nodes = exchange(group, _node())

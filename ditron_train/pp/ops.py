@@ -14,6 +14,7 @@ from ditron_train.runtime.errors import NotSupportedError
 
 __all__ = ["Handle", "exchange"]
 
+_NAMES = ("send_next", "send_prev", "recv_prev", "recv_next")
 _SENDS = (("send_next", FORWARD), ("send_prev", BACKWARD))
 _RECEIVES = (("recv_prev", FORWARD), ("recv_next", BACKWARD))
 
@@ -84,6 +85,8 @@ def exchange(
         PeerTimeoutError, MismatchError: Recorded by any rank of the node since the last call.
         NotSupportedError: A message is larger than a slot and the context has no network.
     """
+    given = (send_next, send_prev, recv_prev, recv_next)
+    context.records.record_own("exchange", *(word for name, one in zip(_NAMES, given) if one is not None for word in (name, tuple(one.shape))))
     context.check()
     sends = {FORWARD: send_next, BACKWARD: send_prev}
     expected = {FORWARD: recv_prev, BACKWARD: recv_next}

@@ -139,6 +139,15 @@ SETTINGS: tuple[Setting, ...] = (
         "Expert parallel without a host sync: rows that a rank has room for, as a multiple of those it gets when routing is "
         "even. More is an error on every rank, never dropped. Unset: exact sizes, one host sync a layer, as natively.",
     ),
+    Setting(
+        "postmortem",
+        "DITRON_POSTMORTEM",
+        str,
+        None,
+        "folder, off",
+        "Where each rank keeps its last 1,000 calls, whatever ends it; `python -m ditron_train postmortem` reads them. Across "
+        "nodes a folder that they share. Unset: a temporary folder, emptied at a normal end.",
+    ),
 )
 
 
@@ -154,6 +163,7 @@ class Settings:
     ep_capacity: float | None
     policy: str
     plan: str | None
+    postmortem: str | None
 
 
 def get_settings() -> Settings:

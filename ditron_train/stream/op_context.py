@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ditron_train.lang.agree import agree_kernel
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.records import records_of
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
@@ -44,6 +45,7 @@ class OpContext:
         self._fork_event = torch.cuda.Event() if self.is_cuda else None
         self._join_event = torch.cuda.Event() if self.is_cuda else None
         self._first_epoch = first_epoch
+        self._records = records_of(self.arena.group_name, dist.get_process_group_ranks(self.group))
         self._channels: list[Channel] = []
         self._last_stream: torch.cuda.Stream | None = None
         self._last_was_capturing = False
@@ -67,8 +69,14 @@ class OpContext:
         self._channels.append(channel)
         return channel
 
-    def enter(self) -> None:
-        """Start of every op: raises what an earlier op recorded, and orders this stream behind the last one's."""
+    def enter(self, op: str = "op", *details: Hashable) -> None:
+        """Start of every op: raises what an earlier op recorded, and orders this stream behind the last one's.
+
+        Args:
+            op: Name for the record of the call (``runtime.records``).
+            details: What all ranks of the group call it with alike, such as shapes.
+        """
+        self._records.record(op, *details)
         for channel in self._channels:
             channel.check()
         if self.is_cuda:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ditron_train.runtime.errors import DitronError, MismatchError, NotSupportedError, PeerTimeoutError
+from ditron_train.runtime.records import note_error
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.control import (
@@ -128,6 +129,7 @@ class Channel:
         """
         if self._error is None and self._record_words[RECORD_STATE] != 0:
             self._error = self._build_error()
+            note_error(self._error, self.arena.group_name)
         if self._error is not None:
             raise self._error
 

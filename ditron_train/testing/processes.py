@@ -120,6 +120,7 @@ def _worker_env(
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
         DITRON_TEST_STORE=os.path.join(directory, "store"),
+        DITRON_POSTMORTEM=directory,
     )
     if sys.platform.startswith("linux"):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -108,7 +108,7 @@ def ag_gemm(
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
-    context.enter()
+    context.enter("ag_gemm", x.shape if row_counts is None else tuple(row_counts), weight.shape, x.dtype)
     key = ("ag_gemm", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
            row_counts and tuple(row_counts), plan)  # fmt: skip
     prepared = context.prepared.get(key)
@@ -150,7 +150,7 @@ def start_all_gather(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
-    context.enter()
+    context.enter("all_gather", x.shape if row_counts is None else tuple(row_counts), x.dtype)
     key = ("all_gather", x.shape, x.dtype, x.device, row_counts and tuple(row_counts))
     prepared = context.prepared.get(key)
     if prepared is None:
@@ -196,7 +196,7 @@ def gemm_rs(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
-    context.enter()
+    context.enter("gemm_rs", x.shape, weight.shape, x.dtype)
     key = ("gemm_rs", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
            row_counts and tuple(row_counts))  # fmt: skip
     prepared = context.prepared.get(key)
@@ -243,7 +243,7 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
     """
-    context.enter()
+    context.enter("reduce_scatter", partial.shape, partial.dtype)
     if not can_copy(context):
         raise NotSupportedError("reduce_scatter by copy engines needs cuda-bindings: pip install 'ditron_train[cuda]'")
     key = ("reduce_scatter", partial.shape, partial.dtype, partial.device)

@@ -1,0 +1,230 @@
+"""The last calls of every rank, kept where the death of the process cannot take them: for ``python -m ditron_train postmortem``.
+
+Each rank writes one record for each op it calls into a ring in a file that it has mapped: some 0.6 us, no system call. What
+is written stays, whatever ends the process: an error, a signal, ``kill -9``. At a normal end a file in the default
+folder is removed. See ``DITRON_POSTMORTEM``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import mmap
+import os
+import re
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.settings import get_settings
+
+__all__ = [
+    "CAPACITY",
+    "FILE_PATTERN",
+    "HEADER_BYTES",
+    "MAGIC",
+    "SLOT",
+    "OpRecords",
+    "note_error",
+    "records_of",
+]
+
+CAPACITY = 1000
+MAGIC = b"ditron_train records 1\n"
+HEADER_BYTES = 1 << 15
+FILE_PATTERN = "rank*.records"
+#: Position in the whole run (from 1; 0: empty), number within the group (from 1), time in ns, group, compared, text.
+SLOT = struct.Struct("<QQQHB133s")
+
+_TEXT_BYTES = 133
+_MAX_TEXTS = 4096
+_OFF = "off"
+
+
+class _Ring:
+    """The file of this process."""
+
+    def __init__(self, folder: Path, *, keep: bool) -> None:
+        self.path = folder / f"rank{_rank()}.records"
+        self._keep = keep
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with open(partial, "w+b") as file:  # a new file: of an earlier run's, another process may hold a map
+            file.truncate(HEADER_BYTES + CAPACITY * SLOT.size)
+            self.memory = mmap.mmap(file.fileno(), 0)
+        os.replace(partial, self.path)
+        self.positions = itertools.count(1)
+        self._header: dict[str, Any] = {
+            "rank": _rank(), "world_size": _world_size(), "host": socket.gethostname(), "pid": os.getpid(),
+            "started_s": time.time(), "state": "running", "error": None, "groups": [],
+        }  # fmt: skip
+        self._write_header()
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._uncaught
+        atexit.register(self._end)
+
+    def add_group(self, name: str, ranks: Sequence[int]) -> int:
+        self._header["groups"].append([name, _spans(ranks)])
+        self._write_header()
+        return len(self._header["groups"]) - 1
+
+    def note(self, kind: str, text: str, group: str | None, missing_rank: int | None) -> None:
+        if self._header["error"] is not None:
+            return  # the first says most
+        self._header["error"] = {"kind": kind, "text": text[:4000], "time_ns": time.time_ns(), "group": group,
+                                 "missing_rank": missing_rank}  # fmt: skip
+        self._header["state"] = "raised"
+        self._keep = True
+        self._write_header()
+
+    def _write_header(self) -> None:
+        text = MAGIC + json.dumps(self._header).encode() + b"\n"
+        if len(text) > HEADER_BYTES:
+            self._header["groups"] = [[name, []] for name, _ in self._header["groups"]]
+            text = MAGIC + json.dumps(self._header).encode() + b"\n"
+        self.memory[: len(text)] = text[:HEADER_BYTES]
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not issubclass(kind, DitronError):  # those are noted where they are found
+            self.note(kind.__name__, str(error), None, None)
+        self._previous_hook(kind, error, traceback)
+
+    def _end(self) -> None:
+        if self._header["state"] == "running":
+            self._header["state"] = "ended"
+            self._write_header()
+        if not self._keep and self.path.exists():
+            self.path.unlink()
+
+
+class OpRecords:
+    """Records of the ops of one process group, numbered in the order of their calls.
+
+    Args:
+        ring: The file, or None where nothing is to be recorded.
+        group_id: The group's place in the file's header.
+    """
+
+    def __init__(self, ring: _Ring | None, group_id: int) -> None:
+        self._ring = ring
+        self._group_id = group_id
+        self._numbers = itertools.count(1)
+        self._texts: dict[tuple, bytes] = {}
+
+    def record(self, op: str, *details: Hashable) -> None:
+        """One call: all ranks of the group make the same calls, of equal ``details``, in the same order."""
+        self._write(1, (op, *details))
+
+    def record_own(self, op: str, *details: Hashable) -> None:
+        """One call of an op that each rank calls in its own way, such as the stages of a pipeline."""
+        self._write(0, (op, *details))
+
+    def _write(self, compared: int, call: tuple) -> None:
+        ring = self._ring
+        if ring is None:
+            return
+        text = self._texts.get(call)
+        if text is None:
+            text = self._encode(call)
+        position = next(ring.positions)
+        SLOT.pack_into(
+            ring.memory, HEADER_BYTES + position % CAPACITY * SLOT.size,
+            position, next(self._numbers), time.time_ns(), self._group_id, compared, text,
+        )  # fmt: skip
+
+    def _encode(self, call: tuple) -> bytes:
+        if len(self._texts) >= _MAX_TEXTS:
+            self._texts.clear()
+        text = " ".join(_word(part) for part in call).encode()[:_TEXT_BYTES]
+        self._texts[call] = text
+        return text
+
+
+def _word(part: Hashable) -> str:
+    if isinstance(part, tuple):
+        return "x".join(map(str, part)) or "()"
+    return str(part).removeprefix("torch.")
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _spans(ranks: Sequence[int]) -> list[Any]:
+    """``["range", start, stop, step]`` where that says it; else the ranks."""
+    listed = list(ranks)
+    if len(listed) > 1:
+        step = listed[1] - listed[0]
+        if step > 0 and listed == list(range(listed[0], listed[-1] + 1, step)):
+            return ["range", listed[0], listed[-1] + 1, step]
+    return listed
+
+
+def _default_folder() -> Path:
+    words = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_PORT")]
+    job = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(word for word in words if word)) or "alone"
+    return Path(tempfile.gettempdir()) / f"ditron_postmortem-{os.getuid()}" / job
+
+
+_ring: _Ring | None = None
+_ring_failed = False
+_records: dict[str, OpRecords] = {}
+
+
+def _open_ring() -> _Ring | None:
+    """The ring of this process; None where it is switched off or its folder cannot be written (one log line)."""
+    global _ring, _ring_failed
+    if _ring is not None or _ring_failed:
+        return _ring
+    named = get_settings().postmortem
+    if named == _OFF:
+        return None
+    folder = Path(named) if named else _default_folder()
+    try:
+        _ring = _Ring(folder, keep=named is not None)
+    except OSError as error:
+        _ring_failed = True
+        get_logger("records").warning("no records of the last ops: cannot write into %s: %s", folder, error.strerror)
+    return _ring
+
+
+def records_of(group_name: str, ranks: Sequence[int]) -> OpRecords:
+    """The records of a group; one object for all rooms, so that its calls are numbered through.
+
+    Args:
+        group_name: The same on all of its ranks.
+        ranks: Global ranks in the order of group ranks.
+    """
+    found = _records.get(group_name)
+    if found is None:
+        ring = _open_ring()
+        found = _records[group_name] = OpRecords(ring, ring.add_group(group_name, ranks) if ring is not None else 0)
+    return found
+
+
+def note_error(error: DitronError, group_name: str) -> None:
+    """Puts what an op has raised into this rank's file, and says once where it lies."""
+    ring = _ring
+    if ring is None:
+        return
+    ring.note(type(error).__name__, str(error), group_name, getattr(error, "missing_rank", None))
+    get_logger("records").error(
+        "the last calls of this rank are in %s: python -m ditron_train postmortem %s", ring.path, ring.path.parent
+    )
