@@ -1,8 +1,7 @@
 """Ulysses attention: ``--context-parallel-size N --cp-comm-type a2a`` (feature ``sp``).
 
 megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. Where nothing
-stands between a projection and its exchange (no norm of q and k, no output gate, no tensor parallelism), the two are
-fused; RoPE then comes after the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else
+stands between a projection and its exchange (no norm of q and k, no output gate), the two are fused; RoPE then comes after the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else
 the exchange alone is ours. Causal masks are made by the attention; a mask that is passed with them is not looked at, as
 Transformer Engine does.
 """
@@ -22,17 +21,17 @@ from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 
 from ditron_train.megatron.routing import log_native
+from ditron_train.megatron.sp_linears import LocalLinears
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
-from ditron_train.megatron.wgrad import NativeWgrad
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp import SPContext, output_projection, qkv_projection
+from ditron_train.sp import SPContext
 
 __all__ = ["DitronDotProductAttention", "DitronSelfAttention", "class_map", "stop"]
 
@@ -185,40 +184,6 @@ def _calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[t
             module.forward = before
 
 
-class LocalLinears:
-    """How the projections of the local spec are covered: their reasons against it, their input, their weight gradients."""
-
-    @staticmethod
-    def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
-        """Why these two layers cannot be fused with the exchanges, or None."""
-        if not (isinstance(qkv, ColumnParallelLinear) and isinstance(out, RowParallelLinear)):
-            return f"projections are {type(qkv).__name__} and {type(out).__name__}"
-        if qkv.explicit_expert_comm or qkv.config._cpu_offloading_context is not None:
-            return "expert communication or CPU offloading is on"
-        if getattr(qkv, "skip_bias_add", False) and qkv.bias is not None:
-            return "the bias of q, k and v is not added by their layer"
-        return None
-
-    @staticmethod
-    def project_qkv(layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
-        """q, k and v of this rank's heads."""
-        wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
-        layout = shape.qkv_layout(context.world_size)
-        return qkv_projection(x, layer.weight, context=context, layout=layout, bias=layer.bias, wgrad=wgrad)
-
-    @staticmethod
-    def project_out(
-        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's (output, bias) for [s, b, heads of this rank, d]."""
-        wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
-        layout = shape.output_layout(context.world_size)
-        out = output_projection(attended, layer.weight, context=context, layout=layout, wgrad=wgrad)
-        if layer.skip_bias_add:
-            return out, layer.bias
-        return (out if layer.bias is None else out + layer.bias), None
-
-
 class DitronSelfAttention(SelfAttention):
     """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as inherited."""
 
@@ -253,10 +218,12 @@ class DitronSelfAttention(SelfAttention):
             log_native("sp projections", reason)
             return None
         group = self.core_attention.cp_group
-        shape = self._shape()
-        if hidden_states.shape[0] % 2:
+        length = hidden_states.shape[0] * (self.world_size if self.config.sequence_parallel else 1)
+        if length % 2:
             return None  # the exchange says what is wrong
-        return route_projections(group, shape, hidden_states, self.linear_qkv.weight, self.linear_proj.weight)
+        return route_projections(
+            group, self._shape(), (length, *hidden_states.shape[1:]), self.linear_qkv.weight, self.linear_proj.weight, hidden_states
+        )
 
     def _why_not_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """What stands between a projection and its exchange, or is not training on one packed batch, in this call."""
@@ -264,8 +231,8 @@ class DitronSelfAttention(SelfAttention):
         others = {name for name, value in kwargs.items() if value is not None and name != "rotary_pos_emb"}
         if any(value is not None for value in args) or others:
             return f"the attention is called with {', '.join(sorted(others)) or 'positional options'}"
-        if self.world_size > 1:
-            return "tensor parallelism is on: the exchanges alone are ours"
+        if self.world_size > 1 and config.num_query_groups < self.world_size:
+            return "tensor parallel ranks share query groups: the exchanges alone are ours"
         for norm in (self.q_layernorm, self.k_layernorm):
             if norm is not None and not isinstance(norm, IdentityOp):
                 return "q and k are normalised before the exchange: the exchanges alone are ours"

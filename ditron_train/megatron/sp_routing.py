@@ -208,24 +208,32 @@ def _parts(
 
 
 def route_projections(
-    group: dist.ProcessGroup, shape: AttentionShape, x: torch.Tensor, weight_qkv: torch.Tensor, weight_out: torch.Tensor
+    group: dist.ProcessGroup,
+    shape: AttentionShape,
+    input_shape: tuple[int, ...],
+    weight_qkv: torch.Tensor,
+    weight_out: torch.Tensor,
+    like: torch.Tensor,
 ) -> SPContext | None:
-    """The context to run the projections of ``x`` [s / W, b, hidden] fused with their exchanges, or None."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    key = ("projections", tuple(x.shape), weight_qkv.shape, weight_out.shape, shape, x.dtype, x.device, group, autocast)
+    """The context to run the projections of an input of ``input_shape`` [s / W, b, hidden], of the type and on the device of
+    ``like``, fused with their exchanges, or None."""
+    autocast = torch.is_autocast_enabled(like.device.type)
+    key = ("projections", input_shape, weight_qkv.shape, weight_out.shape, shape, like.dtype, like.device, group, autocast)
 
     def attempt(context: SPContext) -> str | None:
         """Asks the policy, with both projections and all their gradients on random data."""
         if autocast:
             return "autocast is on"
-        if weight_qkv.dtype != x.dtype or weight_out.dtype != x.dtype:
-            return f"the input is {x.dtype}, the weights are {weight_qkv.dtype} and {weight_out.dtype}"
+        if weight_qkv.dtype != like.dtype or weight_out.dtype != like.dtype:
+            return f"the input is {like.dtype}, the weights are {weight_qkv.dtype} and {weight_out.dtype}"
         world, rank = context.world_size, context.rank
         layout, out_layout = shape.qkv_layout(world), shape.output_layout(world)
-        whole = (x.shape[0] * world, x.shape[1])
-        inputs = [_normal(tuple(t.shape), x, 1 + 10 * i + rank) for i, t in enumerate((x, weight_qkv, weight_out))]
-        inputs += _parts(whole, out_layout, x, 1, 41 + rank)
-        grads = [*_parts(whole, layout, x, 1, 51 + rank), _normal((*x.shape[:2], weight_out.shape[0]), x, 61 + rank)]
+        rows = input_shape[:2]
+        whole = (rows[0] * world, rows[1])
+        shapes = (input_shape, tuple(weight_qkv.shape), tuple(weight_out.shape))
+        inputs = [_normal(one, like, 1 + 10 * i + rank) for i, one in enumerate(shapes)]
+        inputs += _parts(whole, out_layout, like, 1, 41 + rank)
+        grads = [*_parts(whole, layout, like, 1, 51 + rank), _normal((*rows, weight_out.shape[0]), like, 61 + rank)]
 
         def ours(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> list[torch.Tensor]:
             parts = qkv_projection(x, qkv, context=context, layout=layout)
@@ -240,12 +248,12 @@ def route_projections(
             return [*exchange.to_heads(*parts), torch.matmul(exchange.to_sequence(attended.flatten(2)), out.t())]
 
         decision = decide(
-            _in_words("projections", tuple(x.shape), shape, x, weight_out.shape[0]),
+            _in_words("projections", input_shape, shape, like, weight_out.shape[0]),
             lambda: _forward_backward(native, inputs, grads),
             lambda: _forward_backward(ours, inputs, grads),
             group=group,
-            device=x.device,
+            device=like.device,
         )
-        return None if decision.use_ditron else f"at {tuple(x.shape)} x {tuple(weight_qkv.shape)} {decision.reason}"
+        return None if decision.use_ditron else f"at {input_shape} x {tuple(weight_qkv.shape)} {decision.reason}"
 
-    return _decide("sp projections", key, x, group, attempt)
+    return _decide("sp projections", key, like, group, attempt)

@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from ditron_train.megatron import tp_te
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp import config_of_one_rank, exchanged, shape_of
+from ditron_train.megatron.sp_linears import overlaps_tensor_parallelism, reduced_output, shards_of
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, route_exchange
 from ditron_train.sp import SPContext, output_projection, packed_rows, qkv_projection
 
@@ -139,6 +140,8 @@ class TELinears:
             isinstance(qkv, (TEColumnParallelLinear, TELayerNormColumnParallelLinear)) and isinstance(out, TERowParallelLinear)
         ):
             return f"projections are {type(qkv).__name__} and {type(out).__name__}"
+        if overlaps_tensor_parallelism(qkv, out):
+            return "the projections overlap with tensor parallel communication: the exchanges alone are ours"
         for layer in (qkv, out):
             reason = tp_te._why_not(layer, x)
             if reason is not None:
@@ -157,7 +160,9 @@ class TELinears:
             x = normed.view(x.shape)
         bias = layer.bias if layer.use_bias and layer.apply_bias else None
         layout = shape.qkv_layout(context.world_size)
-        return qkv_projection(x, layer.weight, context=context, layout=layout, bias=bias, wgrad=tp_te._wgrad(layer))
+        return qkv_projection(
+            x, layer.weight, context=context, layout=layout, bias=bias, wgrad=tp_te._wgrad(layer), shards=shards_of(layer)
+        )
 
     @staticmethod
     def project_out(
@@ -166,6 +171,7 @@ class TELinears:
         """The layer's (output, bias) for [s, b, heads of this rank, d]."""
         layout = shape.output_layout(context.world_size)
         out = output_projection(attended, layer.weight, context=context, layout=layout, wgrad=tp_te._wgrad(layer))
+        out = reduced_output(layer, out)
         if layer.gemm_bias_unfused_add:
             out = out + layer.bias
         return out, layer.bias if layer.te_return_bias else None

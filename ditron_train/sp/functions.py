@@ -19,7 +19,7 @@ and its gradient is P^T(..) summed over the local rows, both as Megatron's own l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,17 @@ from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.ops import a2a_gemm, gemm_a2a, to_heads, to_sequence
 
-__all__ = ["Wgrad", "heads_exchange", "output_projection", "qkv_projection", "sequence_exchange"]
+__all__ = ["InputShards", "Wgrad", "heads_exchange", "output_projection", "qkv_projection", "sequence_exchange"]
+
+class InputShards(Protocol):
+    """How a tensor parallel rank holds the input of its QKV projection: what stands between ``x`` and the GEMM."""
+
+    def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to make the whole input of this rank's part of the sequence from ``x``; the result waits for it."""
+
+    def start_reduce(self, grad: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to make ``x``'s gradient from that of the whole input; the result waits for it."""
+
 
 #: Takes grad_output [rows, N] and input [rows, K]; returns the weight's gradient [N, K] (None where it kept it itself).
 Wgrad = Callable[[torch.Tensor, torch.Tensor], "torch.Tensor | None"]
@@ -55,10 +65,12 @@ class _QkvProjection(torch.autograd.Function):
         layout: HeadsLayout,
         row_table: torch.Tensor | None,
         wgrad: Wgrad,
+        shards: InputShards | None,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(x, weight)
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
-        parts = gemm_a2a(x, weight, **ctx.options)
+        ctx.shards = shards
+        parts = gemm_a2a(x if shards is None else shards.start_gather(x)(), weight, **ctx.options)
         if bias is not None:
             own = bias.view(context.world_size, layout.num_groups, -1)[context.rank]
             for part, width, part_bias in zip(parts, layout.widths, own.split(list(layout.widths), dim=1)):
@@ -70,17 +82,22 @@ class _QkvProjection(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = grad_rows = None
+        total_x = ctx.shards.start_gather(x) if needs_weight and ctx.shards is not None else lambda: x
         if needs_x:
             keep = "borrow" if needs_weight or needs_bias else "no"  # used up before the next op
             result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=keep, **ctx.options)
             grad_x, grad_rows = (result, None) if keep == "no" else result
+            if ctx.shards is not None:
+                grad_x = ctx.shards.start_reduce(grad_x)
         elif needs_weight or needs_bias:
             grad_rows = _mixed(to_sequence(grads, **ctx.options), ctx.options["layout"], ctx.options["context"].world_size)
         if needs_weight:
-            grad_weight = ctx.wgrad(grad_rows, _rows(x))
+            grad_weight = ctx.wgrad(grad_rows, _rows(total_x()))
         if needs_bias:
             grad_bias = grad_rows.sum(dim=0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        if needs_x and ctx.shards is not None:
+            grad_x = grad_x()
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _mixed(parts: Sequence[torch.Tensor], layout: HeadsLayout, world_size: int) -> torch.Tensor:
@@ -152,17 +169,20 @@ def qkv_projection(
     bias: torch.Tensor | None = None,
     row_table: torch.Tensor | None = None,
     wgrad: Wgrad | None = None,
+    shards: InputShards | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v of this rank's heads for the whole sequence; differentiable.
 
     Args:
-        x: [s / world, b, hidden], this rank's two chunks.
+        x: [s / world, b, hidden], this rank's two chunks (with ``shards`` what that makes them from).
         weight: [world * layout.num_columns, hidden], rows group by group.
         context: The group's context.
         layout: Columns of one rank (``qkv_layout``).
         bias: [world * layout.num_columns], or None.
         row_table: As ``gemm_a2a``.
         wgrad: Computes the weight's gradient; ``grad.T @ x`` where None.
+        shards: How x is held by the ranks of a tensor parallel group; None where this rank has all of it and no other needs its
+            gradient.
 
     Returns:
         One tensor a part, [s, b, heads of this rank, head size].
@@ -172,7 +192,7 @@ def qkv_projection(
     """
     if bias is not None and bias.shape != (context.world_size * layout.num_columns,):
         raise NotSupportedError(f"qkv_projection: bias {tuple(bias.shape)} for {context.world_size * layout.num_columns} columns")
-    return _QkvProjection.apply(x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad)
+    return _QkvProjection.apply(x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards)
 
 
 def output_projection(

@@ -44,8 +44,9 @@ def test_gpt_on_four_ranks():
 
 
 @pytest.mark.timeout(600)
-def test_inside_tensor_parallelism_the_exchanges_are_ours():
-    run_workers(4, sp_workers.gpt_agrees, {}, 16, False, 2, timeout_s=400)
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False, "add_bias_linear": True}], ids=["sequence", "replicas"])
+def test_inside_tensor_parallelism(options):
+    run_workers(4, sp_workers.gpt_agrees, options, 16, True, 2, timeout_s=400)
 
 
 @pytest.mark.timeout(600)

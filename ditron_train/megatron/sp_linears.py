@@ -1,0 +1,129 @@
+"""The projections of an attention with Ulysses' exchanges in them, as megatron-core's local layers compute them (feature ``sp``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from ditron_train.megatron.patching import is_redirected
+from ditron_train.megatron.sp_routing import AttentionShape
+from ditron_train.megatron.wgrad import NativeWgrad
+from ditron_train.sp import InputShards, SPContext, output_projection, qkv_projection
+
+__all__ = ["LocalLinears", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
+
+
+class _SequenceShards:
+    """Sequence parallelism: every tensor parallel rank holds its rows [s / (W * T), b, hidden]."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """All-gather over the tensor parallel group."""
+        total = x.new_empty(x.shape[0] * self._group.size(), *x.shape[1:])
+        return _when(dist.all_gather_into_tensor(total, x.contiguous(), group=self._group, async_op=True), total)
+
+    def start_reduce(self, grad: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Reduce-scatter over the tensor parallel group."""
+        own = grad.new_empty(grad.shape[0] // self._group.size(), *grad.shape[1:])
+        return _when(dist.reduce_scatter_tensor(own, grad.contiguous(), group=self._group, async_op=True), own)
+
+
+class _Replicas:
+    """No sequence parallelism: every tensor parallel rank holds all of the input."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """It is there."""
+        return lambda: x
+
+    def start_reduce(self, grad: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """All-reduce over the tensor parallel group."""
+        return _when(dist.all_reduce(grad, group=self._group, async_op=True), grad)
+
+
+def _when(work: dist.Work, result: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def finish() -> torch.Tensor:
+        work.wait()
+        return result
+
+    return finish
+
+
+def shards_of(layer: Any) -> InputShards | None:
+    """How the input of the column parallel ``layer`` (local or Transformer Engine's) is held over its tensor parallel group."""
+    group = layer.tp_group
+    if group is None or group.size() == 1:
+        return None
+    return _SequenceShards(group) if layer.sequence_parallel else _Replicas(group)
+
+
+def reduced_output(layer: Any, out: torch.Tensor) -> torch.Tensor:
+    """The partial sums of the row parallel ``layer``, added up over its tensor parallel group as native does."""
+    group = layer.tp_group
+    if group is None or group.size() == 1:
+        return out
+    reduce = reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel else reduce_from_tensor_model_parallel_region
+    return reduce(out, group=group)
+
+
+def overlaps_tensor_parallelism(*layers: Any) -> bool:
+    """Whether one of these layers has its tensor parallel communication overlapped by feature ``tp``: it cannot have both."""
+    return any(
+        layer.tp_group is not None and layer.tp_group.size() > 1 and layer.sequence_parallel and _is_ours(type(layer))
+        for layer in layers
+    )
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("ditron_train.") or is_redirected(kind)
+
+
+class LocalLinears:
+    """How the projections of the local spec are covered: their reasons against it, their input, their weight gradients."""
+
+    @staticmethod
+    def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
+        """Why these two layers cannot be fused with the exchanges, or None."""
+        if not (isinstance(qkv, ColumnParallelLinear) and isinstance(out, RowParallelLinear)):
+            return f"projections are {type(qkv).__name__} and {type(out).__name__}"
+        if overlaps_tensor_parallelism(qkv, out):
+            return "the projections overlap with tensor parallel communication: the exchanges alone are ours"
+        if qkv.explicit_expert_comm or qkv.config._cpu_offloading_context is not None:
+            return "expert communication or CPU offloading is on"
+        if getattr(qkv, "skip_bias_add", False) and qkv.bias is not None:
+            return "the bias of q, k and v is not added by their layer"
+        return None
+
+    @staticmethod
+    def project_qkv(layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
+        """q, k and v of this rank's heads."""
+        wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
+        layout = shape.qkv_layout(context.world_size)
+        return qkv_projection(
+            x, layer.weight, context=context, layout=layout, bias=layer.bias, wgrad=wgrad, shards=shards_of(layer)
+        )
+
+    @staticmethod
+    def project_out(
+        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's (output, bias) for [s, b, heads of this rank, d]."""
+        wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
+        layout = shape.output_layout(context.world_size)
+        out = output_projection(attended, layer.weight, context=context, layout=layout, wgrad=wgrad)
+        out = reduced_output(layer, out)
+        if layer.skip_bias_add:
+            return out, layer.bias
+        return (out if layer.bias is None else out + layer.bias), None
