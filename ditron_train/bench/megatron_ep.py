@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,11 +42,21 @@ def expert_parallel_world() -> Iterator[None]:
 
 
 def moe_config(
-    *, hidden: int, ffn_hidden: int, num_experts: int, topk: int, dtype: torch.dtype, fused: bool | None = None
+    *,
+    hidden: int,
+    ffn_hidden: int,
+    num_experts: int,
+    topk: int,
+    dtype: torch.dtype,
+    fused: bool | None = None,
+    **others: Any,
 ) -> TransformerConfig:
-    """A MoE layer as it is trained: SwiGLU, router in fp32; fused permutation where Transformer Engine is installed."""
+    """A MoE layer as it is trained: SwiGLU, router in fp32; fused permutation where Transformer Engine is installed.
+
+    ``others`` are fields of ``TransformerConfig`` that replace these.
+    """
     on_cpu = not torch.cuda.is_available()
-    return TransformerConfig(
+    fields = dict(
         num_layers=1,
         hidden_size=hidden,
         ffn_hidden_size=ffn_hidden,
@@ -72,6 +83,7 @@ def moe_config(
         attention_dropout=0.0,
         use_cpu_initialization=on_cpu,
     )
+    return TransformerConfig(**{**fields, **others})
 
 
 def zipf_routing(

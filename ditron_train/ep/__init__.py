@@ -1,22 +1,28 @@
 """Expert parallelism: tokens sent once to a rank and fanned out there, grouped GEMMs, rows returned in the native order."""
 
 from ditron_train.ep.context import EPContext, get_ep_context
+from ditron_train.ep.expert_functions import PAIRS, ExpertCall, Pair, dispatch_linear, linear_combine
 from ditron_train.ep.functions import combine_rows, dispatch_tokens
 from ditron_train.ep.layout import Layout, LayoutShape
 from ditron_train.ep.ops import PendingLayout, begin_layout, combine, dispatch
 from ditron_train.ep.orders import SumOrder, index_add_order
 
 __all__ = [
+    "PAIRS",
     "EPContext",
+    "ExpertCall",
     "Layout",
     "LayoutShape",
+    "Pair",
     "PendingLayout",
     "SumOrder",
     "begin_layout",
     "combine",
     "combine_rows",
     "dispatch",
+    "dispatch_linear",
     "dispatch_tokens",
     "get_ep_context",
     "index_add_order",
+    "linear_combine",
 ]

@@ -17,7 +17,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from ditron_train.ep import (
     EPContext,
+    ExpertCall,
     Layout,
+    Pair,
     PendingLayout,
     SumOrder,
     begin_layout,
@@ -86,9 +88,17 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._layout: Layout | None = None
         self._order: SumOrder | None = None
         self._capacity_factor: float | None = None
+        self._experts: list[torch.nn.Module] = []
+        self._pairs: frozenset[Pair] | None = None
+        self._call: ExpertCall | None = None
         self._log_native()
 
-    def use_capacity(self, experts: torch.nn.Module) -> None:
+    def meet_experts(self, experts: torch.nn.Module) -> None:
+        """Learns what the layer's `experts` can do: be fused with the movement, do without sizes on the host."""
+        self._experts = [experts]  # in a list: no submodule of this one
+        self._use_capacity(experts)
+
+    def _use_capacity(self, experts: torch.nn.Module) -> None:
         """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the host."""
         factor = get_settings().ep_capacity
         if factor is None:
@@ -147,6 +157,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._call = None
         self._ep_context = self._context_for(hidden_states, probs)
         if self._ep_context is None:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
@@ -173,7 +184,39 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self._layout = pending.finish()
         except ArenaError as error:  # raised by every rank alike
             return self._dispatch_natively(hidden_states, probs, str(error))
+        self._call = self._expert_call(hidden_states)
+        if self._call is not None:
+            return hidden_states, probs  # the experts dispatch them
         return dispatch_tokens(hidden_states, probs, self._layout, self._ep_context, self._order)
+
+    def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
+        """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
+        if self._pairs is None:
+            self._pairs = self._fused_pairs(hidden_states)
+        if not self._pairs:
+            return None
+        gemm = None
+        if self._capacity_factor is None:
+            from ditron_train.megatron.ep_experts import TEGemm
+
+            gemm = TEGemm(self._layout.tokens_per_expert.tolist())
+        return ExpertCall(self._layout, self._ep_context, self._order, self._pairs, gemm)
+
+    def _fused_pairs(self, hidden_states: torch.Tensor) -> frozenset[Pair]:
+        """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
+        if not (HAVE_TE and self._experts and hidden_states.device.type == "cuda"):
+            return frozenset()
+        from ditron_train.megatron.ep_experts import why_not_fused
+
+        reason = why_not_fused(self._experts[0], hidden_states.device)
+        if reason is not None:
+            log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")
+            return frozenset()
+        pairs = ep_policy.fused_pairs_here(
+            self._experts[0], self._layout, self._ep_context, hidden_states, self._order, group=self.ep_group
+        )
+        log_once(f"ep fused {sorted(pairs)}", f"ep: one kernel for {', '.join(sorted(pairs)) or 'no pair of movement and GEMM'}")
+        return pairs
 
     def _dispatch_natively(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, reason: str
@@ -195,6 +238,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return super().dispatch_postprocess(hidden_states, probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        if self._call is not None:
+            return hidden_states, self._call, probs
         if self._capacity_factor is None:
             return hidden_states, self._layout.tokens_per_expert, probs
         from ditron_train.megatron.ep_te import DeviceCounts
@@ -210,6 +255,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._ep_context is None:
             return super().token_combine(hidden_states, *args, **kwargs)
         layout, self._layout = self._layout, None
+        call, self._call = self._call, None
+        if call is not None:
+            return hidden_states  # the experts have combined them
         return combine_rows(hidden_states, layout, self._ep_context, self._order)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -237,7 +285,7 @@ class DitronMoELayer(MoELayer):
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
         if isinstance(self.token_dispatcher, DitronMoEAlltoAllTokenDispatcher):
-            self.token_dispatcher.use_capacity(self.experts)
+            self.token_dispatcher.meet_experts(self.experts)
         else:
             kind = config.moe_token_dispatcher_type
             log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")

@@ -14,16 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditron_train.ep import PAIRS, EPContext, ExpertCall, Layout, Pair, SumOrder
+from ditron_train.ep import expert_functions as pairs_of
 from ditron_train.policy import decide
 
-__all__ = ["forget", "why_not_here"]
+__all__ = ["forget", "fused_pairs_here", "why_not_here"]
 
 _answers: dict[tuple[Any, ...], str | None] = {}
+_pairs: dict[tuple[Any, ...], frozenset[Pair]] = {}
 
 
 def forget() -> None:
     """Ask anew from now on."""
     _answers.clear()
+    _pairs.clear()
 
 
 @contextlib.contextmanager
@@ -98,3 +102,68 @@ def why_not_here(
     decision = decide(words, native, lambda: run(dispatchers["ours"]), group=group, device=x.device)
     _answers[key] = None if decision.use_ditron else decision.reason
     return _answers[key]
+
+
+def fused_pairs_here(
+    experts: Any, layout: Layout, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, *, group: Any
+) -> frozenset[Pair]:
+    """Which pairs of a movement and a grouped GEMM are faster as one kernel, with equal bits (collective the first time).
+
+    Each is compared with our movement and Transformer Engine's GEMM one after the other, on the experts' weights and a
+    layout of even routing for the largest number of tokens of any rank.
+
+    Args:
+        experts: A ``DitronTEGroupedMLP``.
+        layout: Of the first step.
+        context: Of the group.
+        hidden_states: The first step's tokens.
+        order: Which native permutation is in force.
+        group: The expert-parallel group.
+    """
+    first, second = experts.linear_fc1.weight0, experts.linear_fc2.weight0
+    key = (context, tuple(first.shape), tuple(second.shape), hidden_states.dtype, order)
+    if key not in _pairs:
+        with torch.no_grad():
+            _pairs[key] = _ask_for_pairs(experts, layout, context, hidden_states, order, group)
+    return _pairs[key]
+
+
+def _ask_for_pairs(
+    experts: Any, layout: Layout, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, group: Any
+) -> frozenset[Pair]:
+    from ditron_train.ep import begin_layout, dispatch
+    from ditron_train.megatron.ep_experts import TEGemm
+
+    shape, device, hidden = context.shape, hidden_states.device, hidden_states.shape[-1]
+    most = torch.tensor([layout.num_tokens], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    like = torch.empty(1, shape.num_experts, device=device)
+    x, routed, probs, _ = _random_inputs(int(most), hidden_states, like, shape.topk, 1 + dist.get_rank(group))
+    fresh = begin_layout(routed, probs, hidden, x.dtype, context).finish()
+    gemm = TEGemm(fresh.tokens_per_expert.tolist())
+    rows, row_probs = dispatch(x, fresh, context)
+    weights, back = (
+        [getattr(linear, f"weight{index}").detach() for index in range(linear.num_gemms)]
+        for linear in (experts.linear_fc1, experts.linear_fc2)
+    )
+    del rows
+    narrow = torch.empty(fresh.num_rows, back[0].shape[1], dtype=x.dtype, device=device).normal_()
+    wide = torch.empty(fresh.num_rows, weights[0].shape[0], dtype=x.dtype, device=device).normal_()
+    bodies: dict[Pair, Callable[[ExpertCall], list[torch.Tensor]]] = {
+        "dispatch_gemm": lambda call: list(pairs_of.forward_in(x, weights, call, torch.float32)[:2]),
+        "gemm_combine": lambda call: [pairs_of.forward_out(narrow, back, call)],
+        "dispatch_dgrad": lambda call: list(pairs_of.backward_out(x, back, call)),
+        "dgrad_combine": lambda call: list(pairs_of.backward_in(wide, weights, call, row_probs, torch.float32)),
+    }
+    chosen = []
+    for pair in PAIRS:
+        apart = ExpertCall(fresh, context, order, frozenset(), gemm)
+        fused = ExpertCall(fresh, context, order, frozenset([pair]), gemm)
+        words = (
+            f"ep {pair} {fresh.num_tokens} tokens x {hidden}, top-{shape.topk} of {shape.num_experts}, experts "
+            f"{tuple(weights[0].shape)}, {tuple(back[0].shape)}, {x.dtype}, {order}"
+        )
+        decision = decide(words, lambda b=bodies[pair]: b(apart), lambda b=bodies[pair]: b(fused), group=group, device=device)
+        if decision.use_ditron:
+            chosen.append(pair)
+    return frozenset(chosen)

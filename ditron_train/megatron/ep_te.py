@@ -14,7 +14,9 @@ from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedL
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep import Layout
-from ditron_train.ep.group_gemm import RowTiles, group_linear, row_tiles
+from ditron_train.ep.fused import layout_tiles
+from ditron_train.ep.group_gemm import RowTiles, group_linear
+from ditron_train.megatron.ep_experts import DitronTEGroupedMLP
 
 __all__ = [
     "DeviceCounts",
@@ -30,7 +32,6 @@ class DeviceCounts:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._tiles: RowTiles | None = None
 
     def tolist(self) -> DeviceCounts:
         """Itself: there is no list to be had without a host sync."""
@@ -38,10 +39,8 @@ class DeviceCounts:
 
     @property
     def tiles(self) -> RowTiles:
-        """The tiles of the rows; listed once, both layers and their backward use them."""
-        if self._tiles is None:
-            self._tiles = row_tiles(self._layout.expert_tokens, self._layout.num_rows)
-        return self._tiles
+        """The tiles of the rows."""
+        return layout_tiles(self._layout)
 
 
 class _TakesDeviceCounts:
@@ -63,8 +62,9 @@ class DitronTERowParallelGroupedLinear(_TakesDeviceCounts, TERowParallelGroupedL
 
 
 def class_map() -> dict[type, type]:
-    """Transformer Engine's grouped linear layers and ours."""
+    """Transformer Engine's grouped experts and their linear layers, and ours."""
     return {
+        TEGroupedMLP: DitronTEGroupedMLP,
         TEColumnParallelGroupedLinear: DitronTEColumnParallelGroupedLinear,
         TERowParallelGroupedLinear: DitronTERowParallelGroupedLinear,
     }

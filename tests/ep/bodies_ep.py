@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, get_ep_context
 from ditron_train.ep import fused, ops
-from ditron_train.ep.group_gemm import group_gemm
+from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
+from ditron_train.ep.group_gemm import group_gemm, group_linear
 from ditron_train.ep.layout import plan_on_host
 
 
@@ -258,3 +259,29 @@ def fused_forms(kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype,
     names = ("rows", "row_probs", "y", "out", "grad rows", "dy", "dx", "grads")
     for name, a, b in zip(names, *results):
         assert torch.equal(a, b), name
+
+
+def expert_functions(tokens_by_rank, dtype, order):
+    """Both linear layers of the experts as autograd functions, fused and not, against the movement and layers apart."""
+    world_size, rank, maps, x, probs = _case("random", tokens_by_rank, 6, 2, 16, dtype, 8)
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 6, 2)
+    generator = torch.Generator().manual_seed(rank)
+    weights = [torch.randn(24, 16, generator=generator).to(dtype).requires_grad_() for _ in range(6 // world_size)]
+    back = [torch.randn(16, 24, generator=generator).to(dtype).requires_grad_() for _ in range(6 // world_size)]
+    grad = torch.randn(x.shape, generator=generator).to(dtype)
+    leaves = [x.requires_grad_(), probs.requires_grad_(), *weights, *back]
+    results = []
+    for pairs in (None, (), PAIRS):
+        layout = begin_layout(maps[rank], probs, 16, dtype, context).finish()
+        if pairs is None:
+            rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
+            y = group_linear(rows, weights, fused.layout_tiles(layout))
+            z = group_linear((torch.tanh(y) * row_probs[:, None]).to(dtype), back, fused.layout_tiles(layout))
+            out = combine_rows(z, layout, context, order)
+        else:
+            call = ExpertCall(layout, context, order, frozenset(pairs))
+            y, row_probs = dispatch_linear(x, probs, weights, call)
+            out = linear_combine((torch.tanh(y) * row_probs[:, None]).to(dtype), back, call)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_ep import fused_forms  # noqa: E402
+from bodies_ep import expert_functions, fused_forms  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
@@ -30,3 +30,7 @@ def test_fused_forms_equal_their_parts(kind, case):
 
 def test_fused_forms_without_a_host_sync():
     run_workers(2, fused_forms, "random", (20, 20), 4, 2, 32, 48, torch.bfloat16, "ascending", 6, 1.8)
+
+
+def test_expert_functions_and_their_gradients():
+    run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")

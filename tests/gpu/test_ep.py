@@ -20,7 +20,9 @@ from ditron_train.bench.megatron_ep import (  # noqa: E402
     moe_config,
     zipf_routing,
 )
-from ditron_train.ep import begin_layout, combine, combine_rows, dispatch, dispatch_tokens  # noqa: E402
+from megatron.core.activations import squared_relu  # noqa: E402
+
+from ditron_train.ep import PAIRS, begin_layout, combine, combine_rows, dispatch, dispatch_tokens  # noqa: E402
 
 NEEDS_TE = pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 FUSED = [False, pytest.param(True, marks=NEEDS_TE)]
@@ -56,8 +58,10 @@ def normals(*shape, dtype, seed):
     return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=generator)
 
 
-def config(num_experts, topk, hidden=1024, dtype=torch.bfloat16, fused=False, ffn_hidden=256):
-    return moe_config(hidden=hidden, ffn_hidden=ffn_hidden, num_experts=num_experts, topk=topk, dtype=dtype, fused=fused)
+def config(num_experts, topk, hidden=1024, dtype=torch.bfloat16, fused=False, ffn_hidden=256, **others):
+    return moe_config(
+        hidden=hidden, ffn_hidden=ffn_hidden, num_experts=num_experts, topk=topk, dtype=dtype, fused=fused, **others
+    )
 
 
 def pass_through(pair, name, x, routed, probs, grad):
@@ -155,17 +159,60 @@ def test_gradients_of_no_tokens_are_empty():
     assert x.grad.shape == x.shape and torch.equal(probs.grad, routed[:tokens].float())
 
 
+LAYERS = {
+    "plain": {},
+    "drop": {"moe_expert_capacity_factor": 0.6},
+    "pad": {"moe_expert_capacity_factor": 1.2, "moe_pad_expert_input_to_capacity": True},
+    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "shared_experts_overlapped": {"moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True},
+    "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "recompute_activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+    "main_grad": {"gradient_accumulation_fusion": True},
+    "squared_relu": {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False},
+    "geglu": {"activation_func": torch.nn.functional.gelu, "bias_activation_fusion": False},
+}
+NATIVE = ("pad",)
+
+
+def one_step(layer, x, grad, main_grad):
+    """Output and all gradients; with ``main_grad`` of two microbatches, added up there."""
+    parameters = dict(layer.named_parameters())
+    if main_grad:
+        for name, parameter in parameters.items():
+            parameter.main_grad = torch.full_like(parameter, 0.5, dtype=torch.float32)
+            parameter.grad_added_to_main_grad = False
+        for module in layer.modules():
+            if hasattr(module, "is_first_microbatch"):
+                module.is_first_microbatch = True
+    seen = []
+    for micro in range(2 if main_grad else 1):
+        leaf = (x + micro).detach().requires_grad_()
+        y, _ = layer(leaf)
+        y.backward(grad)
+        seen += [y.detach(), leaf.grad]
+    grads = [getattr(p, "main_grad", None) if main_grad and "experts" in n else p.grad for n, p in parameters.items()]
+    layer.zero_grad()
+    return [*seen, *(grad.clone() for grad in grads)]
+
+
 @pytest.mark.parametrize("fused", FUSED)
-def test_moe_layer(fused):
-    layers = layer_pair(config(4 * dist.get_world_size(), 3, 512, fused=fused), torch.device("cuda"))
+@pytest.mark.parametrize("name", LAYERS)
+def test_moe_layer(name, fused):
+    if fused and name not in ("plain", "drop", "main_grad"):
+        pytest.skip("the permutation does not depend on it")
+    if "main_grad" in name and not HAVE_TE:
+        pytest.skip("needs Transformer Engine")
+    options = config(4 * dist.get_world_size(), 3, 512, fused=fused, **LAYERS[name])
+    layers = layer_pair(options, torch.device("cuda"))
     x, grad = (normals(700, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
-    results = []
-    for name in ("native", "native", "ditron"):
-        leaf = x.detach().requires_grad_()
-        y, _ = layers[name](leaf)
-        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)])
+    results = [one_step(layers[kind], x, grad, name == "main_grad") for kind in ("native", "native", "ditron")]
+    dispatcher = layers["ditron"].token_dispatcher
+    assert (dispatcher._ep_context is None) == (name in NATIVE), dispatcher._native_because
+    if HAVE_TE and name not in (*NATIVE, "recompute_activation") and torch.cuda.get_device_capability() >= (9, 0):
+        assert dispatcher._pairs == frozenset(PAIRS)
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
-    assert all(torch.equal(a, b) for a, b in zip(results[0], results[2]))
+    wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("fused", FUSED)

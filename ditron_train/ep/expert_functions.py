@@ -1,0 +1,169 @@
+"""Autograd functions of the experts' two linear layers with the movement at their outer side.
+
+    rows = dispatch(x)             dx  = combine(drows), drows = dy W1[e]
+    y    = rows W1[e].T            dW1[e] = dy.T rows over the expert's rows
+    z    = h W2[e].T               dh  = drows2 W2[e], drows2 = dispatch(dout)
+    out  = combine(z)              dW2[e] = drows2.T h
+
+Each of the four pairs of a movement and a GEMM is one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
+same. Weight gradients are one GEMM over an expert's rows, whoever computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ditron_train.ep import fused, ops
+from ditron_train.ep.context import EPContext
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad
+from ditron_train.ep.layout import Layout
+from ditron_train.ep.orders import SumOrder
+
+__all__ = ["PAIRS", "ExpertCall", "Gemm", "Pair", "Wgrad", "dispatch_linear", "linear_combine"]
+
+Pair = Literal["dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine"]
+PAIRS: tuple[Pair, ...] = ("dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine")
+
+#: (rows, weights, transpose) -> rows @ weights[e].T, or rows @ weights[e] where not ``transpose``.
+Gemm = Callable[[torch.Tensor, Sequence[torch.Tensor], bool], torch.Tensor]
+#: (grad of the output rows, input rows, weights) -> gradient of each weight, or None where it has gone elsewhere.
+Wgrad = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
+
+
+@dataclass
+class ExpertCall:
+    """One pass of a layer's experts.
+
+    Attributes:
+        layout: Of the routing.
+        context: Of the group.
+        order: Which native permutation is in force.
+        fused: Pairs that run as one kernel.
+        gemm: Grouped GEMM of the others; None: ours.
+        wgrad: Weight gradients; None: ours.
+    """
+
+    layout: Layout
+    context: EPContext
+    order: SumOrder
+    fused: frozenset[Pair] = field(default_factory=lambda: frozenset(PAIRS))
+    gemm: Gemm | None = None
+    wgrad: Wgrad | None = None
+
+    def product(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
+        """The grouped GEMM alone."""
+        if self.gemm is not None:
+            return self.gemm(rows, weights, transpose)
+        return group_gemm(rows, weights, fused.layout_tiles(self.layout), transpose=transpose)
+
+    def weight_grads(
+        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """The weight gradients."""
+        if self.wgrad is not None:
+            return self.wgrad(grad, rows, weights)
+        return group_wgrad(grad, rows, fused.layout_tiles(self.layout)).unbind(0)
+
+
+def forward_in(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall, probs_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, rows and row_probs of ``dispatch_linear``, without autograd."""
+    zero_probs = call.order == "descending"
+    if "dispatch_gemm" in call.fused:
+        y, rows, row_probs = fused.dispatch_gemm(
+            x, call.layout, call.context, weights, probs_dtype=probs_dtype, zero_probs=zero_probs
+        )
+    else:
+        rows, row_probs = ops.dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
+        y = call.product(rows, weights, True)
+    return y, rows, row_probs
+
+
+def backward_in(
+    grad_y: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall, row_grads: torch.Tensor, probs_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dprobs of ``dispatch_linear``."""
+    options = dict(order=call.order, row_grads=row_grads, probs_dtype=probs_dtype)
+    if "dgrad_combine" in call.fused:
+        return fused.gemm_combine(grad_y, call.layout, call.context, weights, transpose=False, **options)
+    return ops.combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+
+
+def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
+    """out of ``linear_combine``, without autograd."""
+    if "gemm_combine" in call.fused:
+        return fused.gemm_combine(h, call.layout, call.context, weights, order=call.order)[0]
+    return ops.combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
+
+
+def backward_out(
+    grad_out: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dh and the dispatched gradient rows of ``linear_combine``."""
+    if "dispatch_dgrad" in call.fused:
+        grad_h, rows, _ = fused.dispatch_gemm(grad_out, call.layout, call.context, weights, transpose=False)
+        return grad_h, rows
+    rows, _ = ops.dispatch(grad_out, call.layout, call.context)
+    return call.product(rows, weights, False), rows
+
+
+class _DispatchLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, call: ExpertCall, *weights: torch.Tensor):
+        y, rows, row_probs = forward_in(x, weights, call, probs.dtype)
+        ctx.call, ctx.probs_dtype = call, probs.dtype
+        ctx.save_for_backward(rows if any(w.requires_grad for w in weights) else rows[:0], *weights)
+        return y, row_probs
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor, grad_row_probs: torch.Tensor):
+        rows, *weights = ctx.saved_tensors
+        grad_x, grad_probs = backward_in(grad_y, weights, ctx.call, grad_row_probs, ctx.probs_dtype)
+        grads: Sequence[torch.Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[3:]):
+            grads = ctx.call.weight_grads(grad_y, rows, weights)
+        return (grad_x, grad_probs, None, *grads)
+
+
+class _LinearCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, call: ExpertCall, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        ctx.save_for_backward(h if any(w.requires_grad for w in weights) else h[:0], *weights)
+        return forward_out(h, weights, call)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor):
+        h, *weights = ctx.saved_tensors
+        grad_h, grad_rows = backward_out(grad_out, weights, ctx.call)
+        grads: Sequence[torch.Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            grads = ctx.call.weight_grads(grad_rows, h, weights)
+        return (grad_h, None, *grads)
+
+
+def dispatch_linear(
+    x: torch.Tensor, probs: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens through the experts' first linear layer.
+
+    Args:
+        x: [num_tokens, hidden].
+        probs: [num_tokens, num_experts], as given to ``begin_layout``.
+        weights: [N, hidden] of each local expert.
+        call: Of a layout that is not dispatched yet.
+
+    Returns:
+        y [num_rows, N] and the rows' probabilities [num_rows].
+    """
+    return _DispatchLinear.apply(x, probs, call, *weights)
+
+
+def linear_combine(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
+    """h [num_rows, K] through the experts' second linear layer ([hidden, K] each) and back to tokens [num_tokens, hidden]."""
+    return _LinearCombine.apply(h, call, *weights)

@@ -1,0 +1,166 @@
+"""Transformer Engine's grouped experts with the token movement inside their linear layers (part of feature ``ep``).
+
+``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. Where a movement and a GEMM
+run as one kernel the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the counts, and gets
+tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused, and all weight
+gradients, are Transformer Engine's. Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
+from ditron_train.runtime.device import kernel_target
+
+__all__ = ["DitronTEGroupedMLP", "TEGemm", "why_not_fused"]
+
+
+class TEGemm:
+    """Transformer Engine's grouped GEMM, called as its ``GroupedLinear`` does.
+
+    Args:
+        splits: Rows of each expert.
+    """
+
+    def __init__(self, splits: Sequence[int]) -> None:
+        self._splits = list(splits)
+
+    def __call__(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
+        """rows @ weights[e].T (forward), or rows @ weights[e] (dgrad)."""
+        columns = weights[0].shape[0 if transpose else 1]
+        out = torch.empty(rows.shape[0], columns, dtype=rows.dtype, device=rows.device)
+        _grouped_gemm(
+            list(weights), rows, [out], self._splits, layout="TN" if transpose else "NN", grad=not transpose,
+            single_output=True, use_split_accumulator=not transpose,
+        )  # fmt: skip
+        return out
+
+
+def _grouped_gemm(
+    a: list[torch.Tensor], rows: torch.Tensor, out: list[torch.Tensor], splits: list[int], **options: Any
+) -> None:
+    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+
+    general_grouped_gemm(a, list(rows.contiguous().split(splits)), out, rows.dtype, m_splits=splits, **options)
+
+
+class _TEWgrad:
+    """Weight gradients of one pass through a grouped linear layer, and where they go: as its backward does.
+
+    With gradient accumulation fusion they are added to ``main_grad`` (written on the first microbatch where the layer keeps
+    count), and autograd gets a dummy where ``grad_added_to_main_grad`` exists, else None.
+    """
+
+    def __init__(self, linear: torch.nn.Module, splits: list[int]) -> None:
+        self._weights = _weights_of(linear)
+        self._splits = splits
+        self._is_fused = linear.fuse_wgrad_accumulation
+        counts = not linear.disable_parameter_transpose_cache
+        self._accumulates = self._is_fused and not (counts and linear.is_first_microbatch)
+        linear.is_first_microbatch = False
+
+    def __call__(
+        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        parameters: Sequence[Any] = self._weights
+        if self._is_fused:
+            out = [p.get_main_grad() if hasattr(p, "__fsdp_param__") else p.main_grad for p in parameters]
+        else:
+            out = [torch.empty_like(w) for w in weights]
+        overwrites = getattr(parameters[0], "overwrite_main_grad", False)
+        _grouped_gemm(
+            list(rows.split(self._splits)), grad, out, self._splits, layout="NT", grad=True,
+            accumulate=self._accumulates and not overwrites, use_split_accumulator=True,
+        )  # fmt: skip
+        if not self._is_fused:
+            return out
+        return [_after_main_grad(p) for p in parameters]
+
+
+def _after_main_grad(parameter: Any) -> torch.Tensor | None:
+    from transformer_engine.pytorch.module.base import get_dummy_wgrad
+
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    zero = getattr(parameter, "zero_out_wgrad", False)
+    return get_dummy_wgrad(list(parameter.main_grad.shape), parameter.dtype, zero=zero)
+
+
+def _weights_of(linear: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [getattr(linear, f"weight{index}") for index in range(linear.num_gemms)]
+
+
+class DitronTEGroupedMLP(TEGroupedMLP):
+    """``TEGroupedMLP`` that takes tokens and an ``ExpertCall`` too, and returns tokens then."""
+
+    def forward(self, hidden_states: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> Any:
+        if not isinstance(tokens_per_expert, ExpertCall):
+            return super().forward(hidden_states, tokens_per_expert, probs)
+        first = second = tokens_per_expert
+        if tokens_per_expert.gemm is not None:
+            splits = tokens_per_expert.layout.tokens_per_expert.tolist()
+            first = dataclasses.replace(first, wgrad=_TEWgrad(self.linear_fc1, splits))
+            second = dataclasses.replace(second, wgrad=_TEWgrad(self.linear_fc2, splits))
+        y, row_probs = dispatch_linear(hidden_states, probs, _weights_of(self.linear_fc1), first)
+        h = self._activate(y, row_probs.unsqueeze(-1))
+        return linear_combine(h, _weights_of(self.linear_fc2), second), None
+
+    def _activate(self, y: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Activation, then probabilities, by the function that the native layer would call."""
+        config = self.config
+        if config.use_te_activation_func:
+            return (self.activation_func(y) * probs).to(y.dtype)
+        if config.bias_activation_fusion:
+            if self.activation_func == F.silu:
+                return weighted_bias_swiglu_impl(y, None, probs, config.activation_func_fp8_input_store)
+            return weighted_bias_quick_geglu_impl(
+                y, None, probs, config.activation_func_fp8_input_store, config.glu_linear_offset,
+                config.activation_func_clamp_value,
+            )  # fmt: skip
+        if self.activation_func == squared_relu and config.use_fused_weighted_squared_relu:
+            return weighted_squared_relu_impl(y, probs)
+        if not config.gated_linear_unit:
+            return (self.activation_func(y) * probs).to(y.dtype)
+        gate, linear = y.chunk(2, dim=-1)
+        if config.activation_func_clamp_value is not None:
+            limit = config.activation_func_clamp_value
+            gate, linear = gate.clamp(min=None, max=limit), linear.clamp(min=-limit, max=limit)
+        return ((config.activation_func(gate) * (linear + config.glu_linear_offset)) * probs).to(y.dtype)
+
+
+def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
+    """Why movement and GEMMs of these experts stay kernels of their own, or None."""
+    config = experts.config
+    if not isinstance(experts, DitronTEGroupedMLP):
+        return f"{type(experts).__name__} computes expert by expert"
+    if kernel_target(device) not in ("sm_90", "sm_100"):
+        return f"measured on Hopper and newer only, this is {kernel_target(device)}"
+    if config.params_dtype not in (torch.bfloat16, torch.float16):
+        return f"{config.params_dtype} is not covered"
+    for reason in ("fp8", "fp4", "add_bias_linear", "delay_wgrad_compute", "moe_apply_probs_on_input", "cpu_offloading"):
+        if getattr(config, reason, None):
+            return f"{reason} is on"
+    if experts.activation_recompute:
+        return "moe_act is recomputed"
+    if experts.offload_expert_fc1 or experts.offload_moe_act:
+        return "fine_grained_activation_offloading is on"
+    if config.bias_activation_fusion and (
+        not config.gated_linear_unit or experts.activation_func not in (F.silu, quick_gelu)
+    ):
+        return "the activation has no fused form natively"
+    if any(linear.te_quant_params is not None for linear in (experts.linear_fc1, experts.linear_fc2)):
+        return "the experts are quantised"
+    return None
+
