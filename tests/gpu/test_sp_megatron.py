@@ -59,11 +59,11 @@ def build(world, use_te, ours, **options):
     return attention
 
 
-def run(attention, world, length, batch, rope=True):
+def run(attention, world, length, batch, rope=True, shards=1):
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     generator = torch.Generator(device="cuda").manual_seed(20 + dist.get_rank())
-    shape = (length // world, batch, attention.config.hidden_size)
+    shape = (length // world // shards, batch, attention.config.hidden_size)
     x, grad = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
     x.requires_grad_()
     table = RotaryEmbedding(kv_channels=attention.config.kv_channels, rotary_percent=1.0)(length) if rope else None
@@ -168,3 +168,80 @@ def test_packed_sequences_have_the_bits_of_transformer_engine(world):
         assert num_routes("exchange") == 1
     finally:
         plugin.restore()
+
+
+def build_mla(world, ours):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    import ditron_train.megatron as plugin
+
+    config = MLATransformerConfig(
+        num_layers=1, hidden_size=1024, num_attention_heads=16, bf16=True, params_dtype=torch.bfloat16,
+        context_parallel_size=world, cp_comm_type="a2a", add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, normalization="RMSNorm",
+        pipeline_dtype=torch.bfloat16, q_lora_rank=256, kv_lora_rank=128, qk_head_dim=128, qk_pos_emb_head_dim=64,
+        v_head_dim=128, rope_type="rope", qk_layernorm=True, apply_rope_fusion=False,
+    )  # fmt: skip
+    spec = get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True)
+    spec = spec.submodules.self_attention
+    if ours:
+        spec = plugin.apply(spec, "sp", policy="bits")
+    attention = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").cuda().to(torch.bfloat16)
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    for parameter in attention.parameters():
+        parameter.data.normal_(std=0.05, generator=generator)
+    return attention
+
+
+def test_multi_latent_attention_has_the_bits_of_transformer_engine(world):
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    import ditron_train.megatron as plugin
+
+    if not HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    native, ours = build_mla(world, False), build_mla(world, True)
+    try:
+        assert_same_bits(run(ours, world, 2048, 2, rope=False), run(native, world, 2048, 2, rope=False))
+        assert num_routes("exchange") == 1
+    finally:
+        plugin.restore()
+
+
+@pytest.mark.parametrize("use_te", [True, False], ids=["te", "local"])
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicas"])
+def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeypatch):
+    """Fused projections in groups of 2 x 2 against native ones; the local spec's exchanges by all-to-alls are its native."""
+    from megatron.core import parallel_state
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron import sp
+    from ditron_train.testing import megatron_cpu
+
+    if world % 2 or world < 4:
+        pytest.skip("needs 4 ranks")
+    if use_te and not HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=world // 2, tensor_model_parallel_size=2)
+    megatron_cpu.allow_torch_norm_with_sequence_parallel()
+    sizes = dict(world=world // 2, length=4096, batch=1, shards=2 if sequence_parallel else 1)
+    options = dict(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    try:
+        ours = build(world // 2, use_te, True, **options)
+        native = build(world // 2, use_te, not use_te, **options)
+        with monkeypatch.context() as patch:
+            if not use_te:
+                patch.setattr(sp, "route_projections", lambda *args: None)
+                patch.setattr(sp, "route_exchange", lambda *args: None)
+            expected = run(native, **sizes)
+        assert_same_bits(run(ours, **sizes), expected)
+        assert num_routes("projections") == 1
+    finally:
+        plugin.restore()
+        megatron_cpu.uninstall()
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(context_parallel_size=world)
