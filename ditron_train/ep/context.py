@@ -107,9 +107,11 @@ class EPContext:
         self.rank = self.arena.rank
         self.device = self.arena.device
         self.move = MoveConfig(num_programs=num_sms(self.device))
+        self.beside = MoveConfig(num_programs=min(32, self.move.num_programs))
         self.fused = FusedConfig()
+        self._side_stream: torch.cuda.Stream | None = None
         if is_interpreter():
-            self.move.num_senders = 1
+            self.move.num_senders = self.beside.num_senders = 1
         name = f"ep_e{num_experts}_k{topk}"
         fields = ("hidden", "dtype", "num_experts", "topk", "kind", "row_capacity")
         flags = world_size * self.shape.num_chunks
@@ -122,6 +124,20 @@ class EPContext:
             " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
         )
         self.messages = self.arena.tensor(f"{name}/messages", (world_size, self.shape.message_words), torch.int32)
+
+    def fork_side(self) -> torch.cuda.Stream | None:
+        """The side stream, behind all that the current stream has; None on the CPU."""
+        if self.device.type != "cuda":
+            return None
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(self.device, priority=-1)
+        self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
+        return self._side_stream
+
+    def join_side(self) -> None:
+        """The current stream goes on behind the side stream."""
+        if self._side_stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
 
     def check(self) -> None:
         """Raises what any kernel of this context recorded (host memory only)."""

@@ -6,7 +6,8 @@
     out  = combine(z)              dW2[e] = drows2.T h
 
 Each of the four pairs of a movement and a GEMM is one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
-same. Weight gradients are one GEMM over an expert's rows, whoever computes them.
+same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also run beside dW1 on
+a stream of its own (``beside_wgrad``), with few multiprocessors: it depends on the same dgrad, and nothing waits for dW1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ditron_train.ep.orders import SumOrder
 
 __all__ = ["PAIRS", "ExpertCall", "Gemm", "Pair", "Wgrad", "dispatch_linear", "linear_combine"]
 
-Pair = Literal["dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine"]
+Pair = Literal["dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine", "beside_wgrad"]
+#: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of ``dgrad_combine``.
 PAIRS: tuple[Pair, ...] = ("dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine")
 
 #: (rows, weights, transpose) -> rows @ weights[e].T, or rows @ weights[e] where not ``transpose``.
@@ -42,7 +44,7 @@ class ExpertCall:
         layout: Of the routing.
         context: Of the group.
         order: Which native permutation is in force.
-        fused: Pairs that run as one kernel.
+        fused: Pairs that run as one kernel, or beside each other.
         gemm: Grouped GEMM of the others; None: ours.
         wgrad: Weight gradients; None: ours.
     """
@@ -85,13 +87,31 @@ def forward_in(
 
 
 def backward_in(
-    grad_y: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall, row_grads: torch.Tensor, probs_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dprobs of ``dispatch_linear``."""
+    grad_y: torch.Tensor,
+    rows: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    call: ExpertCall,
+    row_grads: torch.Tensor,
+    probs_dtype: torch.dtype,
+    with_wgrad: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]:
+    """dx, dprobs and the weights' gradients of ``dispatch_linear``."""
     options = dict(order=call.order, row_grads=row_grads, probs_dtype=probs_dtype)
-    if "dgrad_combine" in call.fused:
-        return fused.gemm_combine(grad_y, call.layout, call.context, weights, transpose=False, **options)
-    return ops.combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+    beside = "beside_wgrad" in call.fused
+    grad_rows = None
+    if "dgrad_combine" in call.fused and not beside:
+        grads = fused.gemm_combine(grad_y, call.layout, call.context, weights, transpose=False, **options)
+    else:
+        grad_rows = call.product(grad_y, weights, False)
+        grads = ops.combine(grad_rows, call.layout, call.context, beside=beside, **options)
+    weight_grads: Sequence[torch.Tensor | None] = [None] * len(weights)
+    try:
+        if with_wgrad:
+            weight_grads = call.weight_grads(grad_y, rows, weights)
+    finally:
+        if beside:
+            call.context.join_side()  # grad_rows may go now
+    return (*grads, weight_grads)
 
 
 def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
@@ -123,10 +143,9 @@ class _DispatchLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor, grad_row_probs: torch.Tensor):
         rows, *weights = ctx.saved_tensors
-        grad_x, grad_probs = backward_in(grad_y, weights, ctx.call, grad_row_probs, ctx.probs_dtype)
-        grads: Sequence[torch.Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            grads = ctx.call.weight_grads(grad_y, rows, weights)
+        grad_x, grad_probs, grads = backward_in(
+            grad_y, rows, weights, ctx.call, grad_row_probs, ctx.probs_dtype, any(ctx.needs_input_grad[3:])
+        )
         return (grad_x, grad_probs, None, *grads)
 
 

@@ -339,6 +339,7 @@ def combine(
     order: SumOrder,
     row_grads: torch.Tensor | None = None,
     probs_dtype: torch.dtype = torch.float32,
+    beside: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns rows to their tokens and adds each token's up.
 
@@ -349,6 +350,8 @@ def combine(
         order: Order and roundings of the sum.
         row_grads: [num_rows]: gradients of the probabilities, carried along.
         probs_dtype: Type of the returned gradients.
+        beside: Run on the context's side stream with few programs (``context.beside``), for the time of other work on the
+            current stream. `y` and `row_grads` must live, and the results be left alone, until ``context.join_side``.
 
     Returns:
         out [num_tokens, hidden]; the gradients as [num_tokens, num_experts] with zeros where nothing is routed, or None.
@@ -370,22 +373,24 @@ def combine(
     )
     buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, y.dtype)
     grads = context.grads_buffer(layout.place_capacity)
-    rows, columns = move_tile(hidden, context.move.return_elements)
+    move = context.beside if beside else context.move
+    rows, columns = move_tile(hidden, move.return_elements)
     constants = dict(
         WITH_GRADS=with_grads, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "ascending_rounded",
         DESCENDING=order == "descending", WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
-        SUM_ROWS=move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
-        ITEM_TOKENS=min(layout.chunk_tokens, context.move.item_tokens), NUM_SENDERS=context.move.num_senders,
+        SUM_ROWS=move_tile(hidden, move.sum_elements)[0], BLOCK_H=columns,
+        ITEM_TOKENS=min(layout.chunk_tokens, move.item_tokens), NUM_SENDERS=move.num_senders,
         SHARED=context.target == "interpreter", TARGET=context.target,
     )  # fmt: skip
     grads_like = row_grads.contiguous() if with_grads else y
     dtypes = (y.dtype, grads_like.dtype, probs_dtype)
-    launch(context, return_rows, context.move.num_programs, constants, context.move.num_warps, *dtypes)(
+    stream = context.fork_side() if beside else None
+    launch(context, return_rows, move.num_programs, constants, move.num_warps, *dtypes)(
         y, grads_like, out, prob_grads, layout.entries, layout.recv_offsets,
         layout.chunk_entries, layout.expert_ids, buffer.local, buffer.addresses, grads.local, grads.addresses,
         channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
         signature(context, channel, hidden, y.dtype, _KIND_COMBINE_GRAD if with_grads else _KIND_COMBINE),
         channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, hidden,
-        shape.num_experts,
+        shape.num_experts, stream=stream,
     )  # fmt: skip
     return out, prob_grads if with_grads else None

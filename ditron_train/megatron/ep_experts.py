@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
 from ditron_train.runtime.device import kernel_target
 
-__all__ = ["DitronTEGroupedMLP", "TEGemm", "why_not_fused"]
+__all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_fused"]
 
 
 class TEGemm:
@@ -55,37 +55,56 @@ def _grouped_gemm(
     general_grouped_gemm(a, list(rows.contiguous().split(splits)), out, rows.dtype, m_splits=splits, **options)
 
 
-class _TEWgrad:
-    """Weight gradients of one pass through a grouped linear layer, and where they go: as its backward does.
+class TEWgrad:
+    """Transformer Engine's grouped weight gradients, each in a tensor of its own.
 
-    With gradient accumulation fusion they are added to ``main_grad`` (written on the first microbatch where the layer keeps
-    count), and autograd gets a dummy where ``grad_added_to_main_grad`` exists, else None.
+    Args:
+        splits: Rows of each expert.
     """
 
-    def __init__(self, linear: torch.nn.Module, splits: list[int]) -> None:
+    def __init__(self, splits: Sequence[int]) -> None:
+        self._splits = list(splits)
+
+    def __call__(
+        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """grad.T @ rows over each expert's rows."""
+        return self._into([torch.empty_like(w) for w in weights], grad, rows, False)
+
+    def _into(self, out: list[torch.Tensor], grad: torch.Tensor, rows: torch.Tensor, accumulate: bool) -> list[torch.Tensor]:
+        _grouped_gemm(
+            list(rows.split(self._splits)), grad, out, self._splits, layout="NT", grad=True, accumulate=accumulate,
+            use_split_accumulator=True,
+        )  # fmt: skip
+        return out
+
+
+class _MainGradWgrad(TEWgrad):
+    """Weight gradients of one pass with gradient accumulation fusion, as the layer's own backward treats them.
+
+    They are added to ``main_grad`` (written on the first microbatch where the layer keeps count), and autograd gets a dummy
+    where ``grad_added_to_main_grad`` exists, else None.
+    """
+
+    def __init__(self, linear: torch.nn.Module, splits: Sequence[int]) -> None:
+        super().__init__(splits)
         self._weights = _weights_of(linear)
-        self._splits = splits
-        self._is_fused = linear.fuse_wgrad_accumulation
         counts = not linear.disable_parameter_transpose_cache
-        self._accumulates = self._is_fused and not (counts and linear.is_first_microbatch)
-        linear.is_first_microbatch = False
+        self._accumulates = not (counts and linear.is_first_microbatch)
 
     def __call__(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         parameters: Sequence[Any] = self._weights
-        if self._is_fused:
-            out = [p.get_main_grad() if hasattr(p, "__fsdp_param__") else p.main_grad for p in parameters]
-        else:
-            out = [torch.empty_like(w) for w in weights]
-        overwrites = getattr(parameters[0], "overwrite_main_grad", False)
-        _grouped_gemm(
-            list(rows.split(self._splits)), grad, out, self._splits, layout="NT", grad=True,
-            accumulate=self._accumulates and not overwrites, use_split_accumulator=True,
-        )  # fmt: skip
-        if not self._is_fused:
-            return out
+        out = [p.get_main_grad() if hasattr(p, "__fsdp_param__") else p.main_grad for p in parameters]
+        self._into(out, grad, rows, self._accumulates and not getattr(parameters[0], "overwrite_main_grad", False))
         return [_after_main_grad(p) for p in parameters]
+
+
+def _wgrad_of(linear: torch.nn.Module, splits: Sequence[int]) -> TEWgrad:
+    wgrad = _MainGradWgrad(linear, splits) if linear.fuse_wgrad_accumulation else TEWgrad(splits)
+    linear.is_first_microbatch = False
+    return wgrad
 
 
 def _after_main_grad(parameter: Any) -> torch.Tensor | None:
@@ -111,8 +130,8 @@ class DitronTEGroupedMLP(TEGroupedMLP):
         first = second = tokens_per_expert
         if tokens_per_expert.gemm is not None:
             splits = tokens_per_expert.layout.tokens_per_expert.tolist()
-            first = dataclasses.replace(first, wgrad=_TEWgrad(self.linear_fc1, splits))
-            second = dataclasses.replace(second, wgrad=_TEWgrad(self.linear_fc2, splits))
+            first = dataclasses.replace(first, wgrad=_wgrad_of(self.linear_fc1, splits))
+            second = dataclasses.replace(second, wgrad=_wgrad_of(self.linear_fc2, splits))
         y, row_probs = dispatch_linear(hidden_states, probs, _weights_of(self.linear_fc1), first)
         h = self._activate(y, row_probs.unsqueeze(-1))
         return linear_combine(h, _weights_of(self.linear_fc2), second), None

@@ -132,7 +132,7 @@ def _ask_for_pairs(
     experts: Any, layout: Layout, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, group: Any
 ) -> frozenset[Pair]:
     from ditron_train.ep import begin_layout, dispatch
-    from ditron_train.megatron.ep_experts import TEGemm
+    from ditron_train.megatron.ep_experts import TEGemm, TEWgrad
 
     shape, device, hidden = context.shape, hidden_states.device, hidden_states.shape[-1]
     most = torch.tensor([layout.num_tokens], device=device)
@@ -140,30 +140,33 @@ def _ask_for_pairs(
     like = torch.empty(1, shape.num_experts, device=device)
     x, routed, probs, _ = _random_inputs(int(most), hidden_states, like, shape.topk, 1 + dist.get_rank(group))
     fresh = begin_layout(routed, probs, hidden, x.dtype, context).finish()
-    gemm = TEGemm(fresh.tokens_per_expert.tolist())
     rows, row_probs = dispatch(x, fresh, context)
     weights, back = (
         [getattr(linear, f"weight{index}").detach() for index in range(linear.num_gemms)]
         for linear in (experts.linear_fc1, experts.linear_fc2)
     )
-    del rows
     narrow = torch.empty(fresh.num_rows, back[0].shape[1], dtype=x.dtype, device=device).normal_()
     wide = torch.empty(fresh.num_rows, weights[0].shape[0], dtype=x.dtype, device=device).normal_()
-    bodies: dict[Pair, Callable[[ExpertCall], list[torch.Tensor]]] = {
+    splits = fresh.tokens_per_expert.tolist()
+    bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
         "dispatch_gemm": lambda call: list(pairs_of.forward_in(x, weights, call, torch.float32)[:2]),
         "gemm_combine": lambda call: [pairs_of.forward_out(narrow, back, call)],
         "dispatch_dgrad": lambda call: list(pairs_of.backward_out(x, back, call)),
-        "dgrad_combine": lambda call: list(pairs_of.backward_in(wide, weights, call, row_probs, torch.float32)),
+        "dgrad_combine": lambda call: list(pairs_of.backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]),
     }
-    chosen = []
-    for pair in PAIRS:
-        apart = ExpertCall(fresh, context, order, frozenset(), gemm)
-        fused = ExpertCall(fresh, context, order, frozenset([pair]), gemm)
+    bodies["beside_wgrad"] = bodies["dgrad_combine"]
+    chosen: set[Pair] = set()
+    for pair, body in bodies.items():
+        others = chosen & {"dgrad_combine"} if pair == "beside_wgrad" else set()  # against the better one so far
+        apart, ours = (
+            ExpertCall(fresh, context, order, frozenset(pairs), TEGemm(splits), TEWgrad(splits)) for pairs in (others, {pair})
+        )
         words = (
             f"ep {pair} {fresh.num_tokens} tokens x {hidden}, top-{shape.topk} of {shape.num_experts}, experts "
             f"{tuple(weights[0].shape)}, {tuple(back[0].shape)}, {x.dtype}, {order}"
         )
-        decision = decide(words, lambda b=bodies[pair]: b(apart), lambda b=bodies[pair]: b(fused), group=group, device=device)
+        decision = decide(words, lambda b=body: b(apart), lambda b=body: b(ours), group=group, device=device)
         if decision.use_ditron:
-            chosen.append(pair)
+            chosen = chosen - others | {pair}
     return frozenset(chosen)
+

@@ -23,6 +23,7 @@ CASES = [
     ("empty_experts", (6, 11), 12, 3, 48, torch.float16, "descending"),
     ("dropped", (16, 13), 10, 4, 33, torch.bfloat16, "ascending"),
     ("random", (5, 6), 2, 2, 16, torch.float32, "descending"),
+    *(("random", (6, 3), 8, topk, 16, torch.bfloat16, "ascending_rounded") for topk in (5, 6, 7, 8)),
 ]
 
 
