@@ -145,8 +145,11 @@ def _ask_for_pairs(
         [getattr(linear, f"weight{index}").detach() for index in range(linear.num_gemms)]
         for linear in (experts.linear_fc1, experts.linear_fc2)
     )
-    narrow = torch.empty(fresh.num_rows, back[0].shape[1], dtype=x.dtype, device=device).normal_()
-    wide = torch.empty(fresh.num_rows, weights[0].shape[0], dtype=x.dtype, device=device).normal_()
+    generator = torch.Generator(device).manual_seed(1)
+    narrow, wide = (
+        torch.empty(fresh.num_rows, columns, dtype=x.dtype, device=device).normal_(generator=generator)
+        for columns in (back[0].shape[1], weights[0].shape[0])
+    )
     splits = fresh.tokens_per_expert.tolist()
     bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
         "dispatch_gemm": lambda call: list(pairs_of.forward_in(x, weights, call, torch.float32)[:2]),
