@@ -20,14 +20,20 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from ditron_train.megatron.routing import log_native
+from ditron_train.policy import decide
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import Header, num_bytes_of
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.transport import exchange as gather_values
 
 __all__ = ["DitronP2PCommunicator", "class_map", "stop"]
 
-#: Groups whose context could not be made, and why; the same on every rank of the group.
-_refused: dict[dist.ProcessGroup, str] = {}
+#: Names of groups whose context could not be made, and why; the same on every rank of the group.
+_refused: dict[str, str] = {}
+#: Why messages of a size go natively, None where they do not, by group's name, policy and size; the same on every rank.
+_reasons: dict[tuple[str, str, int], str | None] = {}
 
 
 def _device() -> torch.device:
@@ -48,7 +54,7 @@ def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
         return "use_ring_exchange_p2p"
     if any("full_iteration" in str(scope) for scope in getattr(config, "cuda_graph_scope", None) or ()):
         return "the whole iteration is captured in a CUDA graph"
-    return _refused.get(group)
+    return _refused.get(group.group_name)
 
 
 class DitronP2PCommunicator(P2PCommunicator):
@@ -59,6 +65,7 @@ class DitronP2PCommunicator(P2PCommunicator):
         self._variable_shapes = bool(config.variable_seq_lengths or getattr(config, "mtp_standalone", False))
         self._join_sends = _uses_cuda_graphs(config)
         self._first_call = True
+        self._reason: str | None = None
 
     def _communicate(
         self,
@@ -91,12 +98,8 @@ class DitronP2PCommunicator(P2PCommunicator):
             recv_next=expected if recv_next else None,
             variable_shapes=self._variable_shapes,
         )
-        received = {
-            # A leaf of its own: the handle fills the storage later, which must not count as a change of this leaf.
-            name: handles[name].tensor.detach().requires_grad_(True)
-            for name in ("recv_prev", "recv_next")
-            if name in handles
-        }
+        names = [name for name in ("recv_prev", "recv_next") if name in handles]
+        received = {name: handles[name].tensor.requires_grad_(True) for name in names}
         if wait_on_reqs:
             for name, handle in handles.items():
                 if name in received or self._join_sends:
@@ -116,25 +119,73 @@ class DitronP2PCommunicator(P2PCommunicator):
         """The group's context with room for this call's messages; None for the native path.
 
         Every stage sends or receives something before it depends on another stage, so the first call of each step, and
-        so of the group, is a point that all ranks reach: contexts are made, and slots grow, there and only there.
+        so of the group, is a point that all ranks reach: contexts are made, slots grow, and new sizes are decided on there and
+        only there. What the first call decides holds for the step.
         """
-        reason = _reason_for_native(self.pp_group, self.config)
         first, self._first_call = self._first_call, False
-        if reason is None:
+        if not first:
+            if self._reason is not None:
+                return None
+            return get_pipeline_context(self.pp_group, _device(), with_network=self._variable_shapes)
+        self._reason = _reason_for_native(self.pp_group, self.config)
+        if self._reason is None:
             try:
                 context = get_pipeline_context(self.pp_group, _device(), with_network=self._variable_shapes)
                 sizes = [tensor.numel() * tensor.element_size() for tensor in sent if tensor is not None]
                 if expected is not None:
                     sizes.append(num_bytes_of(expected.shape, expected.dtype))
-                if first and max(sizes, default=0) > context.slot_bytes:
-                    context.reserve(max(sizes))
-                return context
+                self._reason = _agree_on_size(context, max(sizes, default=0), self._variable_shapes)
+                if self._reason is None:
+                    return context
             except (ArenaError, NotSupportedError) as error:
-                if not first:
-                    raise
-                reason = _refused[self.pp_group] = str(error)
-        log_native("pp", reason)
+                self._reason = _refused[self.pp_group.group_name] = str(error)
+        log_native("pp", self._reason)
         return None
+
+
+def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bool) -> str | None:
+    """Makes room for messages of ``num_bytes``; why they go natively, or None (collective where the size is new).
+
+    Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without.
+    """
+    key = (context.group.group_name, get_settings().policy, num_bytes)
+    new = not variable_shapes and key not in _reasons
+    if num_bytes > context.slot_bytes or new:
+        same = context.reserve(num_bytes)
+        if new:
+            if not context.in_one_node:
+                same = len(set(gather_values(context.group, num_bytes))) == 1
+            _reasons[key] = _reason_by_policy(context, num_bytes) if same else None
+    return None if variable_shapes else _reasons[key]
+
+
+def _reason_by_policy(context: PipelineContext, num_bytes: int) -> str | None:
+    """Asks the policy about one message around the ring (collective); why it goes natively, or None."""
+    # Values of their own, so that the user's random state does not move.
+    words = torch.arange(num_bytes // 4 + 1, dtype=torch.int32, device=context.device).mul_(2 * context.rank + 37)
+    data = words.view(torch.uint8)[:num_bytes]
+    peers = [dist.get_global_rank(context.group, rank) for rank in (context.next_rank, context.previous_rank)]
+
+    def native() -> list[torch.Tensor]:
+        received = torch.empty_like(data)
+        send = dist.P2POp(dist.isend, data, peers[0], context.group)
+        receive = dist.P2POp(dist.irecv, received, peers[1], context.group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        return [received]
+
+    def ours() -> list[torch.Tensor]:
+        handles = exchange(context, send_next=data, recv_prev=Header(tuple(data.shape), data.dtype))
+        for handle in handles.values():
+            handle.wait()
+        return [handles["recv_prev"].tensor]
+
+    key = f"pp send_recv {num_bytes} bytes"
+    decision = decide(key, native, ours, group=context.group, device=context.device)
+    if decision.use_ditron:
+        log_once(f"{key} {context.world_size}", f"pp: messages of {num_bytes} bytes by copy engine: {decision.reason}", name="pp")
+        return None
+    return f"messages of {num_bytes} bytes: {decision.reason}"
 
 
 def class_map() -> dict[type, type]:
@@ -143,5 +194,5 @@ def class_map() -> dict[type, type]:
 
 
 def stop() -> None:
-    """Forgets what was refused, so that a later `apply` tries again."""
+    """Forgets what was refused, so that a later `apply` tries again; what was decided by measuring stands."""
     _refused.clear()

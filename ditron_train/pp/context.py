@@ -8,11 +8,13 @@ import socket
 import torch
 import torch.distributed as dist
 
-from ditron_train.pp.channel import PipelineChannel, Receiver, Sender, Slots
+from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.groups import make_group
-from ditron_train.pp.mailbox import Mailbox
+from ditron_train.pp.lanes import Receiver, Sender
+from ditron_train.pp.mailbox import MAX_LOANS, Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
+from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.records import records_of
@@ -20,6 +22,8 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.stream import driver, waits_can_be_released
 from ditron_train.symm.arena import get_arena
 from ditron_train.symm.transport import exchange
+
+_BACKWARD_LOANS = 3  # a gradient is let go of when the next one arrives
 
 __all__ = ["PipelineContext", "close_pipeline_contexts", "get_pipeline_context"]
 
@@ -44,7 +48,8 @@ class PipelineContext:
         group: The pipeline group, at least two ranks.
         device: Where the messages lie.
         with_network: Make ``network`` although all neighbours are in reach: for messages larger than a slot.
-        num_slots: Messages under way in each direction (``DITRON_PP_SLOTS``).
+        num_slots: Slots of each direction's ring (``DITRON_PP_SLOTS``).
+        num_loans: Slots to lend (``DITRON_PP_LOANS``).
 
     Raises:
         NotSupportedError: A group of one rank, or a GPU without ``cuda-bindings``.
@@ -52,7 +57,13 @@ class PipelineContext:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, with_network: bool = False, num_slots: int | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        with_network: bool = False,
+        num_slots: int | None = None,
+        num_loans: int | None = None,
     ) -> None:
         self.group, self.device = group, torch.device(device)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -73,10 +84,14 @@ class PipelineContext:
         self.slots: Slots | None = None
         self.local_senders: list[Sender | None] = [None, None]
         self.local_receivers: list[Receiver | None] = [None, None]
-        self._make_local(num_slots if num_slots is not None else get_settings().pp_slots)
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        settings = get_settings()
+        self._make_local(
+            settings.pp_slots if num_slots is None else num_slots, settings.pp_loans if num_loans is None else num_loans
+        )
         self._log_routes()
 
-    def _make_local(self, num_slots: int) -> None:
+    def _make_local(self, num_slots: int, num_loans: int | None) -> None:
         """Symmetric memory, flags and ends among this group's ranks of this node."""
         members = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[self.rank]]
         local_group = self.group
@@ -91,7 +106,7 @@ class PipelineContext:
                 "CUDA refuses to register shared host memory, and with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits for "
                 "a flag in device memory could not be released if its peer died"
             )
-        self.slots = Slots(self.arena, num_slots)
+        self.slots = Slots(self.arena, num_slots, self._loans(num_loans))
         place = {member: place for place, member in enumerate(members)}
         neighbours = [(FORWARD, self.next_rank, self.previous_rank), (BACKWARD, self.previous_rank, self.next_rank)]
         for lane, target, source in neighbours:
@@ -99,6 +114,22 @@ class PipelineContext:
                 self.local_senders[lane] = Sender(self.channel, self.slots, lane, place[target])
             if source in place:
                 self.local_receivers[lane] = Receiver(self.channel, self.slots, lane, place[source])
+
+    def _loans(self, asked: int | None) -> tuple[int, int]:
+        """Slots to lend, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is on its
+        way, and the model holds on to the last one. nvshmem frees memory though a tensor may lie in it.
+        """
+        assert self.channel is not None
+        if not self.channel.mailbox.has_flags or self.arena.transport_name == "nvshmem":
+            return (0, 0)
+        forward = min(self.world_size + 2 if asked is None else asked, MAX_LOANS)
+        return (forward, min(forward, _BACKWARD_LOANS))
+
+    def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
+        """One element, for tensors whose memory is not known yet."""
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self.device)
+        return self._placeholders[dtype]
 
     def _log_routes(self) -> None:
         near = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[(rank + 1) % self.world_size]]
@@ -119,6 +150,11 @@ class PipelineContext:
         return self.previous_rank if lane == FORWARD else self.next_rank
 
     @property
+    def in_one_node(self) -> bool:
+        """Whether all ranks of the group are in reach."""
+        return len(set(self._nodes)) == 1
+
+    @property
     def closed(self) -> bool:
         """Whether the symmetric memory was given back; the context cannot be used any more."""
         return self.channel is not None and self.arena.closed
@@ -128,17 +164,21 @@ class PipelineContext:
         """Bytes of the largest message that fits into a slot; 0 before the first ``reserve``."""
         return self.slots.num_bytes if self.slots is not None else 0
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> bool:
         """Makes the slots hold messages of ``num_bytes``; collective over the ranks of the node, between two steps.
 
-        The largest of what the ranks ask for is taken. All messages sent before must have been received.
+        The largest of what the ranks ask for is taken. All messages sent before must have been received; received tensors
+        may still be in use.
+
+        Returns:
+            Whether all ranks of the node asked for the same.
 
         Raises:
             MismatchError: Some ranks do not ask for larger slots, so the stages disagree on the size of messages.
             ArenaError: The memory is not there; on every rank alike.
         """
         if self.channel is None or self.slots is None:
-            return
+            return True
         asked = self.channel.mailbox.agree(num_bytes, self.channel.timeout_s, self.channel.check)
         if any(value is None for value in asked):
             listed = ", ".join(f"rank {rank}: {value or 'not heard'}" for rank, value in enumerate(asked))
@@ -146,7 +186,13 @@ class PipelineContext:
                 f"pp on group {self.arena.group_name}: not all ranks ask for larger messages within "
                 f"{self.channel.timeout_s:g} s ({listed} bytes); a rank is dead, or the stages disagree on the shape"
             )
-        self.slots.reserve(max(value for value in asked if value is not None))
+        largest = max(value for value in asked if value is not None)
+        if largest > self.slots.num_bytes:
+            self.slots.reserve(largest)
+            for end in (*self.local_senders, *self.local_receivers):
+                if end is not None:
+                    end.forget_loans()
+        return len(set(asked)) == 1
 
     def close(self) -> None:
         """Gives back the memory and the groups that were made for this context; collective, explicit, at most once needed.
@@ -161,7 +207,8 @@ class PipelineContext:
         self.network = self._node_group = None
 
     def check(self) -> None:
-        """Raises what any rank of the node has recorded; compares headers and drops what has been sent (no wait)."""
+        """Raises what any rank of the node has recorded; compares headers, drops what has been sent and gives lent
+        slots back (no wait)."""
         if self.channel is not None:
             self.channel.check()
         for end in self.local_senders:
@@ -170,6 +217,7 @@ class PipelineContext:
         for receiver in self.local_receivers:
             if receiver is not None:
                 receiver.verify()
+                receiver.return_loans()
         if self.network is not None:
             self.network.release_sent()
 

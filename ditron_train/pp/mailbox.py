@@ -8,6 +8,7 @@ CUDA call, whatever the device's queues are blocked on.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -22,9 +23,10 @@ from ditron_train.stream import driver
 from ditron_train.symm.shm_transport import _FOLDER, _map_file
 from ditron_train.symm.transport import all_ranks_or_raise, exchange
 
-__all__ = ["FLAGS", "HEADER_DEPTH", "HEADER_WORDS", "Mailbox"]
+__all__ = ["FLAGS", "HEADER_DEPTH", "HEADER_WORDS", "MAX_LOANS", "Mailbox"]
 
-FLAGS = 4  # data and credit of two directions
+MAX_LOANS = 32  # slots to lend, in each direction
+FLAGS = 4 + 2 * MAX_LOANS  # data and credit of two directions, and one for each slot to lend
 HEADER_WORDS = 16  # int64 words; the first is the sequence number, the last a checksum
 HEADER_DEPTH = 1024  # headers that a sender may be ahead of its receiver's host
 
@@ -33,7 +35,8 @@ _FAULT_BYTES = 4096
 _FAULT_WORDS = 8
 _OFFSET_AGREE = FLAGS * _LINE_BYTES
 _OFFSET_READ = _OFFSET_AGREE + _LINE_BYTES
-_OFFSET_HEADERS = _OFFSET_READ + 2 * _LINE_BYTES
+_OFFSET_RETURNED = _OFFSET_READ + 2 * _LINE_BYTES
+_OFFSET_HEADERS = _OFFSET_RETURNED + 2 * MAX_LOANS * 8
 _ROW_BYTES = -(-(_OFFSET_HEADERS + 2 * HEADER_DEPTH * HEADER_WORDS * 8) // 4096) * 4096
 
 
@@ -110,8 +113,11 @@ class Mailbox:
 
     def flag_value(self, rank: int, index: int) -> int:
         """What a flag holds now."""
-        offset = self._flag_offset(rank, index)
-        return int(self._bytes[offset : offset + 4].view(np.int32)[0])
+        return ctypes.c_int32.from_address(self.flag_host_address(rank, index)).value
+
+    def set_flag(self, rank: int, index: int, value: int) -> None:
+        """Sets a flag from the host, where no stream has anything to do with it."""
+        ctypes.c_int32.from_address(self.flag_host_address(rank, index)).value = value
 
     def _int64(self, offset: int, count: int) -> np.ndarray:
         return self._bytes[offset : offset + 8 * count].view(np.int64)
@@ -148,6 +154,15 @@ class Mailbox:
     def acknowledge(self, lane: int, sequence: int) -> None:
         """Lets senders reuse the headers up to ``sequence``."""
         self._row(self.rank, _OFFSET_READ + lane * _LINE_BYTES, 1)[0] = sequence
+
+    # Slots that are lent: the receiver's host says which it has got back, in the sender's row.
+
+    def returned(self, rank: int, lane: int) -> np.ndarray:
+        """How often each slot to lend of ``rank``'s lane has come back, ``[MAX_LOANS]``, to read and to write.
+
+        The flag that the receiver's stream sets when its last use is over is enqueued before the host counts here.
+        """
+        return self._row(rank, _OFFSET_RETURNED + lane * MAX_LOANS * 8, MAX_LOANS)
 
     # A value of every rank, agreed on with a deadline.
 

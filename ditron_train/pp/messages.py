@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +15,7 @@ __all__ = ["BACKWARD", "FORWARD", "LANE_NAMES", "Header", "fragment_ends", "num_
 FORWARD, BACKWARD = 0, 1
 LANE_NAMES = ("forward", "backward")
 
-MAX_DIMS = HEADER_WORDS - 6
+MAX_DIMS = HEADER_WORDS - 6  # sequence, checksum and the four words below
 _WHOLE_BYTES = 8 << 20
 _ALIGNMENT_BYTES = 4096
 _DTYPES = (
@@ -41,11 +41,16 @@ def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """Shape and type of one message, and whether it goes through the network group instead of the slots."""
+    """Shape and type of one message, and where it goes: the network group, the ring of slots, or a slot that is lent.
+
+    Attributes:
+        loan: Number of the slot to lend; None for the ring. The receiver does not expect one or the other.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     by_network: bool = False
+    loan: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
@@ -60,14 +65,15 @@ class Header:
             raise NotSupportedError(f"a message of {len(self.shape)} dimensions; at most {MAX_DIMS}")
         if self.dtype not in _DTYPES:
             raise NotSupportedError(f"messages of {self.dtype} are not supported")
-        words = [_DTYPES.index(self.dtype), int(self.by_network), len(self.shape), *self.shape]
+        loan = 0 if self.loan is None else self.loan + 1
+        words = [_DTYPES.index(self.dtype), int(self.by_network), loan, len(self.shape), *self.shape]
         return words + [0] * (HEADER_WORDS - 2 - len(words))
 
     @classmethod
     def from_words(cls, words: list[int]) -> Header:
         """Inverse of ``to_words``."""
-        code, by_network, num_dims = words[:3]
-        return cls(tuple(words[3 : 3 + num_dims]), _DTYPES[code], bool(by_network))
+        code, by_network, loan, num_dims = words[:4]
+        return cls(tuple(words[4 : 4 + num_dims]), _DTYPES[code], bool(by_network), loan - 1 if loan else None)
 
 
 def fragment_ends(num_bytes: int) -> list[int]:

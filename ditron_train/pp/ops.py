@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ditron_train.pp.channel import Incoming, Receiver
 from ditron_train.pp.context import PipelineContext
+from ditron_train.pp.lanes import Incoming, Receiver
 from ditron_train.pp.messages import BACKWARD, FORWARD, Header, num_bytes_of
 from ditron_train.pp.network import NetworkWork
 from ditron_train.runtime.errors import NotSupportedError
@@ -24,7 +24,9 @@ class Handle:
     """A message that was enqueued.
 
     Attributes:
-        tensor: What is received; its contents are there for what the current stream does after ``wait``.
+        tensor: What is received. Before ``wait`` it has a shape and type but no memory of its own; ``wait`` gives it the
+            memory that the message lies in, with the contents there for what the current stream does from then on. Streams
+            other than that one must be done with it when its last user lets go of it (``record_stream`` does nothing).
     """
 
     tensor: torch.Tensor | None = None
@@ -37,11 +39,14 @@ class Handle:
         """Received: orders the current stream behind the arrival. Sent: orders it behind the copy, so that the tensor
         may be overwritten; needless before it is merely freed. On the CPU it blocks instead.
 
+        A receive blocks the host until the neighbour's host has enqueued the message, never for the device.
+
         Raises:
-            PeerTimeoutError: On the CPU: the neighbour did not come in time (on a GPU the next op raises).
+            PeerTimeoutError: The neighbour did not come in time (if only its device did not, the next op raises).
+            MismatchError: The neighbour sent something else.
         """
         if self._receiver is not None and self._incoming is not None:
-            self._receiver.take(self._incoming)
+            self.tensor.data = self._receiver.take(self._incoming)
         if self._sent is not None:
             torch.cuda.current_stream().wait_event(self._sent)
         if self._work is not None:
@@ -139,7 +144,9 @@ def _receive(context: PipelineContext, lane: int, header: Header, batch: _Batch)
     num_bytes = num_bytes_of(header.shape, header.dtype)
     if receiver is not None and num_bytes <= context.slot_bytes:
         incoming = receiver.post(header)
-        return Handle(tensor=incoming.tensor, _receiver=receiver, _incoming=incoming)
+        tensor = torch.empty(0, dtype=header.dtype, device=context.device)
+        tensor.data = context.placeholder(header.dtype).expand(header.shape)
+        return Handle(tensor=tensor, _receiver=receiver, _incoming=incoming)
     if receiver is not None:
         _require_network(context, num_bytes)
         receiver.expect(Header(header.shape, header.dtype, by_network=True))

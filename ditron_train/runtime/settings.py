@@ -37,10 +37,27 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _some_of(*choices: str) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(name.strip() for name in text.split(","))
+        if not set(names) <= set(choices):
+            raise ValueError(f"must be some of {', '.join(choices)}, with commas between them")
+        return names
+
+    return parse
+
+
 def _positive_float(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError("must be a number above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must be a whole number from 0 up")
     return value
 
 
@@ -100,8 +117,16 @@ SETTINGS: tuple[Setting, ...] = (
         _positive_int,
         2,
         "count",
-        "Messages that a pipeline stage may send to a neighbour before the neighbour has taken the first; each direction "
-        "holds that many buffers of the largest message.",
+        "Buffers of each direction between pipeline stages that messages are copied out of; each holds the largest message.",
+    ),
+    Setting(
+        "pp_loans",
+        "DITRON_PP_LOANS",
+        _count,
+        None,
+        "count",
+        "Buffers between pipeline stages that received activations stay in until they are let go of, instead of being copied "
+        "(gradients: at most 3). Unset: stages + 2, which 1F1B needs. 0: every message is copied.",
     ),
     Setting(
         "muon_sharding",
@@ -112,6 +137,16 @@ SETTINGS: tuple[Setting, ...] = (
         "How dist_muon deals matrices out to data-parallel ranks. native: as megatron-core does. cost: balanced by the time "
         "of their step; the norm of all gradients then sums in another order. auto: cost where gradients are not clipped "
         "by that norm, else native.",
+    ),
+    Setting(
+        "muon_opt_ins",
+        "DITRON_MUON_OPT_INS",
+        _some_of("batched", "gram", "polar_express"),
+        None,
+        "batched, gram, polar_express",
+        "Variants of Muon that change bits, for `--optimizer muon` and `dist_muon`. batched: small matrices of one shape in "
+        "batched products. gram: long matrices by their Gram matrix, in fp16. polar_express: other polynomials (set "
+        "`--muon-num-ns-steps` to a multiple of 8). Unset: none, native's bits.",
     ),
     Setting(
         "policy",
@@ -159,7 +194,9 @@ class Settings:
     timeout_s: float
     arena_bytes: int | None
     pp_slots: int
+    pp_loans: int | None
     muon_sharding: str
+    muon_opt_ins: tuple[str, ...] | None
     ep_capacity: float | None
     policy: str
     plan: str | None

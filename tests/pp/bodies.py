@@ -106,7 +106,7 @@ def slow_neighbour(num_slots: int) -> tuple[int, bool]:
 
     rank = dist.get_rank()
     header = Header((1000,), torch.float32)
-    context = make_context(4000, num_slots)
+    context = make_context(4000, num_slots, num_loans=0)
     ahead, right = 0, True
     for index in range(12):
         if rank == 0:
@@ -120,6 +120,43 @@ def slow_neighbour(num_slots: int) -> tuple[int, bool]:
             right &= same_bits(handle.tensor, payload(0, 0, index, *_of(header)))
     dist.barrier()
     return ahead, right
+
+
+def received_tensors_are_kept(seed: int, num_slots: int, num_loans: int) -> tuple[bool, int]:
+    """Received tensors are used in place and let go of in any order, also after the slots have grown; returns whether their
+    contents stood, and how many messages were lent."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    draw = random.Random(seed * 31 + rank)
+    context = make_context(1 << 10, num_slots, num_loans=num_loans)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    right = True
+    for index in range(60):
+        if index == 30:
+            context.reserve(1 << 11)
+        shape = (256 if index < 30 else 512,)
+        handles = exchange(
+            context,
+            send_next=payload(rank, 0, index, shape, torch.float32),
+            send_prev=payload(rank, 1, index, shape, torch.float32),
+            recv_prev=Header(shape, torch.float32),
+            recv_next=Header(shape, torch.float32),
+        )
+        for lane, name, source in ((0, "recv_prev", (rank - 1) % world), (1, "recv_next", (rank + 1) % world)):
+            handles[name].tensor.requires_grad_(True)
+            handles[name].wait()
+            assert handles[name].tensor.is_leaf and handles[name].tensor._base is None
+            kept.append((handles[name].tensor, payload(source, lane, index, shape, torch.float32)))
+        del handles
+        while len(kept) > draw.randint(0, 14):
+            tensor, expected = kept.pop(draw.randrange(len(kept)))
+            right &= same_bits(tensor.detach(), expected)
+            del tensor
+    right &= all(same_bits(tensor.detach(), expected) for tensor, expected in kept)
+    dist.barrier()
+    return right, sum(sender.lent for sender in context.local_senders)
 
 
 def _of(header):
@@ -142,7 +179,8 @@ def wrap_around() -> bool:
     start = 2**31 - 5
     for lane in (0, 1):
         context.local_senders[lane].messages = context.local_receivers[lane].messages = start
-        context.local_senders[lane]._fragments = context.local_receivers[lane]._fragments = start
+        for end in (context.local_senders[lane], context.local_receivers[lane]):
+            end._fragments = end._ring_messages = start
         _flag(context, rank, lane)[0] = start
         _flag(context, rank, 2 + lane)[0] = start
         context.channel.mailbox.acknowledge(lane, start)

@@ -73,6 +73,14 @@ def test_random_programs_with_prefetched_receives(num_slots):
         assert run_workers(3, bodies.random_program, seed, num_slots, timeout_s=60) == [True] * 3
 
 
+@pytest.mark.parametrize("num_slots, num_loans", [(1, 0), (2, 1), (1, 6)])
+def test_received_tensors_lie_in_their_slots_until_let_go_of(num_slots, num_loans):
+    for right, lent in run_workers(2, bodies.received_tensors_are_kept, 3, num_slots, num_loans):
+        assert right
+        assert (lent > 0) == (num_loans > 0)
+        assert lent < 120  # some had to be copied
+
+
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_sender_is_never_more_than_the_slots_ahead(num_slots):
     (ahead, _), (_, right) = run_workers(2, bodies.slow_neighbour, num_slots)
