@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
 from ditron_train.megatron.routing import log_native
+from ditron_train.megatron.sp_nodes import NodesContext, forget_nodes, get_nodes_context, spans_nodes
 from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -37,12 +38,13 @@ __all__ = ["AttentionShape", "Exchange", "forget_routes", "route_exchange", "rou
 _MAX_ROUTES = 256
 
 #: A context (run ours) or None (run natively), by everything that the decision depends on.
-_routes: dict[tuple[Any, ...], SPContext | None] = {}
+_routes: dict[tuple[Any, ...], SPContext | NodesContext | None] = {}
 
 
 def forget_routes() -> None:
     """Decide anew from now on, and let go of the contexts."""
     _routes.clear()
+    forget_nodes()
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,11 @@ class Exchange:
     """The two exchanges of one attention: by ops, or (``context`` None) by all-to-alls of the process group."""
 
     def __init__(
-        self, group: dist.ProcessGroup, shape: AttentionShape, context: SPContext | None, row_table: torch.Tensor | None = None
+        self,
+        group: dist.ProcessGroup,
+        shape: AttentionShape,
+        context: SPContext | NodesContext | None,
+        row_table: torch.Tensor | None = None,
     ) -> None:
         assert context is not None or row_table is None, "all-to-alls here know no packed sequences"
         self._group = group
@@ -82,6 +88,8 @@ class Exchange:
         """q, k, v [s / W, b, heads, d] -> [s, b, heads / W, d], in the order of the sequence."""
         if self._context is not None:
             layout = self._shape.qkv_layout(self._world_size)
+            if isinstance(self._context, NodesContext):
+                return self._context.to_heads(parts, layout, self._row_table)
             return heads_exchange(parts, context=self._context, layout=layout, row_table=self._row_table)
         return tuple(self._native_to_heads(part) for part in parts)
 
@@ -90,6 +98,8 @@ class Exchange:
         attended = attended.view(*attended.shape[:-1], -1, self._shape.value_head_dim)
         if self._context is not None:
             layout = self._shape.output_layout(self._world_size)
+            if isinstance(self._context, NodesContext):
+                return self._context.to_sequence(attended, layout, self._row_table).flatten(-2)
             (result,) = sequence_exchange((attended,), context=self._context, layout=layout, row_table=self._row_table)
             return result.flatten(-2)
         return self._native_to_sequence(attended).flatten(2)
@@ -123,9 +133,16 @@ def _why_not_device(tensor: torch.Tensor) -> str | None:
 
 
 def _decide(
-    name: str, key: tuple[Any, ...], x: torch.Tensor, group: dist.ProcessGroup, attempt: Callable[[SPContext], str | None]
-) -> SPContext | None:
-    """The decision for ``key``: known, or made by ``attempt``, which all ranks run together."""
+    name: str,
+    key: tuple[Any, ...],
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    attempt: Callable[[Any], str | None],
+    *,
+    across_nodes: bool,
+) -> Any:
+    """The decision for ``key``: known, or made by ``attempt``, which all ranks run together. ``across_nodes``: it also takes
+    the context of a group that spans nodes."""
     if key in _routes:
         return _routes[key]
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -137,9 +154,13 @@ def _decide(
     context, reason = None, _why_not_device(x)
     if reason is None:
         try:
-            context = get_context(group, x.device)
-            reason = attempt(context)
-            context.synchronize()
+            if not spans_nodes(group):
+                context = get_context(group, x.device)
+            elif across_nodes:
+                context = get_nodes_context(group, x.device)
+            reason = "the group spans nodes" if context is None else attempt(context)
+            if context is not None:
+                context.synchronize()
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             reason = str(error)
     if reason is not None:
@@ -173,12 +194,14 @@ def _in_words(kind: str, lead: tuple[int, ...], shape: AttentionShape, like: tor
     return f"sp {kind} {sizes} {str(like.dtype).removeprefix('torch.')}"
 
 
-def route_exchange(group: dist.ProcessGroup, shape: AttentionShape, query: torch.Tensor) -> SPContext | None:
+def route_exchange(
+    group: dist.ProcessGroup, shape: AttentionShape, query: torch.Tensor
+) -> SPContext | NodesContext | None:
     """The context for the exchanges around the attention of ``query`` [s / W, b, heads, d] (packed [t / W, heads, d]), or None
     for all-to-alls."""
     lead = tuple(query.shape[:-2])
 
-    def attempt(context: SPContext) -> str | None:
+    def attempt(context: SPContext | NodesContext) -> str | None:
         """Asks the policy, with both exchanges and their backward: nothing of them can fail later for want of memory."""
         world, rows = context.world_size, (lead[0], math.prod(lead[1:]))
         local, whole = shape.qkv_layout(world), (rows[0] * world, rows[1])
@@ -197,7 +220,8 @@ def route_exchange(group: dist.ProcessGroup, shape: AttentionShape, query: torch
         decision = decide(_in_words("exchange", lead, shape, query), native, ours, group=group, device=query.device)
         return None if decision.use_ditron else f"at {tuple(query.shape)} {decision.reason}"
 
-    return _decide("sp exchange", ("exchange", lead, shape, query.dtype, query.device, group), query, group, attempt)
+    key = ("exchange", lead, shape, query.dtype, query.device, group)
+    return _decide("sp exchange", key, query, group, attempt, across_nodes=True)
 
 
 def _parts(
@@ -256,4 +280,4 @@ def route_projections(
         )
         return None if decision.use_ditron else f"at {input_shape} x {tuple(weight_qkv.shape)} {decision.reason}"
 
-    return _decide("sp projections", key, like, group, attempt)
+    return _decide("sp projections", key, like, group, attempt, across_nodes=False)

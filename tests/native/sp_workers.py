@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 
 import torch
 import torch.distributed as dist
@@ -165,6 +167,67 @@ def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through
     for name, gradient in expected[1].items():
         assert (native[1][name] - gradient).abs().max() <= 10 * GRADIENT_BOUND, name
     return torch.equal(native[0], expected[0][:, mine])
+
+
+@contextlib.contextmanager
+def posed_nodes(ranks_per_node):
+    """Processes of one machine that take themselves for nodes, without memory of one another's peers."""
+    from ditron_train.symm.shm_transport import ShmTransport
+
+    allocate, before = ShmTransport.allocate, os.environ.get("NCCL_HOSTID")
+
+    def allocate_on_this_node(self, group, device, num_bytes):
+        segment = allocate(self, group, device, num_bytes)
+        own = dist.get_rank() // ranks_per_node
+        ranks = dist.get_process_group_ranks(group)
+        addresses = [a if rank // ranks_per_node == own else 0 for a, rank in zip(segment.addresses, ranks)]
+        return dataclasses.replace(segment, addresses=addresses)
+
+    ShmTransport.allocate = allocate_on_this_node
+    os.environ["NCCL_HOSTID"] = f"posed{dist.get_rank() // ranks_per_node}"
+    try:
+        yield
+    finally:
+        ShmTransport.allocate = allocate
+        if before is None:
+            del os.environ["NCCL_HOSTID"]
+        else:
+            os.environ["NCCL_HOSTID"] = before
+
+
+def gpt_across_nodes(ranks_per_node, batch_of_rows):
+    """Ulysses over nodes: exchanges by rails and peer memory where nodes have several ranks, else native; the same bits."""
+    from ditron_train.megatron.sp_nodes import NodesContext
+    from ditron_train.megatron.sp_routing import _routes
+
+    world = dist.get_world_size()
+    with posed_nodes(ranks_per_node), groups(world):
+        model = build(world)
+        with without("projections", "exchange"):
+            native = run(model, world, batch_of_rows)
+        assert_same_bits(run(model, world, batch_of_rows), native)
+        contexts = {key[0]: context for key, context in _routes.items()}
+        assert contexts.keys() == {"projections", "exchange"} and contexts["projections"] is None
+        assert isinstance(contexts["exchange"], NodesContext) == (ranks_per_node > 1)
+        if ranks_per_node > 1:
+            packed_across_nodes(contexts["exchange"])
+
+
+def packed_across_nodes(context):
+    """Packed sequences by rails: rows come to lie where the table says, and go back."""
+    from ditron_train.sp import output_layout, packed_rows, qkv_layout
+
+    world, rank = context.world_size, context.rank
+    lengths = [2 * world * count for count in (3, 1, 5)]
+    total = sum(lengths)
+    table = packed_rows(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]), world, total // world)
+    layout, out_layout = qkv_layout(2 * world, world, 8, world), output_layout(2 * world, 8, world)
+    whole = [torch.arange(total * heads * 8, dtype=torch.float32).view(total, heads, 8) for heads in (2 * world, world, world)]
+    rows = table[rank].long()
+    parts = context.to_heads([part[rows] for part in whole], layout, table)
+    for part, expected, heads in zip(parts, whole, (2, 1, 1)):
+        assert torch.equal(part, expected[:, rank * heads : (rank + 1) * heads])
+    assert torch.equal(context.to_sequence(parts[0], out_layout, table), whole[0][rows])
 
 
 def refuses(options, length):

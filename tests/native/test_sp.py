@@ -54,6 +54,12 @@ def test_two_groups_beside_each_other():
     run_workers(4, sp_workers.gpt_agrees, {}, 16, True, 1, False, 2, timeout_s=400)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_gpt_across_posed_nodes(ranks_per_node):
+    run_workers(2 * ranks_per_node, sp_workers.gpt_across_nodes, ranks_per_node, 24, timeout_s=400)
+
+
 @pytest.mark.parametrize(
     "options, length, words",
     [

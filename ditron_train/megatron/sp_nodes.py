@@ -1,0 +1,121 @@
+"""Ulysses' exchanges in a group that spans nodes (part of feature ``sp``): by rails between nodes, by peer memory inside.
+
+With N nodes of L ranks each, what rank (n, l) owes to rank (n', l') goes to rank (n', l) first, in one all-to-all of the
+rail l (the ranks of one local rank, whose NICs face each other), then inside node n' by ``ditron_train.sp``'s exchange: its
+"local rows" are those of the rail's N ranks, one rank behind the other, and a table says where in the sequence they lie.
+The way back is the mirror. Data only moves: the bits are those of one all-to-all.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
+
+from ditron_train.pp.groups import make_group
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.sp import HeadsLayout, SPContext, get_context, heads_exchange, sequence_exchange
+from ditron_train.sp.layouts import global_rows
+from ditron_train.symm.transport import exchange
+
+__all__ = ["NodesContext", "forget_nodes", "get_nodes_context", "spans_nodes"]
+
+_nodes_of: dict[dist.ProcessGroup, list[int]] = {}
+_contexts: dict[tuple[dist.ProcessGroup, torch.device], NodesContext] = {}
+
+
+def _node_of_each_rank(group: dist.ProcessGroup) -> list[int]:
+    """Number of the node of each rank, by group rank (collective the first time). A torchrun agent counts as a node."""
+    if group not in _nodes_of:
+        names = exchange(group, (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0")))
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        _nodes_of[group] = [numbers[name] for name in names]
+    return _nodes_of[group]
+
+
+def spans_nodes(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of ``group`` lie on more than one node (collective the first time)."""
+    return len(set(_node_of_each_rank(group))) > 1
+
+
+def get_nodes_context(group: dist.ProcessGroup, device: torch.device) -> NodesContext:
+    """The context of a group that spans nodes, made at the first call (collective).
+
+    Raises:
+        NotSupportedError: Nodes with one rank, with different numbers of ranks, or whose ranks are not neighbours; on every
+            rank alike.
+    """
+    key = (group, device)
+    if key not in _contexts or _contexts[key].node.arena.closed:
+        _contexts[key] = NodesContext(group, device)
+    return _contexts[key]
+
+
+def forget_nodes() -> None:
+    """Let go of the contexts."""
+    _contexts.clear()
+    _nodes_of.clear()
+
+
+class NodesContext:
+    """The groups of a group that spans nodes (collective to make).
+
+    Attributes:
+        node: Context of this rank's node.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        nodes = _node_of_each_rank(group)
+        self.world_size, self.rank = len(nodes), dist.get_rank(group)
+        self._num_nodes = max(nodes) + 1
+        self._per_node, rest = divmod(self.world_size, self._num_nodes)
+        if rest or nodes != [rank // self._per_node for rank in range(self.world_size)] or self._per_node == 1:
+            raise NotSupportedError(f"ranks lie on nodes {nodes}: exchanges by rails need equal nodes of 2 or more neighbours")
+        node, local = divmod(self.rank, self._per_node)
+        ranks = range(self.world_size)
+        self._node_group = make_group(group, [rank for rank in ranks if rank // self._per_node == node], "ditron_sp_node")
+        self._rail = make_group(group, [rank for rank in ranks if rank % self._per_node == local], "ditron_sp_rail")
+        self.node: SPContext = get_context(self._node_group, device)
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def synchronize(self) -> None:
+        """Waits for the device and raises what an exchange of the node has recorded."""
+        self.node.synchronize()
+
+    def _table(self, num_rows: int, row_table: torch.Tensor | None) -> torch.Tensor:
+        """Row in the whole of each row that a rank of this node holds behind the rail, int32 [L, N * num_rows]."""
+        if row_table is None:
+            if num_rows not in self._tables:
+                rows = [torch.from_numpy(global_rows(rank, self.world_size, num_rows)) for rank in range(self.world_size)]
+                self._tables[num_rows] = self._by_rail(torch.stack(rows).to(self.node.device, torch.int32))
+            return self._tables[num_rows]
+        return self._by_rail(row_table)
+
+    def _by_rail(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(self._num_nodes, self._per_node, -1).transpose(0, 1).reshape(self._per_node, -1)
+
+    def to_heads(
+        self, parts: Sequence[torch.Tensor], layout: HeadsLayout, row_table: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """As ``sp.heads_exchange``: [s / W, ..., heads, d] -> [s, ..., heads / W, d]; differentiable."""
+        lead, nodes = parts[0].shape[:-2], self._num_nodes
+        columns = [part.shape[-2] * part.shape[-1] // nodes for part in parts]
+        packed = torch.cat([part.reshape(*lead, nodes, -1) for part in parts], dim=-1).movedim(-2, 0).contiguous()
+        arrived = all_to_all(self._rail, packed).flatten(0, 1)
+        parts = [
+            one.unflatten(-1, (-1, head_dim)) for one, head_dim in zip(arrived.split(columns, dim=-1), layout.head_dims)
+        ]
+        table = self._table(lead.numel(), row_table)
+        return heads_exchange(parts, context=self.node, layout=layout, row_table=table)
+
+    def to_sequence(self, attended: torch.Tensor, layout: HeadsLayout, row_table: torch.Tensor | None) -> torch.Tensor:
+        """As ``sp.sequence_exchange`` of one part: [s, ..., heads / W, d] -> [s / W, ..., heads, d]; differentiable."""
+        nodes = self._num_nodes
+        table = self._table(attended.shape[:-2].numel() // self.world_size, row_table)
+        (gathered,) = sequence_exchange((attended,), context=self.node, layout=layout, row_table=table)
+        arrived = all_to_all(self._rail, gathered.unflatten(0, (nodes, -1)).contiguous())
+        return arrived.movedim(0, -3).flatten(-3, -2)
