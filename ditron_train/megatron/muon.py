@@ -24,6 +24,7 @@ from ditron_train.runtime.settings import get_settings
 
 __all__ = ["DitronLayerWiseDistributedOptimizer", "DitronTensorParallelMuon", "class_map", "start", "stop"]
 
+_BATCH_BELOW = 1024  # sides of matrices that the opt-in "batched" steps together
 _SMALL_ELEMENTS = 1 << 20  # tensors below travel together: a collective of their own would cost more than their bytes
 _had_emerging_optimizers: list[bool] = []
 
@@ -56,7 +57,7 @@ def _native_class() -> type:
 class DitronTensorParallelMuon(Muon):
     """`Muon` with the constructor of ``megatron.core.optimizer.muon.TensorParallelMuon``.
 
-    Args: as there. ``mode`` is Megatron's ``--muon-tp-mode``.
+    Args: as there. ``mode`` is Megatron's ``--muon-tp-mode``. ``DITRON_MUON_OPT_INS`` adds variants that change bits.
 
     Raises:
         NotSupportedError: ``mode="distributed"``, which is another algorithm.
@@ -87,6 +88,9 @@ class DitronTensorParallelMuon(Muon):
                 "muon out of --ditron"
             )
         self.pg_collection = pg_collection
+        opt_ins = get_settings().muon_opt_ins or ()
+        if opt_ins:
+            log_once("muon opt-ins", f"muon: other bits than native's were asked for: {', '.join(opt_ins)}")
         super().__init__(
             params,
             lr,
@@ -95,7 +99,7 @@ class DitronTensorParallelMuon(Muon):
             weight_decay,
             weight_decay_method="decoupled" if use_decoupled_weight_decay else "l2",
             fp32_matmul_prec=fp32_matmul_prec,
-            coefficient_type=coefficient_type,
+            coefficient_type="polar_express" if "polar_express" in opt_ins else coefficient_type,
             num_ns_steps=num_ns_steps,
             scale_mode=scale_mode,
             extra_scale_factor=extra_scale_factor,
@@ -104,6 +108,8 @@ class DitronTensorParallelMuon(Muon):
             qkv_split_shapes=qkv_split_shapes,
             tp_mode=mode,
             tp_group_fn=self._tp_group,
+            form="gram" if "gram" in opt_ins else "steps",
+            batch_below=_BATCH_BELOW if "batched" in opt_ins else 0,
         )
 
     def _tp_group(self, param: torch.Tensor) -> dist.ProcessGroup | None:

@@ -48,12 +48,12 @@ def symmetric_kernel(
     HAS_ADD: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
 ):
-    """C = alpha * A @ A^T + beta * ADD where C is symmetric: tiles that touch the lower triangle, each stored twice.
+    """C = alpha * A @ B^T + beta * ADD where C is symmetric: tiles that touch the lower triangle, each stored twice.
 
     A @ A^T is symmetric bit for bit, since element (j, i) sums the same products in the same order as (i, j); so is
     A @ A for a symmetric A, which is A @ A^T. ``order_ptr``: int32 [num_tiles, 2], ``lower_triangle_tile_order``.
-    ``a_desc`` and ``b_desc`` describe the same A in blocks of BLOCK_M and BLOCK_N rows; blocks of C and ADD are square,
-    BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
+    ``a_desc`` and ``b_desc`` describe A and B (which may be A) in blocks of BLOCK_M and BLOCK_N rows; blocks of C and ADD
+    are square, BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
 
     Nobody waits: no signals. A block that two programs store gets the same bits from both.
     """

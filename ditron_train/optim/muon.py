@@ -14,7 +14,7 @@ The bits are those of the same formulas with whole cuBLAS products and torch's e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim.adamw import adamw
 from ditron_train.optim.elementwise import DecayMethod, apply_update, momentum_step
 from ditron_train.optim.newton_schulz import (
     CoefficientType,
+    Form,
     ScaleMode,
     muon_scale,
     newton_schulz,
@@ -31,11 +32,13 @@ from ditron_train.optim.newton_schulz import (
 )
 from ditron_train.optim.plans import ProductMode
 from ditron_train.optim.sharding import LayerShards, newton_schulz_cost, shard_by_cost
+from ditron_train.optim.variants import newton_schulz_batched
 from ditron_train.runtime.errors import NotSupportedError
 
 __all__ = ["Muon", "TensorParallelMode"]
 
 TensorParallelMode = Literal["blockwise", "duplicated"]
+_BATCH_ELEMENTS = 1 << 24  # of all matrices that are stepped together
 _PRODUCT_DTYPES = {"medium": torch.bfloat16, "high": torch.float32, "highest": torch.float32}
 
 
@@ -90,6 +93,9 @@ class Muon(torch.optim.Optimizer):
             cost, and sent to the others while the next is computed. Gradients must be equal on all of its ranks.
             Momentum then lives on the owner alone.
         mode: Which products run by our kernels: ``strict`` where proven equal and faster, ``force``, ``native``.
+        form: ``gram`` changes bits: see ``newton_schulz``.
+        batch_below: Changes bits: matrices with a side below this are stepped together with others of their shape, by
+            batched products. 0 for never.
 
     Attributes:
         after_matrix: Called with each parameter that takes Muon once its update is enqueued (or it was passed over, for
@@ -122,6 +128,8 @@ class Muon(torch.optim.Optimizer):
         tp_group_fn: Callable[[torch.Tensor], dist.ProcessGroup | None] | None = None,
         shard_group: dist.ProcessGroup | None = None,
         mode: ProductMode = "strict",
+        form: Form = "steps",
+        batch_below: int = 0,
     ) -> None:
         if fp32_matmul_prec not in _PRODUCT_DTYPES:
             raise NotSupportedError(f"fp32_matmul_prec {fp32_matmul_prec!r} is not one of {', '.join(_PRODUCT_DTYPES)}")
@@ -131,7 +139,9 @@ class Muon(torch.optim.Optimizer):
             raise NotSupportedError(f"tp_mode {tp_mode!r} is not blockwise or duplicated")
         if split_qkv and (is_qkv_fn is None or qkv_split_shapes is None):
             raise NotSupportedError("split_qkv needs is_qkv_fn and qkv_split_shapes")
-        step_coefficients(coefficient_type, num_ns_steps)
+        if form not in ("steps", "gram"):
+            raise NotSupportedError(f"form {form!r} is not steps or gram")
+        self._coefficients = step_coefficients(coefficient_type, num_ns_steps)
         muon_scale(1, 1, scale_mode)
         self.coefficient_type = coefficient_type
         self.num_ns_steps = num_ns_steps
@@ -145,6 +155,8 @@ class Muon(torch.optim.Optimizer):
         self.tp_group_fn = tp_group_fn
         self.shard_group = shard_group
         self.mode = mode
+        self.form = form
+        self.batch_below = batch_below
         self.after_matrix: Callable[[torch.Tensor], None] | None = None
         defaults = dict(
             lr=lr, momentum_beta=momentum_beta, use_nesterov=use_nesterov, weight_decay=weight_decay,
@@ -209,8 +221,9 @@ class Muon(torch.optim.Optimizer):
         if self.shard_group is not None and dist.get_world_size(self.shard_group) > 1:
             self._sharded_step(matrices)
         else:
-            for param, group in matrices:
-                self._matrix_step(param, group)
+            step_one = self._stepper(matrices, range(len(matrices)))
+            for index, (param, _) in enumerate(matrices):
+                step_one(index)
                 if self.after_matrix is not None:
                     self.after_matrix(param)
         return loss
@@ -220,19 +233,66 @@ class Muon(torch.optim.Optimizer):
         shards = LayerShards(
             [param for param, _ in matrices], shard_by_cost(costs, dist.get_world_size(self.shard_group)), self.shard_group
         )
-        shards.run(lambda index: self._matrix_step(*matrices[index]))
+        shards.run(self._stepper(matrices, shards.own))
 
-    def _matrix_step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        """Decay, momentum, orthogonalisation and update of one matrix."""
+    def _stepper(
+        self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]
+    ) -> Callable[[int], None]:
+        """A function that steps the matrix of an index, with it the others of its batch, and each only once."""
+        batches = self._batches(matrices, own) if self.batch_below else {}
+        done: set[int] = set()
+
+        def step_one(index: int) -> None:
+            param, group = matrices[index]
+            if index in done or param.grad is None:
+                return
+            batch = batches.get(index, [index])
+            done.update(batch)
+            if len(batch) > 1:
+                self._batch_step([matrices[i][0] for i in batch], group)
+            else:
+                self.apply_direction(param, self._direction(param, group), group)
+
+        return step_one
+
+    def _batches(self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]) -> dict[int, list[int]]:
+        """Indices that are stepped together, by the first of them in the order of ``own``."""
+        kinds: dict[tuple, list[int]] = {}
+        for index in own:
+            param, group = matrices[index]
+            is_qkv = self.split_qkv and self.is_qkv_fn(param)
+            rows = param.shape[0] // sum(self.qkv_split_shapes) * max(self.qkv_split_shapes) if is_qkv else param.shape[0]
+            is_small = 0 < min(rows, param.shape[1]) < self.batch_below
+            if param.grad is not None and is_small and self._partition(param)[0] is None:
+                kinds.setdefault((param.shape, param.dtype, param.device, id(group), is_qkv), []).append(index)
+        batches = {}
+        for indices in kinds.values():
+            size = max(1, _BATCH_ELEMENTS // matrices[indices[0]][0].numel())
+            batches.update({indices[i]: indices[i : i + size] for i in range(0, len(indices), size)})
+        return batches
+
+    def _batch_step(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """A step of matrices of one shape, whose products are batched."""
+        components = [self._components(param, self._direction(param, group)) for param in params]
+        precision = group["fp32_matmul_prec"]
+        for same in zip(*components):
+            rows, columns = same[0][1].shape
+            with _fp32_matmul_precision(precision):
+                x = newton_schulz_batched(
+                    [part.to(torch.float32) for _, part in same], self._coefficients, dtype=_PRODUCT_DTYPES[precision]
+                )
+            for (target, _), one in zip(same, x):
+                self._update(target, one, rows, columns, group)
+
+    def _direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Decay and momentum of one matrix; what to orthogonalise."""
         grad = param.grad
-        if grad is None:
-            return
         if grad.is_sparse:
             raise NotSupportedError("Muon does not take sparse gradients")
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
-        direction = momentum_step(
+        return momentum_step(
             param,
             state["momentum_buffer"],
             grad,
@@ -242,12 +302,16 @@ class Muon(torch.optim.Optimizer):
             momentum_beta=group["momentum_beta"],
             use_nesterov=group["use_nesterov"],
         )
-        self.apply_direction(param, direction, group)
 
     def apply_direction(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
         """Orthogonalises ``direction`` and updates ``param`` with it, component by component where q, k, v are split."""
+        for target, part in self._components(param, direction):
+            self._apply_component(param, target, part, group)
+
+    def _components(self, param: torch.Tensor, direction: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(what to update, its direction) of a whole matrix, or of its q, k and v where they are split."""
         if not (self.split_qkv and self.is_qkv_fn(param)):
-            self._apply_component(param, param, direction, group)
+            yield param, direction
             return
         rows_per_group = sum(self.qkv_split_shapes)
         if param.shape[0] % rows_per_group:
@@ -259,7 +323,7 @@ class Muon(torch.optim.Optimizer):
         for part in parts:
             rows = part.shape[1]
             # a copy, as native makes one: the norm's order of summation depends on the memory it reads
-            self._apply_component(param, whole[:, first : first + rows], part.reshape(-1, columns), group)
+            yield whole[:, first : first + rows], part.reshape(-1, columns)
             first += rows
 
     def _apply_component(
@@ -283,15 +347,19 @@ class Muon(torch.optim.Optimizer):
                 coefficient_type=self.coefficient_type,
                 dtype=_PRODUCT_DTYPES[precision],
                 mode=self.mode if precision == "medium" or direction.device.type == "cpu" else "native",
+                form=self.form,
             )
-        transposed = rows > columns
         if tp_group is not None:
-            x_dim = 1 - dim if transposed else dim
+            x_dim = 1 - dim if rows > columns else dim
             x = x.chunk(dist.get_world_size(tp_group), dim=x_dim)[dist.get_rank(tp_group)]
+        self._update(target, x, rows, columns, group)
+
+    def _update(self, target: torch.Tensor, x: torch.Tensor, rows: int, columns: int, group: dict[str, Any]) -> None:
+        """Updates ``target`` by (its part of) the factor of a [rows, columns] matrix."""
         apply_update(
             target,
             x,
-            transposed=transposed,
+            transposed=rows > columns,
             scale=muon_scale(rows, columns, self.scale_mode),
             extra_scale=self.extra_scale_factor,
             lr=float(group["lr"]),

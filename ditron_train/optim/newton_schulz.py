@@ -20,12 +20,14 @@ from ditron_train.gemm.ops import on_device
 from ditron_train.optim.kernels import normalize_kernel
 from ditron_train.optim.plans import ProductMode, plan_products
 from ditron_train.optim.products import newton_schulz_step
+from ditron_train.optim.variants import gram_form, has_gram_form
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 
 __all__ = [
     "COEFFICIENTS",
     "CoefficientType",
+    "Form",
     "ScaleMode",
     "muon_scale",
     "newton_schulz",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 CoefficientType = Literal["simple", "quintic", "polar_express"]
+Form = Literal["steps", "gram"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 _TILE = 64
@@ -133,6 +136,7 @@ def newton_schulz(
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
     mode: ProductMode = "strict",
+    form: Form = "steps",
 ) -> torch.Tensor:
     """Approximate orthogonal factor of one matrix, in the orientation rows <= columns and the type of the products.
 
@@ -143,23 +147,32 @@ def newton_schulz(
         eps: Lower bound of the norm: a zero gradient gives a zero factor.
         dtype: Type of the products; bf16 is what "medium" precision means.
         mode: See ``plan_products``.
+        form: ``steps`` as native; ``gram`` iterates on the Gram matrix of matrices at least twice as long as wide, with
+            fp16 in place of bf16 (see ``variants.gram_form``): faster, with other bits.
 
     Returns:
-        [min, max] of ``dtype``: transposed where ``grad`` has more rows than columns. NaN and infinities pass through.
+        [min, max] of ``dtype`` (fp16 where the Gram form stood in for bf16): transposed where ``grad`` has more rows than columns. NaN and infinities pass through.
 
     Raises:
         NotSupportedError: Not a matrix, not fp32, unknown coefficients, or a number of steps that does not fit.
     """
     if grad.dim() != 2 or grad.dtype != torch.float32:
         raise NotSupportedError(f"Newton-Schulz needs an fp32 matrix, got {grad.dtype} of {grad.dim()} dimensions")
+    if form not in ("steps", "gram"):
+        raise NotSupportedError(f"form {form!r} is not steps or gram")
     coefficients = step_coefficients(coefficient_type, num_steps)
+    by_gram = form == "gram" and has_gram_form(*grad.shape)
+    if by_gram and dtype == torch.bfloat16:
+        dtype = torch.float16
     if grad.numel() == 0:
         return torch.empty(min(grad.shape), max(grad.shape), dtype=dtype, device=grad.device)
     if grad.stride(1) != 1:
         grad = grad.contiguous()
     transposed = grad.shape[0] > grad.shape[1]
     plan = plan_products(min(grad.shape), max(grad.shape), dtype, grad.device, mode, transposed=transposed)
-    x = normalized(grad, eps=eps, dtype=dtype, contiguous=plan.use_gram and plan.use_update)
+    x = normalized(grad, eps=eps, dtype=dtype, contiguous=by_gram or (plan.use_gram and plan.use_update))
+    if by_gram:
+        return gram_form(x, coefficients, plan)
     for a, b, c in coefficients:
         x = newton_schulz_step(x, a, b, c, plan)
     return x

@@ -24,7 +24,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule import lower_triangle_tile_order
 
-__all__ = ["ProductPlan", "addmm", "gram", "newton_schulz_step", "scaled_square"]
+__all__ = ["ProductPlan", "addmm", "gram", "newton_schulz_step", "scaled_square", "symmetric_addmm"]
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,18 @@ def _symmetric_config(size: int, k: int, dtype: torch.dtype, target: str, sms: i
 
 
 def _symmetric(
-    a: torch.Tensor, add: torch.Tensor | None, alpha: float, beta: float, config: GemmConfig | None
+    a: torch.Tensor, b: torch.Tensor, add: torch.Tensor | None, alpha: float, beta: float, config: GemmConfig | None
 ) -> torch.Tensor:
-    """alpha * A @ A^T + beta * add, [m, m], aligned."""
+    """alpha * A @ B^T + beta * add, [m, m], aligned, where that is symmetric."""
     target = check_operands("symmetric product", a, a if add is None else add)
     m, k = a.shape
     if m == 0 or k == 0:
         raise NotSupportedError(f"symmetric product of an empty matrix {m} x {k}")
     sms = num_sms(a.device)
     config = config or _symmetric_config(m, k, a.dtype, target, sms)
+    same = b is a
     a = aligned_operand(a)
+    b = a if same else aligned_operand(b)
     has_add = add is not None
     add = aligned_operand(add) if has_add else a  # a stand-in that is not read
     out = empty_aligned(m, m, a.dtype, a.device)
@@ -89,7 +91,7 @@ def _symmetric(
     with on_device(a.device):
         launch(
             make_descriptor(a, (config.block_m, config.block_k)),
-            make_descriptor(a, (config.block_n, config.block_k)),
+            make_descriptor(b, (config.block_n, config.block_k)),
             make_descriptor(add, block),
             make_descriptor(out, block),
             order,
@@ -130,7 +132,7 @@ def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
     Raises:
         NotSupportedError: A type or device without a kernel, or an empty matrix.
     """
-    return _symmetric(x, None, 1.0, 0.0, config)
+    return _symmetric(x, x, None, 1.0, 0.0, config)
 
 
 def scaled_square(a: torch.Tensor, b: float, c: float, *, config: GemmConfig | None = None) -> torch.Tensor:
@@ -150,7 +152,32 @@ def scaled_square(a: torch.Tensor, b: float, c: float, *, config: GemmConfig | N
     """
     if a.shape[0] != a.shape[1]:
         raise NotSupportedError(f"scaled_square of a {a.shape[0]} x {a.shape[1]} matrix")
-    return _symmetric(a, a, c, b, config)
+    return _symmetric(a, a, a, c, b, config)
+
+
+def symmetric_addmm(
+    add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float, beta: float, config: GemmConfig | None = None
+) -> torch.Tensor:
+    """beta * add + alpha * A @ B, by its lower triangle, for symmetric matrices that commute, so that A @ B is symmetric.
+
+    Args:
+        add: [m, m], symmetric (not checked), of a type that ``gram`` takes.
+        a: [m, m], likewise; a polynomial of the same matrix as ``b``.
+        b: [m, m], likewise.
+        alpha: Factor of the product.
+        beta: Factor of ``add``.
+        config: As ``gram``.
+
+    Returns:
+        [m, m], symmetric bit for bit, also where rounding left A and B commuting only nearly.
+
+    Raises:
+        NotSupportedError: As ``gram``, or shapes that differ or are not square.
+    """
+    if not add.shape == a.shape == b.shape or a.shape[0] != a.shape[1]:
+        raise NotSupportedError(f"symmetric_addmm of shapes {tuple(add.shape)}, {tuple(a.shape)} and {tuple(b.shape)}")
+    check_operands("symmetric product", a, b)
+    return _symmetric(a, b, add, alpha, beta, config)
 
 
 def addmm(

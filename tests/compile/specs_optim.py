@@ -3,15 +3,15 @@
 from ditron_train.testing.compile_check import KernelSpec
 
 
-def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets):
+def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype="bf16"):
     return KernelSpec(
         name=name,
         kernel="ditron_train.optim.kernels:symmetric_kernel",
         signature={
-            "a_desc": f"tensordesc<bf16[{block_m},{block_k}]>",
-            "b_desc": f"tensordesc<bf16[{block_n},{block_k}]>",
-            "add_desc": f"tensordesc<bf16[{block_m},{block_m}]>",
-            "c_desc": f"tensordesc<bf16[{block_m},{block_m}]>",
+            "a_desc": f"tensordesc<{dtype}[{block_m},{block_k}]>",
+            "b_desc": f"tensordesc<{dtype}[{block_n},{block_k}]>",
+            "add_desc": f"tensordesc<{dtype}[{block_m},{block_m}]>",
+            "c_desc": f"tensordesc<{dtype}[{block_m},{block_m}]>",
             "order_ptr": "*i32",
             "num_tiles": "i32",
             "K": "i32",
@@ -75,6 +75,7 @@ SPECS = [
             _symmetric(f"symmetric_cdna_add{add:d}", add, 128, 128, 64, 2, ("hip",)),
         )
     ),
+    _symmetric("symmetric_wide_fp16", True, 128, 256, 64, 3, ("sm_90", "sm_100"), "fp16"),
     _addmm("addmm_wide", 128, 256, 64, 3, ("sm_90", "sm_100")),
     _addmm("addmm_wide_halved_tail", 128, 256, 64, 3, ("sm_90", "sm_100"), halve_tail=True),
     _addmm("addmm_square", 128, 128, 64, 4, ("sm_90", "sm_100")),

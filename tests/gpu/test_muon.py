@@ -114,23 +114,24 @@ def test_nan_and_zero_gradients():
     assert torch.equal(zero, before) and bool(nan.isnan().all())
 
 
-def test_memory_stays_within_two_matrices_of_the_native_peak():
-    def peak(step):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+def peak_bytes(step):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
+
+def test_memory_stays_within_two_matrices_of_the_native_peak():
     shape = (4096, 11008)
     param = torch.nn.Parameter(matrix(*shape, seed=1))
     param.grad = matrix(*shape, seed=2)
     optimizer = Muon([param], lr=0.01)
     optimizer.step()  # measures the shape once
-    ours = peak(optimizer.step)
+    ours = peak_bytes(optimizer.step)
     expected, momentum = param.detach().clone(), torch.zeros(shape, device="cuda")
-    native = peak(lambda: reference.reference_step(expected, momentum, param.grad, lr=0.01))
+    native = peak_bytes(lambda: reference.reference_step(expected, momentum, param.grad, lr=0.01))
     assert ours <= native + 2 * param.numel() * 4
 
 
@@ -146,6 +147,33 @@ def test_sharded_steps_equal_whole_ones(device, all_equal, num_steps):
         sharded.step()
         whole.step()
         assert all([all_equal(a.detach(), b.detach()) for a, b in zip(params, alone)])
+
+
+def test_sharded_memory_stays_within_two_matrices_of_the_native_peak(device):
+    group = dist.group.WORLD
+    shapes = [(1024, 2816), (2048, 5632), (5632, 2048), (640, 640)] * 4
+    params = [torch.nn.Parameter(matrix(*shape, seed=i)) for i, shape in enumerate(shapes)]
+    for index, param in enumerate(params):
+        param.grad = matrix(*param.shape, seed=100 + index)
+    optimizer = Muon(params, lr=0.02, shard_group=group)
+    optimizer.step()  # measures the shapes once
+    ours = peak_bytes(optimizer.step)
+    copies, shards = [param.detach().clone() for param in params], reference.reference_shards(params, dist.get_world_size())
+    momenta = {index: torch.zeros_like(copies[index]) for index in shards[dist.get_rank()]}
+
+    def native_one(index):
+        reference.reference_step(copies[index], momenta[index], params[index].grad, lr=0.02)
+
+    native = peak_bytes(lambda: reference.reference_layer_wise_step(copies, native_one, shards, group))
+    assert ours <= native + 2 * max(param.numel() for param in params) * 4
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (11008, 4096), (2048, 8192)])
+def test_the_opt_in_gram_form_is_nearer_the_exact_iteration_than_native_is(shape):
+    grad = matrix(*shape, seed=3)
+    exact, native = newton_schulz(grad, dtype=torch.float32, mode="native"), newton_schulz(grad)
+    by_gram = newton_schulz(grad, form="gram", mode="force")
+    assert torch.dist(by_gram.float(), exact) < torch.dist(native.float(), exact)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

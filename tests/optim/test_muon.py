@@ -253,6 +253,7 @@ def test_bf16_parameters_are_stepped_in_their_own_type():
         (dict(tp_mode="distributed"), "tp_mode"),
         (dict(split_qkv=True), "split_qkv"),
         (dict(mode="sometimes"), "sometimes"),
+        (dict(form="cubic"), "cubic"),
     ],
 )
 def test_bad_options_raise(options, word):
