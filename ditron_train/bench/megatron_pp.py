@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from ditron_train.bench.pipeline_picture import draw_steps, record_step
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession
 from ditron_train.megatron import apply, restore
+from ditron_train.runtime.logs import get_logger
 from ditron_train.testing import megatron_cpu
 
 __all__ = ["step_rows"]
@@ -122,23 +125,45 @@ class _Step:
         return [parameter.grad.clone() for model in self._models for parameter in model.parameters()]
 
 
-def step_rows(session: BenchSession) -> Iterator[Row]:
-    """1F1B, and interleaved with two chunks without and with ``overlap_p2p_comm``."""
+class _Switch:
+    """``native`` and ``ours`` of one step; the features change between series of calls, not in each."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        self._on = False
+
+    def _turn(self, on: bool) -> None:
+        if on != self._on:
+            apply(features="pp") if on else restore()
+            self._on = on
+
+    def native(self, index: int) -> list[torch.Tensor]:
+        """One step with megatron-core's communicator."""
+        self._turn(False)
+        return self._step(index)
+
+    def ours(self, index: int) -> list[torch.Tensor]:
+        """One step with ours."""
+        self._turn(True)
+        return self._step(index)
+
+
+def step_rows(session: BenchSession, picture: Path | None = None) -> Iterator[Row]:
+    """1F1B, and interleaved with two chunks without and with ``overlap_p2p_comm``.
+
+    Args:
+        picture: Where to draw a 1F1B step of each.
+    """
     for name, chunks, overlap in (("1f1b", None, False), ("interleaved", 2, False), ("interleaved, overlap", 2, True)):
         with _world(session, chunks):
             step = _Step(session, chunks, overlap)
-
-            def run_ours(index: int) -> list[torch.Tensor]:
-                apply(features="pp")
-                try:
-                    return step(index)
-                finally:
-                    restore()
-
-            native = [*step(0), *step.gradients()]
-            ours = [*run_ours(0), *step.gradients()]
+            switch = _Switch(step)
+            native = [*switch.native(0), *step.gradients()]
+            ours = [*switch.ours(0), *step.gradients()]
             equal = session.equal(ours, native)
-            timings = session.measure({"native": step, "ditron": run_ours})
+            timings = session.measure({"native": switch.native, "ditron": switch.ours})
+            if picture is not None and chunks is None:
+                _draw(session, switch, step, picture)
             yield Row(
                 op="pipeline_step",
                 direction="forward_backward",
@@ -152,3 +177,18 @@ def step_rows(session: BenchSession) -> Iterator[Row]:
                 comm_sms=0,
                 spread=max(timing.spread for timing in timings.values()),
             )
+
+
+def _draw(session: BenchSession, switch: _Switch, step: _Step, picture: Path) -> None:
+    recorded = {
+        "native": record_step(switch.native, session.device),
+        "ditron_train": record_step(switch.ours, session.device),
+    }
+    if session.rank == 0:
+        sizes = _GPU_SIZES if session.device.type == "cuda" else _CPU_SIZES
+        title = (
+            f"a 1F1B step on {session.world_size} stages, {_LAYERS_A_STAGE} layers of hidden size {sizes['hidden_size']} each, "
+            f"{step.microbatches} microbatches of {step.sequence} tokens"
+        )
+        draw_steps(title, recorded, picture)
+        get_logger("bench").info("written: %s", picture)

@@ -6,6 +6,7 @@ Native is ``batch_isend_irecv``, as megatron-core calls it; the peers are the sa
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mb", type=float, action="append", help="message size in 10^6 bytes (may be repeated; default 8 KiB and 1 to 256)"
     )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a 1F1B step, natively and with ours")
     parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")
 
 
@@ -63,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
             for num_bytes in [size for size in sizes if size >= 8 * _MB] or sizes[-1:]:
                 session.add(_beside_row(session, context, num_bytes, limited))
         if "pipeline_step" in parts:
-            _step_rows(session)
+            _step_rows(session, arguments.picture)
         return session.finish()
 
 
-def _step_rows(session: BenchSession) -> None:
+def _step_rows(session: BenchSession, picture: Path | None) -> None:
     try:
         import megatron.core  # noqa: F401
     except ImportError:
@@ -75,7 +77,7 @@ def _step_rows(session: BenchSession) -> None:
         return
     from ditron_train.bench.megatron_pp import step_rows
 
-    for row in step_rows(session):
+    for row in step_rows(session, picture):
         session.add(row)
 
 

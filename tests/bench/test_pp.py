@@ -22,7 +22,10 @@ def _run(*words: str) -> int:
 @pytest.mark.slow
 def test_rows_of_every_part(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    assert run_workers(2, _run, "--mb", "0.1", "--mb", "1", "--output", str(tmp_path), timeout_s=300) == [0, 0]
+    picture = tmp_path / "step.png"
+    words = ("--mb", "0.1", "--mb", "1", "--output", str(tmp_path), "--picture", str(picture))
+    assert run_workers(2, _run, *words, timeout_s=300) == [0, 0]
+    assert picture.stat().st_size > 10_000
     (path,) = tmp_path.glob("*/pp.json")
     _, rows = read_results(path)
     assert [(row.op, row.model) for row in rows] == [
