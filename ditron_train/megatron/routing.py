@@ -144,7 +144,7 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
     native = functools.partial(_native_column if kind == "column" else _native_row, group=context.group)
     ours = functools.partial(column_linear if kind == "column" else row_linear, context=context)
     key = f"tp {kind} {'x'.join(map(str, x.shape))} {'x'.join(map(str, weight.shape))} {str(x.dtype).removeprefix('torch.')}"
-    decision = decide(key, lambda: run(native), lambda: run(ours), group=context.group, device=x.device)
+    decision = decide(key, lambda: run(native), lambda: run(ours), group=context.group, device=x.device, sums=x.dtype)
     context.synchronize()
     if decision.use_ditron:
         return None

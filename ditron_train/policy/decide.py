@@ -1,7 +1,9 @@
 """Native or ours, for one op at one shape, decided by all ranks of a group together.
 
 ``strict`` (the default): ours where its bits equal native's and its time is lower. ``fast``: where its time is lower.
-``bits``: where its bits equal native's, however long it takes. ``force``: always. With a plan file the decisions of an earlier run are taken, and new ones are added to it.
+``bits``: where its bits equal native's, however long it takes. ``force``: always. With a plan file the decisions of an
+earlier run are taken, and new ones are added to it. Where native's sums are NCCL's, its order of addition is looked at first:
+where that is not ours, the op stays native under ``strict`` and ``bits``.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy.order import ReductionOrder, forget_orders, reduction_order
 from ditron_train.policy.plan import Entry, Plan, load_plan
 from ditron_train.policy.probe import Observation, Run, probe
+from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import get_settings
 
 __all__ = ["Decision", "check_plan", "decide", "forget_plans"]
@@ -20,11 +24,14 @@ __all__ = ["Decision", "check_plan", "decide", "forget_plans"]
 Decision = Entry
 
 _plans: dict[Path, Plan] = {}
+_suited: set[tuple[Path, dist.ProcessGroup, str, str]] = set()
 
 
 def forget_plans() -> None:
-    """Read plan files again at their next use."""
+    """Read plan files again at their next use, and look at NCCL's order again."""
     _plans.clear()
+    _suited.clear()
+    forget_orders()
 
 
 def check_plan() -> None:
@@ -46,22 +53,32 @@ def _plan() -> Plan | None:
     return _plans[path]
 
 
-def decide(key: str, native: Run, ours: Run, *, group: dist.ProcessGroup, device: torch.device) -> Decision:
+def decide(
+    key: str, native: Run, ours: Run, *, group: dist.ProcessGroup, device: torch.device, sums: torch.dtype | None = None
+) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
 
     Args:
-        key: Op, shape and dtype, in words; the group's size is added to it.
+        key: Op, shape and dtype, in words, the room first; the group's size and the order of sums are added to it.
         native: Forward and backward of the native path on some data.
         ours: The same of ours, on the same data.
         group: Who decides together.
         device: Where the tensors are.
+        sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
 
     Raises:
-        SettingError: The plan file is unreadable, foreign, stale, or cannot be written.
+        SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in another
+            order, or cannot be written; on every rank alike.
         ArenaError, NotSupportedError: `ours` cannot run here, on every rank alike.
     """
     mode, plan = get_settings().policy, _plan()
-    key = f"{key} on {dist.get_world_size(group)} ranks ({mode})"
+    order = None
+    if sums is not None and device.type == "cuda" and mode in ("strict", "bits"):
+        order = reduction_order(group, device, sums)
+    room, place = key.split()[0], _place(group, order)
+    key = f"{key} on {place} ({mode})"
+    if plan is not None:
+        _check_suited(plan, room, mode, place, group)
     known = _agreed_entry(plan, key, group, device) if plan is not None else None
     if known is not None:
         if known.use_ditron:
@@ -70,12 +87,36 @@ def decide(key: str, native: Run, ours: Run, *, group: dist.ProcessGroup, device
     if mode == "force":
         ours()
         return Decision(True, "forced", None, None, None)
-    decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits"))
+    if order is not None and not order.is_ours:
+        decision = Decision(False, order.reason, None, None, None)
+    else:
+        decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits"))
     if plan is not None:
         plan.entries[key] = decision
         if dist.get_rank() == 0:
             plan.save()
     return decision
+
+
+def _place(group: dist.ProcessGroup, order: ReductionOrder | None) -> str:
+    """Size of the group, and how NCCL adds over it where that matters."""
+    return f"{dist.get_world_size(group)} ranks" + (f", {order.name}" if order is not None else "")
+
+
+def _check_suited(plan: Plan, room: str, mode: str, place: str, group: dist.ProcessGroup) -> None:
+    """Refuses a plan whose decisions for this room are all of groups of other sizes or other orders (collective once)."""
+    once = (plan.path, group, room, f"{place} {mode}")
+    if once in _suited:
+        return
+    read, mine = plan.places_read(room, mode), None
+    if read and place not in read:
+        mine = f"the plan {plan.path} holds decisions of {room} on {'; '.join(sorted(read))}, here it is {place}: name another file"
+    said: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    refusals = [text for text in said if text is not None]
+    if refusals:
+        raise SettingError(refusals[0])
+    _suited.add(once)
 
 
 def _judge(mode: str, seen: Observation) -> Decision:

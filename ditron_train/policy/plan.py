@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ import torch
 
 from ditron_train import __version__
 from ditron_train.runtime.device import driver_version
-from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
 
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
 
-_FORMAT = "ditron_train plan 1"
+_FORMAT = "ditron_train plan 2"
+_KEY = re.compile(r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) \((?P<mode>strict|fast|bits)\)")
 _NCCL_SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")  # those that move bits or times
 
 
@@ -55,6 +56,12 @@ class Plan:
     def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
         self.path = path
         self.entries = entries
+        self._read = frozenset(entries)
+
+    def places_read(self, room: str, mode: str) -> set[str]:
+        """Groups (size, order of sums) of which the file held decisions for ``room`` under ``mode`` when it was read."""
+        found = [_KEY.fullmatch(key) for key in self._read]
+        return {match["place"] for match in found if match is not None and (match["room"], match["mode"]) == (room, mode)}
 
     def save(self) -> None:
         """Writes the file.
@@ -93,12 +100,18 @@ def load_plan(path: Path) -> Plan:
         raise SettingError(f"{path} is not a plan: no JSON") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise SettingError(f"{path} is not a plan of this version ({_FORMAT!r})")
+    if not isinstance(content.get("made_with"), dict):
+        raise SettingError(f"{path} does not say what it was made with")
     here = fingerprint()
     stale = [f"{name} was {content['made_with'].get(name)}, is {here.get(name)}"
              for name in sorted({*here, *content["made_with"]}) if content["made_with"].get(name) != here.get(name)]  # fmt: skip
     if stale:
         raise SettingError(f"the plan {path} is stale ({'; '.join(stale)}): delete it or name another file")
     try:
-        return Plan(path, {key: Entry(**entry) for key, entry in content["decisions"].items()})
+        entries = {key: Entry(**entry) for key, entry in content["decisions"].items()}
     except (TypeError, AttributeError, KeyError):
         raise SettingError(f"the decisions in {path} cannot be read") from None
+    unknown = sorted(key for key in entries if not _KEY.fullmatch(key))
+    if unknown:
+        raise SettingError(f"{path} decides about an op that is not known: {unknown[0]!r}")
+    return Plan(path, entries)

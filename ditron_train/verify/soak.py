@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -130,11 +131,19 @@ class SoakMeter:
 
     def _read(self) -> None:
         gc.collect()
+        _give_back_free_memory()
         if os.path.exists("/proc/self/statm"):
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self._soak.host_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
         if self._device.type == "cuda":
             self._soak.device_bytes.append(torch.cuda.memory_allocated(self._device))
+
+
+def _give_back_free_memory() -> None:
+    """What the C library keeps for later would hide how much is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def write_soak(folder: Path, stamp: Stamp, soak: Soak) -> Path:

@@ -85,7 +85,7 @@ def _decide_with_plan(folder, mode, broken_rank):
 
             for key, entry in _plan().entries.items():
                 _plan().entries[key] = Entry(not entry.use_ditron, "tampered", None, None, None)
-        decision = decide("op 1x2", _never, lambda: calls.append(1) or [], group=dist.group.WORLD, device=torch.device("cpu"))
+        decision = decide("tp op 1x2", _never, lambda: calls.append(1) or [], group=dist.group.WORLD, device=torch.device("cpu"))
         dist.barrier()
         return decision, len(calls)
     finally:
@@ -98,15 +98,35 @@ def test_plan_is_written_read_and_overruled_where_ranks_disagree(tmp_path):
     first = run_workers(2, _decide_with_plan, str(tmp_path), "strict", None)
     content = json.loads(path.read_text())
     assert content["made_with"]["torch"] == torch.__version__
-    assert list(content["decisions"]) == ["op 1x2 on 2 ranks (strict)"]
+    assert list(content["decisions"]) == ["tp op 1x2 on 2 ranks (strict)"]
     assert [decision.use_ditron for decision, _ in first] == [True, True]
 
-    content["decisions"]["op 1x2 on 2 ranks (strict)"].update(use_ditron=False, reason="from the plan")
+    content["decisions"]["tp op 1x2 on 2 ranks (strict)"].update(use_ditron=False, reason="from the plan")
     path.write_text(json.dumps(content))
     second = run_workers(2, _decide_with_plan, str(tmp_path), "strict", None)
     assert all((decision.reason, calls) == ("from the plan", 0) for decision, calls in second)
     third = run_workers(2, _decide_with_plan, str(tmp_path), "strict", 1)
     assert all("interpreter" in decision.reason and calls == 1 for decision, calls in third)
+
+
+def _refused(folder):
+    try:
+        _decide_with_plan(folder, "strict", None)
+    except SettingError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_plan_of_other_groups_is_refused_on_every_rank(tmp_path):
+    path = tmp_path / "plan.json"
+    entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
+    for place, words in (("8 ranks", "on 8 ranks, here it is 2 ranks"), ("2 ranks, tree", "on 2 ranks, tree, here it is 2 ranks")):
+        decisions = {f"tp op 1x2 on {place} (strict)": entry}
+        path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
+        assert all(words in message for message in run_workers(2, _refused, str(tmp_path)))
+    decisions["sp op 1x2 on 8 ranks (strict)"] = decisions["tp op 3x4 on 2 ranks (strict)"] = entry
+    path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
+    assert run_workers(2, _refused, str(tmp_path)) == ["accepted"] * 2
 
 
 def test_force_runs_ours_once_and_is_not_planned(tmp_path):
@@ -121,7 +141,7 @@ def test_force_runs_ours_once_and_is_not_planned(tmp_path):
         ("not json", "no JSON"),
         ("[]", "is not a plan of this version"),
         ('{"format": "something else"}', "is not a plan of this version"),
-        ('{"format": "ditron_train plan 1", "made_with": {"torch": "1.0"}, "decisions": {}}', "stale"),
+        ('{"format": "ditron_train plan 2", "made_with": {"torch": "1.0"}, "decisions": {}}', "stale"),
     ],
 )
 def test_bad_plans_are_refused(tmp_path, monkeypatch, text, words):
@@ -136,16 +156,23 @@ def test_bad_plans_are_refused(tmp_path, monkeypatch, text, words):
 def test_stale_plan_names_what_changed(tmp_path):
     path = tmp_path / "plan.json"
     made_with = {**fingerprint(), "torch": "1.2.3"}
-    path.write_text(json.dumps({"format": "ditron_train plan 1", "made_with": made_with, "decisions": {}}))
+    path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": made_with, "decisions": {}}))
     with pytest.raises(SettingError, match=f"torch was 1.2.3, is {torch.__version__.split('+')[0]}"):
         load_plan(path)
 
 
 def test_damaged_decisions_and_unwritable_paths(tmp_path):
     path = tmp_path / "plan.json"
-    content = {"format": "ditron_train plan 1", "made_with": fingerprint(), "decisions": {"op": {"use_ditron": True}}}
+    content = {"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": {"tp op on 2 ranks (strict)": {"use_ditron": True}}}
     path.write_text(json.dumps(content))
     with pytest.raises(SettingError, match="cannot be read"):
+        load_plan(path)
+    entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
+    path.write_text(json.dumps({**content, "decisions": {"xp op on 2 ranks (strict)": entry}}))
+    with pytest.raises(SettingError, match="an op that is not known: 'xp op on 2 ranks"):
+        load_plan(path)
+    path.write_text(json.dumps({**content, "made_with": None}))
+    with pytest.raises(SettingError, match="does not say what it was made with"):
         load_plan(path)
     with pytest.raises(SettingError, match="not a writable folder"):
         load_plan(tmp_path / "missing" / "plan.json")

@@ -1,0 +1,169 @@
+"""The order in which NCCL's reduce-scatter adds: revealed by values, never assumed.
+
+A floating-point sum depends on its association, so ours has native's bits only where both add in the same order. To see
+NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit. A unit that meets ``M`` or ``-M`` before these two have met
+is absorbed; so the result is the number of units that are added after them, and ``world_size`` less that result is how
+many leaves the smallest subtree has that holds both. Over all pairs ``(i, j)`` these numbers are the whole tree of the sum.
+They are read at every element of small and of large buffers, twice. Whether each hop rounds to the type is then seen from a fold of
+random values of very different magnitudes in the order that was found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ReduceScatter", "ReductionOrder", "forget_orders", "reduction_order", "reveal_order"]
+
+#: ``(out [n], x [world_size, n])``: the sum over ranks of row ``rank``.
+ReduceScatter = Callable[[torch.Tensor, torch.Tensor], object]
+
+#: Huge value, unit and largest group by type: all units together are below half the huge value's last place, in fp32, too (a
+#: sum may be kept in fp32), and their number is exact.
+_VALUES = {torch.bfloat16: (2.0**60, 1.0, 256), torch.float16: (2.0**15, 2.0**-13, 16)}
+_ELEMENTS = (1 << 10, 1 << 20)  # of a shard: for NCCL's protocols for small and for large messages
+_RING_SETTINGS = "NCCL_ALGO=Ring and NCCL_NVLS_ENABLE=0"
+
+
+@dataclass(frozen=True)
+class ReductionOrder:
+    """What was seen; the same on every rank of the group.
+
+    Attributes:
+        name: ``ring`` (the order of ours: rank ``d`` gets ``((x[d+1] + x[d+2]) + ...) + x[d]``, rounded at every hop), or a
+            name for what is seen instead. Part of a plan's keys.
+        reason: Why ours cannot have these bits, and what would change that; None for ``ring``.
+    """
+
+    name: str
+    reason: str | None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether ours adds in this order."""
+        return self.reason is None
+
+
+def _other(name: str, seen: str) -> ReductionOrder:
+    return ReductionOrder(name, f"NCCL's reduce-scatter {seen} ({_RING_SETTINGS} would change that)")
+
+
+_orders: dict[tuple[dist.ProcessGroup, torch.dtype], ReductionOrder] = {}
+
+
+def forget_orders() -> None:
+    """Look anew at the next use."""
+    _orders.clear()
+
+
+def reduction_order(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> ReductionOrder:
+    """The order of NCCL on ``group``; looked at once (collective, a few milliseconds)."""
+    key = (group, dtype)
+    if key not in _orders:
+
+        def reduce_scatter(out: torch.Tensor, x: torch.Tensor) -> None:
+            dist.reduce_scatter_tensor(out, x.view(-1), group=group)
+
+        _orders[key] = reveal_order(reduce_scatter, group=group, device=device, dtype=dtype)
+    return _orders[key]
+
+
+def reveal_order(
+    reduce_scatter: ReduceScatter, *, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> ReductionOrder:
+    """Looks at the order of ``reduce_scatter`` (collective over ``group``).
+
+    Args:
+        reduce_scatter: Over ``group``.
+        dtype: bfloat16 or float16.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if world > _VALUES[dtype][2]:
+        return ReductionOrder("unknown", f"the order of a sum of {world} ranks in {dtype} cannot be read from its values")
+    seen = []
+    for num_elements in _ELEMENTS:
+        sizes = [_subtree_sizes(reduce_scatter, world, rank, num_elements, device, dtype) for _ in range(2)]
+        if sizes[0] is None or sizes[1] is None:
+            seen.append(None)
+            continue
+        seen += sizes
+    rows: list[list | None] = [None] * world
+    mine = [None if one is None else tuple(one) for one in seen]
+    dist.all_gather_object(rows, mine, group=group)
+    order = _name(rows, world)
+    if order.is_ours and world > 2:
+        same = torch.tensor([int(_rounds_each_hop(reduce_scatter, group, device, dtype))], device=device)
+        dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
+        if not same.item():
+            return _other("ring-unrounded", "adds in ring order but does not round to the type at every hop")
+    return order
+
+
+def _subtree_sizes(
+    reduce_scatter: ReduceScatter, world: int, rank: int, num_elements: int, device: torch.device, dtype: torch.dtype
+) -> list[int] | None:
+    """For every pair of ranks, the leaves of the smallest subtree of this rank's sum with both; None if elements differ."""
+    pairs = list(itertools.combinations(range(world), 2))
+    huge, unit, _ = _VALUES[dtype]
+    pattern = torch.tensor([huge if rank == i else -huge if rank == j else unit for i, j in pairs], device=device, dtype=dtype)
+    repeats = -(-num_elements // len(pairs))
+    x = pattern.repeat(repeats).expand(world, -1).contiguous()
+    out = torch.empty(x.shape[1], device=device, dtype=dtype)
+    reduce_scatter(out, x)
+    table = out.view(repeats, len(pairs)).float() / unit
+    if not bool((table == table[0]).all()):
+        return None
+    return [world - int(count) for count in table[0].tolist()]
+
+
+def _fold_sizes(order: list[int]) -> list[int]:
+    """What a left fold in ``order`` shows for every pair."""
+    place = {rank: index + 1 for index, rank in enumerate(order)}
+    return [max(place[i], place[j]) for i, j in itertools.combinations(range(len(order)), 2)]
+
+
+def _name(rows: list[list | None], world: int) -> ReductionOrder:
+    """From what every destination saw: its measurements, each a list of sizes, or None where elements differ."""
+    measurements = [size for row in rows for size in row]
+    if any(size is None for size in measurements) or any(len(set(row)) > 1 for row in rows):
+        return _other("varying", "adds in an order that depends on the place in the buffer, its size or the call")
+    sizes = [list(row[0]) for row in rows]
+    ring = [[(rank + 1 + hop) % world for hop in range(world)] for rank in range(world)]
+    if sizes == [_fold_sizes(order) for order in ring]:
+        return ReductionOrder("ring", None)
+    folds = [_fold(size, world) for size in sizes]
+    if all(fold is not None for fold in folds):
+        words = " ".join(map(str, folds[0]))
+        return _other(f"fold-{words.replace(' ', '-')}", f"adds rank 0's share in the order {words}, not along ranks in ring order")
+    return _other("tree", "adds along a tree, not in ring order")
+
+
+def _fold(sizes: list[int], world: int) -> list[int] | None:
+    """The order of the left fold that shows ``sizes`` (its first two in ascending order), or None if no fold does."""
+    place = dict.fromkeys(range(world), world)
+    for (i, j), size in zip(itertools.combinations(range(world), 2), sizes):
+        place[i], place[j] = min(place[i], size), min(place[j], size)
+    order = sorted(range(world), key=lambda rank: (place[rank], rank))
+    return order if _fold_sizes(order) == sizes else None
+
+
+def _rounds_each_hop(
+    reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether random values of very different magnitudes give the bits of a ring fold with a rounding at every hop."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    num_elements = _ELEMENTS[0]
+    generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have
+    values = torch.randn(world, world, num_elements, generator=generator)
+    values *= torch.exp2(torch.randint(-6, 7, values.shape, generator=generator).float())
+    values = values.to(dtype).to(device)  # [source, destination, element]
+    out = torch.empty(num_elements, device=device, dtype=dtype)
+    reduce_scatter(out, values[rank].contiguous())
+    total = values[(rank + 1) % world, rank]
+    for hop in range(2, world + 1):
+        total = (total.float() + values[(rank + hop) % world, rank].float()).to(dtype)
+    return torch.equal(out, total)
