@@ -12,6 +12,7 @@ from ditron_train.ep.layout import HostCounts, LayoutShape
 from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.records import records_of
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
 from ditron_train.symm.channel import Channel
@@ -68,7 +69,7 @@ class FusedConfig:
 
     num_senders: int = 16
     num_placers: int = 24
-    strip: int = 4
+    strip: int = 2
     phases: int = 4
     send_elements: int = 16384
     place_elements: int = 32768
@@ -181,9 +182,17 @@ class EPContext:
         return slots, entries, places
 
     def _reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        before = self._buffer_bytes()
         self.rows_buffer(max(room.slots, room.places), max(tokens, room.places), hidden, dtype)
         self.entries_buffer(room.rows, tokens * min(self.shape.topk, self.shape.experts_per_rank))
         self.grads_buffer(room.places)
+        now = self._buffer_bytes()
+        if now > before:
+            log_once(f"ep memory {self.arena.group_name} {now}", f"ep: {now / 2**20:.1f} MiB of symmetric buffers on every rank")
+
+    def _buffer_bytes(self) -> int:
+        """Bytes of the buffers that all layers on this group share."""
+        return sum(self.arena.capacity_bytes(name) for name in ("ep/rows", "ep/entries", "ep/prob_grads"))
 
     def room_for(self, num_tokens: int, capacity_factor: float) -> Room:
         """The fixed sizes of a capacity factor: so many times the rows that a rank gets when routing is even.

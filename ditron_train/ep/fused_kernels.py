@@ -2,6 +2,21 @@
 
 Both are one persistent launch of queues (``task_kernels``). Rows, bits and the use of buffers and flags are those of
 ``kernels`` and ``group_gemm_kernels``: only when a piece of work begins is different.
+
+Seen on 4 x H200, 8192 tokens of 7168 elements a rank, top-8 of 128 experts of width 2048, against our movement and our
+grouped GEMM one after the other, in ms:
+
+| pair | apart | fused | |
+| --- | --- | --- | --- |
+| fc2, combine | 5.35 | 3.9 | strips of 1, 2 and 8 tiles alike; 8 or 12 senders 4.3-4.6, 24 senders 4.0 |
+| fc1 dgrad, combine | 8.57 | 7.1 | 12 senders 7.1, 16 7.1-7.4, 24 7.9 |
+| dispatch, fc1 | 7.27 | 7.7-8.3 | 16, 24 or 40 placers, 2, 4 or 8 phases, 24 senders: never faster |
+| dispatch, fc2 dgrad | 3.82 | 4.3-4.9 | likewise |
+
+A combine waits for links, so it hides under a GEMM for 16 of 132 multiprocessors. A dispatch is quick alone (1.1 ms) because
+all multiprocessors move what arrives to its rows; beside a GEMM some dozens of programs of 8 warps with one tile in flight
+need about 3 ms for that, and the tiles that straddle two sources wait for the last of it. The policy measures each pair on
+the machine at hand and takes what is faster there.
 """
 
 import triton

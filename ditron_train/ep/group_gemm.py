@@ -21,6 +21,7 @@ from ditron_train.runtime.launch import KernelLaunch
 __all__ = ["RowTiles", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
+_MAX_STRIDE_BYTES = 1 << 40
 _TILE_WORDS = 4
 _SLACK_WORDS = 1024  # a loop that runs ahead may look at entries behind the last, whose values it then drops
 
@@ -31,15 +32,20 @@ def _clipped_rows(matrix: torch.Tensor, block_rows: int, block_columns: int) -> 
     return TensorDescriptor(matrix, [rows, block_rows, columns], [columns, columns, 1], [1, block_rows, block_columns])
 
 
-@lru_cache(maxsize=1024)
-def _places(addresses: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, int, int]:
-    """int32 distance of each address from the lowest, the unit in bytes, and the largest distance."""
+def _reach(weights: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int] | None:
+    """Distance of each weight from the lowest in units, and the unit in bytes; None where one descriptor cannot span them."""
+    addresses = [w.data_ptr() for w in weights]
     lowest = min(addresses)
     unit = math.gcd(*(address - lowest for address in addresses)) or 4096
-    distances = [(address - lowest) // unit for address in addresses]
-    if unit % _ALIGNMENT_BYTES or max(distances) >= 2**31 - 1:
-        raise NotSupportedError("grouped GEMM: weights that do not lie 16 bytes aligned to each other")
-    return torch.tensor(distances, dtype=torch.int32, device=device), unit, max(distances)
+    distances = tuple((address - lowest) // unit for address in addresses)
+    if lowest % _ALIGNMENT_BYTES or unit % _ALIGNMENT_BYTES or unit >= _MAX_STRIDE_BYTES or max(distances) >= 2**31 - 1:
+        return None
+    return distances, unit
+
+
+@lru_cache(maxsize=1024)
+def _places(distances: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(distances, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -140,12 +146,16 @@ def gemm_operands(
     target = _check(name, x, tiles, (n, k))
     x = x.contiguous()
     padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
-    places, unit, farthest = _places(tuple(w.data_ptr() for w in weights), x.device)
+    reach = _reach(weights)
+    if reach is None:  # allocations too far apart, or not aligned to each other: copies side by side
+        weights = torch.stack(tuple(weights)).unbind(0)
+        reach = _reach(weights)
+    distances, unit = reach
     config = _config(max(tiles.num_rows, 1), n, k, x.dtype, target, x.device)
     block_n, block_k = config.block_n, config.block_k
     spanning = TensorDescriptor(
         min(weights, key=torch.Tensor.data_ptr),
-        [farthest + 1, *first.shape],
+        [max(distances) + 1, *first.shape],
         [unit // x.element_size(), first.shape[1], 1],
         [1, block_n, block_k] if transpose else [1, block_k, block_n],
     )
@@ -153,7 +163,7 @@ def gemm_operands(
         make_descriptor(x if tiles.num_rows else first, (tiles.block_m, block_k)),  # no rows: any memory will do
         spanning,
         _clipped_rows(padded, tiles.block_m, config.store_block[1]),
-        places,
+        _places(distances, x.device),
         padded[tiles.block_m :],
         n,
         k,

@@ -79,3 +79,11 @@ def test_fewer_rows_than_room():
 def test_bad_input(x, weights, word):
     with pytest.raises(NotSupportedError, match=word):
         group_gemm(x, weights, row_tiles(torch.tensor([1, 3]), 4))
+
+
+def test_weights_that_no_descriptor_spans_are_copied():
+    memory = integers(2 * 24 * 16 + 8, dtype=torch.float32, seed=3)
+    weights = [memory[offset : offset + 24 * 16].view(24, 16) for offset in (0, 24 * 16 + 1)]  # 4 bytes off
+    x, tiles = integers(9, 16, dtype=torch.float32, seed=4), row_tiles(torch.tensor([4, 5]), 9)
+    y = group_gemm(x, weights, tiles)
+    assert torch.equal(y, torch.cat([x[:4] @ weights[0].t(), x[4:] @ weights[1].t()]))
