@@ -1,0 +1,248 @@
+"""The policy on GPUs: NCCL's order, injected wrong bits and a slow variant, plans, what a probe costs and leaves behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy import decide, forget_plans
+from ditron_train.policy.order import reduction_order, reveal_order
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+pytest.importorskip("megatron.core")
+
+PROBE_LIMIT_S = 60.0
+STRICT_OVER_FORCE = 1.01
+
+
+@pytest.fixture(scope="module")
+def session(device):
+    from ditron_train.bench.megatron_tp import megatron_world
+    from ditron_train.bench.session import BenchSession
+
+    if dist.get_world_size() == 1:
+        pytest.skip("needs at least 2 GPUs")
+    session = BenchSession("policy", argparse.Namespace(repetitions=15, warmup=4))
+    with megatron_world(session):
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def _fresh(session, monkeypatch):
+    from ditron_train.megatron.routing import forget_routes
+
+    monkeypatch.setenv("DITRON_POLICY", "strict")
+    forget_plans()
+    forget_routes()
+    yield
+    forget_plans()
+    forget_routes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_order_of_nccl_is_revealed(device, dtype):
+    """On these machines it is the ring's; anything else would be named, and nothing could be compared."""
+    assert reduction_order(dist.group.WORLD, device, dtype).name == "ring"
+
+
+def test_another_order_is_told_from_nccls(device):
+    """An all-to-all and a fold in ascending order is a correct reduce-scatter, too, but not the same one."""
+    world = dist.get_world_size()
+    if world == 2:
+        pytest.skip("two ranks have one order")
+
+    def ascending(out, x):
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x)
+        total = received[0]
+        for part in received[1:]:
+            total = total + part
+        out.copy_(total)
+
+    found = reveal_order(ascending, group=dist.group.WORLD, device=device, dtype=torch.bfloat16)
+    assert found.name == "fold-" + "-".join(map(str, range(world))) and "NCCL_ALGO=Ring" in found.reason
+
+
+class _FlipBitOfGradient(torch.autograd.Function):
+    """Identity whose gradient has one wrong bit on rank 1."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _flip(grad)
+
+
+def _flip(tensor):
+    if dist.get_rank() != 1:
+        return tensor
+    tensor = tensor.detach().clone()
+    tensor.view(-1).view(torch.int16)[-1] ^= 1
+    return tensor
+
+
+class _FlipBit(torch.autograd.Function):
+    """One wrong bit on rank 1; the gradient is right."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return _flip(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def _route(session, kind, shape=(4096, 4096, 4096)):
+    """What the policy says at a shape (m, n, k over all ranks), and its decision."""
+    from ditron_train.megatron.routing import route
+
+    world = session.world_size
+    m, n, k = shape
+    x_shape, w_shape = ((m // world, k), (n // world, k)) if kind == "column" else ((m, k // world), (n, k // world))
+    x, weight = (session.values(s, torch.bfloat16, 1 + i) for i, s in enumerate((x_shape, w_shape)))
+    return route(kind, x, weight, group=dist.group.WORLD, sequence_parallel=True)
+
+
+def _decisions(monkeypatch, tmp_path, session, kind):
+    monkeypatch.setenv("DITRON_PLAN", str(tmp_path / "plan.json"))
+    context = _route(session, kind)
+    module = sys.modules["ditron_train.policy.decide"]
+    (decision,) = module._plan().entries.values()
+    return context, decision
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("where", ["forward", "wgrad", "dgrad"])
+def test_one_wrong_bit_on_one_rank_falls_back(session, monkeypatch, tmp_path, kind, where):
+    from ditron_train.megatron import routing
+
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    right = getattr(routing, f"{kind}_linear")
+    context, decision = _decisions(monkeypatch, tmp_path, session, kind)
+    assert context is not None and decision.bits_equal
+
+    def wrong(x, weight, **options):
+        if where == "dgrad":
+            x = _FlipBitOfGradient.apply(x)
+        if where == "wgrad":
+            weight = _FlipBitOfGradient.apply(weight)
+        y = right(x, weight, **options)
+        return _FlipBit.apply(y) if where == "forward" else y
+
+    monkeypatch.setattr(routing, f"{kind}_linear", wrong)
+    routing.forget_routes()
+    forget_plans()
+    (tmp_path / "plan.json").unlink(missing_ok=True)
+    context, decision = _decisions(monkeypatch, tmp_path, session, kind)
+    assert context is None and decision.bits_equal is False and "bits would not be" in decision.reason
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_slow_variant_falls_back(session, monkeypatch, tmp_path, kind):
+    from ditron_train.megatron import routing
+
+    right = getattr(routing, f"{kind}_linear")
+
+    def slow(x, weight, **options):
+        if dist.get_rank() == 0:
+            torch.cuda._sleep(10_000_000)  # about 5 ms on one rank alone
+        return right(x, weight, **options)
+
+    monkeypatch.setattr(routing, f"{kind}_linear", slow)
+    context, decision = _decisions(monkeypatch, tmp_path, session, kind)
+    assert context is None and decision.bits_equal and decision.ditron_us > decision.native_us + 2000
+    assert "not faster" in decision.reason
+
+
+def test_a_plan_saves_the_probe(session, device, monkeypatch, tmp_path):
+    paths = [None] * session.world_size
+    dist.all_gather_object(paths, str(tmp_path / "plan.json"))
+    monkeypatch.setenv("DITRON_PLAN", paths[0])
+    calls = []
+
+    def native():
+        calls.append("native")
+        return [torch.ones(4, device=device)]
+
+    def once():
+        forget_plans()
+        dist.barrier()
+        return decide("tp op", native, native, group=dist.group.WORLD, device=device, sums=torch.bfloat16)
+
+    first = once()
+    dist.barrier()
+    num_calls = len(calls)
+    second = once()
+    assert first == second and len(calls) == num_calls + int(first.use_ditron)
+    assert list(json.loads(open(paths[0]).read())["decisions"]) == [f"tp op on {session.world_size} ranks, ring (strict)"]
+
+
+def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
+    """A LLaMA-70B-like model: its four linear layers and the output layer."""
+    from ditron_train.verify.cases import add_case_arguments, model_cases
+
+    parser = argparse.ArgumentParser()
+    add_case_arguments(parser)
+    cases = model_cases(parser.parse_args(["--padded-vocab-size", "128256"]), torch.bfloat16, True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    start_s = time.perf_counter()
+    routes = {case.name: _route(session, case.kind, (case.m, case.n, case.k)) for case in cases}
+    seconds = time.perf_counter() - start_s
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    with capsys.disabled():
+        if session.rank == 0:
+            print(f"\nprobe of {len(cases)} layers: {seconds:.1f} s, {(after[0] - before[0]) / 2**20:.2f} MiB more allocated, "
+                  f"{(after[1] - before[1]) / 2**20:.0f} MiB more reserved; ours: {[n for n, c in routes.items() if c]}")  # fmt: skip
+    assert seconds < PROBE_LIMIT_S
+    assert after[0] - before[0] < 16 << 20 and after[1] - before[1] < 1 << 30  # the last case's inputs are cached
+
+
+def test_strict_costs_nothing_after_its_probe(session, monkeypatch, capsys):
+    """A LLaMA-70B layer under strict, against force, in turns; strict may be faster where it keeps native layers."""
+    from ditron_train.bench.megatron_tp import layer_contenders
+    from ditron_train.megatron.routing import forget_routes
+
+    run = layer_contenders(session)["ditron"]
+    rounds = {"strict": [], "force": []}
+    for _ in range(4):
+        for mode, medians in rounds.items():
+            monkeypatch.setenv("DITRON_POLICY", mode)
+            forget_routes()
+            medians.append(statistics.median(_layer_times_us(run)))
+    best = {mode: min(medians) for mode, medians in rounds.items()}
+    with capsys.disabled():
+        if session.rank == 0:
+            print(f"\nlayer forward + backward: strict {best['strict']:.0f} us, force {best['force']:.0f} us, "
+                  f"{best['strict'] / best['force']:.4f}; rounds {rounds}")  # fmt: skip
+    assert best["strict"] <= STRICT_OVER_FORCE * best["force"]
+
+
+def _layer_times_us(run):
+    """Host to host, so that what the host does counts, too."""
+    for _ in range(3):
+        run(0)
+    times = []
+    for _ in range(12):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(4):
+            run(0)
+        torch.cuda.synchronize()
+        mine = torch.tensor([(time.perf_counter() - start_s) / 4 * 1e6], device="cuda")
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        times.append(mine.item())
+    return times
