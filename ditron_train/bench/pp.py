@@ -6,6 +6,9 @@ Native is ``batch_isend_irecv``, as megatron-core calls it; the peers are the sa
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ _PARTS = ("send_recv", "gemm_beside_transfer", "pipeline_step")
 _PATTERNS = ("ring", "pairs")
 _CTAS = (1, 2, 4, 8)
 _MB = 1_000_000
+Around = Callable[[], AbstractContextManager[None]]
 _GPU_MB = (0.008192, 1, 8, 16, 32, 64, 128, 256)  # the first shows the latency
 
 
@@ -63,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
                     session.add(_send_recv_row(session, context, pattern, num_bytes, limited))
         if "gemm_beside_transfer" in parts:
             for num_bytes in [size for size in sizes if size >= 8 * _MB] or sizes[-1:]:
-                session.add(_beside_row(session, context, num_bytes, limited))
+                for row in _beside_rows(session, context, num_bytes, limited):
+                    session.add(row)
         if "pipeline_step" in parts:
             _step_rows(session, arguments.picture)
         return session.finish()
@@ -203,62 +208,80 @@ def _send_recv_row(
     )
 
 
-def _beside_row(
-    session: BenchSession, context: PipelineContext, num_bytes: int, limited: dict[str, dist.ProcessGroup]
-) -> Row:
-    """GEMMs that last a little longer than a ring transfer which is started before them and ended after them."""
-    transfers = _Transfers(session, context, "ring", num_bytes)
-    size = 4096 if session.device.type == "cuda" else 128
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
-    left, right = (session.values((size, size), dtype, 50 + index) for index in range(2))
-    product = torch.empty_like(left)
-    alone = session.measure({"gemm": lambda index: torch.matmul(left, right, out=product), "comm": transfers.ours})
-    count = int(1.5 * alone["comm"].median_us / alone["gemm"].median_us) + 1
+class _Beside:
+    """GEMMs that last half as long again as a ring transfer which is started before them and ended after them."""
 
-    def multiply() -> None:
-        for _ in range(count):
-            torch.matmul(left, right, out=product)
+    def __init__(self, session: BenchSession, transfers: _Transfers, comm_us: float) -> None:
+        self.size = 4096 if session.device.type == "cuda" else 128
+        dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+        self._left, self._right = (session.values((self.size, self.size), dtype, 50 + index) for index in range(2))
+        self._product = torch.empty_like(self._left)
+        self._transfers = transfers
+        self.count = 1
+        alone = session.measure({"gemm": lambda index: self.multiply()})
+        self.count = int(1.5 * comm_us / alone["gemm"].median_us) + 1
 
-    def beside_nccl(index: int, group: dist.ProcessGroup) -> torch.Tensor:
-        works = transfers.start_nccl(index, group)
-        multiply()
+    def multiply(self) -> None:
+        """The GEMMs."""
+        for _ in range(self.count):
+            torch.matmul(self._left, self._right, out=self._product)
+
+    def nccl(self, index: int, group: dist.ProcessGroup, around: Around = nullcontext) -> torch.Tensor:
+        """A transfer by NCCL and the GEMMs, which ``around`` is entered for."""
+        works = self._transfers.start_nccl(index, group)
+        with around():
+            self.multiply()
         for work in works:
             work.wait()
-        return transfers.received
+        return self._transfers.received
 
-    def beside_ours(index: int) -> torch.Tensor:
-        handles = transfers.start_ours(index)
-        multiply()
+    def ours(self, index: int, around: Around = nullcontext) -> torch.Tensor:
+        """The same with our transfer."""
+        handles = self._transfers.start_ours(index)
+        with around():
+            self.multiply()
         for handle in handles.values():
             handle.wait()
         return handles["recv_prev"].tensor
 
-    contenders: dict[str, Contender] = {
-        "gemm": lambda index: multiply(),
-        "comm": transfers.ours,
-        "native": lambda index: beside_nccl(index, dist.group.WORLD),
-        **{name: (lambda index, group=group: beside_nccl(index, group)) for name, group in limited.items()},
-        "ditron": beside_ours,
-    }
-    equal = session.equal([beside_ours(0)], [beside_nccl(0, dist.group.WORLD)])
-    timings = session.measure(contenders)
-    peer, peer_us = _best_peer(timings, limited)
-    gemm_us, ours_us = timings["gemm"].median_us, timings["ditron"].median_us
-    return Row(
-        op="gemm_beside_transfer",
-        direction="forward",
-        model="ring",
-        world_size=session.world_size,
-        dtype="bfloat16",
-        shape={"num_bytes": num_bytes, "m": size, "n": size, "k": size, "num_gemms": count},
-        native_us=timings["native"].median_us,
-        ditron_us=ours_us,
-        bitwise_equal=equal,
-        comm_sms=0,
-        gemm_us=gemm_us,
-        comm_us=timings["comm"].median_us,
-        limit_us=max(gemm_us, timings["comm"].median_us),
-        peer=peer,
-        peer_us=peer_us,
-        spread=max(timing.spread for timing in timings.values()),
-    )
+    def alone(self, index: int, around: Around = nullcontext) -> None:
+        """The GEMMs with nothing beside them."""
+        with around():
+            self.multiply()
+
+
+def _beside_rows(
+    session: BenchSession, context: PipelineContext, num_bytes: int, limited: dict[str, dist.ProcessGroup]
+) -> Iterator[Row]:
+    """How long the GEMMs take while a transfer runs beside them (the limit: alone), and how long both take together."""
+    transfers = _Transfers(session, context, "ring", num_bytes)
+    comm_us = session.measure({"comm": transfers.ours})["comm"].median_us
+    beside = _Beside(session, transfers, comm_us)
+    contenders: dict[str, Any] = {"gemm": beside.alone, "native": partial(beside.nccl, group=dist.group.WORLD)}
+    contenders.update((name, partial(beside.nccl, group=group)) for name, group in limited.items())
+    contenders["ditron"] = beside.ours
+    equal = session.equal([contenders["ditron"](0)], [contenders["native"](0)])
+    for op, timings in (
+        ("gemm_beside_transfer", session.measure(contenders, inside=True)),
+        ("gemm_and_transfer", session.measure(contenders)),
+    ):
+        peer, peer_us = _best_peer(timings, limited)
+        gemm_us, ours_us = timings["gemm"].median_us, timings["ditron"].median_us
+        yield Row(
+            op=op,
+            direction="forward",
+            model="ring",
+            world_size=session.world_size,
+            dtype="bfloat16",
+            shape={"num_bytes": num_bytes, "m": beside.size, "n": beside.size, "k": beside.size, "num_gemms": beside.count},
+            native_us=timings["native"].median_us,
+            ditron_us=ours_us,
+            bitwise_equal=equal,
+            comm_sms=0,
+            gemm_us=gemm_us,
+            comm_us=comm_us,
+            limit_us=gemm_us if op == "gemm_beside_transfer" else max(gemm_us, comm_us),
+            peer=peer,
+            peer_us=peer_us,
+            spread=max(timing.spread for timing in timings.values()),
+        )

@@ -46,13 +46,20 @@ class BenchSession:
         self._arguments = arguments
 
     def measure(
-        self, contenders: Mapping[str, Contender], group: dist.ProcessGroup | None = None, *, most: int | None = None
+        self,
+        contenders: Mapping[str, Contender],
+        group: dist.ProcessGroup | None = None,
+        *,
+        most: int | None = None,
+        inside: bool = False,
     ) -> dict[str, Timing]:
         """``timing.measure`` with the repetitions that the command line asks for, at most ``most`` for what is long."""
         repetitions, warmup = (
             number if most is None else min(number, most) for number in (self._arguments.repetitions, self._arguments.warmup)
         )
-        return measure(contenders, group=group, device=self.device, repetitions=repetitions, warmup=warmup)
+        return measure(
+            contenders, group=group, device=self.device, repetitions=repetitions, warmup=warmup, inside=inside
+        )
 
     def num_input_sets(self, set_bytes: int) -> int:
         """``timing.num_input_sets`` on this rank's device."""

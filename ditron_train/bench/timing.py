@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,7 @@ def measure(
     device: torch.device,
     repetitions: int = 15,
     warmup: int = 4,
+    inside: bool = False,
 ) -> dict[str, Timing]:
     """Times every contender, in order, and then all of them once more.
 
@@ -56,6 +59,7 @@ def measure(
         device: CUDA events are used on CUDA, the process's clock on CPU.
         repetitions: Timed calls of each measurement.
         warmup: Calls in front of each measurement, not timed.
+        inside: Only a part of each call counts: contenders take ``around``, which makes the context manager of that part.
 
     Returns:
         Timings by name, the same on every rank.
@@ -64,7 +68,8 @@ def measure(
     for _ in range(_PASSES):
         for name, contender in contenders.items():
             once = _time_cuda if device.type == "cuda" else _time_cpu
-            mine = torch.tensor(once(contender, group, device, repetitions, warmup), dtype=torch.float64, device=device)
+            times = once(contender, group, device, repetitions, warmup, inside)
+            mine = torch.tensor(times, dtype=torch.float64, device=device)
             dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
             passes[name].append(mine.tolist())
     return {name: _summary(times) for name, times in passes.items()}
@@ -76,30 +81,54 @@ def _summary(passes: list[list[float]]) -> Timing:
     return Timing(median, (max(medians) - min(medians)) / median)
 
 
+@contextmanager
+def _marked(mark_start: Callable[[], object], mark_end: Callable[[], object]) -> Iterator[None]:
+    mark_start()
+    yield
+    mark_end()
+
+
 def _time_cuda(
-    contender: Contender, group: dist.ProcessGroup | None, device: torch.device, repetitions: int, warmup: int
+    contender: Callable[..., object],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    repetitions: int,
+    warmup: int,
+    inside: bool,
 ) -> list[float]:
     barrier = torch.zeros(1, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
     for index in range(-warmup, repetitions):
         torch.cuda._sleep(_HEAD_START_CYCLES)
         dist.all_reduce(barrier, group=group)
-        if index >= 0:
-            events[index][0].record()
-        contender(index + warmup)
-        if index >= 0:
-            events[index][1].record()
+        around = partial(_marked, *(event.record for event in events[max(index, 0)]))
+        if inside:
+            contender(index + warmup, around=around)
+            continue
+        with around():
+            contender(index + warmup)
     torch.cuda.synchronize(device)
     return [1e3 * start.elapsed_time(end) for start, end in events]
 
 
 def _time_cpu(
-    contender: Contender, group: dist.ProcessGroup | None, device: torch.device, repetitions: int, warmup: int
+    contender: Callable[..., object],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    repetitions: int,
+    warmup: int,
+    inside: bool,
 ) -> list[float]:
-    times = []
+    starts: list[float] = []
+    ends: list[float] = []
+    around = partial(
+        _marked, lambda: starts.append(time.perf_counter()), lambda: ends.append(time.perf_counter())
+    )
     for index in range(-warmup, repetitions):
         dist.barrier(group=group)
-        start = time.perf_counter()
-        contender(index + warmup)
-        times.append(1e6 * (time.perf_counter() - start))
-    return times[warmup:]
+        if inside:
+            contender(index + warmup, around=around)
+            continue
+        with around():
+            contender(index + warmup)
+    return [1e6 * (end - start) for start, end in zip(starts, ends)][warmup:]

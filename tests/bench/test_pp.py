@@ -34,6 +34,7 @@ def test_rows_of_every_part(tmp_path: Path) -> None:
         ("send_recv", "pairs"),
         ("send_recv", "pairs"),
         ("gemm_beside_transfer", "ring"),
+        ("gemm_and_transfer", "ring"),
         ("pipeline_step", "1f1b"),
         ("pipeline_step", "interleaved"),
         ("pipeline_step", "interleaved, overlap"),
