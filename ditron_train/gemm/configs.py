@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["GemmConfig", "choose_config"]
+__all__ = ["GemmConfig", "choose_config", "config_variants"]
 
 
 _HALF_TIME = 0.5 / 0.87  # of half a wide tile: square tiles ran at 0.87 of the rate of wide ones on Hopper
@@ -99,6 +99,8 @@ class GemmConfig:
 # Hopper: the first, with its tail halved, ran at 0.95-1.07 of cuBLAS's speed (geomean 1.01) on the layers of published
 # models, the second at 0.87 of its rate but with half the tile, which gives small shapes more programs. Four stages of the
 # first and one store block take 224 of 227 KiB of shared memory and are worth up to 5 % over three.
+# Tried and slower: blocks of K of 128 in two stages (0.60-0.76), groups of 4 to 32 (equal within 1 %), and a last column of
+# tiles computed in halves where less than half of it is filled (1-2 % slower).
 _HOPPER_WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 _HOPPER_SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
 _AMPERE = GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3)
@@ -150,3 +152,17 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype, target: str, num_s
     if target == "hip":
         return _CDNA
     raise NotSupportedError(f"no GEMM configuration for target {target!r}")
+
+
+def config_variants(base: GemmConfig, target: str) -> list[GemmConfig]:
+    """Configurations worth trying instead of ``base`` on this kind of device, nearest first, without ``base``."""
+    if target == "interpreter":
+        narrow = replace(base, block_n=base.block_n // 2)
+        return [narrow] if narrow.block_n >= 16 else []
+    variants = [replace(base, group_m=group_m) for group_m in (4, 16) if group_m != base.group_m]
+    variants += [replace(base, num_stages=stages) for stages in (base.num_stages - 1,) if stages >= 2]
+    if target in ("sm_90", "sm_100"):
+        variants.append(_HOPPER_SQUARE if base.block_n == _HOPPER_WIDE.block_n else _HOPPER_WIDE)
+    elif target == "sm_80":
+        variants += [replace(base, num_stages=4), replace(base, block_n=256, num_warps=8)]
+    return variants
