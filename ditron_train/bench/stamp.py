@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 from datetime import datetime, timezone
@@ -13,7 +12,7 @@ import torch
 
 import ditron_train
 from ditron_train.bench.rows import Stamp
-from ditron_train.runtime.device import driver_version
+from ditron_train.runtime.device import device_name, driver_version
 from ditron_train.runtime.versions import find_versions
 
 __all__ = ["collect_stamp", "nccl_version"]
@@ -53,7 +52,7 @@ def collect_stamp(device: torch.device, count: int, **settings: object) -> Stamp
         name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES) or name in _VARIABLES
     }
     return Stamp(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
+        device=device_name(device),
         count=count,
         driver=driver_version() if device.type == "cuda" else None,
         torch=torch.__version__,

@@ -20,7 +20,7 @@ from ditron_train.data import load_workloads
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tp import TPContext, ag_gemm, column_linear, gemm_rs, get_context, row_linear
-from ditron_train.tp.tuning import choose_gather_plan
+from ditron_train.tp.tuning import Problem, choose
 
 __all__ = ["WIRE_GBPS", "Case", "add_arguments", "op_contenders", "run"]
 
@@ -43,6 +43,11 @@ class Case:
     def shape(self) -> dict[str, int]:
         """As it stands in a row."""
         return {"m": self.m, "n": self.n, "k": self.k}
+
+    def problem(self, dtype: torch.dtype, world_size: int) -> Problem:
+        """Its forward as one rank sees it."""
+        n, k = (self.n // world_size, self.k) if self.op == "ag_gemm" else (self.n, self.k // world_size)
+        return Problem(self.op, self.m, n, k, "nt", dtype, world_size)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +149,7 @@ def _op_row(session: BenchSession, case: Case, context: TPContext, dtype: torch.
         del contenders["peer"]
     equal = all(session.equal([contenders["ditron"](i)], [contenders["native"](i)]) for i in range(2))
     timings = session.measure(contenders)
-    return _row(session, case, "forward", dtype, equal, timings, _wire_bytes(case, session, dtype), _comm_sms(case, context))
+    return _row(session, case, "forward", dtype, equal, timings, _wire_bytes(case, session, dtype), _comm_sms(case, context, dtype))
 
 
 def _ag_gemm_contenders(
@@ -232,7 +237,7 @@ def _backward_row(
     equal = session.equal(results["ditron"], results["native"])
     timings = session.measure(contenders)
     renamed = Case("column_linear" if case.op == "ag_gemm" else "row_linear", case.model, case.m, case.n, case.k)
-    return _row(session, renamed, "backward", dtype, equal, timings, None, _comm_sms(case, context))
+    return _row(session, renamed, "backward", dtype, equal, timings, None, _comm_sms(case, context, dtype))
 
 
 def _wire_bytes(case: Case, session: BenchSession, dtype: torch.dtype) -> float:
@@ -241,11 +246,11 @@ def _wire_bytes(case: Case, session: BenchSession, dtype: torch.dtype) -> float:
     return case.m * columns * dtype.itemsize * (session.world_size - 1) / session.world_size
 
 
-def _comm_sms(case: Case, context: TPContext) -> int:
+def _comm_sms(case: Case, context: TPContext, dtype: torch.dtype) -> int:
     """SMs that the GEMM leaves to the communication; the tiles of GEMM-RS are sent by the GEMM itself."""
     if case.op == "gemm_rs" or context.target == "interpreter":
         return 0
-    plan = choose_gather_plan(context.target)
+    plan = choose(case.problem(dtype, context.world_size), context.machine).gather
     return plan.push_programs if plan.mode == "push" else 1  # behind copy engines one program forwards their signals
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 from functools import lru_cache
@@ -10,7 +11,7 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["driver_version", "is_interpreter", "kernel_target", "num_sms"]
+__all__ = ["device_name", "driver_version", "is_interpreter", "kernel_target", "num_sms"]
 
 
 def is_interpreter() -> bool:
@@ -64,6 +65,13 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return _cuda_num_sms(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache(maxsize=None)
+def device_name(device: torch.device) -> str:
+    """Returns the GPU's name, such as ``NVIDIA H200``, or ``CPU x86_64``."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
 
 
 @lru_cache(maxsize=1)

@@ -37,10 +37,18 @@ class KernelLaunch:
         constants: Values of the constexpr parameters, in the kernel's order.
         num_warps: As in a Triton launch.
         num_stages: As in a Triton launch.
+        max_registers: Of a thread (Triton's ``maxnreg``); None: what the compiler takes.
     """
 
     def __init__(
-        self, kernel: Callable, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
+        self,
+        kernel: Callable,
+        num_programs: int,
+        constants: dict[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        max_registers: int | None = None,
     ) -> None:
         names = list(kernel.arg_names)
         assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"
@@ -48,6 +56,8 @@ class KernelLaunch:
         self._num_programs = num_programs
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        if max_registers is not None:
+            self._options["maxnreg"] = max_registers
         self._values = tuple(constants.values())
         self._compiled: dict[tuple, Any] = {}
 
@@ -63,6 +73,16 @@ class KernelLaunch:
             self._num_programs, 1, 1, handle, compiled.function, compiled.packed_metadata, None, None, None,
             *arguments, *self._values,
         )  # fmt: skip
+
+    def compile(self, *arguments: Any) -> None:
+        """Compiles for such arguments without launching; inside ``triton``'s ``AsyncCompileMode`` it does not wait for it."""
+        if not is_interpreter():
+            self._kernel.warmup(*arguments, grid=(self._num_programs,), **self._constants, **self._options)
+
+    @property
+    def identity(self) -> tuple:
+        """Kernel, constants and options: launches with the same one run the same code, but for what Triton specialises on."""
+        return (self._kernel.__name__, *self._constants.items(), *self._options.items())
 
     def _first(self, key: tuple, arguments: tuple, stream: torch.cuda.Stream | None) -> None:
         """The launch through Triton, which compiles; the interpreter takes it every time."""

@@ -166,6 +166,15 @@ SETTINGS: tuple[Setting, ...] = (
         "JSON file with the decisions of an earlier run, which are then not measured again; new ones are added to it.",
     ),
     Setting(
+        "tuning",
+        "DITRON_TUNING",
+        str,
+        None,
+        "file, off",
+        "Table of tile sizes and ways of moving data, as `python -m ditron_train tune` writes it. Unset: the one that ships for "
+        "this GPU, if there is one. off, and whatever a table does not hold: a cost model chooses.",
+    ),
+    Setting(
         "ep_capacity",
         "DITRON_EP_CAPACITY",
         _positive_float,
@@ -200,6 +209,7 @@ class Settings:
     ep_capacity: float | None
     policy: str
     plan: str | None
+    tuning: str | None
     postmortem: str | None
 
 

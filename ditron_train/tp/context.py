@@ -13,9 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.device import device_name
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
+from ditron_train.tp.tuning import Machine
 
 __all__ = ["FLAGS_PER_RANK", "RowPartition", "TPContext", "get_context"]
 
@@ -81,6 +83,7 @@ class TPContext(OpContext):
         self.reduce_channel = self.add_channel("tp.reduce_scatter", self.world_size, fields)
         self.reduce_epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
+        self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}
 
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:

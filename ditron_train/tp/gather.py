@@ -111,16 +111,25 @@ class PreparedGather:
                 copies.append((flags + 4 * index, epochs + 4 * index, 4))
         return copies
 
+    def _push_arguments(self, x: torch.Tensor) -> tuple:
+        channel = self.channel
+        return (
+            x, self.buffer.addresses, channel.signals.addresses, channel.ready.addresses, channel.ready.local,
+            self.signature, self.row_starts, channel.tickets, channel.control, self.num_columns, self.granule_rows,
+        )  # fmt: skip
+
+    def compile(self, x: torch.Tensor) -> None:
+        """Compiles the kernel of a push, without running it; the one in front of copy engines takes no time."""
+        if self.by_push:
+            self._push.compile(*self._push_arguments(x))
+
     def start(self, x: torch.Tensor) -> None:
         """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``."""
         context, channel = self.context, self.channel
         stream = context.fork()
         pads = (channel.ready.addresses, channel.ready.local, self.signature)
         if self.by_push:
-            self._push(
-                x, self.buffer.addresses, channel.signals.addresses, *pads, self.row_starts, channel.tickets,
-                channel.control, self.num_columns, self.granule_rows, stream=stream,
-            )  # fmt: skip
+            self._push(*self._push_arguments(x), stream=stream)
             return
         num_flags = -(-self.partition.max_count // self.granule_rows)
         self._start(context.gather_epochs, num_flags, *pads, channel.tickets, channel.control, stream=stream)

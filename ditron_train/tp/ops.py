@@ -7,6 +7,7 @@ call of a new shape, and give the bits of NCCL plus cuBLAS wherever the tile GEM
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,7 @@ from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs, padded_columns
 from ditron_train.tp.scatter import PreparedScatter
-from ditron_train.tp.tuning import GatherPlan, choose_gather_plan
+from ditron_train.tp.tuning import Choice, GatherPlan, Op, Problem, choose
 
 __all__ = [
     "StartedGather",
@@ -78,6 +79,10 @@ def _sendable_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
+def _choose(op: Op, context: TPContext, m: int, n: int, k: int, dtype: torch.dtype, layout: Layout) -> Choice:
+    return choose(Problem(op, m, n, k, layout, dtype, context.world_size), context.machine)
+
+
 def ag_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -98,7 +103,7 @@ def ag_gemm(
         row_counts: Rows (all leading dimensions multiplied) of each rank where they differ.
         return_gathered: Also return the gathered rows [total rows, K]: a view that the next gather of this context
             overwrites.
-        plan: How to move the rows; chosen by the shape where None.
+        plan: How to move the rows; chosen by the shape where None (``tp.tuning``).
 
     Returns:
         [s, ..., N] ([total rows, N] with ``row_counts``), and the gathered rows if asked for.
@@ -118,8 +123,10 @@ def ag_gemm(
         if partition.num_rows == 0:
             empty = x.new_empty(0, *x.shape[1:-1], n) if row_counts is None else x.new_empty(0, n)
             return (empty, x.reshape(0, k)) if return_gathered else empty
-        chosen = plan or choose_gather_plan(context.target)
-        prepared = PreparedAgGemm(context, partition, n, k, x.dtype, layout, chosen)
+        choice = _choose("ag_gemm", context, partition.num_rows, n, k, x.dtype, layout)
+        if plan is not None:
+            choice = replace(choice, gather=plan)
+        prepared = PreparedAgGemm(context, partition, n, k, x.dtype, layout, choice)
         context.prepared[key] = prepared
     y = prepared(_sendable_rows(x), weight)
     if row_counts is None and x.dim() > 2:
@@ -205,7 +212,8 @@ def gemm_rs(
         partition = _partition("gemm_rs", context, x, row_counts, total=True)
         if partition.num_rows == 0:
             return x.new_empty(0, *x.shape[1:-1], n) if row_counts is None else x.new_empty(0, n)
-        prepared = PreparedGemmRs(context, partition, n, k, x.dtype, layout)
+        choice = _choose("gemm_rs", context, partition.num_rows, n, k, x.dtype, layout)
+        prepared = PreparedGemmRs(context, partition, n, k, x.dtype, layout, choice)
         context.prepared[key] = prepared
     if row_counts is None:
         out = x.new_empty(x.shape[0] // context.world_size, *x.shape[1:-1], prepared.n)

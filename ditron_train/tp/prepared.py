@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-from ditron_train.gemm.configs import GemmConfig, choose_config
+from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
 from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.kernels import ag_gemm_kernel, gemm_rs_kernel
-from ditron_train.tp.tuning import GatherPlan
+from ditron_train.tp.tuning import Choice, Layout
 
 __all__ = ["Layout", "PreparedAgGemm", "PreparedGemmRs", "padded_columns"]
-
-Layout = Literal["nt", "nn"]
-_FOLD_ROWS = 32
 
 
 def _next_power_of_2(value: int) -> int:
@@ -44,12 +39,18 @@ def _tile_constants(config: GemmConfig, layout: Layout) -> dict[str, int | bool]
 class _PreparedGemm:
     """Tile sizes and descriptors of both ops."""
 
-    def __init__(self, context: TPContext, m: int, n: int, k: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, context: TPContext, m: int, n: int, k: int, layout: Layout, choice: Choice) -> None:
         self.context = context
         self.m, self.n, self.k = m, n, k
-        self.config = config = choose_config(m, n, k, dtype, context.target, context.num_sms)
+        self.config = config = choice.config
         self.a_block = (config.block_m, config.block_k)
         self.b_block = (config.block_n, config.block_k) if layout == "nt" else (config.block_k, config.block_n)
+        self._launch: KernelLaunch
+
+    @property
+    def identity(self) -> tuple:
+        """Of two with the same one the GEMM's kernel is compiled once."""
+        return self._launch.identity
 
 
 class PreparedAgGemm(_PreparedGemm):
@@ -63,12 +64,12 @@ class PreparedAgGemm(_PreparedGemm):
         k: int,
         dtype: torch.dtype,
         layout: Layout,
-        plan: GatherPlan,
+        choice: Choice,
     ) -> None:
-        super().__init__(context, partition.num_rows, n, k, dtype, layout)
+        super().__init__(context, partition.num_rows, n, k, layout, choice)
         config = self.config
         self.gather = gather = PreparedGather(
-            context, partition, padded_columns(k, dtype), dtype, plan, config.block_m
+            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m
         )
         even = partition.is_even(config.block_m)
         self._order = context.tile_order("gather", partition, config.block_m, even)
@@ -98,11 +99,15 @@ class PreparedAgGemm(_PreparedGemm):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
-        gather, channel = self.gather, self.gather.channel
-        gather.start(x)
+        self.gather.start(x)
         out = empty_aligned(self.m, self.n, x.dtype, x.device)
-        weight = aligned_operand(weight)
-        self._launch(
+        self._launch(*self._arguments(aligned_operand(weight), out))
+        self.gather.finish()
+        return out.contiguous()
+
+    def _arguments(self, weight: torch.Tensor, out: torch.Tensor) -> tuple:
+        gather, channel = self.gather, self.gather.channel
+        return (
             self._a,
             make_descriptor(weight, self.b_block),
             make_descriptor(weight, self._half_b_block),
@@ -119,19 +124,31 @@ class PreparedAgGemm(_PreparedGemm):
             gather.num_chunks,
             self._num_whole_tiles,
         )
-        gather.finish()
-        return out.contiguous()
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Compiles what a call with these would run, without running it; nothing is sent."""
+        out = empty_aligned(self.m, self.n, x.dtype, x.device)
+        self._launch.compile(*self._arguments(aligned_operand(weight), out))
+        self.gather.compile(x)
 
 
 class PreparedGemmRs(_PreparedGemm):
     """[m, k] times a weight, reduce-scattered by rows; collective to make."""
 
     def __init__(
-        self, context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        layout: Layout,
+        choice: Choice,
     ) -> None:
-        super().__init__(context, partition.num_rows, n, k, dtype, layout)
+        super().__init__(context, partition.num_rows, n, k, layout, choice)
         config, world_size = self.config, context.world_size
         self.channel = channel = context.scatter_channel
+        self._num_own_rows = partition.count(context.rank)
         block = config.block_m
         values = (self.m, partition.fingerprint, n, dtype.itemsize, block, config.block_n)
         self._signature = context.agree(channel, values)
@@ -153,7 +170,7 @@ class PreparedGemmRs(_PreparedGemm):
             max(1, min(context.num_sms, config.num_tiles(self.m, n))),
             {
                 **_tile_constants(config, layout),
-                "FOLD_ROWS": min(_FOLD_ROWS, block),
+                "FOLD_ROWS": min(choice.fold_rows, block),
                 "WORLD_SIZE": world_size,
                 "RANKS_POW2": _next_power_of_2(world_size),
                 "EVEN": even,
@@ -166,8 +183,17 @@ class PreparedGemmRs(_PreparedGemm):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
+        self._launch(*self._arguments(x, weight, out))
+        self.context.leave(self.channel)
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Compiles what a call with these would run, without running it."""
+        out = x.new_empty(self._num_own_rows, self.n)
+        self._launch.compile(*self._arguments(x, weight, out))
+
+    def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
         channel = self.channel
-        self._launch(
+        return (
             make_descriptor(aligned_operand(x), self.a_block),
             make_descriptor(aligned_operand(weight), self.b_block),
             *self._peers,
@@ -190,4 +216,3 @@ class PreparedGemmRs(_PreparedGemm):
             self._slots.local.stride(0),
             self._flags_per_rank,
         )
-        self.context.leave(channel)

@@ -1,11 +1,40 @@
-"""How a gather moves its rows: by SM pushes or by copy engines, and with how many programs or chunks."""
+"""How an AG-GEMM or GEMM-RS runs at a shape: the one place where tile sizes and ways of moving data are looked up.
+
+First a table (the user's, ``DITRON_TUNING``, or the one that ships for this GPU), else the cost model. Every rank reads the
+same table and computes the same model, so all choose alike without talking.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
 
-__all__ = ["GatherPlan", "choose_gather_plan"]
+import torch
+
+from ditron_train.gemm.configs import GemmConfig, choose_config, config_variants
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.rates import MachineRates, default_rates
+from ditron_train.runtime.tuning import active_table, shape_class
+
+__all__ = [
+    "Choice",
+    "GatherPlan",
+    "Layout",
+    "Machine",
+    "Op",
+    "Problem",
+    "choose",
+    "default_choice",
+    "entry_of",
+    "prefers_native",
+    "rates_of",
+    "tile_variants",
+    "transfer_variants",
+]
+
+Op = Literal["ag_gemm", "gemm_rs"]
+Layout = Literal["nt", "nn"]
 
 
 @dataclass(frozen=True)
@@ -23,20 +52,172 @@ class GatherPlan:
     num_chunks: int = 1
 
 
-def choose_gather_plan(target: str) -> GatherPlan:
-    """Picks the plan of an AG-GEMM.
+@dataclass(frozen=True)
+class Machine:
+    """What a choice depends on beside the shape: the device's name, its kernels' ``TARGET`` and multiprocessors."""
 
-    Copy engines leave all SMs but one to the GEMM. On 4 H200s, AG-GEMM against NCCL + cuBLAS, M 8192:
+    device: str
+    target: str
+    num_sms: int
 
-        N/4 x K         SM push, 16 SMs   copy engine, 1 / 2 / 4 chunks   limit
-        2752 x 4096     1.17x             1.43x / 1.39x / 1.31x           1.75x
-        3584 x 4096     1.13x             1.37x / 1.33x / 1.27x           1.60x
-        7168 x 8192     1.10x             1.23x / 1.10x / 1.08x           1.21x
-        13312 x 16384   1.01x             1.08x / 1.07x / 1.03x           1.11x
 
-    Chunks start the first tiles of a peer earlier, but own rows keep the GEMM busy until then, and every chunk costs two
-    driver calls a peer and a gap in the pipelined loop of tiles.
+@dataclass(frozen=True)
+class Problem:
+    """An op at a shape: its GEMM C [m, n] = A [m, k] @ B as one rank sees it; m are the rows of all ranks."""
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    layout: Layout
+    dtype: torch.dtype
+    world_size: int
+
+    @property
+    def table_op(self) -> str:
+        """Its name in a table."""
+        return f"{self.op} {self.layout}"
+
+    @property
+    def shape_class(self) -> str:
+        """Its class in a table."""
+        return shape_class(self.m, self.n, self.k)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Launch constants of one op at one shape. They change the time, never the bits.
+
+    Attributes:
+        config: Tile sizes.
+        gather: Of an AG-GEMM: how rows travel.
+        fold_rows: Of a GEMM-RS: rows of a block that is added up at once; at most ``config.block_m``.
+        use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not ask.
+        source: ``table``, ``model`` or ``default``.
     """
-    if target == "interpreter":
-        return GatherPlan("push", push_programs=1)
-    return GatherPlan("copy", num_chunks=1)
+
+    config: GemmConfig
+    gather: GatherPlan = GatherPlan("copy")
+    fold_rows: int = 32
+    use_native: bool = False
+    source: str = "default"
+
+
+def default_choice(problem: Problem, machine: Machine) -> Choice:
+    """Where every search starts: the tile of fewest waves, copy engines, one chunk a shard."""
+    config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
+    gather = GatherPlan("push", push_programs=1) if machine.target == "interpreter" else GatherPlan("copy")
+    return Choice(config, gather, min(32, config.block_m))
+
+
+def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
+    """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks; rows of a fold."""
+    if problem.op == "gemm_rs":
+        rows = (16, 32, 64) if machine.target != "interpreter" else (16, 32)
+        return [replace(base, fold_rows=count) for count in rows if count <= base.config.block_m and count != base.fold_rows]
+    plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
+    plans += [GatherPlan("push", push_programs=programs) for programs in ((1,) if machine.target == "interpreter" else (8, 16))]
+    return [replace(base, gather=plan) for plan in plans if plan != base.gather]
+
+
+def tile_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
+    """``base`` with other tile sizes, stages and groups."""
+    configs = config_variants(base.config, machine.target)
+    return [replace(base, config=config, fold_rows=min(base.fold_rows, config.block_m)) for config in configs]
+
+
+def rates_of(machine: Machine) -> MachineRates:
+    """Rates that the table measured, else what is assumed of this kind of device.
+
+    Raises:
+        SettingError: As ``choose``.
+    """
+    table = active_table(machine.device)
+    return (table.rates if table is not None else None) or default_rates(machine.target)
+
+
+def choose(problem: Problem, machine: Machine) -> Choice:
+    """The choice of a shape: a table's where its class was measured, else the cost model's.
+
+    Raises:
+        SettingError: ``DITRON_TUNING`` names a file that is unreadable, no table, or of another kind of device.
+        NotSupportedError: No GEMM for this type or device.
+    """
+    table = active_table(machine.device)
+    entry = None if table is None else table.find(problem.table_op, problem.world_size, problem.shape_class)
+    if entry is not None:
+        return _choice_of(entry, problem)
+    return _modelled(problem, machine, rates_of(machine))
+
+
+@lru_cache(maxsize=4096)
+def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice:
+    base = default_choice(problem, machine)
+    if machine.target == "interpreter":
+        return base
+    from ditron_train.tp.cost_model import predict
+
+    # Of equals the first, so the default stands where the model sees no difference.
+    tried = [base, *transfer_variants(problem, machine, base)]
+    tried += [variant for choice in tried for variant in tile_variants(problem, machine, choice)]
+    best = min(tried, key=lambda choice: predict(problem, choice, machine, rates).ditron_us)
+    return replace(best, source="model")
+
+
+def prefers_native(op: Op, m: int, n: int, k: int, layout: Layout, dtype: torch.dtype, world_size: int, device: str) -> bool:
+    """Whether the table says that native is quicker than every choice that was tried at this shape."""
+    table = active_table(device)
+    problem = Problem(op, m, n, k, layout, dtype, world_size)
+    entry = None if table is None else table.find(problem.table_op, world_size, problem.shape_class)
+    return entry is not None and entry.get("native") is True
+
+
+def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
+    """``choice`` as it stands in a table."""
+    config = choice.config
+    entry: dict[str, Any] = {
+        "tile": f"{config.block_m}x{config.block_n}x{config.block_k}",
+        "warps": config.num_warps,
+        "stages": config.num_stages,
+        "group_m": config.group_m,
+    }
+    if problem.op == "gemm_rs":
+        entry["fold_rows"] = choice.fold_rows
+    elif choice.gather.mode == "copy":
+        entry.update(gather="copy engine", chunks=choice.gather.num_chunks)
+    else:
+        entry.update(gather="SM push", push_sms=choice.gather.push_programs)
+    entry["native"] = choice.use_native
+    return entry
+
+
+def _power_of_two(value: object, least: int) -> int:
+    if not isinstance(value, int) or value < least or value & (value - 1):
+        raise ValueError(f"{value} is no power of two from {least} up")
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{value} is no count")
+    return value
+
+
+def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
+    """Inverse of ``entry_of``."""
+    try:
+        block_m, block_n, block_k = (_power_of_two(int(size), 16) for size in entry["tile"].split("x"))
+        config = GemmConfig(
+            block_m, block_n, block_k, _power_of_two(entry["warps"], 1), _count(entry["stages"]), _count(entry["group_m"])
+        )
+        choice = Choice(config, use_native=bool(entry.get("native")), source="table")
+        if problem.op == "gemm_rs":
+            return replace(choice, fold_rows=min(_power_of_two(entry["fold_rows"], 16), block_m))
+        if entry["gather"] == "copy engine":
+            return replace(choice, gather=GatherPlan("copy", num_chunks=_count(entry["chunks"])))
+        if entry["gather"] == "SM push":
+            return replace(choice, gather=GatherPlan("push", push_programs=_count(entry["push_sms"])))
+        raise ValueError(f"gather is {entry['gather']!r}")
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        where = f"{problem.world_size} ranks, {problem.table_op}, {problem.shape_class}"
+        raise SettingError(f"the tuning table's entry of {where} cannot be read: {error!r}") from None

@@ -1,0 +1,132 @@
+"""Estimates of an op's time, natively and ours, from the rates of a machine: what chooses where nothing was measured.
+
+    native   = GEMM + collective, one after the other
+    limit    = max(GEMM, bytes on the wire / link rate)
+    AG-GEMM  = own copy, then the shares of the GEMM one after another, each not before its rows have arrived
+    GEMM-RS  = GEMM, longer where the stores of a wave of tiles are not hidden, and not before its bytes have left; then the fold
+
+A GEMM is counted in waves of tiles (``GemmConfig.split_tiles``). Calibrated on 4 H200s: ``bench tp --model`` shows the
+error at every shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ditron_train.gemm.configs import GemmConfig, choose_config
+from ditron_train.runtime.rates import MachineRates
+from ditron_train.tp.tuning import Choice, GatherPlan, Machine, Problem
+
+__all__ = ["Prediction", "collective_us", "gemm_us", "native_us", "predict", "wire_bytes"]
+
+_SQUARE_RATE = 0.87  # of the rate of wide tiles, measured on Hopper
+_SHORT_RATE = 0.97  # with a stage less
+_WIDE_COLUMNS = 256
+_DEEP_STAGES = 4
+_OVERLAP_LOSS = 0.15  # of the time that transfers run beside the GEMM: they share memory and power
+_HIDDEN_STORE = 0.25  # of a tile's products: so long the stores of the tile before may take unnoticed
+_LAUNCH_US = 4.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Estimated times of one op at one shape, in us.
+
+    Attributes:
+        gemm_us: The GEMM alone, by cuBLAS.
+        comm_us: The collective alone, by NCCL.
+        native_us: Both.
+        ditron_us: Ours.
+        limit_us: What no overlap can beat.
+    """
+
+    gemm_us: float
+    comm_us: float
+    native_us: float
+    ditron_us: float
+    limit_us: float
+
+
+def wire_bytes(problem: Problem) -> float:
+    """Bytes that each rank receives over the links."""
+    columns = problem.k if problem.op == "ag_gemm" else problem.n
+    return problem.m * columns * problem.dtype.itemsize * (problem.world_size - 1) / problem.world_size
+
+
+def collective_us(problem: Problem, rates: MachineRates) -> float:
+    """NCCL's all-gather or reduce-scatter; nothing on one rank."""
+    if problem.world_size == 1:
+        return 0.0
+    return rates.nccl_latency_us + wire_bytes(problem) / (rates.nccl_gbps * 1e3)
+
+
+def gemm_us(m: int, n: int, k: int, config: GemmConfig, num_programs: int, num_sms: int, rates: MachineRates) -> float:
+    """A tile GEMM on ``num_programs`` of ``num_sms`` multiprocessors: waves of tiles, at the rate of such tiles."""
+    return config.split_tiles(m, n, num_programs).num_waves * _tile_us(k, config, num_sms, rates)
+
+
+def _tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> float:
+    rate = rates.gemm_flop_per_us / num_sms
+    if config.block_n < _WIDE_COLUMNS:
+        rate *= _SQUARE_RATE
+    if config.num_stages < _DEEP_STAGES:
+        rate *= _SHORT_RATE
+    return 2 * config.block_m * config.block_n * k / rate
+
+
+def _cublas_us(problem: Problem, machine: Machine, rates: MachineRates) -> float:
+    config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
+    return _LAUNCH_US + gemm_us(problem.m, problem.n, problem.k, config, machine.num_sms, machine.num_sms, rates)
+
+
+def native_us(problem: Problem, machine: Machine, rates: MachineRates) -> float:
+    """GEMM and collective one after the other."""
+    return _cublas_us(problem, machine, rates) + collective_us(problem, rates)
+
+
+def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> Prediction:
+    """All estimates of ``problem`` run as ``choice`` says."""
+    gemm, comm = _cublas_us(problem, machine, rates), collective_us(problem, rates)
+    limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
+    ours = _ag_gemm_us if problem.op == "ag_gemm" else _gemm_rs_us
+    return Prediction(gemm, comm, gemm + comm, max(ours(problem, choice, machine, rates), limit), limit)
+
+
+def _send_rate(plan: GatherPlan, rates: MachineRates) -> float:
+    """Bytes per us that leave a rank."""
+    if plan.mode == "copy":
+        return rates.link_gbps * 1e3
+    return min(plan.push_programs * rates.push_sm_gbps, rates.link_gbps) * 1e3
+
+
+def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    world_size, plan = problem.world_size, choice.gather
+    by_push = plan.mode == "push"
+    num_chunks = 1 if by_push else plan.num_chunks
+    reserved = plan.push_programs if by_push else 1
+    num_programs = max(1, machine.num_sms - reserved)
+    gemm = gemm_us(problem.m, problem.n, problem.k, choice.config, num_programs, machine.num_sms, rates)
+    shard_bytes = problem.m * problem.k * problem.dtype.itemsize / world_size
+    send_us = shard_bytes / _send_rate(plan, rates)
+    own_us = send_us if by_push else 2 * shard_bytes / (rates.memory_gbps * 1e3) + _LAUNCH_US
+    # By push the own rows go first through the same multiprocessors; copy engines leave that to the current stream.
+    first_us = rates.start_us + (own_us if by_push else 0.0)
+    num_phases = world_size * num_chunks
+    end_us = own_us
+    for phase in range(num_phases):
+        arrived = phase - num_chunks + 1  # chunks of peers that this phase and those before it need
+        if arrived > 0:
+            end_us = max(end_us, first_us + arrived * (send_us / num_chunks + (num_chunks > 1) * rates.chunk_us))
+        end_us += gemm / num_phases
+    return end_us + (num_phases - 1) * rates.chunk_us + _OVERLAP_LOSS * min(gemm, (world_size - 1) * send_us)
+
+
+def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    config, world_size = choice.config, problem.world_size
+    waves = config.split_tiles(problem.m, problem.n, machine.num_sms).num_waves
+    tile_us = _tile_us(problem.k, config, machine.num_sms, rates)
+    wave_bytes = machine.num_sms * config.block_m * config.block_n * problem.dtype.itemsize * (world_size - 1) / world_size
+    stall_us = max(0.0, wave_bytes / (rates.link_gbps * 1e3) - _HIDDEN_STORE * tile_us)
+    sent_us = max(waves * (tile_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
+    fold_bytes = (world_size + 1) * problem.m / world_size * problem.n * problem.dtype.itemsize
+    return rates.start_us + sent_us + fold_bytes / (rates.memory_gbps * 1e3)
