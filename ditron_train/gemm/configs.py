@@ -12,26 +12,6 @@ from ditron_train.runtime.errors import NotSupportedError
 __all__ = ["GemmConfig", "choose_config", "config_variants"]
 
 
-_HALF_TIME = 0.5 / 0.87  # of half a wide tile: square tiles ran at 0.87 of the rate of wide ones on Hopper
-
-
-@dataclass(frozen=True)
-class TileSplit:
-    """Which tiles of a result are computed whole and which in halves.
-
-    Attributes:
-        num_tiles_n: Columns of tiles in the grouped order.
-        num_whole_tiles: Tiles of that order, from its start, that are computed whole.
-        num_halves: Halves of the rest, and of a last column of tiles that is not in the order.
-        num_waves: Estimated time, in units of one whole tile.
-    """
-
-    num_tiles_n: int
-    num_whole_tiles: int
-    num_halves: int
-    num_waves: float
-
-
 @dataclass(frozen=True)
 class GemmConfig:
     """Launch constants of one GEMM.
@@ -66,29 +46,6 @@ class GemmConfig:
         """Output tiles of an [m, n] result."""
         return -(-m // self.block_m) * -(-n // self.block_n)
 
-    def split_tiles(self, m: int, n: int, num_programs: int) -> TileSplit:
-        """How ``gemm_kernel`` covers an [m, n] result in the least time: which tiles it computes in halves."""
-        rows = -(-m // self.block_m)
-        columns = -(-n // self.block_n)
-        splits = [self._split(rows, columns, 0, num_programs)]
-        if self.split_store and 0 < n % self.block_n <= self.block_n // 2:
-            splits.insert(0, self._split(rows, columns - 1, rows, num_programs))  # first: at equal time it is less work
-        return min(splits, key=lambda split: split.num_waves)
-
-    def _split(self, rows: int, columns: int, num_edge_halves: int, num_programs: int) -> TileSplit:
-        num_tiles = rows * columns
-        full_waves, tail = divmod(num_tiles, num_programs)
-
-        def last_waves(num_whole: int, num_halves: int) -> float:
-            second = -(-max(num_halves - num_programs + num_whole, 0) // num_programs)
-            whole_time = 1.0 + _HALF_TIME * second if num_whole else 0.0
-            return max(whole_time, _HALF_TIME * -(-num_halves // num_programs))
-
-        whole_tail, halved_tail = last_waves(tail, num_edge_halves), last_waves(0, 2 * tail + num_edge_halves)
-        if self.split_store and halved_tail < whole_tail:
-            return TileSplit(columns, num_tiles - tail, 2 * tail + num_edge_halves, full_waves + halved_tail)
-        return TileSplit(columns, num_tiles, num_edge_halves, full_waves + whole_tail)
-
     def num_whole_tiles(self, m: int, n: int, num_programs: int) -> int:
         """How many of them are computed whole: all but a last wave that is at most half full, where tiles can be halved."""
         num_tiles = self.num_tiles(m, n)
@@ -103,6 +60,7 @@ class GemmConfig:
 # tiles computed in halves where less than half of it is filled (1-2 % slower).
 _HOPPER_WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 _HOPPER_SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+_HOPPER_SQUARE_RATE = 0.87
 _AMPERE = GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3)
 _CDNA = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=2)
 
@@ -121,9 +79,12 @@ def _interpreter_config(m: int, n: int, k: int) -> GemmConfig:
 
 def _hopper_config(m: int, n: int, num_sms: int) -> GemmConfig:
     """The tile whose waves take less time; the unit is the time of one wide tile."""
-    wide = _HOPPER_WIDE.split_tiles(m, n, num_sms)
-    square_time = -(-_HOPPER_SQUARE.num_tiles(m, n) // num_sms) * _HALF_TIME
-    return _HOPPER_WIDE if wide.num_whole_tiles > 0 and wide.num_waves <= square_time else _HOPPER_SQUARE
+    num_tiles = _HOPPER_WIDE.num_tiles(m, n)
+    num_whole = _HOPPER_WIDE.num_whole_tiles(m, n, num_sms)
+    half_time = 0.5 / _HOPPER_SQUARE_RATE
+    wide_time = -(-num_whole // num_sms) + (half_time if num_whole < num_tiles else 0.0)
+    square_time = -(-_HOPPER_SQUARE.num_tiles(m, n) // num_sms) * half_time
+    return _HOPPER_WIDE if num_whole > 0 and wide_time <= square_time else _HOPPER_SQUARE
 
 
 @lru_cache(maxsize=4096)

@@ -73,9 +73,7 @@ def gemm_kernel(
     M,
     N,
     K,
-    num_tiles_n,
     num_whole_tiles,
-    num_halves,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -83,20 +81,19 @@ def gemm_kernel(
     TRANSPOSE_A: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
-    HAS_HALVES: tl.constexpr,
+    HALVE_TAIL: tl.constexpr,
 ):
     """C [M, N] = A @ B, persistent: program p computes tiles p, p + num_programs, ... of the grouped order.
 
-    ``num_tiles_n`` columns of tiles make the grouped order, and its first ``num_whole_tiles`` are computed whole. With
-    HAS_HALVES ``num_halves`` blocks of BLOCK_N // 2 columns follow: the rest of the order (less than half a wave, which
-    so takes half the time), then a last column of tiles that C fills to less than half. ``half_b_desc`` reads B in such
-    halves (else it is ``b_desc``). Programs without a whole tile in the last wave take the first halves. It needs
-    SPLIT_STORE. The host's ``GemmConfig.split_tiles`` decides.
+    With HALVE_TAIL only the first ``num_whole_tiles`` are computed whole; the rest, less than half a wave, is computed in
+    halves of BLOCK_N // 2 columns, so that the last wave takes half the time. ``half_b_desc`` reads B in such halves
+    (else it is ``b_desc``). It needs SPLIT_STORE.
 
     Nobody waits: no signals, no memory order. ``flatten`` makes one loop of tiles and K blocks, so that the loads of
     the next tile run under the epilogue of this one.
     """
     num_tiles_m = tl.cdiv(M, BLOCK_M)
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     for tile_id in tl.range(tl.program_id(0), num_whole_tiles, tl.num_programs(0), flatten=True):
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
@@ -106,18 +103,12 @@ def gemm_kernel(
             a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A
         )
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    if HAS_HALVES:
-        num_tail_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
-        num_programs = tl.num_programs(0)
-        first = (tl.program_id(0) + num_programs - num_whole_tiles % num_programs) % num_programs
-        for half_id in range(first, num_halves, num_programs):
-            if half_id < num_tail_halves:
-                tile_m, tile_n = grouped_tile(num_whole_tiles + half_id // 2, num_tiles_m, num_tiles_n, GROUP_M)
-                row = tile_m * BLOCK_M
-                col = tile_n * BLOCK_N + (half_id % 2) * (BLOCK_N // 2)
-            else:
-                row = (half_id - num_tail_halves) * BLOCK_M
-                col = num_tiles_n * BLOCK_N
+    if HALVE_TAIL:
+        num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
+        for half_id in range(tl.program_id(0), num_halves, tl.num_programs(0)):
+            tile_m, tile_n = grouped_tile(num_whole_tiles + half_id // 2, num_tiles_m, num_tiles_n, GROUP_M)
+            row = tile_m * BLOCK_M
+            col = tile_n * BLOCK_N + (half_id % 2) * (BLOCK_N // 2)
             acc = tile_product(
                 a_desc, half_b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A
             )

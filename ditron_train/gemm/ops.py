@@ -74,17 +74,17 @@ def launch_gemm(
     k = a.shape[0] if transpose_a else a.shape[1]
     a_block = (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k)
     b_block = (config.block_n, config.block_k) if transpose_b else (config.block_k, config.block_n)
-    split = config.split_tiles(m, n, num_programs)
+    num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
+    halve_tail = num_whole_tiles < num_tiles
     half_n = config.block_n // 2
     half_b_block = (half_n, config.block_k) if transpose_b else (config.block_k, half_n)
     b_desc = half_b_desc = make_descriptor(b, b_block)
-    if split.num_halves:
+    if halve_tail:
         half_b_desc = make_descriptor(b, half_b_block)
-    grid = num_programs if split.num_halves else min(num_programs, split.num_whole_tiles)
-    launch = _launcher(config, transpose_a, transpose_b, split.num_halves > 0, grid, out.dtype, out.device.index)
+    grid = num_programs if halve_tail else min(num_programs, num_tiles)
+    launch = _launcher(config, transpose_a, transpose_b, halve_tail, grid, out.dtype, out.device.index)
     c_desc = make_descriptor(out, config.store_block)
-    counts = (split.num_tiles_n, split.num_whole_tiles, split.num_halves)
-    launch(make_descriptor(a, a_block), b_desc, half_b_desc, c_desc, m, n, k, *counts)
+    launch(make_descriptor(a, a_block), b_desc, half_b_desc, c_desc, m, n, k, num_whole_tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +92,7 @@ def _launcher(
     config: GemmConfig,
     transpose_a: bool,
     transpose_b: bool,
-    has_halves: bool,
+    halve_tail: bool,
     num_programs: int,
     dtype: torch.dtype,
     device_index: int | None,
@@ -106,7 +106,7 @@ def _launcher(
         TRANSPOSE_A=transpose_a,
         TRANSPOSE_B=transpose_b,
         SPLIT_STORE=config.split_store,
-        HAS_HALVES=has_halves,
+        HALVE_TAIL=halve_tail,
     )
     return KernelLaunch(gemm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 

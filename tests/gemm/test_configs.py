@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ditron_train.gemm import GemmConfig, bits, choose_config, known_bits, probe_bits
+from ditron_train.gemm import bits, choose_config, known_bits, probe_bits
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 
@@ -26,27 +24,6 @@ def test_a_tail_of_at_most_half_a_wave_is_halved():
     assert config.num_whole_tiles(8192, 4096, 132) == 1024  # 7 waves and 100 tiles
     square = choose_config(1024, 1024, 1024, torch.bfloat16, "sm_90")
     assert square.num_whole_tiles(1024, 1024, 132) == 64
-    split = config.split_tiles(8192, 1792, 132)
-    assert (split.num_tiles_n, split.num_whole_tiles, split.num_halves) == (7, 396, 104)
-    assert config.split_tiles(8192, 4096, 132).num_halves == square.split_tiles(1024, 1024, 132).num_halves == 0
-
-
-def test_a_last_column_of_tiles_that_is_filled_to_less_than_half_is_halved():
-    config = choose_config(8192, 1376, 4096, torch.bfloat16, "sm_90")  # 5 columns of 256 and 96
-    split = config.split_tiles(8192, 1376, 132)
-    assert (split.num_tiles_n, split.num_whole_tiles, split.num_halves) == (5, 320, 64)
-    assert config.split_tiles(8192, 1280 + 192, 132).num_tiles_n == 6
-
-
-@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 200))
-def test_whole_and_halved_tiles_make_the_result(m, n, num_programs):
-    config = GemmConfig(128, 256, 64, 8, 4)
-    split = config.split_tiles(m, n, num_programs)
-    rows = -(-m // 128)
-    tail = rows * split.num_tiles_n - split.num_whole_tiles
-    edge = split.num_halves - 2 * tail
-    assert tail >= 0 and edge in (0, rows)
-    assert split.num_tiles_n * 256 + (128 if edge else 0) >= n > split.num_tiles_n * 256 - (0 if edge else 256)
 
 
 @pytest.mark.parametrize("size, block", [(1, 16), (16, 16), (17, 32), (100, 128), (5000, 128)])
