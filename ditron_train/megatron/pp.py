@@ -6,6 +6,8 @@ through ``ditron_train.pp``; signatures, timers and attributes are inherited. Wh
 - A send does not hold up the stream that computes, with or without ``overlap_p2p_comm``: the storage of what is sent is
   kept until it is out, so freeing it right after the call (``deallocate_pipeline_outputs``) is safe. With CUDA graphs, whose
   static buffers the next replay overwrites, the stream does wait.
+- What is received is used where the copy engine put it, without a copy of its own (not with CUDA graphs, offloading, or
+  expert-parallel overlap, which resize it or use it on other streams).
 - No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node.
 
 The schedules make a communicator every step; slots and flags belong to the group and live across steps.
@@ -46,6 +48,12 @@ def _uses_cuda_graphs(config: Any) -> bool:
     return getattr(config, "cuda_graph_impl", "none") != "none" or any(getattr(config, flag, False) for flag in flags)
 
 
+def _uses_other_streams(config: Any) -> bool:
+    """Whether received activations are used on streams that their allocator has to be told of, or resized."""
+    flags = ("overlap_moe_expert_parallel_comm", "fine_grained_activation_offloading", "cpu_offloading")
+    return any(getattr(config, flag, False) for flag in flags)
+
+
 def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
     """Why this group and configuration are not covered; a function of what all of its ranks see alike."""
     if group.size() < 2:
@@ -64,6 +72,7 @@ class DitronP2PCommunicator(P2PCommunicator):
         super().__init__(pp_group, config)
         self._variable_shapes = bool(config.variable_seq_lengths or getattr(config, "mtp_standalone", False))
         self._join_sends = _uses_cuda_graphs(config)
+        self._lend = not (self._join_sends or _uses_other_streams(config))
         self._first_call = True
         self._reason: str | None = None
 
@@ -97,6 +106,7 @@ class DitronP2PCommunicator(P2PCommunicator):
             recv_prev=expected if recv_prev else None,
             recv_next=expected if recv_next else None,
             variable_shapes=self._variable_shapes,
+            lend=self._lend,
         )
         names = [name for name in ("recv_prev", "recv_next") if name in handles]
         received = {name: handles[name].tensor.requires_grad_(True) for name in names}

@@ -94,15 +94,15 @@ class Sender:
         mailbox.write_header(self.peer, self.lane, message + 1, words)
         self.messages += 1
 
-    def send(self, tensor: torch.Tensor) -> torch.cuda.Event | None:
+    def send(self, tensor: torch.Tensor, *, lend: bool = True) -> torch.cuda.Event | None:
         """Enqueues the next message; returns the event behind its copy (None on the CPU, where it is done).
 
         The storage is kept until the copy is complete. Never blocks the host on a GPU; on the CPU it blocks while no slot is
-        free.
+        free. ``lend``: see ``ops.exchange``.
         """
         data = tensor.detach().contiguous()
         num_bytes = num_bytes_of(tuple(data.shape), data.dtype)
-        loan = self._choose_loan() if num_bytes else None
+        loan = self._choose_loan() if lend and num_bytes else None
         self.announce(Header(tuple(data.shape), data.dtype, loan=loan))
         stream = self._stream
         if stream is not None:

@@ -70,11 +70,12 @@ def exchange(
     recv_prev: Header | None = None,
     recv_next: Header | None = None,
     variable_shapes: bool = False,
+    lend: bool = True,
 ) -> dict[str, Handle]:
     """Sends tensors to the next and the previous stage and receives from them; all four are optional.
 
     Sends start at once, in the order next, previous; they follow what the current stream has done and do not hold it up.
-    Receives are tensors that are filled when their handle's ``wait`` is called (see ``channel`` for why not before).
+    Receives are tensors that get their contents when their handle's ``wait`` is called (see ``lanes`` for why not before).
     The tensors that are sent must not be written to until their handle's ``wait``; they may be freed.
 
     Args:
@@ -82,6 +83,8 @@ def exchange(
         recv_prev, recv_next: Header of what is expected.
         variable_shapes: Take the shape that the sender has instead of the expected one. Blocks the host until the sender
             has enqueued the message, but never syncs the device inside a node. The same on all stages.
+        lend: Whether what is sent may stay in the slot at the receiver; otherwise the receiver copies it into memory of
+            torch's allocator, for users that work on it on other streams or resize its storage.
 
     Returns:
         Handles by the names of the arguments that were given.
@@ -100,7 +103,7 @@ def exchange(
     for name, lane in _SENDS:
         tensor = sends[lane]
         if tensor is not None:
-            handles[name] = _send(context, lane, tensor, batches[lane])
+            handles[name] = _send(context, lane, tensor, batches[lane], lend)
     for name, lane in _RECEIVES:
         far = _exchange_far_headers(context, lane, sends[lane], expected[lane]) if variable_shapes else None
         header = expected[lane]
@@ -117,11 +120,11 @@ def exchange(
     return handles
 
 
-def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Batch) -> Handle:
+def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Batch, lend: bool) -> Handle:
     sender = context.local_senders[lane]
     num_bytes = tensor.numel() * tensor.element_size()
     if sender is not None and num_bytes <= context.slot_bytes:
-        return Handle(_sent=sender.send(tensor))
+        return Handle(_sent=sender.send(tensor, lend=lend))
     data = tensor.detach().contiguous()
     if sender is not None:
         _require_network(context, num_bytes)

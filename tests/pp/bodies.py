@@ -87,7 +87,7 @@ def random_program(seed: int, num_slots: int) -> bool:
         send = {("send_next", "send_prev")[lane]: payload(rank, lane, index, shape, dtype)}
         if own.random() < 0.2:
             time.sleep(own.random() * 0.005)
-        handles = exchange(context, **send, **{name: Header(shape, dtype)})
+        handles = exchange(context, **send, **{name: Header(shape, dtype)}, lend=own.random() < 0.7)
         waiting.append((handles[name], payload(source, lane, index, shape, dtype)))
         while len(waiting) > prefetch:
             handle, expected = waiting.pop(0)
