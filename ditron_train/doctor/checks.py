@@ -15,6 +15,8 @@ __all__ = ["Finding", "find_problems"]
 
 Level = Literal["ok", "note", "warning", "error"]
 _SMALL_SHM_BYTES = 256 << 20
+# Settings that name NCCL's rings themselves.
+_OWN_RINGS = ("NCCL_GRAPH_FILE", "NCCL_RINGS")
 # NCCL algorithms whose sums do not follow the ring order that GEMM-RS reproduces.
 _OTHER_ORDERS = ("tree", "nvls", "nvlstree", "collnet", "collnetdirect", "collnetchain", "pat")
 
@@ -106,9 +108,14 @@ def _multicast(facts: Facts) -> list[Finding]:
 def _nccl(facts: Facts) -> list[Finding]:
     if not facts.gpus:
         return []
-    environment = facts.environment
+    environment = {**facts.nccl_files, **facts.environment}
     algorithms = environment.get("NCCL_ALGO", "")
-    findings = [Finding("NCCL", "ok", f"version {facts.nccl}, NCCL_ALGO={algorithms or 'unset'}")]
+    source = f", NCCL's files set {', '.join(sorted(facts.nccl_files))}" if facts.nccl_files else ""
+    findings = [Finding("NCCL", "ok", f"version {facts.nccl}, NCCL_ALGO={algorithms or 'unset'}{source}")]
+    rings = [name for name in _OWN_RINGS if environment.get(name)]
+    if rings:
+        text = f"{', '.join(rings)}: rings may run in another order than that of ranks"
+        findings.append(Finding("NCCL", "warning", text, f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs"))
     named = [word for word in algorithms.lower().replace(";", ",").replace(":", ",").split(",") if word in _OTHER_ORDERS]
     if named:
         text = f"NCCL_ALGO={algorithms}: sums may be taken in another order than the ring's"
@@ -140,8 +147,31 @@ def _nvshmem(facts: Facts) -> list[Finding]:
     if facts.versions.get("nvshmem4py") is None:
         text = "nvshmem4py is not installed: peer memory inside a node, NCCL between nodes"
         return [Finding("NVSHMEM", "note", text, "pip install 'ditron_train[nvshmem]' for groups across nodes")]
-    text = f"nvshmem4py {facts.versions['nvshmem4py']}, library {facts.versions.get('nvidia-nvshmem') or 'not from pip'}"
-    return [Finding("NVSHMEM", "ok", text + "; started at the first group that spans nodes")]
+    if facts.nvshmem_library is None:
+        text = f"nvshmem4py {facts.versions['nvshmem4py']} is installed, but its library (libnvshmem_host.so.3) is not there"
+        return [Finding("NVSHMEM", "warning", text, "pip install 'ditron_train[nvshmem]'")]
+    text = f"nvshmem4py {facts.versions['nvshmem4py']}, library {facts.versions.get('nvidia-nvshmem') or facts.nvshmem_library}"
+    findings = [Finding("NVSHMEM", "ok", f"{text}; started at the first group that spans nodes")]
+    return findings + _nvshmem_bootstrap(facts)
+
+
+def _nvshmem_bootstrap(facts: Facts) -> list[Finding]:
+    """Processes find each other by a unique id that torch.distributed hands round, then talk over sockets."""
+    wanted = facts.environment.get("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "").lstrip("=^")
+    findings = []
+    if wanted and not any(name.startswith(tuple(wanted.split(","))) for name in facts.interfaces):
+        text = f"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME={wanted}: there is no such interface ({', '.join(facts.interfaces) or 'none'})"
+        findings.append(Finding("NVSHMEM", "warning", text, "name one that all nodes have, or unset it"))
+    elif not facts.interfaces:
+        findings.append(Finding("NVSHMEM", "note", "no network interface but the loopback: one node only", None))
+    else:
+        findings.append(Finding("NVSHMEM", "ok", f"bootstrap by unique id over {wanted or ', '.join(facts.interfaces)}"))
+    other = facts.environment.get("NVSHMEM_BOOTSTRAP", "UID")
+    if other.upper() != "UID":
+        findings.append(Finding("NVSHMEM", "note", f"NVSHMEM_BOOTSTRAP={other} is not used: the bootstrap is by unique id", "unset it"))
+    if not facts.infiniband:
+        findings.append(Finding("NVSHMEM", "note", "no InfiniBand device: groups across nodes go through NCCL", None))
+    return findings
 
 
 def _copies(facts: Facts) -> list[Finding]:

@@ -6,9 +6,11 @@ import ctypes
 import os
 import re
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 from ditron_train.runtime.versions import find_versions
 
@@ -19,6 +21,8 @@ _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "TRITON_INT
 # Libraries of which a second copy in one process gives two sets of global state.
 _LIBRARIES = re.compile(r"/lib(nccl|nvshmem_host|cudart|cublas|cublasLt|torch|torch_cuda|triton)(-[0-9a-f]+)?\.so")
 _DISTRIBUTIONS = re.compile(r"^(torch|triton|megatron-core|nvidia-(nccl|nvshmem)-cu\d+|nvshmem4py-cu\d+)$")
+_NVSHMEM_HOST = "libnvshmem_host.so.3"
+_NCCL_FILES = ("/etc/nccl.conf", "~/.nccl.conf")
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
@@ -45,6 +49,10 @@ class Facts:
         links: Connection of each pair of GPUs as ``nvidia-smi topo -m`` names it (``NV18``, ``PIX``, ``SYS``).
         multicast: Whether the driver offers NVLink multicast on every GPU; None where nothing could be asked.
         environment: Variables that matter here.
+        nccl_files: What NCCL's configuration files set, by name of the variable; the environment overrules it.
+        nvshmem_library: Where NVSHMEM's host library lies; None where there is none.
+        interfaces: Network interfaces besides the loopback, over which NVSHMEM's processes find each other.
+        infiniband: Devices for traffic between nodes.
         shared_memory: Total and free bytes of /dev/shm and whether it is writable; None where there is none.
         libraries: Copies of one library that this process has loaded, by name.
         distributions: Places in which one distribution is installed, by name, where there are several.
@@ -60,6 +68,10 @@ class Facts:
     links: dict[str, str] = field(default_factory=dict)
     multicast: bool | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    nccl_files: dict[str, str] = field(default_factory=dict)
+    nvshmem_library: str | None = None
+    interfaces: tuple[str, ...] = ()
+    infiniband: tuple[str, ...] = ()
     shared_memory: tuple[int, int, bool] | None = None
     libraries: dict[str, tuple[str, ...]] = field(default_factory=dict)
     distributions: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -72,6 +84,10 @@ def collect_facts() -> Facts:
     versions = find_versions()
     common = dict(
         environment=_environment(),
+        nccl_files=read_nccl_files(*_NCCL_FILES),
+        nvshmem_library=_nvshmem_library(),
+        interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
+        infiniband=tuple(sorted(os.listdir("/sys/class/infiniband"))) if os.path.isdir("/sys/class/infiniband") else (),
         shared_memory=_shared_memory(),
         distributions=_duplicate_distributions(),
         compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc"),
@@ -108,6 +124,33 @@ def _gpu(properties: object) -> Gpu:
 
 def _environment() -> dict[str, str]:
     return {n: v for n, v in sorted(os.environ.items()) if n.startswith(_ENVIRONMENT) or n in _VARIABLES}
+
+
+def read_nccl_files(*paths: str) -> dict[str, str]:
+    """``NAME=value`` lines of NCCL's configuration files; a later file overrules an earlier one."""
+    found: dict[str, str] = {}
+    for path in paths:
+        try:
+            lines = Path(path).expanduser().read_text(encoding="utf-8", errors="replace").splitlines()
+        except (OSError, RuntimeError):
+            continue
+        pairs = (line.split("#")[0].partition("=") for line in lines)
+        found.update({name.strip(): value.strip() for name, sign, value in pairs if sign and name.strip().startswith("NCCL_")})
+    return found
+
+
+def _nvshmem_library() -> str | None:
+    """From the distribution, or wherever the loader finds it."""
+    for distribution in metadata.distributions():
+        if (distribution.metadata["Name"] or "").lower().startswith("nvidia-nvshmem"):
+            for file in distribution.files or ():
+                if file.name == _NVSHMEM_HOST:
+                    return str(distribution.locate_file(file))
+    try:
+        ctypes.CDLL(_NVSHMEM_HOST)
+    except OSError:
+        return None
+    return _NVSHMEM_HOST
 
 
 def _shared_memory() -> tuple[int, int, bool] | None:

@@ -50,21 +50,13 @@ def _te(facts: Facts) -> tuple[str, str | None] | None:
     return None
 
 
-def _emerging_optimizers(facts: Facts) -> tuple[str, str | None] | None:
-    import importlib.util
-
-    if importlib.util.find_spec("emerging_optimizers") is None:
-        return "megatron-core builds Muon only with emerging_optimizers", "install emerging_optimizers 0.1.0"
-    return None
-
-
 Need = Callable[[Facts], "tuple[str, str | None] | None"]
 _NEEDS: dict[str, tuple[Need, ...]] = {
     "tp": (_on_gpus,),
     "sp": (_on_gpus, _te),
     "ep": (_on_gpus,),
     "pp": (_on_gpus, _copy_engines),
-    "muon": (_emerging_optimizers,),
+    "muon": (),
 }
 
 

@@ -15,12 +15,16 @@ import torch
 from ditron_train import __version__
 from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.versions import find_versions
 
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
 
 _FORMAT = "ditron_train plan 2"
 _KEY = re.compile(r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) \((?P<mode>strict|fast|bits)\)")
-_NCCL_SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")  # those that move bits or times
+# Those that move bits or times.
+_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "CUBLAS_WORKSPACE_CONFIG",
+              "CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")  # fmt: skip
+_LIBRARIES = ("triton", "megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,10 @@ class Entry:
 
 
 def fingerprint() -> dict[str, Any]:
-    """What a plan depends on: device, driver, libraries, and the NCCL settings that change bits or times."""
-    import triton
-
-    found: dict[str, Any] = {"ditron_train": __version__, "torch": torch.__version__, "triton": triton.__version__}
+    """What a plan depends on: device, driver, libraries, and the settings that change bits or times."""
+    versions = find_versions()
+    found: dict[str, Any] = {"ditron_train": __version__, "torch": torch.__version__}
+    found.update({name: versions[name] for name in _LIBRARIES if versions[name] is not None})
     if torch.version.cuda and torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
@@ -46,7 +50,7 @@ def fingerprint() -> dict[str, Any]:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     else:
         found["device"] = platform.machine()
-    found.update({name: os.environ[name] for name in _NCCL_SETTINGS if name in os.environ})
+    found.update({name: os.environ[name] for name in _VARIABLES if name in os.environ})
     return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ditron_train.doctor import Facts, Gpu, Report, collect_facts, examine, show
-from ditron_train.doctor.facts import parse_topology
+from ditron_train.doctor.facts import parse_topology, read_nccl_files
 
 GOOD_VERSIONS = {
     "python": "3.12.3",
@@ -47,6 +48,9 @@ def machine(**changes: object) -> Facts:
         shared_memory=(64 << 30, 60 << 30, True),
         compiler="/usr/bin/gcc",
         has_cuda_bindings=True,
+        nvshmem_library="/lib/libnvshmem_host.so.3",
+        interfaces=("eth0", "ib0"),
+        infiniband=("mlx5_0",),
     )
     return Facts(**{**values, **changes})
 
@@ -95,6 +99,10 @@ def test_errors_make_it_unhealthy_and_have_a_fix(changes: dict, topic: str, word
         ({"environment": {"NCCL_ALGO": "allreduce:ring,nvls"}}, "NCCL", "another order"),
         ({"environment": {"NCCL_COLLNET_ENABLE": "1"}}, "NCCL", "COLLNET"),
         ({"multicast": True}, "NCCL", "NVLS"),
+        ({"nccl_files": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),
+        ({"environment": {"NCCL_GRAPH_FILE": "/x"}}, "NCCL", "NCCL_GRAPH_FILE"),
+        ({"nvshmem_library": None}, "NVSHMEM", "libnvshmem_host"),
+        ({"environment": {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "eth7"}}, "NVSHMEM", "no such interface"),
         ({"shared_memory": (64 << 20, 64 << 20, True)}, "shared memory", "64 MiB"),
         ({"has_cuda_bindings": False}, "tools", "cuda-bindings"),
         ({"distributions": {"nvidia-nccl": ("/a (nvidia-nccl-cu12 2)", "/a (nvidia-nccl-cu13 2)")}}, "copies", "cu12"),
@@ -111,6 +119,22 @@ def test_warnings_leave_it_healthy_and_have_a_fix(changes: dict, topic: str, wor
 def test_ring_silences_the_switch() -> None:
     for setting in ({"NCCL_ALGO": "Ring"}, {"NCCL_NVLS_ENABLE": "0"}):
         assert findings(examine(machine(multicast=True, environment=setting)), "warning") == []
+
+
+def test_bootstrap_of_nvshmem() -> None:
+    def said(**changes: object) -> str:
+        return " ".join(finding.text for finding in examine(machine(**changes)).findings if finding.topic == "NVSHMEM")
+
+    assert "by unique id over eth0, ib0" in said()
+    assert "by unique id over ib0" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "ib0"})
+    assert "NVSHMEM_BOOTSTRAP=MPI is not used" in said(environment={"NVSHMEM_BOOTSTRAP": "MPI"})
+    assert "one node only" in said(interfaces=()) and "no InfiniBand" in said(infiniband=())
+
+
+def test_nccl_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("NCCL_ALGO=Tree\n# NCCL_PROTO=LL\nOTHER=1\nNCCL_DEBUG=INFO # loud\n")
+    (tmp_path / "b").write_text("NCCL_ALGO = Ring\n")
+    assert read_nccl_files(str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "c")) == {"NCCL_ALGO": "Ring", "NCCL_DEBUG": "INFO"}
 
 
 def test_malformed_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,8 @@ def _refused(folder):
     return "accepted"
 
 
-def test_plan_of_other_groups_is_refused_on_every_rank(tmp_path):
+def test_plan_of_other_groups_is_refused_on_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as in the workers: a plan depends on it
     path = tmp_path / "plan.json"
     entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
     for place, words in (("8 ranks", "on 8 ranks, here it is 2 ranks"), ("2 ranks, tree", "on 2 ranks, tree, here it is 2 ranks")):
