@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 
 SIZES = [1, 3, 4096, 1_000_003, 8 << 20, (8 << 20) + 2, 33 << 20, 100 << 20]
 
@@ -196,7 +198,49 @@ def test_no_kernel_runs(device, new_context):
     assert not on_device, on_device
 
 
-def test_a_silent_neighbour_becomes_an_error_within_the_deadline(device, new_context, monkeypatch):
+@triton.jit
+def _spin_kernel(nanoseconds):
+    """Every program keeps its place on a multiprocessor for ``nanoseconds``; it waits for nobody."""
+    begin = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    now = begin
+    while now - begin < nanoseconds:
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+def test_messages_arrive_while_no_multiprocessor_has_room(device, new_context):
+    """Two blocks of 1,024 threads on each multiprocessor are all it holds: what needs one waits for them. A local copy does."""
+    from ditron_train.pp import exchange
+
+    num_bytes, spin_ms = 16 << 20, 60
+    context = new_context(num_bytes)
+    data = _payload(dist.get_rank(), 0, 0, num_bytes, device)
+    side = torch.cuda.Stream(device)
+    grid = (2 * torch.cuda.get_device_properties(device).multi_processor_count,)
+
+    def message() -> None:
+        exchange(context, send_next=data, recv_prev=_header(num_bytes))["recv_prev"].wait()
+
+    message()
+    _spin_kernel[grid](1000, num_warps=32)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin, arrived, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begin.record(side)
+    with torch.cuda.stream(side):
+        _spin_kernel[grid](spin_ms * 1_000_000, num_warps=32)
+    end.record(side)
+    message()
+    arrived.record()
+    torch.cuda.synchronize()
+    dist.barrier()
+    assert begin.elapsed_time(end) >= spin_ms
+    assert _agree(device, begin.elapsed_time(arrived) < spin_ms / 2)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_silent_neighbour_becomes_an_error_within_the_deadline(device, new_context, monkeypatch, announced):
+    """Its host never comes; or it has said what it sends, and the stream that waits for the data has to be released."""
     from ditron_train.pp import exchange
     from ditron_train.runtime.errors import PeerTimeoutError
 
@@ -206,7 +250,9 @@ def test_a_silent_neighbour_becomes_an_error_within_the_deadline(device, new_con
     begin_s = time.monotonic()
     raised = None
     try:
-        if rank != 0:
+        if rank == 0 and announced:
+            context.local_senders[0].announce(_header(1 << 20))
+        if rank == 1:
             exchange(context, recv_prev=_header(1 << 20))["recv_prev"].wait()
             torch.cuda.synchronize()  # blocks until the watchdog releases the stream
         while time.monotonic() - begin_s < 20:
