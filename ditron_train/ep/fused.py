@@ -48,7 +48,7 @@ def _plan(layout: Layout, context: EPContext, tiles: RowTiles, *, by_arrival: bo
 def _gemm_constants(operands: GemmOperands, tiles: RowTiles, context: EPContext) -> dict[str, object]:
     config = operands.config
     return dict(
-        STRIP=context.fused.strip, BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        STRIP=context.fused.strip, GROUP_M=config.group_m, BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         SPLIT_STORE=config.split_store, TARGET=context.target,
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ import ditron_train.lang as dl
 from ditron_train.ep.group_gemm_kernels import group_product, store_block
 from ditron_train.ep.kernels import place_rows, scatter_grads, send_entries, send_tokens, sum_rows
 from ditron_train.ep.task_kernels import complete, need, num_strips, serve, strip_of
+from ditron_train.schedule.tiles import ordered_tile
 
 __all__ = ["dispatch_gemm_kernel", "gemm_combine_kernel", "plan_tiles"]
 
@@ -163,15 +164,16 @@ def _place_chunk(
 @triton.jit
 def _gemm_strip(
     ticket,
-        a_desc, b_desc, c_desc, places, tiles, order, board, control, num_tiles, num_tiles_n, num_k_tiles, num_programs,
-        WAITS: tl.constexpr, COUNTS: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
+        a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n, num_k_tiles, num_programs,
+        WAITS: tl.constexpr, COUNTS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: a strip of output tiles, once their rows are in place."""
-    first, count = strip_of(ticket, num_tiles, num_programs, STRIP)
+    first, count = strip_of(ticket, num_row_tiles * num_tiles_n, num_programs, STRIP)
     if WAITS:
         if tl.load(board + TOTAL, volatile=True) < 0:  # warps may differ here: no barrier inside
             for nth in range(count):
-                entry = tiles + 4 + tl.load(order + (first + nth * num_programs) // num_tiles_n) * 4
+                row_tile, _ = ordered_tile(first + nth * num_programs, order, num_row_tiles, num_tiles_n, GROUP_M)
+                entry = tiles + 4 + row_tile * 4
                 row = tl.load(entry + 1)
                 last_row = tl.minimum(row + BLOCK_M, tl.load(entry + 2)) - 1
                 for block in range(row // BLOCK_M, last_row // BLOCK_M + 1):
@@ -179,17 +181,19 @@ def _gemm_strip(
         dl.fence(TARGET)
         dl.fence_async_proxy(TARGET)
     for tile in tl.range(first, first + count * num_programs, num_programs, flatten=True):
-        entry = tiles + 4 + tl.load(order + tile // num_tiles_n) * 4
+        row_tile, col_tile = ordered_tile(tile, order, num_row_tiles, num_tiles_n, GROUP_M)
+        entry = tiles + 4 + row_tile * 4
         place = tl.load(places + tl.load(entry))
         row = tl.load(entry + 1)
         valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
-        col = (tile % num_tiles_n) * BLOCK_N
+        col = col_tile * BLOCK_N
         acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
     if COUNTS:
         dl.bulk_store_wait(TARGET)
         for nth in range(count):
-            complete(board + COUNTERS + tl.load(order + (first + nth * num_programs) // num_tiles_n), 1, TARGET)
+            row_tile, _ = ordered_tile(first + nth * num_programs, order, num_row_tiles, num_tiles_n, GROUP_M)
+            complete(board + COUNTERS + row_tile, 1, TARGET)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -200,7 +204,7 @@ def dispatch_gemm_kernel(
     num_tokens, chunk_tokens, hidden, N,
     WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
     RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, SEND_ROWS: tl.constexpr, PLACE_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-    NUM_SENDERS: tl.constexpr, NUM_PLACERS: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_SENDERS: tl.constexpr, NUM_PLACERS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """rows[row(t, e)] = x[t] as ``push_tokens`` does, and C[r, :] = rows[r, :] @ B[e(r)] as ``group_gemm_kernel`` does.
@@ -236,10 +240,10 @@ def dispatch_gemm_kernel(
             slot_capacity, hidden, WITH_ENTRIES, ZERO_PROBS, WORLD_SIZE, NUM_CHUNKS, PLACE_ROWS, BLOCK_H, BLOCK_M, TARGET,
         ))  # fmt: skip
     num_tiles_n = tl.cdiv(N, BLOCK_N)
-    num_tiles = tl.load(tiles) * num_tiles_n
-    serve(board + HEAD_THIRD, num_strips(num_tiles, num_programs, STRIP), _gemm_strip, (
-        a_desc, b_desc, c_desc, places, tiles, order, board, control, num_tiles, num_tiles_n, tl.cdiv(hidden, BLOCK_K),
-        num_programs, True, False, STRIP, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
+    num_row_tiles = tl.load(tiles)
+    serve(board + HEAD_THIRD, num_strips(num_row_tiles * num_tiles_n, num_programs, STRIP), _gemm_strip, (
+        a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n, tl.cdiv(hidden, BLOCK_K),
+        num_programs, True, False, STRIP, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
     ))  # fmt: skip
 
 
@@ -302,8 +306,8 @@ def gemm_combine_kernel(
     WITH_GRADS: tl.constexpr, TRANSPOSE_B: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     ROWS: tl.constexpr, SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, NUM_SENDERS: tl.constexpr,
-    STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr,
-    TARGET: tl.constexpr,
+    STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """y[r, :] = A[r, :] @ B[e(r)] as ``group_gemm_kernel`` does, and out[t] = sum over e of y[row(t, e)] as ``return_rows``.
 
@@ -322,14 +326,13 @@ def gemm_combine_kernel(
     place_capacity = tl.load(limits + 3)
     num_row_tiles = tl.load(tiles)
     num_tiles_n = tl.cdiv(hidden, BLOCK_N)
-    num_tiles = num_row_tiles * num_tiles_n
     if program == 0:
         dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
     if program < num_programs - NUM_SENDERS:
         computers = num_programs - NUM_SENDERS
-        serve(board + HEAD_FIRST, num_strips(num_tiles, computers, STRIP), _gemm_strip, (
-            a_desc, b_desc, c_desc, places, tiles, order, board, control, num_tiles, num_tiles_n, tl.cdiv(K, BLOCK_K),
-            computers, False, True, STRIP, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
+        serve(board + HEAD_FIRST, num_strips(num_row_tiles * num_tiles_n, computers, STRIP), _gemm_strip, (
+            a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n,
+            tl.cdiv(K, BLOCK_K), computers, False, True, STRIP, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
         ))  # fmt: skip
     for peer in tl.static_range(WORLD_SIZE):
         dl.await_ready(ready, epoch, control, peer, WORLD_SIZE, TARGET)

@@ -191,7 +191,7 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
         return operands.y
     config = operands.config
     constants = dict(
-        BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, TRANSPOSE_B=transpose,
+        BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, TRANSPOSE_B=transpose,
         SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // config.block_n))
@@ -230,7 +230,7 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> torch.T
     store_m, store_n = config.store_block
     constants = dict(
         NUM_EXPERTS=tiles.num_experts, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        SPLIT_STORE=config.split_store,
+        GROUP_M=config.group_m, SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(num_sms(x.device), tiles.num_experts * config.num_tiles(n, k))
     _launch(group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(

@@ -13,6 +13,8 @@ have none, are read by masked loads for experts that end within the first BLOCK 
 import triton
 import triton.language as tl
 
+from ditron_train.schedule.tiles import grouped_tile
+
 __all__ = ["group_gemm_kernel", "group_product", "group_wgrad_kernel", "list_tiles", "store_block"]
 
 
@@ -66,7 +68,7 @@ def group_product(
 @triton.jit
 def group_gemm_kernel(
     a_desc, b_desc, c_desc, places, tiles, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
 ):  # fmt: skip
     """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding.
@@ -76,14 +78,16 @@ def group_gemm_kernel(
     clipped blocks. A tile at the end of an expert reads on into the next one's rows; their results are clipped. Nobody
     waits: no signals.
     """
+    num_row_tiles = tl.load(tiles)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tl.load(tiles) * num_tiles_n, tl.num_programs(0), flatten=True):
-        entry = tiles + 4 + (tile // num_tiles_n) * 4
+    for tile in tl.range(tl.program_id(0), num_row_tiles * num_tiles_n, tl.num_programs(0), flatten=True):
+        row_tile, col_tile = grouped_tile(tile, num_row_tiles, num_tiles_n, GROUP_M)
+        entry = tiles + 4 + row_tile * 4
         place = tl.load(places + tl.load(entry))
         row = tl.load(entry + 1)
         valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
-        col = (tile % num_tiles_n) * BLOCK_N
+        col = col_tile * BLOCK_N
         acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
 
@@ -105,7 +109,7 @@ def store_block(
 @triton.jit
 def group_wgrad_kernel(
     g_desc, x_desc, w_desc, g_pointer, x_pointer, row_ends, N, K, NUM_EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr,
 ):  # fmt: skip
     """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding.
 
@@ -113,12 +117,14 @@ def group_wgrad_kernel(
     reads as zero. w_desc: W [experts, N, K] in blocks [1, BLOCK_M, BLOCK_N]. An expert without rows gets zeros. Nobody
     waits: no signals.
     """
+    num_tiles_m = tl.cdiv(N, BLOCK_M)
     num_tiles_n = tl.cdiv(K, BLOCK_N)
-    tiles_of_expert = tl.cdiv(N, BLOCK_M) * num_tiles_n
+    tiles_of_expert = num_tiles_m * num_tiles_n
     for tile in tl.range(tl.program_id(0), NUM_EXPERTS * tiles_of_expert, tl.num_programs(0), flatten=True):
         expert = tile // tiles_of_expert
-        row = ((tile % tiles_of_expert) // num_tiles_n) * BLOCK_M
-        col = (tile % num_tiles_n) * BLOCK_N
+        row_tile, col_tile = grouped_tile(tile % tiles_of_expert, num_tiles_m, num_tiles_n, GROUP_M)
+        row = row_tile * BLOCK_M
+        col = col_tile * BLOCK_N
         end = tl.load(row_ends + expert)
         first = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

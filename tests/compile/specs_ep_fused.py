@@ -11,7 +11,7 @@ def _signature(*groups: tuple[str, str]) -> dict[str, str]:
 
 _CHANNEL = ("signal_addresses ready_addresses", "*i64"), ("signals ready signature", _INT), ("tickets control", "*i64")
 _TABLES = ("places tiles order board limits", _INT)
-_WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "SPLIT_STORE": True, "STRIP": 4}
+_WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "SPLIT_STORE": True, "STRIP": 2, "GROUP_M": 8}
 _MOVE = {"WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "NUM_SENDERS": 16}
 _UNALIGNED = ("num_tokens", "limits", "order", "board", "list_base", "entry_base", "recv_offsets")
 

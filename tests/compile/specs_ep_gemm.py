@@ -14,7 +14,7 @@ def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
             "c_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>",
             "places": "*i32", "tiles": "*i32", "N": "i32", "K": "i32",
         },  # fmt: skip
-        constexprs={"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "TRANSPOSE_B": transpose_b, "SPLIT_STORE": split},
+        constexprs={"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "TRANSPOSE_B": transpose_b, "SPLIT_STORE": split},
         num_warps=8,
         num_stages=stages,
         targets=targets,
@@ -30,7 +30,7 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
             "g_desc": f"tensordesc<bf16[1,{k},{m}]>", "x_desc": f"tensordesc<bf16[1,{k},{n}]>",
             "w_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>", "g_pointer": "*bf16", "x_pointer": "*bf16", "row_ends": "*i32", "N": "i32", "K": "i32",
         },  # fmt: skip
-        constexprs={"NUM_EXPERTS": 16, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLIT_STORE": split},
+        constexprs={"NUM_EXPERTS": 16, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "SPLIT_STORE": split},
         num_warps=8,
         num_stages=stages,
         targets=targets,
