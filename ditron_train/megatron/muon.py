@@ -148,7 +148,8 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
 
     def shard_params(self, optimizers: list[Any]) -> None:
         """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups."""
-        groups = [(group, isinstance(o.optimizer, Muon)) for o in optimizers for group in o.param_groups]
+        # in bf16 native wraps optimizers for fp32 copies only after this
+        groups = [(group, isinstance(getattr(o, "optimizer", o), Muon)) for o in optimizers for group in o.param_groups]
         self._group_of = {id(param): index for index, (group, _) in enumerate(groups) for param in group["params"]}
         self._matrix_ids = {id(param) for group, is_muon in groups if is_muon for param in group["params"]}
         is_expert = [group.get("is_expert_parallel", False) for group, _ in groups]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 
-def _model(num_experts):
+def _model(num_experts, bf16):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -18,17 +18,18 @@ def _model(num_experts):
 
     options = {"num_moe_experts": num_experts, "moe_router_topk": 2, "add_bias_linear": False} if num_experts else {}
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, params_dtype=torch.float32,
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32, bf16=bf16,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         **{**CPU_CONFIG, **options},
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False)
-    return GPTModel(config, spec, vocab_size=64, max_sequence_length=16)
+    model = GPTModel(config, spec, vocab_size=64, max_sequence_length=16)
+    return model.bfloat16() if bf16 else model
 
 
-def _train(layer_wise, num_experts=None, num_steps=4, **options):
-    """Weights by name, losses, the optimizer."""
-    from megatron.core import parallel_state
+def _build(layer_wise, num_experts=None, **options):
+    """A model, wrapped for data parallelism, and its optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer
@@ -36,14 +37,20 @@ def _train(layer_wise, num_experts=None, num_steps=4, **options):
     from ditron_train.testing import megatron_cpu
 
     megatron_cpu.seed(1)
-    model = _model(num_experts)
+    model = _model(num_experts, options.get("bf16", False))
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=False), model)
     config = OptimizerConfig(
         **{**dict(optimizer="muon", lr=0.01, min_lr=0.0, weight_decay=0.1, clip_grad=0.0, bf16=False), **options}
     )
-    optimizer = get_megatron_muon_optimizer(config, [wrapped], layer_wise_distributed_optimizer=layer_wise)
+    return wrapped, get_megatron_muon_optimizer(config, [wrapped], layer_wise_distributed_optimizer=layer_wise)
+
+
+def _run(wrapped, optimizer, steps):
+    """Losses of these steps; each step has data of its own."""
+    from megatron.core import parallel_state
+
     losses = []
-    for step in range(num_steps):
+    for step in steps:
         generator = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
         tokens = torch.randint(0, 64, (2, 16), generator=generator)
         mask = torch.triu(torch.ones(1, 1, 16, 16), 1).bool()
@@ -55,7 +62,18 @@ def _train(layer_wise, num_experts=None, num_steps=4, **options):
         successful, _, _ = optimizer.step()
         assert successful
         losses.append(float(loss.detach()))
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses, optimizer
+    return losses
+
+
+def _weights(wrapped):
+    return {name: p.detach().clone() for name, p in wrapped.module.named_parameters()}
+
+
+def _train(layer_wise, num_experts=None, **options):
+    """Weights by name, losses, the optimizer."""
+    wrapped, optimizer = _build(layer_wise, num_experts, **options)
+    losses = _run(wrapped, optimizer, range(4))
+    return _weights(wrapped), losses, optimizer
 
 
 def _different(weights, others):
@@ -130,19 +148,45 @@ def native_and_ours_agree(layer_wise, tensor_parallel, options):
     return _different(native, ours), native_losses == losses
 
 
-def restore_brings_native_back():
-    """After restore, native refuses again where emerging_optimizers is missing."""
+def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
+    """Two steps by one implementation, a ``torch_dist`` checkpoint, two by the other: weights that differ, equal losses."""
+    from megatron.core import dist_checkpointing
+
     import ditron_train.megatron as plugin
-    from megatron.core.optimizer import muon as native
+    from ditron_train.testing import emerging_optimizers, megatron_cpu
 
-    from ditron_train.testing import megatron_cpu
+    assert emerging_optimizers.install()
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Native
 
-    before = native.TensorParallelMuon, native.HAVE_EMERGING_OPTIMIZERS
-    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
-        plugin.apply(features="muon")
-        plugin.apply(features="muon")
-        during = native.TensorParallelMuon.__name__, native.HAVE_EMERGING_OPTIMIZERS
+    def state(wrapped, optimizer, is_loading):
+        metadata = {"dp_cp_group": dist.group.WORLD, "chained_optim_avoid_prefix": True}
+        model = wrapped.module.sharded_state_dict(metadata=metadata)
+        return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
+
+    def build(ours):
         plugin.restore()
-    return during, (native.TensorParallelMuon, native.HAVE_EMERGING_OPTIMIZERS) == before
+        if ours:
+            plugin.apply(features="muon")
+        return _build(layer_wise, **options)
 
-
+    os.environ["DITRON_MUON_SHARDING"] = sharding
+    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
+        gather = Native.allgather_params
+        Native.allgather_params = Native.broadcast_params  # gloo has no uneven all-gather
+        try:
+            source = build(from_ours)
+            losses = _run(*source, range(2))
+            dist_checkpointing.save(state(*source, False), folder)
+            megatron_cpu.seed(2)  # of dropout
+            losses += _run(*source, range(2, 4))
+            target = build(not from_ours)
+            loaded = dist_checkpointing.load(state(*target, True), folder)
+            target[0].module.load_state_dict(loaded["model"])
+            target[1].load_state_dict(loaded["optimizer"])
+            megatron_cpu.seed(2)
+            resumed = _run(*target, range(2, 4))
+        finally:
+            plugin.restore()
+            Native.allgather_params = gather
+            del os.environ["DITRON_MUON_SHARDING"]
+    return _different(_weights(source[0]), _weights(target[0])), losses[2:] == resumed

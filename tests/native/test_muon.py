@@ -28,6 +28,9 @@ NATIVE_CASES = {
     "sharded": (True, 1, {}),
     "sharded, clipped, nesterov": (True, 1, dict(clip_grad=0.5, muon_use_nesterov=True)),
     "sharded, experts": (True, 1, dict(num_experts=4)),
+    "bf16": (False, 1, dict(bf16=True, clip_grad=0.5)),
+    "sharded, bf16": (True, 1, dict(bf16=True)),
+    "sharded, bf16, clipped": (True, 1, dict(bf16=True, clip_grad=0.5)),
     "tensor parallel, blockwise": (False, 2, dict(muon_tp_mode="blockwise", clip_grad=0.5)),
     "tensor parallel, duplicated": (False, 2, dict(muon_tp_mode="duplicated", clip_grad=0.5)),
     "qkv together, fp32, other scale": (
@@ -52,6 +55,19 @@ def test_layer_wise_sharding_gives_the_weights_of_the_whole_step(num_experts, sh
         assert not different and same_losses and len(set(losses)) == 4
         assert 0 < owned < num_params
     assert sum(owned for _, _, _, owned, _ in results) == results[0][-1]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "layer_wise, from_ours, sharding",
+    [(False, True, "auto"), (True, True, "native"), (True, False, "native"), (True, False, "cost")],
+)
+def test_checkpoints_interchange_with_native(layer_wise, from_ours, sharding, fresh_workers, tmp_path):
+    options = dict(muon_use_nesterov=True, bf16=layer_wise)  # native saves the sharded optimizer only in bf16
+    call = (str(tmp_path), layer_wise, from_ours, sharding, options)
+    results = [r.value if r.ok else (r.error, r.traceback) for r in
+               fresh_workers.run(workers.checkpoints_interchange, call, 200.0)]  # fmt: skip
+    assert results == [([], True), ([], True)]
 
 
 @pytest.mark.timeout(400)
