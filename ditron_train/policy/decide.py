@@ -68,7 +68,7 @@ def decide(
 
     Raises:
         SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in another
-            order, or cannot be written; on every rank alike.
+            order; on every rank alike.
         ArenaError, NotSupportedError: `ours` cannot run here, on every rank alike.
     """
     mode, plan = get_settings().policy, _plan()
@@ -93,8 +93,8 @@ def decide(
         decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits"))
     if plan is not None:
         plan.entries[key] = decision
-        if dist.get_rank() == 0:
-            plan.save()
+        if dist.get_rank(group) == 0:  # of every group: stages of a pipeline have other layers
+            plan.add(key, decision)
     return decision
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import platform
 import re
@@ -15,6 +17,7 @@ import torch
 from ditron_train import __version__
 from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.versions import find_versions
 
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
@@ -55,7 +58,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 class Plan:
-    """Decisions by key; `save` writes them all at once, so that a reader never sees half a file."""
+    """Decisions by key; the file is replaced as a whole, so that a reader never sees half of it."""
 
     def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
         self.path = path
@@ -67,23 +70,35 @@ class Plan:
         found = [_KEY.fullmatch(key) for key in self._read]
         return {match["place"] for match in found if match is not None and (match["room"], match["mode"]) == (room, mode)}
 
-    def save(self) -> None:
-        """Writes the file.
+    def add(self, key: str, entry: Entry) -> None:
+        """Adds a decision and writes it to the file, with those that other groups of the job have written meanwhile.
 
-        Raises:
-            SettingError: The path cannot be written.
+        A file that cannot be written costs later runs a probe, not this one its training: one log line.
         """
+        self.entries[key] = entry
+        try:
+            with open(self.path.with_name(f".{self.path.name}.lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._write({**self._written(), key: entry})
+        except OSError as error:
+            log_once(f"plan {self.path}", f"the plan {self.path} is not added to: {error.strerror}", level=logging.WARNING)
+
+    def _written(self) -> dict[str, Entry]:
+        """What the file holds now; what this process knows where that cannot be read."""
+        try:
+            return load_plan(self.path).entries
+        except SettingError:
+            return dict(self.entries)
+
+    def _write(self, entries: dict[str, Entry]) -> None:
         content = {
             "format": _FORMAT,
             "made_with": fingerprint(),
-            "decisions": {key: asdict(entry) for key, entry in sorted(self.entries.items())},
+            "decisions": {key: asdict(entry) for key, entry in sorted(entries.items())},
         }
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            partial.write_text(json.dumps(content, indent=1) + "\n")
-            os.replace(partial, self.path)
-        except OSError as error:
-            raise SettingError(f"cannot write the plan {self.path}: {error.strerror}") from None
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(partial, self.path)
 
 
 def load_plan(path: Path) -> Plan:

@@ -42,6 +42,8 @@ def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path) -> int:
             return _record_layer(session, folder)
         m, n, k = shape or (_ON_CPU if session.device.type == "cpu" else (8192, 28672, 8192))
         split = n if op == "ag_gemm" else k
+        if min(m, n, k) < 1:
+            raise SettingError(f"{op} {m}x{n}x{k}: sizes have to be above 0")
         if m % session.world_size or split % session.world_size:
             raise SettingError(f"{op} {m}x{n}x{k} does not divide over {session.world_size} ranks")
         dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32

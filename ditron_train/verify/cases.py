@@ -45,6 +45,8 @@ class Case:
         Raises:
             SettingError: The shape does not divide over the ranks.
         """
+        if min(self.m, self.n, self.k) < 1:
+            raise SettingError(f"{self.kind} {self.m}x{self.n}x{self.k}: sizes have to be above 0")
         split = self.n if self.kind == "column" else self.k
         if self.m % world_size or split % world_size:
             raise SettingError(f"{self.kind} {self.m}x{self.n}x{self.k} does not divide over {world_size} ranks")

@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.repeat < 1 or min(arguments.random, arguments.straggler_ms, arguments.ops) < 0:
         raise SettingError("--repeat has to be above 0, --random, --ops and --straggler-ms not below")
+    if arguments.repetitions < 1 or arguments.warmup < 0:
+        raise SettingError("--repetitions has to be above 0, --warmup not below")
     if arguments.seconds is not None and arguments.seconds <= 0:
         raise SettingError("--seconds has to be above 0")
     if not 0 <= arguments.first_epoch < 2**31:

@@ -177,5 +177,19 @@ def test_damaged_decisions_and_unwritable_paths(tmp_path):
         load_plan(path)
     with pytest.raises(SettingError, match="not a writable folder"):
         load_plan(tmp_path / "missing" / "plan.json")
-    with pytest.raises(SettingError, match="cannot write the plan"):
-        Plan(tmp_path / "missing" / "plan.json", {}).save()
+
+
+def test_a_plan_that_cannot_be_added_to_is_said_once(tmp_path, caplog):
+    plan = Plan(tmp_path / "missing" / "plan.json", {})
+    caplog.set_level("INFO", "ditron_train")
+    for key in ("tp a on 2 ranks (strict)", "tp b on 2 ranks (strict)"):
+        plan.add(key, Entry(True, "", True, 2.0, 1.0))
+    assert len(plan.entries) == 2 and caplog.text.count("is not added to: No such file") == 1
+
+
+def test_groups_write_into_one_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    first, last = Plan(path, {}), Plan(path, {})
+    first.add("tp qkv on 2 ranks (strict)", Entry(True, "", True, 2.0, 1.0))
+    last.add("tp output on 2 ranks (strict)", Entry(False, "", True, 1.0, 2.0))
+    assert list(load_plan(path).entries) == ["tp output on 2 ranks (strict)", "tp qkv on 2 ranks (strict)"]

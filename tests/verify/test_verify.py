@@ -22,7 +22,7 @@ from ditron_train.verify.run import add_arguments, run
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args([*words, "--repetitions", "1", "--warmup", "0"])
+    return parser.parse_args(["--repetitions", "1", "--warmup", "0", *words])
 
 
 def _run(*words: str) -> int:
@@ -120,7 +120,7 @@ def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
 def test_bad_input_is_refused_on_every_rank() -> None:
     assert run_workers(2, _refused, "--column", "31", "32", "32") == ["column 31x32x32 does not divide over 2 ranks"] * 2
     bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
-           ("--first-epoch", "-1"), ("--largest", "0"), ("--output", "/proc/nowhere")]  # fmt: skip
+           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"), ("--output", "/proc/nowhere")]  # fmt: skip
     for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
