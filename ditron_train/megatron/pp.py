@@ -116,6 +116,16 @@ class DitronP2PCommunicator(P2PCommunicator):
                     handle.wait()
         return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else handles
 
+    def _num_loans(self) -> int:
+        """As many received activations as the first stage of the schedule holds, one on its way, and one that the model holds
+        on to: what native allocates, too.
+        """
+        stages, chunks = self.pp_group.size(), self.config.virtual_pipeline_model_parallel_size or 1
+        if chunks == 1:
+            return stages + 2
+        group = getattr(self.config, "microbatch_group_size_per_vp_stage", None) or stages
+        return 2 * (stages - 1) + (chunks - 1) * group + 1 + 2
+
     def _expected(self, receives: bool, tensor_shape: Any) -> Header | None:
         if not receives:
             return None
@@ -140,7 +150,9 @@ class DitronP2PCommunicator(P2PCommunicator):
         self._reason = _reason_for_native(self.pp_group, self.config)
         if self._reason is None:
             try:
-                context = get_pipeline_context(self.pp_group, _device(), with_network=self._variable_shapes)
+                context = get_pipeline_context(
+                    self.pp_group, _device(), with_network=self._variable_shapes, num_loans=self._num_loans()
+                )
                 sizes = [tensor.numel() * tensor.element_size() for tensor in sent if tensor is not None]
                 if expected is not None:
                     sizes.append(num_bytes_of(expected.shape, expected.dtype))

@@ -49,7 +49,7 @@ class PipelineContext:
         device: Where the messages lie.
         with_network: Make ``network`` although all neighbours are in reach: for messages larger than a slot.
         num_slots: Slots of each direction's ring (``DITRON_PP_SLOTS``).
-        num_loans: Slots to lend (``DITRON_PP_LOANS``).
+        num_loans: Slots to lend, unless ``DITRON_PP_LOANS`` says how many; None: what 1F1B needs.
 
     Raises:
         NotSupportedError: A group of one rank, or a GPU without ``cuda-bindings``.
@@ -87,7 +87,7 @@ class PipelineContext:
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         settings = get_settings()
         self._make_local(
-            settings.pp_slots if num_slots is None else num_slots, settings.pp_loans if num_loans is None else num_loans
+            settings.pp_slots if num_slots is None else num_slots, num_loans if settings.pp_loans is None else settings.pp_loans
         )
         self._log_routes()
 
@@ -226,9 +226,11 @@ _contexts: dict[tuple[dist.ProcessGroup, str], PipelineContext] = {}
 
 
 def get_pipeline_context(
-    group: dist.ProcessGroup, device: torch.device, *, with_network: bool = False
+    group: dist.ProcessGroup, device: torch.device, *, with_network: bool = False, num_loans: int | None = None
 ) -> PipelineContext:
     """The context of a pipeline group on a device; made at the first call, which is collective, and kept.
+
+    ``num_loans`` counts at that call.
 
     Raises:
         NotSupportedError: The group's context exists without ``network`` and now needs one.
@@ -238,7 +240,9 @@ def get_pipeline_context(
     if context is None or context.closed:
         for stale in [other for other, held in _contexts.items() if held.closed]:
             del _contexts[stale]
-        context = _contexts[key] = PipelineContext(group, device, with_network=with_network)
+        context = _contexts[key] = PipelineContext(
+            group, device, with_network=with_network, num_loans=num_loans
+        )
     if with_network and context.network is None:
         raise NotSupportedError("this pipeline group was set up for messages of one size and cannot change to variable ones")
     return context
