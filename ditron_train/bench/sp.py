@@ -157,7 +157,7 @@ def _gemm_a2a_row(session: BenchSession, case: Case, context: SPContext, native:
         "peer": lambda index: native.gemm_one_a2a(x, weight, layout),
         "ditron": lambda index: list(gemm_a2a(x, weight, context=context, layout=layout)),
     }
-    sms = tuning.receive_programs(x.shape[0], *weight.shape, x.element_size())
+    sms = _comm_sms(context, tuning.receive_programs(x.shape[0], *weight.shape, x.element_size()))
     return _forward_row(session, "gemm_a2a", case, contenders, x.shape[0] * weight.shape[0], sms, "one all-to-all")
 
 
@@ -172,8 +172,13 @@ def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native:
         "comm": lambda index: native.to_sequence([attended]),
         "ditron": lambda index: [a2a_gemm((attended,), weight, context=context, layout=layout)],
     }
-    sms = tuning.num_push_programs(gathered.shape[0], *weight.shape, session.world_size, gathered.dtype, context)
+    sms = _comm_sms(context, tuning.push_programs(gathered.shape[0], *weight.shape), 1)
     return _forward_row(session, "a2a_gemm", case, contenders, gathered.numel(), sms, None)
+
+
+def _comm_sms(context: SPContext, own: int, beside: int = 0) -> int:
+    """SMs that the GEMM leaves to copies: ``own``, or ``beside`` where copies share SMs with it."""
+    return beside if tuning.copies_beside_gemm(context.target) else own
 
 
 def _forward_row(
@@ -230,7 +235,7 @@ def _backward_rows(session: BenchSession, case: Case, context: SPContext, native
         _backward_row(
             session, "qkv_projection", case, (x, weight), grads, native_qkv,
             lambda a, b: qkv_projection(a, b, context=context, layout=layout),
-            tuning.num_push_programs(x.shape[0], case.hidden, weight.shape[0], world, x.dtype, context),
+            _comm_sms(context, tuning.push_programs(x.shape[0], case.hidden, weight.shape[0]), 1),
         )
     ]  # fmt: skip
     attended = _values(session, case.seqlen, 1, case.heads // world, case.head_size, seed=11)
@@ -246,7 +251,7 @@ def _backward_rows(session: BenchSession, case: Case, context: SPContext, native
         _backward_row(
             session, "output_projection", case, (attended, weight_out), [grad], native_output,
             lambda a, b: (output_projection(a, b, context=context, layout=out_layout),),
-            tuning.receive_programs(grad.shape[0], case.hidden, case.hidden, grad.element_size()),
+            _comm_sms(context, tuning.receive_programs(grad.shape[0], case.hidden, case.hidden, grad.element_size())),
         )
     )  # fmt: skip
     return rows

@@ -10,7 +10,6 @@ import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
 from ditron_train.gemm.peers import store_tile_to_peer
 from ditron_train.schedule.tiles import grouped_tile
-from ditron_train.sp.kernels import copy_columns, push_item
 
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
 
@@ -153,61 +152,38 @@ def _num_behind(signals_ptr, num_flags, epoch):
 
 
 @triton.jit
-def _next_work(counter_ptr):
-    return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
-
-
-@triton.jit
-def _gather_block(
-    block, buffer_ptr, gathered_ptr, signals_ptr, epoch, control_ptr, M, row_columns, buffer_stride,
-    GRANULE_ROWS: tl.constexpr, ROWS: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, TARGET: tl.constexpr,
+def _wait_tile(
+    signals_ptr, first, num_granules, epoch, control_ptr,
+    FLAGS: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """gathered [M, row_columns] = the buffer, rows ``block * GRANULE_ROWS`` on; waits for all sources' flags of them."""
-    dl.wait_ranks(
-        signals_ptr + block, tl.cdiv(M, GRANULE_ROWS), epoch, control_ptr, block, WORLD_SIZE, RANKS_POW2, TARGET
-    )
-    for first in range(0, GRANULE_ROWS, ROWS):
-        rows = (block * GRANULE_ROWS + first + tl.arange(0, ROWS)).to(tl.int64)
-        copy_columns(
-            gathered_ptr + rows * row_columns, buffer_ptr + rows * buffer_stride, rows < M, 1, row_columns, 0, 0, 1, 256
-        )
+    """Waits (acquire) for granules first ... first + FLAGS - 1 of every source; looks at all of their flags at once."""
+    if TARGET == "interpreter":
+        behind = tl.cast(1, tl.int32)
+    else:
+        lanes = tl.arange(0, RANKS_POW2 * FLAGS)
+        source = lanes // FLAGS
+        granule = first + lanes % FLAGS
+        mask = (source < WORLD_SIZE) & (granule < num_granules)
+        seen = tl.load(signals_ptr + source * num_granules + granule, mask=mask, other=epoch, volatile=True)
+        behind = tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
+    if behind > 0:  # warps may differ here: no barrier inside
+        for peer in range(WORLD_SIZE):
+            for one in range(first, tl.minimum(first + FLAGS, num_granules)):
+                dl.wait(signals_ptr + peer * num_granules + one, epoch, control_ptr, peer, one, TARGET)
+    dl.fence(TARGET)
 
 
 @triton.jit
-def _tile_of_turn(turn, early_turns, first_early, num_early, first_late, num_programs):
-    """Tile that a program computes in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
-    return tl.where(turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs)
-
-
-@triton.jit(do_not_specialize=["num_push", "num_early_tiles"])
 def a2a_gemm_kernel(
     a_desc,
     b_desc,
     c_desc,
-    part0_ptr,
-    part1_ptr,
-    part2_ptr,
-    gathered_ptr,
-    buffer_addresses,
-    signals_addresses,
     signals_ptr,
-    ready_addresses,
-    ready_ptr,
-    signature_ptr,
-    table_ptr,
     tickets_ptr,
     control_ptr,
     M,
     N,
     K,
-    half_rows,
-    buffer_stride,
-    num_groups,
-    width0,
-    width1,
-    width2,
-    num_push,
-    num_early_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -215,102 +191,47 @@ def a2a_gemm_kernel(
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
     GRANULE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_G0: tl.constexpr,
-    BLOCK_G1: tl.constexpr,
-    BLOCK_G2: tl.constexpr,
-    BLOCK_W0: tl.constexpr,
-    BLOCK_W1: tl.constexpr,
-    BLOCK_W2: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
+    FLAGS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     RANKS_POW2: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it arrived.
 
-    The first ``num_push`` programs push this rank's share to every rank (``push_item``) before they multiply, and with KEEP
-    copy what arrived to ``gathered`` [M, K]. They draw their work from a counter (ticket slots 2 and 3 by epoch parity; the other
-    one is reset for the next launch), so those that run do it all; and programs start in their order: no program waits
-    for one that finds no SM, because another stream's kernel holds it.
-
-    The sums run over K in order, so a tile needs every source. It waits (acquire, then a fence for the descriptor loads) for
-    the flags of its granule, which is one row tile or several. Once a program has seen that everything is there, it goes on
+    Its sums run over K in order, so it needs every source: FLAGS granules of the pushes, or one that is several row tiles. It
+    waits (acquire, then a fence for the descriptor loads) for pushes of this epoch; this rank's own push was enqueued before on
+    another stream, and the grid leaves it at least one SM. Once a program has seen that everything is there, it goes on
     without waits, in one flattened loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
 
-    The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push takes its
-    SMs for as long as it lasts. (A push kernel beside the GEMM kept them for all of it, 6 % of a long one's time.)
+    Tried and slower (4 H200, 8192 x 8192 x 8192 and less): the push in the first programs of this kernel, which multiply when it
+    is done: a program of 8 warps pushes 13 GB/s, so 16 to 24 of them are late (1.09-1.17x the GEMM alone without, 1.2-1.6x with
+    the copy of what arrived). A push on SMs of its own: 1.17x.
     """
-    epoch = dl.next_epoch(tickets_ptr)
-    dl.next_epoch(tickets_ptr + 1)  # the exchange's receiving kernel counts there: in step
-    rank = dl.rank(control_ptr)
-    program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    num_granules = tl.cdiv(M, GRANULE_ROWS)
-    if program == 0:
-        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
-        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
-    if program < num_push:
-        for step in tl.static_range(1, WORLD_SIZE):
-            dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
-        counter_ptr = tickets_ptr + 2 + (epoch & 1)
-        num_items = num_granules * WORLD_SIZE
-        work = _next_work(counter_ptr)
-        while work < num_items:
-            item = work
-            work = _next_work(counter_ptr)
-            push_item(
-                item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
-                M, half_rows, M, buffer_stride, num_groups, width0, width1, width2,
-                GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
-                False, HAS_TABLE, WORLD_SIZE, TARGET,
-            )  # fmt: skip
-        if KEEP:
-            buffer_ptr = dl.symm_at(buffer_addresses, rank, part0_ptr.dtype.element_ty)
-            while work < num_items + num_granules:
-                block = work - num_items
-                work = _next_work(counter_ptr)
-                _gather_block(
-                    block, buffer_ptr, gathered_ptr, signals_ptr, epoch, control_ptr, M, K, buffer_stride,
-                    GRANULE_ROWS, ROWS, WORLD_SIZE, RANKS_POW2, TARGET,
-                )  # fmt: skip
+    epoch = dl.next_epoch(tickets_ptr + 1)
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
+    num_granules = tl.cdiv(M, GRANULE_ROWS)
     num_tiles = num_tiles_m * num_tiles_n
-    num_early = num_programs - num_push
-    first_early = program - num_push
-    early_turns = tl.where(first_early >= 0, tl.cdiv(tl.maximum(num_early_tiles - first_early, 0), tl.maximum(num_early, 1)), 0)
-    first_late = num_early_tiles + program
-    num_turns = early_turns + tl.cdiv(tl.maximum(num_tiles - first_late, 0), num_programs)
-    turn = tl.cast(0, tl.int32)
+    tile_id = tl.program_id(0)
     behind = tl.cast(1, tl.int32)
-    while (turn < num_turns) & (behind > 0):
-        tile_id = _tile_of_turn(turn, early_turns, first_early, num_early, first_late, num_programs)
+    while (tile_id < num_tiles) & (behind > 0):
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        granule = row // GRANULE_ROWS
-        dl.wait_ranks(
-            signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
+        _wait_tile(
+            signals_ptr, row // GRANULE_ROWS, num_granules, epoch, control_ptr, FLAGS, WORLD_SIZE, RANKS_POW2, TARGET
         )
         dl.fence_async_proxy(TARGET)
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        turn += 1
+        tile_id += tl.num_programs(0)
         behind = _num_behind(signals_ptr, WORLD_SIZE * num_granules, epoch)
     dl.fence(TARGET)  # the acquire of what _num_behind saw
     dl.fence_async_proxy(TARGET)
-    for late_turn in tl.range(turn, num_turns, 1, flatten=True):
-        tile_id = _tile_of_turn(late_turn, early_turns, first_early, num_early, first_late, num_programs)
-        tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+    for late_tile in tl.range(tile_id, num_tiles, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = grouped_tile(late_tile, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    if program == 0:
-        for step in tl.static_range(1, WORLD_SIZE):
-            peer = (rank + step) % WORLD_SIZE
-            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)

@@ -57,12 +57,14 @@ class _Transfer:
         granule_rows: Rows of one source that ``flags_per_granule`` flags stand for.
         block_n: Tile width where each tile has a flag; 0 where a granule has one.
         packed: Whether calls come with a table of rows.
+        copy: How its kernels copy.
     """
 
     def __init__(
         self, context: SPContext, operation: int, layout: HeadsLayout, m: int, dtype: torch.dtype, *,
-        k: int, granule_rows: int, block_n: int, packed: bool,
+        k: int, granule_rows: int, block_n: int, packed: bool, copy: tuning.CopyShape = tuning.WIDE,
     ) -> None:  # fmt: skip
+        self.copy = copy
         self.context, self.layout, self.m, self.dtype, self.packed = context, layout, m, dtype, packed
         self.towards_heads = operation in (_GEMM_A2A, _TO_HEADS)
         self.channel = context.heads_channel if self.towards_heads else context.sequence_channel
@@ -82,31 +84,46 @@ class _Transfer:
         else:
             self.buffer = context.sequence_buffer(m, _padded_columns(world * layout.num_columns, dtype), dtype)
 
-    def copy_constants(self) -> dict[str, int]:
-        """How a kernel that copies parts of this layout cuts them into blocks."""
-        layout = self.layout
-        widths = (*layout.widths, 1, 1)[:3]
-        block_widths = [min(_next_power_of_2(width), tuning.COPY_WIDTH) for width in widths]
-        most_groups = _next_power_of_2(layout.num_groups)
-        blocks = {f"BLOCK_G{i}": min(tuning.COPY_WIDTH // width, most_groups) for i, width in enumerate(block_widths)}
-        blocks |= {f"BLOCK_W{i}": width for i, width in enumerate(block_widths)}
-        rows = min(tuning.COPY_ROWS, self.granule_rows)
-        return {"GRANULE_ROWS": self.granule_rows, "ROWS": rows, "NUM_PARTS": len(layout.widths), **blocks}
-
     def copy_kernel(self, kernel: Any, num_programs: int, **constants: int | bool) -> KernelLaunch:
         """``push_kernel`` or ``receive_kernel``, with the constants that only it has."""
+        layout, copy = self.layout, self.copy
+        widths = (*layout.widths, 1, 1)[:3]
+        block_widths = [min(_next_power_of_2(width), copy.width) for width in widths]
+        most_groups = _next_power_of_2(layout.num_groups)
+        blocks = {f"BLOCK_G{i}": min(copy.width // width, most_groups) for i, width in enumerate(block_widths)}
+        blocks |= {f"BLOCK_W{i}": width for i, width in enumerate(block_widths)}
         return KernelLaunch(
             kernel,
             num_programs if self.context.is_cuda else 1,
             {
-                **self.copy_constants(),
+                "GRANULE_ROWS": self.granule_rows,
+                "ROWS": min(copy.rows, self.granule_rows),
+                "NUM_PARTS": len(layout.widths),
+                **blocks,
                 **constants,
                 "HAS_TABLE": self.packed,
                 "WORLD_SIZE": self.context.world_size,
                 "TARGET": self.context.target,
             },
-            num_warps=16,
+            num_warps=copy.num_warps,
+            max_registers=copy.max_registers,
         )
+
+    def push_kernel(self, num_programs: int, *, keep: bool = False) -> KernelLaunch:
+        """The kernel that sends parts; with ``keep`` it copies what arrives."""
+        ranks = _next_power_of_2(self.context.world_size)
+        return self.copy_kernel(push_kernel, num_programs, TO_HEADS=self.towards_heads, KEEP=keep, RANKS_POW2=ranks)
+
+    def push_arguments(
+        self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, gathered: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        """All of the kernel's, for contiguous ``parts``."""
+        channel = self.channel
+        return (
+            *(*parts, parts[0], parts[0])[:3], self.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
+            channel.ready.local, self.signature, channel.signals.local, parts[0] if gathered is None else gathered,
+            channel.signals.local if table is None else table, channel.tickets, channel.control, *self.shape_arguments(),
+        )  # fmt: skip
 
     def shape_arguments(self) -> tuple[int, ...]:
         """M ... width2 of the copying kernels."""
@@ -159,7 +176,7 @@ class PreparedExchange:
         self._transfer = transfer = _Transfer(
             context, operation, layout, m, dtype, k=0, granule_rows=tuning.GRANULE_ROWS, block_n=0, packed=packed
         )
-        self._push = transfer.copy_kernel(push_kernel, programs, TO_HEADS=towards_heads)
+        self._push = transfer.push_kernel(programs)
         self._receive = _Receiver(transfer, programs)
 
     def __call__(
@@ -172,11 +189,7 @@ class PreparedExchange:
         results = self._receive.empty(lead)
         side = context.fork()
         # The push first: with one hardware queue the kernel that waits would stand in front of it.
-        self._push(
-            *(*parts, parts[0], parts[0])[:3], transfer.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
-            channel.ready.local, transfer.signature, channel.signals.local if table is None else table, channel.tickets,
-            channel.control, *transfer.shape_arguments(),
-        )  # fmt: skip
+        self._push(*transfer.push_arguments(parts, table, None))
         self._receive(results, table, side)
         context.join()
         context.leave(channel)
@@ -191,12 +204,14 @@ class PreparedGemmA2A:
         config: GemmConfig, packed: bool,
     ) -> None:  # fmt: skip
         self.config, self.k, self.weight_layout = config, k, weight_layout
+        beside = tuning.copies_beside_gemm(context.target)
         self._transfer = transfer = _Transfer(
             context, _GEMM_A2A, layout, m, dtype, k=k, granule_rows=config.block_m, block_n=config.block_n,
-            packed=packed,
+            packed=packed, copy=tuning.NARROW if beside else tuning.WIDE,
         )  # fmt: skip
         world, n = context.world_size, layout.num_columns
-        programs = tuning.receive_programs(m, world * n, k, dtype.itemsize)
+        taken = 0 if beside else tuning.receive_programs(m, world * n, k, dtype.itemsize)
+        programs = taken or context.num_sms
         self._receive = _Receiver(transfer, programs, pull=tuning.PULL)
         use_descriptors = world <= MAX_DESCRIPTOR_RANKS
         peers = range(world) if use_descriptors and not tuning.PULL else [context.rank]
@@ -205,7 +220,7 @@ class PreparedGemmA2A:
         self._columns_per_rank = n if weight_layout == "nt" else _padded_columns(n, dtype)
         self._launch = KernelLaunch(
             gemm_a2a_kernel,
-            max(1, min(context.num_sms - programs, world * config.num_tiles(m, n))),
+            max(1, min(context.num_sms - taken, world * config.num_tiles(m, n))),
             {
                 **_tile_constants(config, weight_layout),
                 "PULL": tuning.PULL,
@@ -262,7 +277,7 @@ class PreparedGemmA2A:
 
 
 class PreparedA2AGemm:
-    """All heads of the local rows times a weight, the push of this rank's share in the same kernel."""
+    """All heads of the local rows times a weight: a push on the communication stream, beside it the GEMM."""
 
     def __init__(
         self, context: SPContext, layout: HeadsLayout, m: int, n: int, dtype: torch.dtype, weight_layout: WeightLayout,
@@ -270,32 +285,36 @@ class PreparedA2AGemm:
     ) -> None:  # fmt: skip
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
-        granule_rows = tuning.granule_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
-        self._transfer = transfer = _Transfer(
-            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, block_n=0, packed=packed
+        beside = tuning.copies_beside_gemm(context.target)
+        copy = tuning.NARROW if beside else tuning.WIDE
+        row_bytes = layout.num_columns * dtype.itemsize
+        granule_rows = (
+            tuning.narrow_granule_rows(m, config.block_m, context.world_size)
+            if beside
+            else tuning.granule_rows(m, config.block_m, row_bytes)
         )
+        self._transfer = transfer = _Transfer(
+            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, block_n=0, packed=packed, copy=copy
+        )
+        taken = 1 if beside else tuning.push_programs(m, n, k)
+        programs = context.num_sms if beside else taken
+        self._pushes = {keep: transfer.push_kernel(programs, keep=keep) for keep in (False, True)}
         self._a = make_descriptor(transfer.buffer.local[:, :k], (config.block_m, config.block_k))
         self._b_block = (config.block_n, config.block_k) if weight_layout == "nt" else (config.block_k, config.block_n)
-        num_tiles, world = config.num_tiles(m, n), context.world_size
-        num_programs = min(context.num_sms, num_tiles + max(tuning.PUSH_COUNTS)) if context.is_cuda else 2
-        self._deals, self._launches = {}, {}
-        for keep in (False, True):
-            self._deals[keep] = tuning.deal_of(m, n, k, world, config, num_programs, dtype.itemsize, keep)
-            self._launches[keep] = KernelLaunch(
-                a2a_gemm_kernel,
-                num_programs,
-                {
-                    **_tile_constants(config, weight_layout),
-                    **transfer.copy_constants(),
-                    "KEEP": keep,
-                    "HAS_TABLE": packed,
-                    "WORLD_SIZE": world,
-                    "RANKS_POW2": _next_power_of_2(world),
-                    "TARGET": context.target,
-                },
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-            )
+        self._launch = KernelLaunch(
+            a2a_gemm_kernel,
+            max(1, min(context.num_sms - taken, config.num_tiles(m, n))),
+            {
+                **_tile_constants(config, weight_layout),
+                "GRANULE_ROWS": granule_rows,
+                "FLAGS": max(config.block_m // granule_rows, 1),
+                "WORLD_SIZE": context.world_size,
+                "RANKS_POW2": _next_power_of_2(context.world_size),
+                "TARGET": context.target,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
 
     def borrowed(self) -> torch.Tensor:
         """What the last call multiplied [m, k]; where rows are not padded, where it lies: until the next op of the context."""
@@ -310,29 +329,19 @@ class PreparedA2AGemm:
         parts = [part.contiguous() for part in parts]
         out = empty_aligned(m, self.n, transfer.dtype, context.device)
         gathered = torch.empty(m, self.k, dtype=transfer.dtype, device=context.device) if keep else None
-        _, half_rows, _, buffer_stride, *columns = transfer.shape_arguments()
-        self._launches[keep](
+        side = context.fork()
+        self._pushes[keep](*transfer.push_arguments(parts, table, gathered), stream=side)
+        self._launch(
             self._a,
             make_descriptor(aligned_operand(weight), self._b_block),
             make_descriptor(out, self.config.store_block),
-            *(*parts, parts[0], parts[0])[:3],
-            transfer.buffer.local if gathered is None else gathered,
-            transfer.buffer.addresses,
-            channel.signals.addresses,
             channel.signals.local,
-            channel.ready.addresses,
-            channel.ready.local,
-            transfer.signature,
-            channel.signals.local if table is None else table,
             channel.tickets,
             channel.control,
             m,
             self.n,
             self.k,
-            half_rows,
-            buffer_stride,
-            *columns,
-            *self._deals[keep],
         )
+        context.join()
         context.leave(channel)
         return out.contiguous(), gathered

@@ -1,6 +1,6 @@
 """Kernels of the sp room, as its ops launch them, and of the floors below that it launches."""
 
-from ditron_train.testing.compile_check import KernelSpec
+from ditron_train.testing.compile_check import TARGETS, KernelSpec
 
 _CHANNEL = {"tickets_ptr": "*i64", "control_ptr": "*i64"}
 _READY = {"ready_addresses": "*i64", "ready_ptr": "*i32", "signature_ptr": "*i32"}
@@ -39,6 +39,7 @@ def _gemm(name, kernel, signature, layout, block, stages, targets, signals, **co
         num_stages=stages,
         targets=targets,
         signals=signals,
+        most_registers=224,  # with 8 warps it leaves 8192 to a copy
     )
 
 
@@ -59,61 +60,47 @@ def _gemm_a2a(name, layout, block, stages, targets, world_size=8):
 
 
 def _a2a_gemm(name, layout, block, stages, targets):
-    signature = {
-        "c_desc": _store(*block[:2]),
-        **_PARTS,
-        "gathered_ptr": "*bf16",
-        "buffer_addresses": "*i64",
-        "signals_addresses": "*i64",
-        "signals_ptr": "*i32",
-        **_READY,
-        "table_ptr": "*i32",
-        **{size: type for size, type in _SHAPE.items() if size not in ("M", "slot_rows")},
-        "num_push": "i32",
-        "num_early_tiles": "i32",
-    }
-    num_parts = 3 if layout == "nn" else 1
+    signature = {"c_desc": _store(*block[:2]), "signals_ptr": "*i32"}
     return _gemm(
-        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, True,
-        GRANULE_ROWS=256, **_blocks(num_parts), KEEP=num_parts == 1, HAS_TABLE=False, WORLD_SIZE=8, RANKS_POW2=8,
+        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, None, GRANULE_ROWS=16, FLAGS=8, WORLD_SIZE=8,
+        RANKS_POW2=8,
     )  # fmt: skip
 
 
-def _blocks(num_parts):
-    """As the ops cut copies of 1 part, or of q, k and v."""
-    return {
-        "ROWS": 128,
-        "NUM_PARTS": num_parts,
-        "BLOCK_G0": 1,
-        "BLOCK_G1": 2 if num_parts > 1 else 1,
-        "BLOCK_G2": 2 if num_parts > 1 else 1,
-        "BLOCK_W0": 256,
-        "BLOCK_W1": 128 if num_parts > 1 else 1,
-        "BLOCK_W2": 128 if num_parts > 1 else 1,
-    }
-
-
-def _copy(name, kernel, signature, towards_heads, num_parts, dtype="bf16", **constexprs):
+def _copy(name, kernel, signature, towards_heads, num_parts, narrow, dtype="bf16", **constexprs):
     return KernelSpec(
         name=name,
         kernel=f"ditron_train.sp.kernels:{kernel}",
         signature={**dict.fromkeys(_PARTS, f"*{dtype}"), **signature, "table_ptr": "*i32", **_CHANNEL, **_SHAPE},
         constexprs={
-            "GRANULE_ROWS": 128,
-            **_blocks(num_parts),
+            "GRANULE_ROWS": 16 if narrow and kernel == "push_kernel" else 128,
+            "ROWS": 16 if narrow else 128,
+            "NUM_PARTS": num_parts,
+            "BLOCK_G0": 1,
+            "BLOCK_G1": 2 if num_parts > 1 else 1,
+            "BLOCK_G2": 2 if num_parts > 1 else 1,
+            "BLOCK_W0": 256,
+            "BLOCK_W1": 128 if num_parts > 1 else 1,
+            "BLOCK_W2": 128 if num_parts > 1 else 1,
             "TO_HEADS": towards_heads,
             "HAS_TABLE": towards_heads and num_parts == 3,
             "WORLD_SIZE": 8,
             **constexprs,
         },
-        num_warps=16,
+        targets=("sm_90",) if narrow else TARGETS,
+        num_warps=4 if narrow else 16,
+        max_registers=64 if narrow else None,
+        most_registers=64 if narrow else None,  # what a GEMM's program leaves to four warps on its SM
         signals=True if kernel == "push_kernel" else None,
+        max_spill_bytes=80 if narrow else 0,  # addresses, not data
     )
 
 
 _WIDE = ((128, 256, 64), 4, ("sm_90", "sm_100"))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
-_PUSH = {"buffer_addresses": "*i64", "signals_addresses": "*i64", **_READY}
+_PUSH = {
+    "buffer_addresses": "*i64", "signals_addresses": "*i64", **_READY, "signals_ptr": "*i32", "gathered_ptr": "*bf16"
+}  # fmt: skip
 _RECEIVE = {"buffer_addresses": "*i64", "signals_ptr": "*i32", "flags_per_granule": "i32"}
 
 SPECS = [
@@ -136,10 +123,14 @@ SPECS = [
         spec
         for towards_heads in (True, False)
         for num_parts in (1, 3)
-        for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}"]
+        for narrow in (False, True)
+        for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}{'_narrow' if narrow else ''}"]
         for spec in (  # fmt: skip
-            _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts),
-            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, FLAGS=8, PULL=towards_heads),
+            _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts, narrow,
+                  KEEP=not towards_heads and num_parts == 1, RANKS_POW2=8),
+            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, narrow, FLAGS=8,
+                  PULL=towards_heads),
         )
+        if not narrow or ("push" in spec.name) != towards_heads
     ),
 ]
