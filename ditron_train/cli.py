@@ -37,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in available_benches().items():
         rooms.add_parser(name, help=text, add_help=False).set_defaults(function=_bench)
 
+    tune = commands.add_parser("tune", help="choose tile sizes and transfers for this machine (under torchrun)", add_help=False)
+    tune.set_defaults(function=_tune)
+
     verify = commands.add_parser("verify", help="compare every op with native, bit for bit (under torchrun)", add_help=False)
     verify.set_defaults(function=_verify)
 
@@ -106,6 +109,10 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return _run_tool(f"bench {arguments.bench}", f"ditron_train.bench.{arguments.bench}", rest)
+
+
+def _tune(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    return _run_tool("tune", "ditron_train.tune.run", rest)
 
 
 def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

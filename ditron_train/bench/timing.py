@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ __all__ = ["Contender", "Timing", "measure", "num_input_sets"]
 Contender = Callable[[int], object]
 """Runs once on the current stream; its argument counts up, and chooses the set of inputs."""
 
+Name = TypeVar("Name", bound=Hashable)
 _PASSES = 2
 _HEAD_START_CYCLES = 400_000  # about 0.2 ms of the GPU's clock
 
@@ -43,15 +45,16 @@ def num_input_sets(set_bytes: int, device: torch.device, *, most: int = 8) -> in
 
 
 def measure(
-    contenders: Mapping[str, Contender],
+    contenders: Mapping[Name, Contender],
     *,
     group: dist.ProcessGroup | None,
     device: torch.device,
     repetitions: int = 15,
     warmup: int = 4,
     inside: bool = False,
-) -> dict[str, Timing]:
-    """Times every contender, in order, and then all of them once more.
+    passes: int = _PASSES,
+) -> dict[Name, Timing]:
+    """Times every contender, in order, and then all of them once more (``passes``: how often in all).
 
     Args:
         contenders: Functions by name; the same names in the same order on every rank.
@@ -59,20 +62,21 @@ def measure(
         device: CUDA events are used on CUDA, the process's clock on CPU.
         repetitions: Timed calls of each measurement.
         warmup: Calls in front of each measurement, not timed.
+        passes: Measurements of each contender; what drifts meanwhile, such as clocks, hits all of them alike.
         inside: Only a part of each call counts: contenders take ``around``, which makes the context manager of that part.
 
     Returns:
         Timings by name, the same on every rank.
     """
-    passes: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    for _ in range(_PASSES):
+    measured: dict[Name, list[list[float]]] = {name: [] for name in contenders}
+    for _ in range(passes):
         for name, contender in contenders.items():
             once = _time_cuda if device.type == "cuda" else _time_cpu
             times = once(contender, group, device, repetitions, warmup, inside)
             mine = torch.tensor(times, dtype=torch.float64, device=device)
             dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
-            passes[name].append(mine.tolist())
-    return {name: _summary(times) for name, times in passes.items()}
+            measured[name].append(mine.tolist())
+    return {name: _summary(all_passes) for name, all_passes in measured.items()}
 
 
 def _summary(passes: list[list[float]]) -> Timing:

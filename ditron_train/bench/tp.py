@@ -22,7 +22,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.tp import TPContext, ag_gemm, column_linear, gemm_rs, get_context, row_linear
 from ditron_train.tp.tuning import Problem, choose
 
-__all__ = ["WIRE_GBPS", "Case", "add_arguments", "op_contenders", "run"]
+__all__ = ["WIRE_GBPS", "Case", "add_arguments", "cases_of", "op_contenders", "run"]
 
 WIRE_GBPS = 370.0  # what a copy engine moves over NVLink on an H200, the link speed that limits are computed with
 _PARTS = ("ag_gemm", "gemm_rs", "backward", "layer")
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     with bench_session("tp", arguments) as session:
         parts = arguments.part or _PARTS
         context = get_context(dist.group.WORLD, session.device)
-        cases = {op: _cases(op, arguments, session) for op in ("ag_gemm", "gemm_rs")}
+        cases = {op: cases_of(op, arguments, session) for op in ("ag_gemm", "gemm_rs")}
         dtype = getattr(torch, arguments.dtype or ("bfloat16" if session.device.type == "cuda" else "float32"))
         for op in ("ag_gemm", "gemm_rs"):
             for case in cases[op] if op in parts else ():
@@ -103,7 +103,12 @@ def _megatron_rows(
                 session.add(row)
 
 
-def _cases(op: str, arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
+def cases_of(op: str, arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
+    """The shapes that ``--shape`` and ``--model`` ask for.
+
+    Raises:
+        SettingError: A model is unknown, or a shape does not divide over the ranks.
+    """
     shapes = arguments.shape or ([(256, 256, 256)] if session.device.type == "cpu" else None)
     if shapes is not None:
         cases = [Case(op, "custom", *shape) for shape in shapes]

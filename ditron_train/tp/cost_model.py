@@ -5,7 +5,7 @@
     AG-GEMM  = own copy, then the shares of the GEMM one after another, each not before its rows have arrived
     GEMM-RS  = GEMM, longer where the stores of a wave of tiles are not hidden, and not before its bytes have left; then the fold
 
-A GEMM is counted in waves of tiles (``GemmConfig.split_tiles``). Calibrated on 4 H200s: ``bench tp --model`` shows the
+A GEMM is counted in waves of tiles. Calibrated on 4 H200s: ``bench tp --model`` shows the
 error at every shape.
 """
 
@@ -62,7 +62,13 @@ def collective_us(problem: Problem, rates: MachineRates) -> float:
 
 def gemm_us(m: int, n: int, k: int, config: GemmConfig, num_programs: int, num_sms: int, rates: MachineRates) -> float:
     """A tile GEMM on ``num_programs`` of ``num_sms`` multiprocessors: waves of tiles, at the rate of such tiles."""
-    return config.split_tiles(m, n, num_programs).num_waves * _tile_us(k, config, num_sms, rates)
+    return _num_waves(m, n, config, num_programs) * _tile_us(k, config, num_sms, rates)
+
+
+def _num_waves(m: int, n: int, config: GemmConfig, num_programs: int) -> float:
+    """In units of a whole tile; a last wave that is computed in halves takes half a tile, at the rate of square ones."""
+    num_whole = config.num_whole_tiles(m, n, num_programs)
+    return -(-num_whole // num_programs) + (0.5 / _SQUARE_RATE if num_whole < config.num_tiles(m, n) else 0.0)
 
 
 def _tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> float:
@@ -123,7 +129,7 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
 
 def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     config, world_size = choice.config, problem.world_size
-    waves = config.split_tiles(problem.m, problem.n, machine.num_sms).num_waves
+    waves = _num_waves(problem.m, problem.n, config, machine.num_sms)
     tile_us = _tile_us(problem.k, config, machine.num_sms, rates)
     wave_bytes = machine.num_sms * config.block_m * config.block_n * problem.dtype.itemsize * (world_size - 1) / world_size
     stall_us = max(0.0, wave_bytes / (rates.link_gbps * 1e3) - _HIDDEN_STORE * tile_us)

@@ -57,7 +57,7 @@ def _refused_model() -> str:
     arguments = _arguments("--model", "GPT-9", "--part", "ag_gemm")
     session = argparse.Namespace(device=torch.device("cuda"), world_size=2)
     try:
-        tp._cases("ag_gemm", arguments, session)
+        tp.cases_of("ag_gemm", arguments, session)
     except SettingError as error:
         return str(error)
     return "accepted"
@@ -67,4 +67,4 @@ def test_every_published_shape_divides() -> None:
     for op in ("ag_gemm", "gemm_rs"):
         for world_size in (2, 4, 8):
             session = argparse.Namespace(device=torch.device("cuda"), world_size=world_size)
-            assert len(tp._cases(op, _arguments(), session)) == 6
+            assert len(tp.cases_of(op, _arguments(), session)) == 6
