@@ -113,10 +113,10 @@ def plan_tiles(
 
 @triton.jit
 def _send_chunk(
-    chunk,
-        x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses, signal_addresses,
-        rank, epoch, entry_capacity, slot_capacity, num_tokens, chunk_tokens, hidden, WITH_ENTRIES: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
-        NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, TARGET: tl.constexpr,
+    chunk, x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses, signal_addresses,
+    rank, epoch, entry_capacity, slot_capacity, num_tokens, chunk_tokens, hidden, WITH_ENTRIES: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: one chunk of tokens, and with a layout's first dispatch their entries, to every rank that wants them."""
     first = chunk * chunk_tokens
@@ -136,9 +136,9 @@ def _send_chunk(
 
 @triton.jit
 def _place_chunk(
-    item,
-        buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_rows,
-        slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
+    item, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_rows,
+    slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: rows of one source's chunk from their slots to their places; then they count in their blocks."""
     chunk = item // WORLD_SIZE
@@ -163,9 +163,9 @@ def _place_chunk(
 
 @triton.jit
 def _gemm_strip(
-    ticket,
-        a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n, num_k_tiles, num_programs,
-        WAITS: tl.constexpr, COUNTS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
+    ticket, a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n, num_k_tiles, num_programs,
+    WAITS: tl.constexpr, COUNTS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: a strip of output tiles, once their rows are in place."""
     first, count = strip_of(ticket, num_row_tiles * num_tiles_n, num_programs, STRIP)
@@ -204,8 +204,8 @@ def dispatch_gemm_kernel(
     num_tokens, chunk_tokens, hidden, N,
     WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
     RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, SEND_ROWS: tl.constexpr, PLACE_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-    NUM_SENDERS: tl.constexpr, NUM_PLACERS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
+    NUM_SENDERS: tl.constexpr, NUM_PLACERS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """rows[row(t, e)] = x[t] as ``push_tokens`` does, and C[r, :] = rows[r, :] @ B[e(r)] as ``group_gemm_kernel`` does.
 
@@ -249,10 +249,9 @@ def dispatch_gemm_kernel(
 
 @triton.jit
 def _return_tile(
-    task,
-        y, row_grads, origins, tiles, order, board, buffer_addresses, grad_addresses, signal_addresses, control, rank, epoch,
-        num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
-        TARGET: tl.constexpr,
+    task, y, row_grads, origins, tiles, order, board, buffer_addresses, grad_addresses, signal_addresses, control, rank, epoch,
+    num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: rows of one row tile to their tokens, once all its columns are there; the last one tells every rank."""
     tile = tl.load(order + task)
@@ -286,9 +285,9 @@ def _return_tile(
 
 @triton.jit
 def _sum_tokens(
-    item,
-        out, prob_grads, expert_ids, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-        ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr,
+    item, out, prob_grads, expert_ids, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Task: the sums of some tokens."""
     first = item * ITEM_TOKENS

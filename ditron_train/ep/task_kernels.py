@@ -8,11 +8,11 @@ filled anew before every launch.
 
     @triton.jit
     def _add_tile(task, x, y, board, control, TARGET: tl.constexpr):
-        need(board + task, 1, control, task, TARGET)           # what the queue in front has made
+        need(board + COUNTERS + task, 1, control, task, TARGET)  # what the queue in front has made
         ...
 
-    serve(heads, num_tasks, _make_tile, (x, board, TARGET))    # every program makes tiles until there are none left,
-    serve(heads + 32, num_tasks, _add_tile, (x, y, board, control, TARGET))  # then adds
+    serve(board, num_tasks, _make_tile, (x, board, TARGET))      # every program makes tiles until there are none left,
+    serve(board + 32, num_tasks, _add_tile, (x, y, board, control, TARGET))  # then adds
 
 The arguments stand in the call itself: a tuple with a name would lose its constants.
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from ditron_train.ep import PAIRS, EPContext, ExpertCall, Layout, Pair, SumOrder
 from ditron_train.ep import expert_functions as pairs_of
 from ditron_train.policy import decide
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import log_once
 
 __all__ = ["forget", "fused_pairs_here", "why_not_here"]
 
@@ -171,7 +173,11 @@ def _ask_for_pairs(
             f"{tuple(weights[0].shape)}, {tuple(back[0].shape)}, {x.dtype}, {order}, {_HEAD_START_US} us of it head start"
         )
         runs = (lambda call=call, body=body: _ahead(body, call) for call in (apart, ours))
-        decision = decide(words, *runs, group=group, device=device)
+        try:
+            decision = decide(words, *runs, group=group, device=device)
+        except NotSupportedError as error:  # raised by every rank alike
+            log_once(f"ep {pair} {error}", f"ep: {pair} stays apart, {error}")
+            continue
         if decision.use_ditron:
             chosen = chosen - others | {pair}
     return frozenset(chosen)

@@ -273,3 +273,22 @@ def test_moe_layer_in_a_graph(monkeypatch):
         wrong = [index for index, (a, b) in enumerate(zip(captured, step())) if not torch.equal(a, b)]
         assert not wrong, (seed, wrong)
     layer.token_dispatcher._ep_context.check()
+
+
+@NEEDS_TE
+def test_peak_memory_is_not_above_native(monkeypatch):
+    """Symmetric buffers, which all layers share and the log names, are not counted: they are not the allocator's."""
+    options = config(4 * dist.get_world_size(), 4, 1024, fused=True, ffn_hidden=1024)
+    layers = layer_pair(options, torch.device("cuda"))
+    x, grad = (normals(4096, 1, 1024, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
+    peaks = {}
+    for name in ("native", "ditron"):
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            leaf = x.detach().requires_grad_()
+            y, _ = layers[name](leaf)
+            grads = torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)
+            peaks[name] = torch.cuda.max_memory_allocated() - before
+            del y, leaf, grads
+    assert peaks["ditron"] <= peaks["native"], peaks
