@@ -10,7 +10,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,10 @@ _WIRE_GBPS = 370.0  # what NVLink carries on an H200, the link speed that limits
 
 @dataclass(frozen=True)
 class Case:
-    """One MoE layer: tokens of each rank, experts of all ranks, and how unevenly they are chosen (0: evenly)."""
+    """One MoE layer: tokens of each rank, experts of all ranks, and how unevenly they are chosen (0: evenly).
+
+    ``deterministic``: natively PyTorch's deterministic mode without fused permutation, whatever is installed.
+    """
 
     model: str
     tokens_per_rank: int
@@ -39,6 +42,7 @@ class Case:
     num_experts: int
     topk: int
     zipf: float = 0.0
+    deterministic: bool = False
 
     @property
     def shape(self) -> dict[str, int]:
@@ -83,7 +87,8 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     if unknown:
         raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(models)}")
     chosen = [case for case in cases if case.model in wanted]
-    return [Case(**{**vars(case), "zipf": zipf}) for case in chosen for zipf in (0.0, arguments.zipf)]
+    variants = [replace(case, zipf=zipf) for case in chosen for zipf in (0.0, arguments.zipf)]
+    return variants + [replace(case, deterministic=True) for case in chosen if case.model == models[0]]
 
 
 @contextmanager
@@ -96,6 +101,17 @@ def _policy(mode: str) -> Iterator[None]:
         os.environ.pop("DITRON_POLICY")
         if before is not None:
             os.environ["DITRON_POLICY"] = before
+
+
+@contextmanager
+def _deterministic(is_on: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(is_on, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = not is_on  # it would fill buffers that are being written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,16 +130,12 @@ def run(arguments: argparse.Namespace) -> int:
     with bench_session("ep", arguments) as session, expert_parallel_world():
         if not HAVE_TE:
             get_logger("bench").info("Transformer Engine is not installed: native runs in PyTorch's deterministic mode")
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
-        try:
-            for case in _cases(arguments, session):
+        for case in _cases(arguments, session):
+            with _deterministic(case.deterministic or not HAVE_TE):
                 for row in _rows(session, case, parts):
                     session.add(row)
-                if session.device.type == "cuda":
-                    torch.cuda.empty_cache()
-        finally:
-            torch.use_deterministic_algorithms(False)
+            if session.device.type == "cuda":
+                torch.cuda.empty_cache()
         return session.finish()
 
 
@@ -132,12 +144,13 @@ def _rows(session: BenchSession, case: Case, parts: tuple[str, ...]) -> Iterator
 
     dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     config = moe_config(
-        hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk, dtype=dtype
-    )
+        hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk, dtype=dtype,
+        fused=False if case.deterministic else None,
+    )  # fmt: skip
     if "dispatch" in parts or "combine" in parts:
         with torch.no_grad(), _policy("force"):  # ours wherever it can: this is what the policy would measure
             yield from _movement_rows(session, case, config, dtype, parts)
-    if "group_gemm" in parts:
+    if "group_gemm" in parts and not case.deterministic:
         yield from _gemm_rows(session, case, dtype)
     if "layer" in parts:
         with _policy("strict"):  # what a user gets
@@ -207,7 +220,8 @@ def _gemm_rows(session: BenchSession, case: Case, dtype: torch.dtype) -> Iterato
 
 
 def _model(case: Case) -> str:
-    return case.model if case.zipf == 0 else f"{case.model}, Zipf {case.zipf:g}"
+    words = [case.model, f"Zipf {case.zipf:g}" if case.zipf else "", "deterministic" if case.deterministic else ""]
+    return ", ".join(word for word in words if word)
 
 
 def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> Iterator[Row]:
