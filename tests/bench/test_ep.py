@@ -1,0 +1,37 @@
+"""``bench ep`` on CPU processes: rows of parts and routings, bits equal, unknown models refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from ditron_train.bench import ep
+from ditron_train.bench.rows import read_results
+from ditron_train.runtime.errors import SettingError
+from ditron_train.testing.processes import run_workers
+
+pytest.importorskip("megatron.core")
+
+
+def _run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    ep.add_arguments(parser)
+    return ep.run(parser.parse_args([*words, "--repetitions", "1", "--warmup", "0"]))
+
+
+def test_rows_of_parts_and_routings(tmp_path: Path) -> None:
+    assert run_workers(2, _run, "--part", "dispatch", "--part", "layer", "--output", str(tmp_path)) == [0, 0]
+    (path,) = tmp_path.glob("*/ep.json")
+    stamp, rows = read_results(path)
+    assert stamp.count == 2
+    each = [("dispatch", "forward"), ("moe_layer", "forward"), ("moe_layer", "forward_backward")]
+    models = ("small", "small, Zipf 1", "small, deterministic")
+    assert [(row.model, row.op, row.direction) for row in rows] == [(model, *row) for model in models for row in each]
+    assert all(row.bitwise_equal and row.native_us > 0 for row in rows)
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(SettingError, match="unknown model"):
+        run_workers(2, _run, "--model", "none")
