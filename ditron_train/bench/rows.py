@@ -38,6 +38,8 @@ class Row:
         wire_gbps: Bytes that cross a link, per second of ours (10^9).
         logical_gbps: Bytes in the convention of the field's tables, where it differs from ``wire_gbps``.
         tflops: Operations of the whole algorithm (products that ours computes by half count whole), per second of ours (10^12).
+        model_native_us: The cost model's prediction of ``native_us``.
+        model_us: The cost model's prediction of ``ditron_us``.
         spread: Largest relative difference between the two measurements of one of the columns.
     """
 
@@ -59,6 +61,8 @@ class Row:
     wire_gbps: float | None = None
     logical_gbps: float | None = None
     tflops: float | None = None
+    model_native_us: float | None = None
+    model_us: float | None = None
     spread: float | None = None
 
     @property
@@ -75,6 +79,16 @@ class Row:
     def peer_speedup(self) -> float | None:
         """The peer's time over ours; above 1 means that ours is faster."""
         return None if self.peer_us is None else self.peer_us / self.ditron_us
+
+    @property
+    def model_error(self) -> float | None:
+        """By how much of the measured time the prediction is too long (below 0: too short)."""
+        return None if self.model_us is None else self.model_us / self.ditron_us - 1
+
+    @property
+    def model_native_error(self) -> float | None:
+        """The same of native's."""
+        return None if self.model_native_us is None else self.model_native_us / self.native_us - 1
 
     def to_json(self) -> dict[str, Any]:
         """Returns the flat form of the file: ``pass``, the shape's fields, derived ratios, nothing that is unknown."""

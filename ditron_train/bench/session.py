@@ -160,12 +160,13 @@ def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSes
             dist.destroy_process_group()
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what every benchmark takes."""
+def add_common_arguments(parser: argparse.ArgumentParser, *, model_option: bool = True) -> None:
+    """Adds what every benchmark takes; without ``--model`` where a benchmark has more to say by it."""
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--repetitions", type=int, default=15 if on_gpu else 3, help="timed calls (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=4 if on_gpu else 1, help="calls before them (default %(default)s)")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help=f"folder of the JSON files (default {RESULTS}; none without a GPU)"
     )
-    parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated)")
+    if model_option:
+        parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated)")

@@ -7,52 +7,38 @@ PyTorch's async-TP. All of them, the GEMM alone and the collective alone are mea
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
 from ditron_train.bench.timing import Contender, Timing
+from ditron_train.bench.tp_contenders import Case, Linear, backward_contenders, op_contenders
 from ditron_train.data import load_workloads
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
-from ditron_train.tp import TPContext, ag_gemm, column_linear, gemm_rs, get_context, row_linear
-from ditron_train.tp.tuning import Problem, choose
+from ditron_train.tp import TPContext, get_context
+from ditron_train.tp.cost_model import Prediction, predict, wire_bytes
+from ditron_train.tp.tuning import Problem, choose, rates_of
 
-__all__ = ["WIRE_GBPS", "Case", "add_arguments", "cases_of", "op_contenders", "run"]
+__all__ = ["WIRE_GBPS", "add_arguments", "cases_of", "run"]
 
 WIRE_GBPS = 370.0  # what a copy engine moves over NVLink on an H200, the link speed that limits are computed with
 _PARTS = ("ag_gemm", "gemm_rs", "backward", "layer")
 _PEER = "async-TP"
 
 
-@dataclass(frozen=True)
-class Case:
-    """A shape of ``workloads.json``: global sizes."""
-
-    op: str
-    model: str
-    m: int
-    n: int
-    k: int
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """As it stands in a row."""
-        return {"m": self.m, "n": self.n, "k": self.k}
-
-    def problem(self, dtype: torch.dtype, world_size: int) -> Problem:
-        """Its forward as one rank sees it."""
-        n, k = (self.n // world_size, self.k) if self.op == "ag_gemm" else (self.n, self.k // world_size)
-        return Problem(self.op, self.m, n, k, "nt", dtype, world_size)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench tp``."""
-    add_common_arguments(parser)
+    add_common_arguments(parser, model_option=False)
+    parser.add_argument(
+        "--model",
+        nargs="?",
+        action="append",
+        metavar="NAME",
+        help="alone: show what the cost model predicts beside what was measured; with a name: only this model's shapes "
+        "(may be repeated)",
+    )
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
     parser.add_argument(
         "--shape",
@@ -73,12 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with bench_session("tp", arguments) as session:
         parts = arguments.part or _PARTS
+        with_model = None in (arguments.model or ())
         context = get_context(dist.group.WORLD, session.device)
         cases = {op: cases_of(op, arguments, session) for op in ("ag_gemm", "gemm_rs")}
         dtype = getattr(torch, arguments.dtype or ("bfloat16" if session.device.type == "cuda" else "float32"))
         for op in ("ag_gemm", "gemm_rs"):
             for case in cases[op] if op in parts else ():
-                session.add(_op_row(session, case, context, dtype))
+                session.add(_op_row(session, case, context, dtype, with_model=with_model))
         if "backward" in parts or "layer" in parts:
             _megatron_rows(session, parts, cases, context, dtype)
         return session.finish()
@@ -115,7 +102,7 @@ def cases_of(op: str, arguments: argparse.Namespace, session: BenchSession) -> l
     else:
         workload = load_workloads()[op]["shapes"]
         cases = [Case(op, shape["model"], shape["M"], shape["N"], shape["K"]) for shape in workload]
-        wanted = arguments.model or [case.model for case in cases]
+        wanted = [name for name in arguments.model or () if name] or [case.model for case in cases]
         unknown = sorted(set(wanted) - {case.model for case in cases})
         if unknown:
             raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(c.model for c in cases)}")
@@ -127,135 +114,45 @@ def cases_of(op: str, arguments: argparse.Namespace, session: BenchSession) -> l
     return cases
 
 
-def _inputs(session: BenchSession, case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Sets of this rank's (x, weight), used in turn."""
-    w = session.world_size
-    if case.op == "ag_gemm":
-        x_shape, weight_shape = (case.m // w, case.k), (case.n // w, case.k)
-    else:
-        x_shape, weight_shape = (case.m, case.k // w), (case.n, case.k // w)
-    count = session.num_input_sets((x_shape[0] * x_shape[1] + weight_shape[0] * weight_shape[1]) * dtype.itemsize)
-    return [
-        (session.values(x_shape, dtype, 2 * i), session.values(weight_shape, dtype, 2 * i + 1)) for i in range(count)
-    ]
-
-
-def op_contenders(
-    session: BenchSession, case: Case, context: TPContext, dtype: torch.dtype
-) -> dict[str, Callable[[int], torch.Tensor]]:
-    """Returns ``native``, ``gemm`` alone, ``comm`` alone, ``peer`` and ``ditron`` for a shape, all on the same inputs."""
-    build = _ag_gemm_contenders if case.op == "ag_gemm" else _gemm_rs_contenders
-    return build(case, context, _inputs(session, case, dtype))
-
-
-def _op_row(session: BenchSession, case: Case, context: TPContext, dtype: torch.dtype) -> Row:
+def _op_row(session: BenchSession, case: Case, context: TPContext, dtype: torch.dtype, *, with_model: bool) -> Row:
     contenders = op_contenders(session, case, context, dtype)
-    if session.device.type == "cpu" or not session.attempt(f"{_PEER} {case.op}", contenders["peer"]):
-        del contenders["peer"]
+    _drop_idle_peer(session, case.op, contenders)
     equal = all(session.equal([contenders["ditron"](i)], [contenders["native"](i)]) for i in range(2))
     timings = session.measure(contenders)
-    return _row(session, case, "forward", dtype, equal, timings, _wire_bytes(case, session, dtype), _comm_sms(case, context, dtype))
+    problem = case.problem(dtype, session.world_size)
+    predicted = None
+    if with_model:
+        predicted = predict(problem, choose(problem, context.machine), context.machine, rates_of(context.machine))
+    return _row(session, case, "forward", dtype, equal, timings, wire_bytes(problem), _comm_sms(problem, context), predicted)
 
 
-def _ag_gemm_contenders(
-    case: Case, context: TPContext, inputs: list[tuple[torch.Tensor, torch.Tensor]]
-) -> dict[str, Callable[[int], torch.Tensor]]:
-    gathered = inputs[0][0].new_empty(case.m, case.k)
-
-    def pick(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return inputs[index % len(inputs)]
-
-    def gather(index: int) -> torch.Tensor:
-        dist.all_gather_into_tensor(gathered, pick(index)[0], group=context.group)
-        return gathered
-
-    def peer(index: int) -> torch.Tensor:
-        import torch.distributed._symmetric_memory  # noqa: F401  (registers the ops)
-
-        x, weight = pick(index)
-        name = context.group.group_name
-        return torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, name, return_A=False)[1][0]
-
-    return {
-        "native": lambda index: torch.matmul(gather(index), pick(index)[1].t()),
-        "gemm": lambda index: torch.matmul(gathered, pick(index)[1].t()),
-        "comm": gather,
-        "peer": peer,
-        "ditron": lambda index: ag_gemm(*pick(index), context=context),
-    }
+def _drop_idle_peer(session: BenchSession, what: str, contenders: dict[str, Contender]) -> None:
+    if session.device.type == "cpu" or not session.attempt(f"{_PEER} {what}", contenders["peer"]):
+        del contenders["peer"]
 
 
-def _gemm_rs_contenders(
-    case: Case, context: TPContext, inputs: list[tuple[torch.Tensor, torch.Tensor]]
-) -> dict[str, Callable[[int], torch.Tensor]]:
-    partial = inputs[0][0].new_zeros(case.m, case.n)
-
-    def pick(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return inputs[index % len(inputs)]
-
-    def multiply(index: int) -> torch.Tensor:
-        x, weight = pick(index)
-        return torch.matmul(x, weight.t())
-
-    def scatter(source: torch.Tensor) -> torch.Tensor:
-        out = source.new_empty(case.m // context.world_size, case.n)
-        dist.reduce_scatter_tensor(out, source, group=context.group)
-        return out
-
-    def peer(index: int) -> torch.Tensor:
-        import torch.distributed._symmetric_memory  # noqa: F401  (registers the ops)
-
-        x, weight = pick(index)
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, context.group.group_name)
-
-    return {
-        "native": lambda index: scatter(multiply(index)),
-        "gemm": multiply,
-        "comm": lambda index: scatter(partial),
-        "peer": peer,
-        "ditron": lambda index: gemm_rs(*pick(index), context=context),
-    }
-
-
-def _backward_row(
-    session: BenchSession,
-    case: Case,
-    context: TPContext,
-    dtype: torch.dtype,
-    native: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> Row:
+def _backward_row(session: BenchSession, case: Case, context: TPContext, dtype: torch.dtype, native: Linear) -> Row:
     """dgrad with its communication, and wgrad: the whole backward of the layer whose forward is ``case.op``."""
-    layer = column_linear if case.op == "ag_gemm" else row_linear
-    inputs = [tuple(t.requires_grad_() for t in pair) for pair in _inputs(session, case, dtype)]
-    contenders: dict[str, Contender] = {}
-    results: dict[str, list[torch.Tensor]] = {}
-    for name, forward in (("native", native), ("ditron", lambda x, weight: layer(x, weight, context=context))):
-        outputs = [forward(*pair) for pair in inputs]
-        grad = session.values(tuple(outputs[0].shape), dtype, 77)
-
-        def backward(index: int, outputs: list[torch.Tensor] = outputs, grad: torch.Tensor = grad) -> list[torch.Tensor]:
-            chosen = index % len(inputs)
-            return list(torch.autograd.grad(outputs[chosen], inputs[chosen], grad, retain_graph=True))
-
-        contenders[name] = backward
-        results[name] = [outputs[0].detach(), *backward(0)]
+    contenders, results = backward_contenders(session, case, context, dtype, native)
+    name = "column_linear" if case.op == "ag_gemm" else "row_linear"
+    _drop_idle_peer(session, f"{name} backward", contenders)
     equal = session.equal(results["ditron"], results["native"])
     timings = session.measure(contenders)
-    renamed = Case("column_linear" if case.op == "ag_gemm" else "row_linear", case.model, case.m, case.n, case.k)
-    return _row(session, renamed, "backward", dtype, equal, timings, None, _comm_sms(case, context, dtype))
+    # Column: the input is gathered and its gradient scattered; row: the output's gradient is gathered.
+    num_bytes = wire_bytes(case.problem(dtype, session.world_size)) * (2 if case.op == "ag_gemm" else 1)
+    comm_sms = 0
+    if case.op == "gemm_rs":
+        problem = Problem("ag_gemm", case.m, case.k // session.world_size, case.n, "nn", dtype, session.world_size)
+        comm_sms = _comm_sms(problem, context)
+    renamed = Case(name, case.model, case.m, case.n, case.k)
+    return _row(session, renamed, "backward", dtype, equal, timings, num_bytes, comm_sms)
 
 
-def _wire_bytes(case: Case, session: BenchSession, dtype: torch.dtype) -> float:
-    """Bytes that each rank receives over the links."""
-    columns = case.k if case.op == "ag_gemm" else case.n
-    return case.m * columns * dtype.itemsize * (session.world_size - 1) / session.world_size
-
-
-def _comm_sms(case: Case, context: TPContext, dtype: torch.dtype) -> int:
+def _comm_sms(problem: Problem, context: TPContext) -> int:
     """SMs that the GEMM leaves to the communication; the tiles of GEMM-RS are sent by the GEMM itself."""
-    if case.op == "gemm_rs" or context.target == "interpreter":
+    if problem.op == "gemm_rs" or context.target == "interpreter":
         return 0
-    plan = choose(case.problem(dtype, context.world_size), context.machine).gather
+    plan = choose(problem, context.machine).gather
     return plan.push_programs if plan.mode == "push" else 1  # behind copy engines one program forwards their signals
 
 
@@ -266,12 +163,12 @@ def _row(
     dtype: torch.dtype,
     equal: bool,
     timings: dict[str, Timing],
-    wire_bytes: float | None,
+    num_bytes: float,
     comm_sms: int,
+    predicted: Prediction | None = None,
 ) -> Row:
     times = {name: timing.median_us for name, timing in timings.items()}
     on_gpu = session.device.type == "cuda"
-    limit = max(times["gemm"], wire_bytes / WIRE_GBPS / 1e3) if wire_bytes is not None and on_gpu else None
     return Row(
         op=case.op,
         direction=direction,
@@ -283,11 +180,13 @@ def _row(
         ditron_us=times["ditron"],
         bitwise_equal=equal,
         comm_sms=comm_sms,
-        gemm_us=times.get("gemm"),
-        comm_us=times.get("comm"),
-        limit_us=limit,
+        gemm_us=times["gemm"],
+        comm_us=times["comm"],
+        limit_us=max(times["gemm"], num_bytes / WIRE_GBPS / 1e3) if on_gpu else None,
         peer=_PEER if "peer" in times else None,
         peer_us=times.get("peer"),
-        wire_gbps=None if wire_bytes is None else wire_bytes / times["ditron"] / 1e3,
+        wire_gbps=num_bytes / times["ditron"] / 1e3,
+        model_native_us=predicted and predicted.native_us,
+        model_us=predicted and predicted.ditron_us,
         spread=max(timing.spread for timing in timings.values()),
     )

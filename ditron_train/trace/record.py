@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.tables import terminal
-from ditron_train.bench.tp import Case, op_contenders
+from ditron_train.bench.tp_contenders import Case, op_contenders
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.tp import get_context
 from ditron_train.trace.show_timeline import draw_timelines, summary
