@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ditron_train.bench.roofline import newton_schulz_flops, symmetry_ceiling
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
-from ditron_train.optim import Muon, newton_schulz
+from ditron_train.optim import Muon, orthogonalize
 from ditron_train.testing.reference_muon import (
     reference_layer_wise_step,
     reference_newton_schulz,
@@ -76,7 +76,9 @@ def _matrices(arguments: argparse.Namespace, session: BenchSession) -> list[tupl
     if arguments.shape:
         return [("custom", rows, columns) for rows, columns in arguments.shape]
     sizes = _SIZES if session.device.type == "cuda" else (64,)
-    table = [(name, size, int(size * ratio) // 128 * 128 or size) for name, ratio in _RATIOS.items() for size in sizes]
+    table = [
+        (f"{name} {size}", size, int(size * ratio) // 128 * 128 or size) for name, ratio in _RATIOS.items() for size in sizes
+    ]
     if session.device.type == "cuda":
         table += _MODEL_MATRICES
     return [entry for entry in table if not arguments.model or entry[0].split()[0] in arguments.model]
@@ -105,8 +107,7 @@ def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int
         return grads[index % len(grads)]
 
     def ours(index: int) -> torch.Tensor:
-        x = newton_schulz(pick(index)).to(torch.float32)
-        return x.mT if rows > columns else x
+        return orthogonalize(pick(index))
 
     contenders: dict[str, Callable[[int], object]] = {
         "native": lambda index: reference_newton_schulz(pick(index)),

@@ -9,6 +9,7 @@ from ditron_train.bench.rows import Row, Stamp
 
 __all__ = ["draw_roofline", "has_roofline", "newton_schulz_flops", "symmetry_ceiling"]
 
+_MIN_SIDE = 512  # smaller matrices are bound by launches: far below all lines
 _PEAKS = {"H100": (989.0, 3350.0), "H200": (989.0, 4800.0), "B200": (2250.0, 8000.0)}
 """Dense bf16 TFLOP/s and GB/s of memory, by the vendor's data sheets."""
 
@@ -37,7 +38,11 @@ def _intensity(rows: int, columns: int) -> float:
 
 def has_roofline(rows: Sequence[Row]) -> bool:
     """Whether ``draw_roofline`` has something to draw."""
-    return any(row.op == "newton_schulz" and row.tflops for row in rows)
+    return bool(_points(rows))
+
+
+def _points(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.op == "newton_schulz" and row.tflops and row.shape["m"] >= _MIN_SIDE]
 
 
 def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
@@ -49,7 +54,7 @@ def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    chosen = [row for row in rows if row.op == "newton_schulz" and row.tflops]
+    chosen = _points(rows)
     figure = Figure(figsize=(8.5, 5.0), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()

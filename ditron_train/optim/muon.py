@@ -348,6 +348,7 @@ class Muon(torch.optim.Optimizer):
                 dtype=_PRODUCT_DTYPES[precision],
                 mode=self.mode if precision == "medium" or direction.device.type == "cpu" else "native",
                 form=self.form,
+                borrow=True,
             )
         if tp_group is not None:
             x_dim = 1 - dim if rows > columns else dim

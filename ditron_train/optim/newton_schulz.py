@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from ditron_train.gemm.ops import on_device
+from ditron_train.optim.graphs import step_graph
 from ditron_train.optim.kernels import normalize_kernel
 from ditron_train.optim.plans import ProductMode, plan_products
 from ditron_train.optim.products import newton_schulz_step
@@ -96,7 +97,9 @@ def step_coefficients(coefficient_type: CoefficientType, num_steps: int) -> list
     return list(coefficients) * (num_steps // len(coefficients))
 
 
-def normalized(x: torch.Tensor, *, eps: float, dtype: torch.dtype, contiguous: bool) -> torch.Tensor:
+def normalized(
+    x: torch.Tensor, *, eps: float, dtype: torch.dtype, contiguous: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """X / max(|X|_F, eps) with rows <= columns (transposed where they are not), in ``dtype``.
 
     The norm is torch's own reduction; the division, the transposition and the cast are one pass on a GPU.
@@ -107,6 +110,7 @@ def normalized(x: torch.Tensor, *, eps: float, dtype: torch.dtype, contiguous: b
         dtype: bf16, fp16 or fp32.
         contiguous: Whether a transposed result is written transposed; else it is a view, as native's is. cuBLAS may
             choose other algorithms, with other bits, for one than for the other.
+        out: On a GPU: memory for the result, contiguous, in the shape in which it is written.
     """
     transpose = x.shape[0] > x.shape[1]
     view = x.mT if transpose else x
@@ -115,7 +119,8 @@ def normalized(x: torch.Tensor, *, eps: float, dtype: torch.dtype, contiguous: b
         return (view / norm.expand_as(view)).to(dtype)
     rows, columns = x.shape
     write_transposed = transpose and contiguous
-    out = torch.empty(view.shape if write_transposed else x.shape, dtype=dtype, device=x.device)
+    if out is None:
+        out = torch.empty(view.shape if write_transposed else x.shape, dtype=dtype, device=x.device)
     launch = _normalize_launcher(-(-rows // _TILE) * -(-columns // _TILE), write_transposed, dtype, x.device.index)
     with on_device(x.device):
         launch(x, norm, out, rows, columns, x.stride(0), out.stride(0))
@@ -137,6 +142,7 @@ def newton_schulz(
     dtype: torch.dtype = torch.bfloat16,
     mode: ProductMode = "strict",
     form: Form = "steps",
+    borrow: bool = False,
 ) -> torch.Tensor:
     """Approximate orthogonal factor of one matrix, in the orientation rows <= columns and the type of the products.
 
@@ -147,14 +153,17 @@ def newton_schulz(
         eps: Lower bound of the norm: a zero gradient gives a zero factor.
         dtype: Type of the products; bf16 is what "medium" precision means.
         mode: See ``plan_products``.
+        borrow: Whether the result may be memory of a CUDA graph, which the next call for this shape on this stream
+            overwrites: saves a copy of small matrices.
         form: ``steps`` as native; ``gram`` iterates on the Gram matrix of matrices at least twice as long as wide, with
             fp16 in place of bf16 (see ``variants.gram_form``): faster, with other bits.
 
     Returns:
-        [min, max] of ``dtype`` (fp16 where the Gram form stood in for bf16): transposed where ``grad`` has more rows than columns. NaN and infinities pass through.
+        [min, max] of ``dtype`` (fp16 where the Gram form stands in for bf16): transposed where ``grad`` has more rows than
+        columns. NaN and infinities pass through.
 
     Raises:
-        NotSupportedError: Not a matrix, not fp32, unknown coefficients, or a number of steps that does not fit.
+        NotSupportedError: Not a matrix, not fp32, unknown coefficients, or a number of steps that does not fit; an unknown form.
     """
     if grad.dim() != 2 or grad.dtype != torch.float32:
         raise NotSupportedError(f"Newton-Schulz needs an fp32 matrix, got {grad.dtype} of {grad.dim()} dimensions")
@@ -169,8 +178,15 @@ def newton_schulz(
     if grad.stride(1) != 1:
         grad = grad.contiguous()
     transposed = grad.shape[0] > grad.shape[1]
-    plan = plan_products(min(grad.shape), max(grad.shape), dtype, grad.device, mode, transposed=transposed)
-    x = normalized(grad, eps=eps, dtype=dtype, contiguous=by_gram or (plan.use_gram and plan.use_update))
+    m, n = sorted(grad.shape)
+    plan = plan_products(m, n, dtype, grad.device, mode, transposed=transposed)
+    contiguous = by_gram or (plan.use_gram and plan.use_update)
+    if plan.use_graph and not by_gram:
+        graph = step_graph(m, n, dtype, grad.device, transposed and not contiguous, coefficients, plan)
+        if graph is not None:
+            normalized(grad, eps=eps, dtype=dtype, contiguous=contiguous, out=graph.storage)
+            return graph.replay() if borrow else graph.replay().clone()
+    x = normalized(grad, eps=eps, dtype=dtype, contiguous=contiguous)
     if by_gram:
         return gram_form(x, coefficients, plan)
     for a, b, c in coefficients:
@@ -179,6 +195,6 @@ def newton_schulz(
 
 
 def orthogonalize(grad: torch.Tensor, **options) -> torch.Tensor:
-    """As ``newton_schulz``, back in the shape of ``grad`` and fp32."""
-    x = newton_schulz(grad, **options).to(torch.float32)
+    """As ``newton_schulz`` (with its options), back in the shape of ``grad`` and fp32."""
+    x = newton_schulz(grad, **options, borrow=True).to(torch.float32, copy=True)
     return x.mT if grad.shape[0] > grad.shape[1] else x

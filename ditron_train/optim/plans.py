@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ditron_train.optim.graphs import MAX_GRAPH_ELEMENTS, make_graph
 from ditron_train.optim.products import ProductPlan, addmm, gram, newton_schulz_step, scaled_square
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
@@ -24,6 +25,7 @@ _MIN_GAIN = 1.02  # a kernel must win by more than the timer's noise
 _LONG_US = 2000.0  # of one product: measured once instead of five times
 _HOST_BOUND_US = 500.0  # of one step on the device: below, the host's time for launches may be what counts
 _COEFFICIENTS = (4.0848, -6.8946, 2.9270)
+_NUM_STEPS = 5
 
 _plans: dict[tuple, ProductPlan] = {}
 _NATIVE = ProductPlan(False, False, False, "native products were asked for")
@@ -61,17 +63,10 @@ def _wall_us(function: Callable[[], torch.Tensor], device: torch.device, repetit
     return min(times)
 
 
-def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> ProductPlan:
-    """Compares bits, then times, of each product at one shape with random data.
-
-    Native's X is a transposed view in the first step of a matrix with more rows than columns, and contiguous later: ours
-    must have the bits of both. Launches of ours cost the host more than torch's: where a step is short, it is timed as a
-    whole too, and cuBLAS keeps it if that loses.
-    """
+def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[list[bool], list[str], float]:
+    """Compares bits, then times, of each product on random data: which run by our kernels, words for the log, time in us."""
+    device = x.device
     a, b, c = _COEFFICIENTS
-    generator = torch.Generator(device=device).manual_seed(1)
-    x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
-    native_xs = [x, x.t().contiguous().t()] if transposed else [x]
     a_matrix = x @ x.mT
     natives = (
         lambda x: x @ x.mT,
@@ -95,14 +90,48 @@ def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transpose
         step_us += our_us
         uses.append(gain >= _MIN_GAIN)
         words.append(f"{name}: {gain:.2f}x")
+    return uses, words, step_us
+
+
+def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> ProductPlan:
+    """Chooses the products of one shape by bits and time, and whether to launch them as a graph.
+
+    Native's X is a transposed view in the first step of a matrix with more rows than columns, and contiguous later: ours
+    must have the bits of both. Launches cost the host more than the device takes for short steps: these are timed as a
+    whole, host included, by single launches of cuBLAS, of the chosen products and as a graph.
+    """
+    generator = torch.Generator(device=device).manual_seed(1)
+    x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
+    uses, words, step_us = [False] * 3, ["cuBLAS serves this type, size or alignment better"], 0.0
+    if _has_kernels(m, n, dtype):
+        uses, words, step_us = _measure_products(x, [x, x.t().contiguous().t()] if transposed else [x])
     plan = ProductPlan(*uses, reason=", ".join(words))
-    if not any(uses) or step_us > _HOST_BOUND_US:
+    if step_us > _HOST_BOUND_US or m * n > MAX_GRAPH_ELEMENTS:
         return plan
-    gain = _wall_us(lambda: newton_schulz_step(x, a, b, c, _NATIVE), device) / _wall_us(
-        lambda: newton_schulz_step(x, a, b, c, plan), device
-    )
-    words.append(f"with the host: {gain:.2f}x")
-    return ProductPlan(*(use and gain > 1.0 for use in uses), reason=", ".join(words))
+    steps = [_COEFFICIENTS] * _NUM_STEPS
+
+    def run(plan: ProductPlan) -> torch.Tensor:
+        y = x
+        for a, b, c in steps:
+            y = newton_schulz_step(y, a, b, c, plan)
+        return y
+
+    native_us = _wall_us(lambda: run(_NATIVE), device)
+    single_us = _wall_us(lambda: run(plan), device) if any(uses) else native_us
+    words.append(f"with the host: {native_us / single_us:.2f}x")
+    graph = make_graph(m, n, dtype, device, False, steps, plan)
+    graph_us = _wall_us(graph.replay, device) if graph is not None else float("inf")
+    if graph is not None:
+        words.append(f"as a graph: {native_us / graph_us:.2f}x")
+    if graph_us < min(single_us, native_us):
+        return ProductPlan(*uses, reason=", ".join(words), use_graph=True)
+    return ProductPlan(*(use and single_us < native_us for use in uses), reason=", ".join(words))
+
+
+def _has_kernels(m: int, n: int, dtype: torch.dtype) -> bool:
+    """Whether our products can win: their types, more than a wave of tiles, no padded copies."""
+    aligned = m % _ALIGNED_ELEMENTS == 0 and n % _ALIGNED_ELEMENTS == 0
+    return dtype in (torch.bfloat16, torch.float16) and m >= _MIN_ROWS and aligned
 
 
 def plan_products(
@@ -126,7 +155,7 @@ def plan_products(
         raise NotSupportedError(f"mode {mode!r} is not strict, force or native")
     if device.type != "cuda" or is_interpreter():
         return ProductPlan(False, False, False, "no GPU: whole products of torch")
-    if dtype not in (torch.bfloat16, torch.float16) or m < _MIN_ROWS or m % _ALIGNED_ELEMENTS or n % _ALIGNED_ELEMENTS:
+    if not _has_kernels(m, n, dtype) and m * n > MAX_GRAPH_ELEMENTS:
         return ProductPlan(False, False, False, "a type, size or alignment that cuBLAS serves better")
     key = (m, n, dtype, device.index if device.index is not None else torch.cuda.current_device(), transposed)
     if key not in _plans:

@@ -36,12 +36,19 @@ class ProductPlan:
         use_square: b * A + c * A @ A by its lower triangle.
         use_update: a * X + B @ X by the tile GEMM.
         reason: Why, in words for the log.
+        use_graph: All steps as one CUDA graph.
     """
 
     use_gram: bool
     use_square: bool
     use_update: bool
     reason: str
+    use_graph: bool = False
+
+    @property
+    def uses(self) -> tuple[bool, bool, bool]:
+        """Which products, in their order."""
+        return self.use_gram, self.use_square, self.use_update
 
 
 @lru_cache(maxsize=256)

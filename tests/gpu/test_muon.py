@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.optim import Muon, addmm, gram, newton_schulz, scaled_square
+from ditron_train.optim.graphs import make_graph
+from ditron_train.optim.products import ProductPlan
 from ditron_train.testing import reference_muon as reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -60,6 +62,49 @@ def test_newton_schulz_at_200_random_shapes():
         if not equal_to_reference(shape, seed):
             different.append(shape)
     assert not different
+
+
+@pytest.mark.parametrize("shape", [(1024, 1024), (2816, 1024), (2048, 2048), (512, 2048), (8, 4096), (4096, 8), (37, 53), (1, 9)])
+def test_a_graph_of_small_steps_has_the_bits_of_single_launches(shape):
+    m, n = sorted(shape)
+    for uses in ((False, False, False), (True, True, True)):
+        plan = ProductPlan(*uses, reason="chosen by the test")
+        if any(uses) and m < 1024:
+            continue
+        is_view = shape[0] > shape[1] and not any(uses)
+        graph = make_graph(m, n, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()), is_view,
+                           reference.QUINTIC, plan)  # fmt: skip
+        assert graph is not None
+    grads = [matrix(*shape, seed=seed) for seed in range(3)]
+    results = [newton_schulz(grad) for grad in grads]  # kept: a later call must not overwrite them
+    for grad, x in zip(grads, results):
+        x = x.mT if shape[0] > shape[1] else x
+        assert torch.equal(x.to(torch.float32), reference.reference_newton_schulz(grad))
+
+
+def test_small_steps_inside_a_captured_graph():
+    grad = matrix(256, 512, seed=1)
+    newton_schulz(grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = newton_schulz(grad, borrow=True)
+    grad.copy_(matrix(256, 512, seed=2))
+    graph.replay()
+    assert torch.equal(x.to(torch.float32), reference.reference_newton_schulz(grad))
+
+
+def test_small_steps_on_two_streams_at_once():
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    grads = [matrix(1024, 2816, seed=seed) for seed in range(2)]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for stream, grad in zip(streams, grads):
+            with torch.cuda.stream(stream):
+                results.append(newton_schulz(grad))
+    torch.cuda.synchronize()
+    expected = [reference.reference_newton_schulz(grad) for grad in grads]
+    assert all(torch.equal(x.to(torch.float32), expected[index % 2]) for index, x in enumerate(results))
 
 
 @pytest.mark.parametrize("shape", [(1024, 2816), (2816, 1024), (640, 640), (37, 53), (2048, 5632)])
