@@ -2,7 +2,7 @@
 
 megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. Where nothing
 stands between a projection and its exchange (no norm of q and k, no output gate), the two are fused; RoPE then comes after the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else
-the exchange alone is ours. Causal masks are made by the attention; a mask that is passed with them is not looked at, as
+only the output projection is fused with its exchange (``sp_output``), or the exchanges alone are ours. Causal masks are made by the attention; a mask that is passed with them is not looked at, as
 Transformer Engine does.
 """
 
@@ -21,19 +21,20 @@ from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from ditron_train.megatron.routing import log_native
-from ditron_train.megatron.sp_linears import LocalLinears
+from ditron_train.megatron.sp_linears import calling, linears_of
+from ditron_train.megatron.sp_output import LeftInHeads, output_fused
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import SPContext
 
-__all__ = ["DitronDotProductAttention", "DitronSelfAttention", "class_map", "stop"]
+__all__ = ["DitronDotProductAttention", "DitronMLASelfAttention", "DitronSelfAttention", "class_map", "stop"]
 
 
 def config_of_one_rank(config: Any, world_size: int) -> Any:
@@ -62,15 +63,27 @@ def shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Att
 
 
 def exchanged(
-    group: dist.ProcessGroup, attend: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    group: dist.ProcessGroup,
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    left_in_heads: list[LeftInHeads] | None,
 ) -> torch.Tensor:
-    """Exchange, ``attend(q, k, v)`` on the whole sequence with this rank's heads, exchange back: [s / W, b, heads * d]."""
+    """Exchange, ``attend(q, k, v)`` on the whole sequence with this rank's heads, exchange back: [s / W, b, heads * d].
+
+    Where ``left_in_heads`` is a list, the way back is left to the output projection and noted there.
+    """
     if query.shape[0] % 2:
         raise NotSupportedError(f"Sequence length per GPU needs to be divisible by 2! It is {query.shape[0]}")
     shape = shape_of(query, key, value)
     shape.qkv_layout(dist.get_world_size(group))
     exchange = Exchange(group, shape, route_exchange(group, shape, query))
-    return exchange.to_sequence(attend(*exchange.to_heads(query, key, value)))
+    attended = attend(*exchange.to_heads(query, key, value))
+    if left_in_heads is not None:
+        left_in_heads.append(LeftInHeads(shape, None))
+        return attended
+    return exchange.to_sequence(attended)
 
 
 @functools.lru_cache(maxsize=2)
@@ -99,6 +112,7 @@ class DitronDotProductAttention(DotProductAttention):
         super().__init__(inner, *args, cp_comm_type=cp_comm_type, **kwargs)
         if inner is not config:
             self.cp_group = group
+        self.left_in_heads: list[LeftInHeads] | None = None
 
     @property
     def can_attend(self) -> bool:
@@ -127,7 +141,8 @@ class DitronDotProductAttention(DotProductAttention):
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         if attention_bias is not None or packed_seq_params is not None:
             raise NotSupportedError("attention biases and packed sequences need Transformer Engine's attention")
-        return exchanged(self.cp_group, lambda q, k, v: self.attend(q, k, v, attn_mask_type), query, key, value)
+        attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
+        return exchanged(self.cp_group, attend, query, key, value, self.left_in_heads)
 
 
 def _context_parallel_group() -> dist.ProcessGroup:
@@ -170,20 +185,6 @@ class _TablesOf:
         cls._entries.clear()
 
 
-@contextlib.contextmanager
-def _calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[torch.nn.Module]:
-    """``module`` with another ``forward``: called inside, its hooks run (a distributed optimizer gathers weights in them)."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield module
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-
 class DitronSelfAttention(SelfAttention):
     """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as inherited."""
 
@@ -194,24 +195,16 @@ class DitronSelfAttention(SelfAttention):
         if getattr(self.core_attention, "can_attend", False):
             context = self._route(hidden_states, args, kwargs)
         if context is None:
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+            with output_fused(self, self._shape(), hidden_states):
+                return super().forward(hidden_states, attention_mask, *args, **kwargs)
         return self._forward_fused(hidden_states, kwargs.get("rotary_pos_emb"), context)
-
-    def _linears(self) -> Any:
-        if isinstance(self.linear_qkv, ColumnParallelLinear):
-            return LocalLinears
-        if HAVE_TE:
-            from ditron_train.megatron.sp_te import TELinears
-
-            return TELinears
-        return LocalLinears
 
     def _shape(self) -> AttentionShape:
         size = self.hidden_size_per_attention_head
         return AttentionShape(self.num_attention_heads_per_partition, self.num_query_groups_per_partition, size, size)
 
     def _route(self, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SPContext | None:
-        reason = self._why_not_fused(args, kwargs) or self._linears().why_not(
+        reason = self._why_not_fused(args, kwargs) or linears_of(self.linear_proj).why_not(
             self.linear_qkv, self.linear_proj, hidden_states
         )
         if reason is not None:
@@ -235,7 +228,7 @@ class DitronSelfAttention(SelfAttention):
             return "tensor parallel ranks share query groups: the exchanges alone are ours"
         for norm in (self.q_layernorm, self.k_layernorm):
             if norm is not None and not isinstance(norm, IdentityOp):
-                return "q and k are normalised before the exchange: the exchanges alone are ours"
+                return "q and k are normalised before the exchange"
         if config.attention_output_gate or config.fused_single_qkv_rope or config.flash_decode or config.test_mode:
             return "an output gate, fused RoPE of q and k, flash decoding or test mode is on"
         if self.offload_qkv_linear or self.offload_core_attention or self.offload_attn_proj:
@@ -245,8 +238,8 @@ class DitronSelfAttention(SelfAttention):
     def _forward_fused(
         self, hidden_states: torch.Tensor, rotary_pos_emb: Any, context: SPContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        linears, shape = self._linears(), self._shape()
-        with _calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape)) as project:
+        linears, shape = linears_of(self.linear_proj), self._shape()
+        with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape)) as project:
             query, key, value = project(hidden_states)
         query, key = self._rotated(query, key, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
@@ -254,7 +247,7 @@ class DitronSelfAttention(SelfAttention):
         else:
             attended = self.core_attention.attend(query, key, value)
         attended = attended.view(*query.shape[:3], shape.value_head_dim)
-        with _calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape)) as project:
+        with calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape)) as project:
             return project(attended)
 
     def _rotated(self, query: torch.Tensor, key: torch.Tensor, rotary_pos_emb: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,9 +270,23 @@ class DitronSelfAttention(SelfAttention):
         return rotated[0], rotated[1]
 
 
+class DitronMLASelfAttention(MLASelfAttention):
+    """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        heads = self.num_attention_heads_per_partition
+        shape = AttentionShape(heads, heads, self.q_head_dim, self.config.v_head_dim)
+        with output_fused(self, shape, hidden_states):
+            return super().forward(hidden_states, *args, **kwargs)
+
+
 def class_map() -> dict[type, type]:
     """The native classes and ours; Transformer Engine's attention is among them where it is installed."""
-    classes: dict[type, type] = {SelfAttention: DitronSelfAttention, DotProductAttention: DitronDotProductAttention}
+    classes: dict[type, type] = {
+        SelfAttention: DitronSelfAttention,
+        MLASelfAttention: DitronMLASelfAttention,
+        DotProductAttention: DitronDotProductAttention,
+    }
     if HAVE_TE:
         from ditron_train.megatron import sp_te
 

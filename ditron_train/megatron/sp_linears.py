@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -18,7 +20,30 @@ from ditron_train.megatron.sp_routing import AttentionShape
 from ditron_train.megatron.wgrad import NativeWgrad
 from ditron_train.sp import InputShards, SPContext, output_projection, qkv_projection
 
-__all__ = ["LocalLinears", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
+__all__ = ["LocalLinears", "calling", "linears_of", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
+
+
+@contextlib.contextmanager
+def calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[torch.nn.Module]:
+    """``module`` with another ``forward``: called inside, its hooks run (a distributed optimizer gathers weights in them)."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield module
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def linears_of(layer: Any) -> Any:
+    """``LocalLinears``, or ``TELinears`` for Transformer Engine's layers."""
+    if isinstance(layer, RowParallelLinear) or not HAVE_TE:
+        return LocalLinears
+    from ditron_train.megatron.sp_te import TELinears
+
+    return TELinears
 
 
 class _SequenceShards:
@@ -96,14 +121,23 @@ class LocalLinears:
     @staticmethod
     def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
         """Why these two layers cannot be fused with the exchanges, or None."""
-        if not (isinstance(qkv, ColumnParallelLinear) and isinstance(out, RowParallelLinear)):
+        if not isinstance(qkv, ColumnParallelLinear):
             return f"projections are {type(qkv).__name__} and {type(out).__name__}"
-        if overlaps_tensor_parallelism(qkv, out):
-            return "the projections overlap with tensor parallel communication: the exchanges alone are ours"
-        if qkv.explicit_expert_comm or qkv.config._cpu_offloading_context is not None:
-            return "expert communication or CPU offloading is on"
+        if overlaps_tensor_parallelism(qkv):
+            return "the projections overlap with tensor parallel communication"
         if getattr(qkv, "skip_bias_add", False) and qkv.bias is not None:
             return "the bias of q, k and v is not added by their layer"
+        return LocalLinears.why_not_out(out, x)
+
+    @staticmethod
+    def why_not_out(out: Any, x: torch.Tensor) -> str | None:
+        """Why the output projection cannot be fused with its exchange, or None."""
+        if not isinstance(out, RowParallelLinear):
+            return f"the output projection is {type(out).__name__}"
+        if overlaps_tensor_parallelism(out):
+            return "the output projection overlaps with tensor parallel communication"
+        if out.explicit_expert_comm or not out.input_is_parallel or out.config._cpu_offloading_context is not None:
+            return "expert communication, an input that is not parallel, or CPU offloading is on"
         return None
 
     @staticmethod
@@ -117,12 +151,12 @@ class LocalLinears:
 
     @staticmethod
     def project_out(
-        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape
+        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape, row_table: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's (output, bias) for [s, b, heads of this rank, d]."""
         wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
         layout = shape.output_layout(context.world_size)
-        out = output_projection(attended, layer.weight, context=context, layout=layout, wgrad=wgrad)
+        out = output_projection(attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=wgrad)
         out = reduced_output(layer, out)
         if layer.skip_bias_add:
             return out, layer.bias

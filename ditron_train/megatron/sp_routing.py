@@ -33,7 +33,7 @@ from ditron_train.sp import (
     sequence_exchange,
 )
 
-__all__ = ["AttentionShape", "Exchange", "forget_routes", "route_exchange", "route_projections"]
+__all__ = ["AttentionShape", "Exchange", "forget_routes", "route_exchange", "route_output", "route_projections"]
 
 _MAX_ROUTES = 256
 
@@ -229,6 +229,46 @@ def _parts(
 ) -> list[torch.Tensor]:
     shapes = [(*lead, layout.num_heads(part) * factor, dim) for part, dim in enumerate(layout.head_dims)]
     return [_normal(shape, like, seed + index) for index, shape in enumerate(shapes)]
+
+
+def route_output(
+    group: dist.ProcessGroup, shape: AttentionShape, rows: tuple[int, int], weight: torch.Tensor, like: torch.Tensor
+) -> SPContext | None:
+    """The context to run the output projection of [s / W, b] ``rows`` fused with its exchange, or None; the exchange before the
+    attention runs by itself."""
+    autocast = torch.is_autocast_enabled(like.device.type)
+    key = ("output", rows, weight.shape, shape, like.dtype, like.device, group, autocast)
+
+    def attempt(context: SPContext) -> str | None:
+        """Asks the policy: against the exchange that would run otherwise, and the projection behind it."""
+        if autocast:
+            return "autocast is on"
+        if weight.dtype != like.dtype:
+            return f"the input is {like.dtype}, the weight is {weight.dtype}"
+        world, rank = context.world_size, context.rank
+        layout = shape.output_layout(world)
+        inputs = _parts((rows[0] * world, rows[1]), layout, like, 1, 1 + rank)
+        inputs.append(_normal(tuple(weight.shape), like, 11 + rank))
+        grads = [_normal((*rows, weight.shape[0]), like, 21 + rank)]
+        query = like.new_empty((*rows, shape.num_heads, shape.head_dim))
+        exchange = Exchange(group, shape, route_exchange(group, shape, query))
+
+        def ours(attended: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+            return [output_projection(attended, weight, context=context, layout=layout)]
+
+        def native(attended: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+            return [torch.matmul(exchange.to_sequence(attended.flatten(2)), weight.t())]
+
+        decision = decide(
+            _in_words("output", rows, shape, like, weight.shape[0]),
+            lambda: _forward_backward(native, inputs, grads),
+            lambda: _forward_backward(ours, inputs, grads),
+            group=group,
+            device=like.device,
+        )
+        return None if decision.use_ditron else f"at {rows} x {tuple(weight.shape)} {decision.reason}"
+
+    return _decide("sp output projection", key, like, group, attempt, across_nodes=False)
 
 
 def route_projections(

@@ -6,6 +6,7 @@ only where Transformer Engine is installed.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ditron_train.megatron import tp_te
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp import config_of_one_rank, exchanged, shape_of
 from ditron_train.megatron.sp_linears import overlaps_tensor_parallelism, reduced_output, shards_of
+from ditron_train.megatron.sp_output import LeftInHeads
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, route_exchange
 from ditron_train.sp import SPContext, output_projection, packed_rows, qkv_projection
 
@@ -37,6 +39,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._whole: list[TEDotProductAttention] = []
+        self.left_in_heads: list[LeftInHeads] | None = None
         group = getattr(kwargs.get("pg_collection"), "cp", None)
         if config.context_parallel_size > 1 and kwargs.get("cp_comm_type") == "a2a" and group is not None:
             ways = group.size() * config.tensor_model_parallel_size
@@ -77,7 +80,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
             return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
         packed = kwargs.get("packed_seq_params")
         if packed is None:
-            return exchanged(self.cp_group, lambda q, k, v: self.attend(q, k, v, attn_mask_type), query, key, value)
+            attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
+            return exchanged(self.cp_group, attend, query, key, value, self.left_in_heads)
         shape = shape_of(query, key, value)
         context = route_exchange(self.cp_group, shape, query)
         if context is None:
@@ -86,8 +90,11 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         exchange = Exchange(self.cp_group, shape, context, table)
         whole = self._whole[0]
         whole.train(self.training)
-        heads = exchange.to_heads(query, key, value)
-        return exchange.to_sequence(whole(*heads, None, attn_mask_type, packed_seq_params=packed))
+        attended = whole(*exchange.to_heads(query, key, value), None, attn_mask_type, packed_seq_params=packed)
+        if self.left_in_heads is not None:
+            self.left_in_heads.append(LeftInHeads(shape, table))
+            return attended
+        return exchange.to_sequence(attended)
 
     @staticmethod
     def _why_not_call(query: torch.Tensor, attn_mask_type: Any, kwargs: dict[str, Any]) -> str | None:
@@ -136,19 +143,22 @@ class TELinears:
     @staticmethod
     def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
         """Why these two layers cannot be fused with the exchanges, or None."""
-        if not (
-            isinstance(qkv, (TEColumnParallelLinear, TELayerNormColumnParallelLinear)) and isinstance(out, TERowParallelLinear)
-        ):
+        if not isinstance(qkv, (TEColumnParallelLinear, TELayerNormColumnParallelLinear)):
             return f"projections are {type(qkv).__name__} and {type(out).__name__}"
-        if overlaps_tensor_parallelism(qkv, out):
-            return "the projections overlap with tensor parallel communication: the exchanges alone are ours"
-        for layer in (qkv, out):
-            reason = tp_te._why_not(layer, x)
-            if reason is not None:
-                return reason
+        if overlaps_tensor_parallelism(qkv):
+            return "the projections overlap with tensor parallel communication"
         if qkv.te_return_bias:
             return "the bias of q, k and v is not added by their layer"
-        return None
+        return tp_te._why_not(qkv, x) or TELinears.why_not_out(out, x)
+
+    @staticmethod
+    def why_not_out(out: Any, x: torch.Tensor) -> str | None:
+        """Why the output projection cannot be fused with its exchange, or None."""
+        if not isinstance(out, TERowParallelLinear):
+            return f"the output projection is {type(out).__name__}"
+        if overlaps_tensor_parallelism(out):
+            return "the output projection overlaps with tensor parallel communication"
+        return tp_te._why_not(out, x)
 
     @staticmethod
     def project_qkv(layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
@@ -166,11 +176,13 @@ class TELinears:
 
     @staticmethod
     def project_out(
-        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape
+        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape, row_table: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's (output, bias) for [s, b, heads of this rank, d]."""
         layout = shape.output_layout(context.world_size)
-        out = output_projection(attended, layer.weight, context=context, layout=layout, wgrad=tp_te._wgrad(layer))
+        out = output_projection(
+            attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=tp_te._wgrad(layer)
+        )
         out = reduced_output(layer, out)
         if layer.gemm_bias_unfused_add:
             out = out + layer.bias

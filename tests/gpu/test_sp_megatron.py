@@ -91,13 +91,15 @@ def num_routes(kind):
     return sum(key[0] == kind and context is not None for key, context in _routes.items())
 
 
+BOTH, LAST = [1, 0, 0], [0, 1, 1]  # shapes whose projections are fused; whose output projection alone is
 CASES = {
-    "plain": ({}, "projections"),
-    "one_group_a_head": ({"num_query_groups": 16}, "projections"),
-    "fused_rope": ({"apply_rope_fusion": True}, "projections"),
-    "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, "projections"),
-    "norms": ({"qk_layernorm": True}, "exchange"),
-    "qkv_bias": ({"add_qkv_bias": True}, "exchange"),
+    "plain": ({}, BOTH),
+    "one_group_a_head": ({"num_query_groups": 16}, BOTH),
+    "fused_rope": ({"apply_rope_fusion": True}, BOTH),
+    "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, BOTH),
+    "norms": ({"qk_layernorm": True}, LAST),
+    "norms_recompute": ({"qk_layernorm": True, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [0, 1, 0]),
+    "qkv_bias": ({"add_qkv_bias": True}, LAST),
 }
 
 
@@ -110,13 +112,13 @@ def test_bits_of_transformer_engine(world, name, length, batch):
 
     if not HAVE_TE:
         pytest.skip("Transformer Engine is not installed")
-    options, kind = CASES[name]
+    options, expected = CASES[name]
     native, ours = build(world, True, False, **options), build(world, True, True, **options)
     assert native.state_dict().keys() == ours.state_dict().keys()
     try:
         for rope in (True, False):
             assert_same_bits(run(ours, world, length, batch, rope), run(native, world, length, batch, rope))
-        assert num_routes(kind) == 1 and num_routes({"projections": "exchange"}.get(kind, "projections")) == 0
+        assert [num_routes(one) for one in ("projections", "exchange", "output")] == expected
     finally:
         plugin.restore()
 
@@ -124,7 +126,7 @@ def test_bits_of_transformer_engine(world, name, length, batch):
 @pytest.mark.parametrize("options", [{}, {"add_qkv_bias": True}, {"qk_layernorm": True}], ids=["plain", "bias", "norms"])
 def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch):
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import sp
+    from ditron_train.megatron import sp, sp_output
     from ditron_train.testing import megatron_cpu
 
     megatron_cpu.allow_torch_norm_with_sequence_parallel()
@@ -132,10 +134,11 @@ def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch):
     try:
         with monkeypatch.context() as patch:
             patch.setattr(sp, "route_projections", lambda *args: None)
+            patch.setattr(sp_output, "route_output", lambda *args: None)
             patch.setattr(sp, "route_exchange", lambda *args: None)
             native = run(attention, world, 2048, 2)
         assert_same_bits(run(attention, world, 2048, 2), native)
-        assert num_routes("projections") + num_routes("exchange") == 1
+        assert num_routes("projections") + num_routes("output") == 1
     finally:
         plugin.restore()
         megatron_cpu.uninstall()
@@ -165,7 +168,7 @@ def test_packed_sequences_have_the_bits_of_transformer_engine(world):
             out.backward(grad)
             results.append((out.detach(), x.grad, {n: p.grad for n, p in attention.named_parameters()}, bias))
         assert_same_bits(*results)
-        assert num_routes("exchange") == 1
+        assert num_routes("exchange") == num_routes("output") == 1
     finally:
         plugin.restore()
 
@@ -205,7 +208,7 @@ def test_multi_latent_attention_has_the_bits_of_transformer_engine(world):
     native, ours = build_mla(world, False), build_mla(world, True)
     try:
         assert_same_bits(run(ours, world, 2048, 2, rope=False), run(native, world, 2048, 2, rope=False))
-        assert num_routes("exchange") == 1
+        assert num_routes("exchange") == num_routes("output") == 1
     finally:
         plugin.restore()
 
@@ -218,7 +221,7 @@ def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeyp
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import sp
+    from ditron_train.megatron import sp, sp_output
     from ditron_train.testing import megatron_cpu
 
     if world % 2 or world < 4:
@@ -236,6 +239,7 @@ def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeyp
         with monkeypatch.context() as patch:
             if not use_te:
                 patch.setattr(sp, "route_projections", lambda *args: None)
+                patch.setattr(sp_output, "route_output", lambda *args: None)
                 patch.setattr(sp, "route_exchange", lambda *args: None)
             expected = run(native, **sizes)
         assert_same_bits(run(ours, **sizes), expected)

@@ -40,17 +40,18 @@ def groups(context_parallel, tensor_parallel=1):
 
 @contextlib.contextmanager
 def without(*names):
-    """The fused projections (``projections``) or the exchanges (``exchange``) run natively."""
-    from ditron_train.megatron import sp
+    """The fused projections (``projections``, ``output``) or the exchanges (``exchange``) run natively."""
+    from ditron_train.megatron import sp, sp_output
 
-    saved = {name: getattr(sp, f"route_{name}") for name in names}
+    where = {"projections": sp, "exchange": sp, "output": sp_output}
+    saved = {name: getattr(where[name], f"route_{name}") for name in names}
     for name in names:
-        setattr(sp, f"route_{name}", lambda *args: None)
+        setattr(where[name], f"route_{name}", lambda *args: None)
     try:
         yield
     finally:
         for name, function in saved.items():
-            setattr(sp, f"route_{name}", function)
+            setattr(where[name], f"route_{name}", function)
 
 
 def build(context_parallel, tensor_parallel=1, spec=None, **options):
@@ -110,16 +111,10 @@ def run(model, context_parallel, length):
     return losses.detach(), gradients, local
 
 
-def num_fused_shapes():
+def num_fused_shapes(kind):
     from ditron_train.megatron.sp_routing import _routes
 
-    return sum(key[0] == "projections" and context is not None for key, context in _routes.items())
-
-
-def num_exchange_shapes():
-    from ditron_train.megatron.sp_routing import _routes
-
-    return sum(key[0] == "exchange" and context is not None for key, context in _routes.items())
+    return sum(key[0] == kind and context is not None for key, context in _routes.items())
 
 
 def assert_same_bits(ours, native):
@@ -142,15 +137,13 @@ def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through
         if through_spec:
             plugin.restore()
         model = build(world, tensor_parallel, spec, **options)
-        with without("projections", "exchange"):
+        with without("projections", "output", "exchange"):
             native = run(model, world, length)
-        with without("projections"):
+        with without("projections", "output"):
             assert_same_bits(run(model, world, length), native)
-            assert num_exchange_shapes() > 0
+            assert num_fused_shapes("exchange") > 0
         ours = run(model, world, length)
-        assert num_fused_shapes() == int(expect_fused)
-        if not expect_fused:
-            assert_same_bits(ours, native)
+        assert (num_fused_shapes("projections"), num_fused_shapes("output")) == (int(expect_fused), int(not expect_fused))
         assert (ours[0] - native[0]).abs().max() <= LOSS_BOUND
         for name, gradient in native[2].items():
             assert (ours[2][name] - gradient).abs().max() <= GRADIENT_BOUND, name
@@ -203,11 +196,12 @@ def gpt_across_nodes(ranks_per_node, batch_of_rows):
     world = dist.get_world_size()
     with posed_nodes(ranks_per_node), groups(world):
         model = build(world)
-        with without("projections", "exchange"):
+        with without("projections", "output", "exchange"):
             native = run(model, world, batch_of_rows)
         assert_same_bits(run(model, world, batch_of_rows), native)
         contexts = {key[0]: context for key, context in _routes.items()}
-        assert contexts.keys() == {"projections", "exchange"} and contexts["projections"] is None
+        assert contexts.keys() == {"projections", "output", "exchange"}
+        assert contexts["projections"] is None and contexts["output"] is None
         assert isinstance(contexts["exchange"], NodesContext) == (ranks_per_node > 1)
         if ranks_per_node > 1:
             packed_across_nodes(contexts["exchange"])
