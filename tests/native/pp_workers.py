@@ -221,6 +221,42 @@ def falls_back(case: Case, change: dict[str, Any]) -> int:
         return messages_of_ours()
 
 
+def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
+    """Trains with a plan file that is made, and with one that says native; whether ours sent anything and all was equal."""
+    import json
+    import os
+
+    import ditron_train.megatron
+    from ditron_train.megatron.pp import _reasons
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    os.environ["DITRON_PLAN"] = path
+    seen = []
+    try:
+        with model_parallel(pipeline_model_parallel_size=case.pipeline):
+            native = train(case)
+            for _ in range(2):
+                _reasons.clear()
+                ditron_train.megatron.apply(features="pp")
+                before = messages_of_ours()
+                ours = train(case)
+                seen.append((messages_of_ours() > before, all(map(torch.equal, native, ours))))
+                ditron_train.megatron.restore()  # plans are read again after it
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    with open(path) as file:
+                        plan = json.load(file)
+                    (key,) = plan["decisions"]
+                    assert key.startswith("pp send_recv") and key.endswith("2 ranks (strict)"), key
+                    plan["decisions"][key]["use_ditron"] = False
+                    with open(path, "w") as file:
+                        json.dump(plan, file)
+                dist.barrier()
+    finally:
+        del os.environ["DITRON_PLAN"]
+    return seen
+
+
 def no_memory(case: Case) -> int:
     """No room for the slots: the same on all ranks, and training goes on natively."""
     import os

@@ -88,6 +88,11 @@ def test_what_is_not_covered_runs_natively():
     assert run_workers(2, workers.no_memory, Case(2, 2)) == [0, 0]
 
 
+def test_the_plan_says_how_messages_of_a_size_go(tmp_path):
+    first, last = run_workers(2, workers.a_plan_decides, Case(2, 2), str(tmp_path / "plan.json"))
+    assert first == last == [(True, True), (False, True)]
+
+
 def test_bad_input_is_refused_as_native_does():
     for said in run_workers(2, workers.bad_input):
         assert "pipeline_dtype" in said[0] and "tensor_shape" in said[1]
