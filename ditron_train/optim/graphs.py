@@ -46,6 +46,7 @@ class StepGraph:
         is_view: Whether X is a transposed view of ``storage``, as native's is for matrices with more rows than columns.
         coefficients: Of each step.
         plan: Which products run by our kernels.
+        lasting: Whether it shares the stream's pool, which must not lose its last graph before it gets another.
 
     Raises:
         RuntimeError: The capture failed, or the graph's bits differ from those of single launches.
@@ -53,7 +54,7 @@ class StepGraph:
 
     def __init__(
         self, m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients,
-        plan: ProductPlan,
+        plan: ProductPlan, lasting: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator(device=device).manual_seed(1)
         self.storage = torch.empty((n, m) if is_view else (m, n), dtype=dtype, device=device)
@@ -71,7 +72,7 @@ class StepGraph:
             corner = self.storage[: min(8, m), : min(8, m)]
             torch.addmm(corner, corner, corner)  # cuBLAS makes its workspace for this stream before the capture
             # other threads (NCCL's watchdog) may call CUDA meanwhile
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=pool if lasting else None, capture_error_mode="thread_local")
             try:
                 self._result = _steps(x, coefficients, plan)
             finally:
@@ -87,12 +88,13 @@ class StepGraph:
 
 
 def make_graph(
-    m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients, plan: ProductPlan
+    m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients, plan: ProductPlan,
+    lasting: bool = False,
 ) -> StepGraph | None:
     """``StepGraph``, or None with one log line where it cannot be made."""
     try:
         with torch.cuda.device(device):
-            return StepGraph(m, n, dtype, device, is_view, coefficients, plan)
+            return StepGraph(m, n, dtype, device, is_view, coefficients, plan, lasting)
     except RuntimeError as error:
         words = f"Newton-Schulz {m} x {n} runs without a CUDA graph: {error}"
         log_once(f"graph {m} {n} {dtype} {is_view}", words, name="ditron_train.optim")
@@ -113,5 +115,5 @@ def step_graph(
     if key not in _graphs:
         total = sum(graph.storage.numel() for graph in _graphs.values() if graph is not None)
         fits = total + m * n <= _MAX_TOTAL_ELEMENTS
-        _graphs[key] = make_graph(m, n, dtype, device, is_view, coefficients, plan) if fits else None
+        _graphs[key] = make_graph(m, n, dtype, device, is_view, coefficients, plan, lasting=True) if fits else None
     return _graphs[key]
