@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from ditron_train.gemm.ops import matmul_nn, matmul_nt, matmul_tn
+from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 
@@ -65,12 +66,10 @@ def _reference(layout: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a.t(), b)
 
 
-def _random_matrix(shape: tuple[int, int], row_stride: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    """Normal values from a generator of its own, so that the user's random state does not move."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    buffer = torch.empty(shape[0], row_stride, dtype=dtype, device=device)
-    buffer.normal_(generator=generator)
-    return buffer[:, : shape[1]]
+def _with_stride(matrix: torch.Tensor, row_stride: int) -> torch.Tensor:
+    """The same values with ``row_stride`` elements between rows."""
+    buffer = torch.empty(matrix.shape[0], row_stride, dtype=matrix.dtype, device=matrix.device)
+    return buffer[:, : matrix.shape[1]].copy_(matrix)
 
 
 def probe_bits(
@@ -84,10 +83,9 @@ def probe_bits(
     a_row_stride: int | None = None,
     b_row_stride: int | None = None,
 ) -> bool:
-    """Whether one product of random matrices equals ``torch.matmul``'s bit for bit; remembered for the process.
+    """Whether one product equals ``torch.matmul``'s bit for bit; remembered for the process.
 
-    Random mantissas make every element a witness of the order of its sum: one product of some thousand elements is
-    enough. The first call for a shape computes both products and waits for the device.
+    Its values make every element a witness of the order of its sum (``gemm.revealing``). The first call for a shape computes both products and waits for the device.
 
     Args:
         m: Rows of the result.
@@ -118,7 +116,8 @@ def probe_bits(
     kernel_target(device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotSupportedError(f"probe_bits: {m}x{n}x{k} {layout} was not probed before the CUDA graph capture began")
-    a = _random_matrix(a_shape, key.a_row_stride, dtype, device, seed=1)
-    b = _random_matrix(b_shape, key.b_row_stride, dtype, device, seed=2)
+    along_k = "columns" if layout == "nt" else "rows"  # of b
+    a = _with_stride(revealing_matrix(a_shape, dtype, device, seed=1, signed=None), key.a_row_stride)
+    b = _with_stride(revealing_matrix(b_shape, dtype, device, seed=2, signed=along_k), key.b_row_stride)
     _probed[key] = torch.equal(_OPS[layout](a, b), _reference(layout, a, b))
     return _probed[key]

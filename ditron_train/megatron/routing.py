@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 
+from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -118,21 +119,26 @@ def _why_not_device(x: torch.Tensor) -> str | None:
     return None if x.dtype in _GPU_DTYPES else f"{x.dtype} is not covered"
 
 
-def _random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Normal values in the layout of `tensor`, from a generator of its own: the user's random state does not move."""
-    generator = torch.Generator(device=tensor.device).manual_seed(seed)
-    return torch.empty_like(tensor).normal_(generator=generator)
+def _revealing_like(tensor: torch.Tensor, seed: int, signed: Literal["rows", "columns"], row_block: int) -> torch.Tensor:
+    """Values whose sums show their order, in the layout of `tensor`; the user's random state does not move."""
+    shape = (tensor.shape[:-1].numel(), tensor.shape[-1])
+    values = revealing_matrix(shape, tensor.dtype, tensor.device, seed=seed, signed=signed, row_block=row_block)
+    return torch.empty_like(tensor).copy_(values.view(tensor.shape))
 
 
 def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) -> str | None:
-    """Asks the policy, with forward and all gradients on random data; returns why this shape stays native, or None.
+    """Asks the policy, with forward and all gradients on data that shows the order of sums; returns why this shape stays
+    native, or None.
 
     Memory is had and kernels are compiled by it, so that nothing of that can fail between a forward and its backward.
     """
     output_rows = x.shape[0] * context.world_size if kind == "column" else x.shape[0] // context.world_size
     with torch.inference_mode(False):
-        grad_y = _random_like(x.new_empty(output_rows, *x.shape[1:-1], weight.shape[0]), 201 + context.rank)
-        x, weight = _random_like(x, 1 + context.rank), _random_like(weight, 101 + context.rank)
+        empty_y = x.new_empty(output_rows, *x.shape[1:-1], weight.shape[0])
+        block = min(x.shape[0], output_rows) * x.shape[1:-1].numel()  # rows of a rank
+        grad_y = _revealing_like(empty_y, 201 + context.rank, "columns", block)
+        x = _revealing_like(x, 1 + context.rank, "rows", block)
+        weight = _revealing_like(weight, 101 + context.rank, "columns", weight.shape[0])
 
     def run(linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
