@@ -1,9 +1,10 @@
 """Ulysses attention: ``--context-parallel-size N --cp-comm-type a2a`` (feature ``sp``).
 
 megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. Where nothing
-stands between a projection and its exchange (no norm of q and k, no output gate), the two are fused; RoPE then comes after the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else
-only the output projection is fused with its exchange (``sp_output``), or the exchanges alone are ours. Causal masks are made by the attention; a mask that is passed with them is not looked at, as
-Transformer Engine does.
+stands between a projection and its exchange (no norm of q and k, no output gate), the two are fused; RoPE then comes after
+the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output projection is
+fused with its exchange (``sp_output``), or the exchanges alone are ours. Causal masks are made by the attention; a mask
+that is passed with them is not looked at, as Transformer Engine does.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _copy(name, kernel, signature, towards_heads, num_parts, narrow, dtype="bf16
             "WORLD_SIZE": 8,
             **constexprs,
         },
-        targets=("sm_90",) if narrow else TARGETS,
+        targets=TARGETS if num_parts == 3 and not narrow else ("sm_90",),
         num_warps=4 if narrow else 16,
         max_registers=64 if narrow else None,
         most_registers=64 if narrow else None,  # what a GEMM's program leaves to four warps on its SM
