@@ -40,9 +40,9 @@ import torch
 from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.mailbox import MAX_LOANS
 from ditron_train.pp.messages import LANE_NAMES, Header, fragment_ends, num_bytes_of
-from ditron_train.pp.slots import Slots, lend
+from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.stream import put
+from ditron_train.stream.copies import copy_bytes
 
 __all__ = ["Incoming", "Receiver", "Sender"]
 
@@ -109,14 +109,13 @@ class Sender:
             stream.wait_stream(torch.cuda.current_stream(data.device))
         ends = [num_bytes]
         if loan is None:
-            slot, ends = self._slot_of_ring(num_bytes, stream), fragment_ends(num_bytes)
+            slot, ends = self._slot_of_ring(stream), fragment_ends(num_bytes)
         else:
-            slot = self._slot_to_lend(loan, num_bytes, stream)
-        source = data.view(-1).view(torch.uint8) if num_bytes else data
-        begin = 0
+            slot = self._slot_to_lend(loan, stream)
+        source, begin = data.data_ptr(), 0
         for end in ends:
             if end > begin:
-                put(slot[begin:end], source[begin:end], stream)
+                copy_bytes(slot + begin, source + begin, end - begin, stream)
             self._fragments += 1
             self.channel.notify(self.peer, _DATA + self.lane, self._fragments, stream)
             begin = end
@@ -136,21 +135,21 @@ class Sender:
         over = (loan for loan in back if self.channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]))
         return next(over, back[0] if back else None)
 
-    def _slot_to_lend(self, loan: int, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
+    def _slot_to_lend(self, loan: int, stream: torch.cuda.Stream | None) -> int:
         index, uses = _loan_flag(self.lane, loan), self._uses[loan]
         self.channel.wait_for(index, uses, peer=self.peer, chunk=self.messages - 1, stream=stream)
         self._uses[loan] = uses + 1
         self._newest_loan = loan
         self.lent += 1
-        return self.slots.to_lend(self.peer, self.lane, loan, num_bytes)
+        return self.slots.to_lend(self.peer, self.lane, loan)
 
-    def _slot_of_ring(self, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
+    def _slot_of_ring(self, stream: torch.cuda.Stream | None) -> int:
         message = self._ring_messages
         self._ring_messages += 1
         taken = message - self.slots.count + 1
         if taken > 0:
             self.channel.wait_for(_CREDIT + self.lane, taken, peer=self.peer, chunk=self.messages - 1, stream=stream)
-        return self.slots.in_ring(self.peer, self.lane, message, num_bytes)
+        return self.slots.in_ring(self.peer, self.lane, message)
 
     def _hold(self, data: torch.Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -309,9 +308,8 @@ class Receiver:
         self._wait_for_fragment(incoming.message, stream)
         self._uses[slot] += 1
         loan = self._lent[incoming] = _Loan(slot, self._uses[slot])
-        memory = self.slots.to_lend(self.channel.arena.rank, self.lane, slot, num_bytes)
-        header = incoming.header
-        return lend(memory, partial(self._let_go.append, loan)).view(header.dtype).view(header.shape)
+        lent = self.slots.lend(self.lane, slot, num_bytes, partial(self._let_go.append, loan))
+        return lent.view(incoming.header.dtype).view(incoming.header.shape)
 
     def _copy_out(self, incoming: Incoming, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         header, device = incoming.header, self.channel.arena.device
@@ -320,14 +318,13 @@ class Receiver:
             # The allocator may have handed out memory that is still in use on the current stream.
             stream.wait_stream(torch.cuda.current_stream(device))
             tensor.record_stream(stream)
-        slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages, num_bytes)
+        slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages)
         self._ring_messages += 1
-        target = tensor.view(-1).view(torch.uint8) if num_bytes else tensor
-        begin = 0
+        target, begin = tensor.data_ptr(), 0
         for end in fragment_ends(num_bytes):
             self._wait_for_fragment(incoming.message, stream)
             if end > begin:
-                put(target[begin:end], slot[begin:end], stream)
+                copy_bytes(target + begin, slot + begin, end - begin, stream)
             begin = end
         self.channel.notify(self.peer, _CREDIT + self.lane, self._ring_messages, stream)
         return tensor

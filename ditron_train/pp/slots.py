@@ -11,7 +11,7 @@ import torch
 from ditron_train.pp.messages import LANE_NAMES
 from ditron_train.symm.arena import SymmetricArena
 
-__all__ = ["Slots", "lend"]
+__all__ = ["Slots"]
 
 _NAME = "pp/slots"
 
@@ -37,45 +37,45 @@ class Slots:
             num_bytes = max(num_bytes, self._arena.capacity_bytes(_NAME) // total + 1)
         num_bytes = -(-num_bytes // 256) * 256
         self._tensor = self._arena.tensor(_NAME, (total, num_bytes), torch.uint8)
+        self._bases = self._tensor.host_addresses
         self.num_bytes = num_bytes
 
-    def in_ring(self, rank: int, lane: int, message: int, num_bytes: int) -> torch.Tensor:
-        """The first ``num_bytes`` of the slot of the ring's message ``message``, in ``rank``'s memory."""
-        return self._at(rank, lane * self.count + message % self.count, num_bytes)
+    def in_ring(self, rank: int, lane: int, message: int) -> int:
+        """Address of the slot of the ring's message ``message`` in ``rank``'s memory."""
+        return self._bases[rank] + (lane * self.count + message % self.count) * self.num_bytes
 
-    def to_lend(self, rank: int, lane: int, loan: int, num_bytes: int) -> torch.Tensor:
-        """The first ``num_bytes`` of slot ``loan`` of those that ``rank`` may lend."""
-        return self._at(rank, len(LANE_NAMES) * self.count + sum(self.loans[:lane]) + loan, num_bytes)
+    def to_lend(self, rank: int, lane: int, loan: int) -> int:
+        """Address of slot ``loan`` of those that ``rank`` may lend."""
+        place = len(LANE_NAMES) * self.count + sum(self.loans[:lane]) + loan
+        return self._bases[rank] + place * self.num_bytes
 
-    def _at(self, rank: int, place: int, num_bytes: int) -> torch.Tensor:
-        owner = self._tensor.local if rank == self._arena.rank else self._tensor.peer(rank)
-        return owner[place, :num_bytes]
+    def lend(self, lane: int, loan: int, num_bytes: int, on_return: Callable[[], None]) -> torch.Tensor:
+        """A uint8 tensor ``[num_bytes]`` (above 0) with a storage of its own over this rank's slot ``loan``.
+
+        ``on_return`` is called when nobody holds that storage any more, by whichever thread lets go last: it must not call
+        CUDA. The memory stays, though the slots may grow meanwhile.
+        """
+        device = self._arena.device
+        address = self.to_lend(self._arena.rank, lane, loan)
+        if device.type == "cuda":
+            owner = _DeviceBytes(address, num_bytes)
+            lent = torch.as_tensor(owner, device=device)
+        else:
+            owner = (ctypes.c_uint8 * num_bytes).from_address(address)
+            lent = torch.frombuffer(owner, dtype=torch.uint8)
+        owner.memory = self._tensor.local
+        assert lent.data_ptr() == address
+        weakref.finalize(owner, on_return).atexit = False
+        return lent
 
 
 class _DeviceBytes:
     """Device memory as torch takes it from elsewhere: the tensor's storage holds this object until it is freed."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory  # keeps the allocation, though the slots may grow meanwhile
+    def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (memory.numel(),),
+            "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
+            "data": (address, False),
             "version": 3,
         }
-
-
-def lend(memory: torch.Tensor, on_return: Callable[[], None]) -> torch.Tensor:
-    """A tensor with a storage of its own over ``memory`` (uint8 ``[n]``, n > 0); ``on_return`` is called when nobody holds
-    that storage any more, by whichever thread lets go last: it must not call CUDA.
-    """
-    if memory.device.type == "cuda":
-        owner = _DeviceBytes(memory)
-        lent = torch.as_tensor(owner, device=memory.device)
-    else:
-        owner = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
-        owner.memory = memory
-        lent = torch.frombuffer(owner, dtype=torch.uint8)
-    assert lent.data_ptr() == memory.data_ptr()
-    weakref.finalize(owner, on_return).atexit = False
-    return lent
