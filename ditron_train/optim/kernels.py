@@ -37,8 +37,13 @@ def symmetric_kernel(
     b_desc,
     add_desc,
     c_desc,
+    quarter_a_desc,
+    quarter_b_desc,
+    quarter_add_desc,
+    quarter_c_desc,
     order_ptr,
     num_tiles,
+    num_quarters,
     K,
     alpha,
     beta,
@@ -47,13 +52,17 @@ def symmetric_kernel(
     BLOCK_K: tl.constexpr,
     HAS_ADD: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
+    HAS_QUARTERS: tl.constexpr,
 ):
     """C = alpha * A @ B^T + beta * ADD where C is symmetric: tiles that touch the lower triangle, each stored twice.
 
     A @ A^T is symmetric bit for bit, since element (j, i) sums the same products in the same order as (i, j); so is
-    A @ A for a symmetric A, which is A @ A^T. ``order_ptr``: int32 [num_tiles, 2], ``lower_triangle_tile_order``.
+    A @ A for a symmetric A, which is A @ A^T. ``order_ptr``: int32 [num_tiles + num_quarters, 2], ``triangle_tiles``.
     ``a_desc`` and ``b_desc`` describe A and B (which may be A) in blocks of BLOCK_M and BLOCK_N rows; blocks of C and ADD
     are square, BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
+
+    With HAS_QUARTERS ``num_quarters`` square blocks of half a (square) tile's side follow, read and written through the
+    ``quarter`` descriptors (else they stand in and are not used): together they are the tiles of the last wave.
 
     Nobody waits: no signals. A block that two programs store gets the same bits from both.
     """
@@ -68,6 +77,13 @@ def symmetric_kernel(
             _store_and_mirror(c_desc, add_desc, right, row, col + BLOCK_N // 2, alpha, beta, HAS_ADD)
         else:
             _store_and_mirror(c_desc, add_desc, acc, row, col, alpha, beta, HAS_ADD)
+    if HAS_QUARTERS:
+        SIDE: tl.constexpr = BLOCK_M // 2
+        for index in range(tl.program_id(0), num_quarters, tl.num_programs(0)):
+            row = tl.load(order_ptr + 2 * (num_tiles + index)) * SIDE
+            col = tl.load(order_ptr + 2 * (num_tiles + index) + 1) * SIDE
+            acc = tile_product(quarter_a_desc, quarter_b_desc, row, col, num_k_tiles, SIDE, SIDE, BLOCK_K, True)
+            _store_and_mirror(quarter_c_desc, quarter_add_desc, acc, row, col, alpha, beta, HAS_ADD)
 
 
 @triton.jit

@@ -19,10 +19,10 @@ from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
 from ditron_train.gemm.ops import check_operands, on_device
 from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
+from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
-from ditron_train.schedule import lower_triangle_tile_order
 
 __all__ = ["ProductPlan", "addmm", "gram", "newton_schulz_step", "scaled_square", "symmetric_addmm"]
 
@@ -52,9 +52,10 @@ class ProductPlan:
 
 
 @lru_cache(maxsize=256)
-def _triangle(size: int, block_m: int, block_n: int, group_m: int, device: torch.device) -> torch.Tensor:
-    """The order of lower-triangle tiles as int32 [num_tiles, 2] on the device, made once for a shape."""
-    return torch.from_numpy(lower_triangle_tile_order(size, block_m, block_n, group_m)).to(device)
+def _triangle(size: int, config: GemmConfig, num_programs: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
+    """``triangle_tiles`` on the device, made once for a shape: tiles, how many of them whole, how many quarters."""
+    tiles, num_whole = triangle_tiles(size, config.block_m, config.block_n, config.group_m, num_programs)
+    return torch.from_numpy(tiles).to(device), num_whole, len(tiles) - num_whole
 
 
 # On Hopper and later; a wide tile runs at the better rate but covers more above the diagonal and fills the last wave worse.
@@ -70,8 +71,8 @@ def _symmetric_config(size: int, k: int, dtype: torch.dtype, target: str, sms: i
         block = min(config.block_m, config.block_n)
         return GemmConfig(block, block, config.block_k, config.num_warps, config.num_stages, config.group_m)
 
-    def waves(config: GemmConfig) -> int:
-        return -(-len(lower_triangle_tile_order(size, config.block_m, config.block_n, config.group_m)) // sms)
+    def waves(config: GemmConfig) -> float:
+        return triangle_waves(size, config.block_m, config.block_n, config.group_m, sms)
 
     return _WIDE if 2 * waves(_WIDE) <= waves(_SQUARE) / _SQUARE_RATE else _SQUARE
 
@@ -92,27 +93,40 @@ def _symmetric(
     has_add = add is not None
     add = aligned_operand(add) if has_add else a  # a stand-in that is not read
     out = empty_aligned(m, m, a.dtype, a.device)
-    order = _triangle(m, config.block_m, config.block_n, config.group_m, a.device)
-    block = (config.block_m, config.block_m)
-    launch = _symmetric_launcher(config, has_add, min(sms, len(order)), a.dtype, a.device.index)
-    with on_device(a.device):
-        launch(
-            make_descriptor(a, (config.block_m, config.block_k)),
-            make_descriptor(b, (config.block_n, config.block_k)),
-            make_descriptor(add, block),
-            make_descriptor(out, block),
-            order,
-            len(order),
-            k,
-            float(alpha),
-            float(beta),
-        )
+    _launch_symmetric(a, b, add, out, float(alpha), float(beta), config, has_add, sms)
     return out
+
+
+def _launch_symmetric(
+    a: torch.Tensor, b: torch.Tensor, add: torch.Tensor, out: torch.Tensor, alpha: float, beta: float, config: GemmConfig,
+    has_add: bool, num_programs: int,
+) -> None:  # fmt: skip
+    """Launches on aligned, not empty operands."""
+    m, k = a.shape
+    order, num_whole, num_quarters = _triangle(m, config, num_programs, a.device)
+    grid = min(num_programs, max(num_whole, num_quarters))
+    launch = _symmetric_launcher(config, has_add, num_quarters > 0, grid, a.dtype, a.device.index)
+    block, half = (config.block_m, config.block_m), config.block_m // 2
+    descriptors = whole = (
+        make_descriptor(a, (config.block_m, config.block_k)),
+        make_descriptor(b, (config.block_n, config.block_k)),
+        make_descriptor(add, block),
+        make_descriptor(out, block),
+    )
+    if num_quarters:
+        descriptors = (
+            make_descriptor(a, (half, config.block_k)),
+            make_descriptor(b, (half, config.block_k)),
+            make_descriptor(add, (half, half)),
+            make_descriptor(out, (half, half)),
+        )
+    with on_device(a.device):
+        launch(*whole, *descriptors, order, num_whole, num_quarters, k, alpha, beta)
 
 
 @lru_cache(maxsize=1024)
 def _symmetric_launcher(
-    config: GemmConfig, has_add: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
+    config: GemmConfig, has_add: bool, has_quarters: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
 ) -> KernelLaunch:
     constants = dict(
         BLOCK_M=config.block_m,
@@ -120,6 +134,7 @@ def _symmetric_launcher(
         BLOCK_K=config.block_k,
         HAS_ADD=has_add,
         SPLIT_STORE=config.block_n > config.block_m,
+        HAS_QUARTERS=has_quarters,
     )
     return KernelLaunch(
         symmetric_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages

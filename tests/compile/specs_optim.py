@@ -3,7 +3,12 @@
 from ditron_train.testing.compile_check import KernelSpec
 
 
-def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype="bf16"):
+def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype="bf16", quarters=False):
+    a, b, c = ((f"{block_m // 2},{block_k}",) * 2 + (f"{block_m // 2},{block_m // 2}",)) if quarters else (
+        f"{block_m},{block_k}", f"{block_n},{block_k}", f"{block_m},{block_m}"
+    )  # fmt: skip
+    blocks = {"a": a, "b": b, "add": c, "c": c}
+    quarter_descs = {f"quarter_{name}_desc": f"tensordesc<{dtype}[{block}]>" for name, block in blocks.items()}
     return KernelSpec(
         name=name,
         kernel="ditron_train.optim.kernels:symmetric_kernel",
@@ -12,9 +17,9 @@ def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype=
             "b_desc": f"tensordesc<{dtype}[{block_n},{block_k}]>",
             "add_desc": f"tensordesc<{dtype}[{block_m},{block_m}]>",
             "c_desc": f"tensordesc<{dtype}[{block_m},{block_m}]>",
+            **quarter_descs,
             "order_ptr": "*i32",
-            "num_tiles": "i32",
-            "K": "i32",
+            **dict.fromkeys(("num_tiles", "num_quarters", "K"), "i32"),
             "alpha": "fp32",
             "beta": "fp32",
         },
@@ -24,6 +29,7 @@ def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype=
             "BLOCK_K": block_k,
             "HAS_ADD": has_add,
             "SPLIT_STORE": block_n > block_m,
+            "HAS_QUARTERS": quarters,
         },
         num_warps=8,
         num_stages=stages,
@@ -71,6 +77,7 @@ SPECS = [
         for spec in (
             _symmetric(f"symmetric_wide_add{add:d}", add, 128, 256, 64, 3, ("sm_90", "sm_100")),
             _symmetric(f"symmetric_square_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100")),
+            _symmetric(f"symmetric_quarters_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100"), quarters=True),
             _symmetric(f"symmetric_ampere_add{add:d}", add, 128, 128, 32, 3, ("sm_80",)),
             _symmetric(f"symmetric_cdna_add{add:d}", add, 128, 128, 64, 2, ("hip",)),
         )

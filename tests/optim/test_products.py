@@ -11,6 +11,7 @@ from ditron_train.gemm import GemmConfig, matmul_nt
 from ditron_train.optim import products
 from ditron_train.optim.plans import plan_products
 from ditron_train.optim.products import addmm, gram, scaled_square
+from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.testing import interpreter
@@ -121,6 +122,42 @@ def test_plans():
     assert not plan_products(4096, 4096, torch.bfloat16, cpu).use_gram
     assert plan_products(8, 8, torch.float32, cpu, "force").use_square
     assert not plan_products(8, 8, torch.float32, cpu, "native").use_update
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 4, 5, 8, 9, 11, 14, 16, 40])
+@pytest.mark.parametrize("size", [128, 132, 160])
+def test_quartered_tiles_give_the_bits_of_whole_ones(num_programs, size):
+    a, add = symmetric(size, torch.float32, 1), symmetric(size, torch.float32, 2)
+    out = torch.full((size, size), float("nan"))
+    products._launch_symmetric(a, a, add, out, 0.5, 1.5, SQUARE, True, num_programs)
+    assert torch.equal(out, 1.5 * add + 0.5 * (a @ a))
+    out.fill_(float("nan"))
+    products._launch_symmetric(a, a, a, out, 1.0, 0.0, SQUARE, False, num_programs)
+    assert torch.equal(out, a @ a)
+
+
+@given(st.integers(1, 6000), st.sampled_from([(128, 128), (128, 256), (16, 16)]), st.integers(1, 200))
+@settings(max_examples=60, deadline=None)
+def test_tiles_and_quarters_cover_the_triangle_once(size, blocks, num_programs):
+    tiles, num_whole = triangle_tiles(size, *blocks, 8, num_programs)
+    half_m, half_n = blocks[0] // 2, blocks[1] // 2
+    covered = set()
+    for row, col in tiles[:num_whole].tolist():
+        covered |= {(2 * row + i, 2 * col + j) for i in (0, 1) for j in (0, 1)}
+    quarters = {tuple(tile) for tile in tiles[num_whole:].tolist()}
+    assert len(quarters) == len(tiles) - num_whole and not quarters & covered
+    assert not quarters or (num_whole % num_programs == 0 and blocks[0] == blocks[1])
+    rows = -(-size // half_m)
+    triangle = {(i, j) for i in range(rows) for j in range((min((i + 1) * half_m, size) - 1) // half_n + 1)}
+    assert triangle <= covered | quarters
+    assert triangle_waves(size, *blocks, 8, num_programs) <= -(-(num_whole + len(quarters)) // num_programs)
+
+
+def test_the_last_tiles_of_a_2048_matrix_are_quartered():
+    tiles, num_whole = triangle_tiles(2048, 128, 128, 8, 132)
+    assert (num_whole, len(tiles) - num_whole) == (132, 12)  # four tiles on the diagonal, three quarters each
+    assert triangle_tiles(4096, 128, 128, 8, 132)[1] == 528 and len(triangle_tiles(3072, 128, 128, 8, 132)[0]) > 264 + 36
+    assert products._symmetric_config(2048, 2048, torch.bfloat16, "sm_90", 132) == products._SQUARE
 
 
 def test_the_tile_is_the_one_whose_waves_take_less_time():
