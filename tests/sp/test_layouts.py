@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp.layouts import HeadsLayout, chunks_of_rank, global_rows, output_layout, qkv_layout
+from ditron_train.sp.layouts import HeadsLayout, chunks_of_rank, global_rows, output_layout, packed_rows, qkv_layout
 
 
 @given(st.integers(1, 9), st.integers(1, 20))
@@ -19,6 +20,20 @@ def test_the_ranks_rows_are_the_sequence_and_balanced(world_size, half):
     assert len({int(r.sum()) for r in rows}) == 1
     for rank, own in enumerate(rows):
         assert (own[0] // half, own[-1] // half) == chunks_of_rank(rank, world_size)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 3))
+def test_packed_sequences_are_each_cut_for_themselves(world_size, chunks, chunks_behind):
+    """Rows of all ranks are the whole, each once; the table is that of every sequence by itself, one behind the other."""
+    bounds = np.cumsum([0, *(2 * world_size * count for count in (*chunks, chunks_behind))])
+    starts = torch.tensor(bounds[:-1], dtype=torch.int32)
+    if bounds[-1] == 0:
+        return
+    table = packed_rows(starts, world_size, int(bounds[-1]) // world_size).numpy()
+    assert sorted(table.reshape(-1).tolist()) == list(range(bounds[-1]))
+    for rank in range(world_size):
+        own = [start + global_rows(rank, world_size, (end - start) // world_size) for start, end in zip(bounds, bounds[1:])]
+        assert table[rank].tolist() == np.concatenate(own).tolist()
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 16), st.integers(1, 16))
