@@ -22,8 +22,10 @@ from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
 from ditron_train.tp.context import TPContext, get_context
 from ditron_train.tp.functions import column_linear, row_linear
+from ditron_train.tp.tuning import prefers_native
 
 __all__ = ["Kind", "forget_routes", "log_native", "route"]
 
@@ -149,12 +151,24 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
 
     native = functools.partial(_native_column if kind == "column" else _native_row, group=context.group)
     ours = functools.partial(column_linear if kind == "column" else row_linear, context=context)
+    if get_settings().policy == "strict" and _table_prefers_native(kind, x, weight, context):
+        return f"at {tuple(x.shape)} x {tuple(weight.shape)} by the tuning table: nothing that was tried is faster"
     key = f"tp {kind} {'x'.join(map(str, x.shape))} {'x'.join(map(str, weight.shape))} {str(x.dtype).removeprefix('torch.')}"
     decision = decide(key, lambda: run(native), lambda: run(ours), group=context.group, device=x.device, sums=x.dtype)
     context.synchronize()
     if decision.use_ditron:
         return None
     return f"at {tuple(x.shape)} x {tuple(weight.shape)} {decision.reason}"
+
+
+def _table_prefers_native(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) -> bool:
+    """Whether all GEMMs that the layer overlaps were quicker natively: of row layers alone, since in backward the column
+    layer overlaps more than its table says."""
+    if kind == "column":
+        return False
+    rows, (n, k) = x.shape[:-1].numel(), weight.shape
+    seen = (x.dtype, context.world_size, context.machine.device)
+    return prefers_native("gemm_rs", rows, n, k, "nt", *seen) and prefers_native("ag_gemm", rows, k, n, "nn", *seen)
 
 
 def _native_column(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ditron_train.megatron.specs import count_replacements, rewrite_spec
 from ditron_train.policy import check_plan, forget_plans
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.tuning import check_table
 
 __all__ = ["active_features", "apply", "apply_options", "restore", "wrap_model_provider"]
 
@@ -61,7 +62,7 @@ def apply(
     Calling it again adds features and changes nothing for those already on.
 
     Raises:
-        SettingError: An unknown feature or setting, or a plan that is unreadable, foreign or stale.
+        SettingError: An unknown feature or setting, a plan that is unreadable, foreign or stale, or an unreadable tuning table.
         VersionError: A library outside the supported range.
     """
     return apply_options(Options(parse_features(features), transport, timeout_s, policy, plan), spec)
@@ -77,6 +78,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     _set_environment(options.environment())
     get_settings()  # a malformed variable is reported here, before any model is built
     check_plan()
+    check_table()
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()
     if spec is not None:

@@ -24,7 +24,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["TuningTable", "active_table", "forget_tables", "read_table", "shape_class", "shipped_name"]
+__all__ = ["TuningTable", "active_table", "check_table", "forget_tables", "read_table", "shape_class", "shipped_name"]
 
 _FORMAT = "ditron_train tuning 1"
 
@@ -122,17 +122,21 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
+def _read(path: Path) -> TuningTable:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"cannot read the tuning table {path}: {getattr(error, 'strerror', None) or error}") from None
+    return _parse(text, str(path))
+
+
 def read_table(path: Path, device: str) -> TuningTable:
     """Reads a table made for ``device``.
 
     Raises:
         SettingError: The file cannot be read, is no table, or was made on another kind of device.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"cannot read the tuning table {path}: {getattr(error, 'strerror', None) or error}") from None
-    table = _parse(text, str(path))
+    table = _read(path)
     if table.device != device:
         raise SettingError(f"the tuning table {path} was made on {table.device}, this is {device}: make one here, or name another")
     return table
@@ -141,6 +145,17 @@ def read_table(path: Path, device: str) -> TuningTable:
 def shipped_name(device: str) -> str:
     """File name of a device's table in the package's data, such as ``nvidia-h200.json``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
+
+
+def check_table() -> None:
+    """Reads the file that ``DITRON_TUNING`` names, if it names one; for which device it is, is asked at its first use.
+
+    Raises:
+        SettingError: It cannot be read or is no table.
+    """
+    setting = get_settings().tuning
+    if setting not in (None, "off"):
+        _read(Path(setting))
 
 
 _tables: dict[tuple[str | None, str], TuningTable | None] = {}
