@@ -117,7 +117,8 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     else:
         workload = load_workloads()["gemm_a2a"]
         cases = [Case(*_FACTS)]
-        for length in workload["weak_scaling_seqlen_by_gpus"].get(str(session.world_size), ()):
+        lengths = workload["weak_scaling_seqlen_by_gpus"]
+        for length in lengths.get(str(session.world_size)) or [one * session.world_size // 8 for one in lengths["8"]]:
             cases.append(Case("weak scaling", length, 64, 64, 128))
         for shape in workload["strong_scaling"]:
             heads = shape["heads"]
