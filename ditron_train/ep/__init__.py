@@ -6,6 +6,7 @@ from ditron_train.ep.functions import combine_rows, dispatch_tokens
 from ditron_train.ep.layout import Layout, LayoutShape
 from ditron_train.ep.ops import PendingLayout, begin_layout, combine, dispatch
 from ditron_train.ep.orders import SumOrder, index_add_order
+from ditron_train.ep.rails import RailContext, get_rail_context
 
 __all__ = [
     "PAIRS",
@@ -15,6 +16,7 @@ __all__ = [
     "LayoutShape",
     "Pair",
     "PendingLayout",
+    "RailContext",
     "SumOrder",
     "begin_layout",
     "combine",
@@ -23,6 +25,7 @@ __all__ = [
     "dispatch_linear",
     "dispatch_tokens",
     "get_ep_context",
+    "get_rail_context",
     "index_add_order",
     "linear_combine",
 ]

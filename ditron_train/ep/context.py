@@ -72,7 +72,7 @@ class FusedConfig:
     strip: int = 2
     phases: int = 4
     send_elements: int = 16384
-    place_elements: int = 32768
+    place_elements: int = 16384
 
 
 class EPContext:
@@ -108,7 +108,7 @@ class EPContext:
         self.rank = self.arena.rank
         self.device = self.arena.device
         self.move = MoveConfig(num_programs=num_sms(self.device))
-        self.beside = MoveConfig(num_programs=min(32, self.move.num_programs))
+        self.beside = MoveConfig(num_senders=12, num_programs=min(32, self.move.num_programs))
         self.fused = FusedConfig()
         self._side_stream: torch.cuda.Stream | None = None
         if is_interpreter():

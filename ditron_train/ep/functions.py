@@ -7,29 +7,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Union
 
 import torch
 
-from ditron_train.ep import ops
+from ditron_train.ep import ops, rails
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
+from ditron_train.ep.rails import RailContext, RailLayout
 
 __all__ = ["combine_rows", "dispatch_tokens"]
+
+AnyLayout = Union[Layout, RailLayout]
+AnyContext = Union[EPContext, RailContext]
+
+
+def _mover(layout: AnyLayout) -> Any:
+    """What moves the tokens of a layout: inside one node, or over several."""
+    return rails if isinstance(layout, RailLayout) else ops
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder):
+    def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder):
         ctx.layout, ctx.context, ctx.order = layout, context, order
         ctx.probs_dtype = probs.dtype
-        rows, row_probs = ops.dispatch(x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "descending")
+        rows, row_probs = _mover(layout).dispatch(x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "descending")
         return rows, row_probs
 
     @staticmethod
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor):
-        grad_x, grad_probs = ops.combine(
+        grad_x, grad_probs = _mover(ctx.layout).combine(
             grad_rows,
             ctx.layout,
             ctx.context,
@@ -42,17 +51,17 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder) -> torch.Tensor:
         ctx.layout, ctx.context = layout, context
-        return ops.combine(y, layout, context, order=order)[0]
+        return _mover(layout).combine(y, layout, context, order=order)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor):
-        return ops.dispatch(grad_out, ctx.layout, ctx.context)[0], None, None, None
+        return _mover(ctx.layout).dispatch(grad_out, ctx.layout, ctx.context)[0], None, None, None
 
 
 def dispatch_tokens(
-    x: torch.Tensor, probs: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder
+    x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Differentiable ``ops.dispatch`` of a fresh layout.
 
@@ -69,6 +78,6 @@ def dispatch_tokens(
     return _Dispatch.apply(x, probs, layout, context, order)
 
 
-def combine_rows(y: torch.Tensor, layout: Layout, context: EPContext, order: SumOrder) -> torch.Tensor:
+def combine_rows(y: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder) -> torch.Tensor:
     """Differentiable ``ops.combine``: y [num_rows, hidden] to [num_tokens, hidden]."""
     return _Combine.apply(y, layout, context, order)

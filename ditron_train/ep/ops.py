@@ -379,7 +379,7 @@ def combine(
         WITH_GRADS=with_grads, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "ascending_rounded",
         DESCENDING=order == "descending", WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
         SUM_ROWS=move_tile(hidden, move.sum_elements)[0], BLOCK_H=columns,
-        ITEM_TOKENS=min(layout.chunk_tokens, move.item_tokens), NUM_SENDERS=move.num_senders,
+        ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens), NUM_SENDERS=move.num_senders,
         SHARED=context.target == "interpreter", TARGET=context.target,
     )  # fmt: skip
     grads_like = row_grads.contiguous() if with_grads else y

@@ -21,13 +21,16 @@ from ditron_train.ep import (
     Layout,
     Pair,
     PendingLayout,
+    RailContext,
     SumOrder,
     begin_layout,
     combine_rows,
     dispatch_tokens,
     get_ep_context,
+    get_rail_context,
     index_add_order,
 )
+from ditron_train.ep import rails
 from ditron_train.megatron import ep_policy
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -83,9 +86,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._arguments, self._keywords = args, kwargs
         self._asks_policy = True
         self._native_because: str | None = _why_not_config(self)
-        self._ep_context: EPContext | None = None
-        self._pending: PendingLayout | None = None
-        self._layout: Layout | None = None
+        self._ep_context: EPContext | RailContext | None = None
+        self._pending: PendingLayout | rails.PendingRailLayout | None = None
+        self._layout: Layout | rails.RailLayout | None = None
         self._order: SumOrder | None = None
         self._capacity_factor: float | None = None
         self._experts: list[torch.nn.Module] = []
@@ -118,7 +121,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._native_because not in (None, _COMPARED):
             log_once(f"native ep {self._native_because}", f"ep: native dispatcher, {self._native_because}")
 
-    def _context_for(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | None:
+    def _context_for(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | RailContext | None:
         """The context of this call, or None for the native path; every rank of the group gets the same answer."""
         if self._native_because is None:
             self._native_because = _why_not_tensors(hidden_states, probs)
@@ -135,11 +138,19 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 if self._native_because is not None:
                     self._log_native()
                     return None
-                return get_ep_context(self.ep_group, device, self.num_experts, self.config.moe_router_topk)
+                return self._make_context(device)
             except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
                 self._native_because = str(error)
         self._log_native()
         return None
+
+    def _make_context(self, device: torch.device) -> EPContext | RailContext:
+        arguments = (self.ep_group, device, self.num_experts, self.config.moe_router_topk)
+        over_nodes = get_rail_context(*arguments)
+        if over_nodes is None:
+            return get_ep_context(*arguments)
+        self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
+        return over_nodes
 
     def _ask_policy(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
         """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher."""
@@ -165,9 +176,11 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.probs, self.routing_map = probs, routing_map
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
         try:
-            self._pending = begin_layout(
-                routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context, capacity_factor=self._capacity_factor
-            )
+            arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
+            if isinstance(self._ep_context, RailContext):
+                self._pending = rails.begin_layout(*arguments)
+            else:
+                self._pending = begin_layout(*arguments, capacity_factor=self._capacity_factor)
         except ArenaError as error:  # of a fixed capacity; raised by every rank alike
             self._native_because, self._ep_context = str(error), None
             self._log_native()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,18 @@ def why_native(options):
     """Why the dispatcher of such a layer is native."""
     with groups(**sizes_of(options)):
         return build({**options, "params_dtype": torch.float32}, True).token_dispatcher._native_because
+
+
+def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
+    """``layers_agree`` where half of the ranks pose as another node."""
+    from ditron_train.ep import rails
+
+    os.environ["NCCL_HOSTID"] = str(2 * dist.get_rank() // dist.get_world_size())
+    try:
+        layers_agree(options, tokens_by_rank, dtype)
+        return {context.num_nodes for context in rails._contexts.values() if context is not None}
+    finally:
+        del os.environ["NCCL_HOSTID"]
 
 
 def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours=True):

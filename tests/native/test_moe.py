@@ -10,7 +10,13 @@ import torch
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
-from ep_workers import falls_back_when_memory_is_capped, layers_agree, policy_is_asked_once, why_native  # noqa: E402
+from ep_workers import (  # noqa: E402
+    falls_back_when_memory_is_capped,
+    layers_agree,
+    layers_agree_over_two_nodes,
+    policy_is_asked_once,
+    why_native,
+)
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
@@ -80,3 +86,8 @@ def test_the_policy_is_asked_once_whatever_tokens_the_ranks_hold():
 def test_too_little_memory_goes_over_to_native():
     reasons = run_workers(2, falls_back_when_memory_is_capped, env={"DITRON_ARENA_BYTES": "20000"})
     assert "DITRON_ARENA_BYTES" in reasons[0] and reasons[0] == reasons[1]
+
+
+def test_two_nodes():
+    options = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_expert_capacity_factor": 0.8}
+    assert run_workers(4, layers_agree_over_two_nodes, options, (8, 5, 1, 9), torch.bfloat16) == [{2}] * 4

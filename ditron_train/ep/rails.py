@@ -1,0 +1,298 @@
+"""Expert parallelism over several nodes: along rails between them, fanned out inside.
+
+A *rail* is the ranks that have the same place in their nodes. A token crosses to a node once, on its own rail, whatever
+number of experts it has there; inside the node it is dispatched like a local one. Rows come back the same way, each of them:
+adding up the experts of a node before would change bits. Between nodes this is all-to-all of the process group's backend;
+inside a node it is ``ops``.
+
+    rank (node, local): tokens --rail--> (other node, local): visitors --dispatch--> (other node, any): rows
+    rows --return--> visitors' places --rail--> the token's rank, which adds them up
+
+Rows arrive by [expert, local rank, node, token] and are put into the native order [expert, node, local rank, token]: weight
+gradients add up in that order. Exact sizes only, with host syncs for the counts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ditron_train.ep import ops
+from ditron_train.ep.context import EPContext, get_ep_context
+from ditron_train.ep.layout import Layout
+from ditron_train.ep.orders import SumOrder
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["PendingRailLayout", "RailContext", "RailLayout", "begin_layout", "combine", "dispatch", "get_rail_context"]
+
+
+@dataclass(frozen=True)
+class RailContext:
+    """A group that spans nodes.
+
+    Attributes:
+        inner: Context of this rank's node, with the node's experts.
+        rail: Process group of the ranks with this rank's place in their nodes; None on the nodes' own.
+        node_group: Process group of this rank's node.
+        num_nodes: Nodes of the group.
+        local_size: Ranks of a node.
+        num_experts: Experts over all nodes.
+        topk: Experts of a token at most.
+    """
+
+    inner: EPContext
+    rail: dist.ProcessGroup
+    node_group: dist.ProcessGroup
+    num_nodes: int
+    local_size: int
+    num_experts: int
+    topk: int
+
+    @property
+    def target(self) -> str:
+        """As ``EPContext.target``."""
+        return self.inner.target
+
+    def check(self) -> None:
+        """As ``EPContext.check``."""
+        self.inner.check()
+
+
+def node_of_ranks(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:
+    """What names the node of every rank of ``group`` (collective, host side)."""
+    mine = (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0"))
+    names: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(names, mine, group=group)
+    return names
+
+
+_contexts: dict[tuple[dist.ProcessGroup, torch.device, int, int], RailContext | None] = {}
+
+
+def get_rail_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> RailContext | None:
+    """The context of a group that spans nodes, or None where it lies inside one; the first call is collective.
+
+    Raises:
+        NotSupportedError: Nodes with different numbers of ranks, ranks that are not grouped by node, or experts that do not
+            divide; on every rank alike.
+    """
+    key = (group, device, num_experts, topk)
+    known = _contexts.get(key)
+    if key not in _contexts or (known is not None and known.inner.arena.closed):
+        _contexts[key] = _make_context(group, device, num_experts, topk)
+    return _contexts[key]
+
+
+def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> RailContext | None:
+    names, ranks = node_of_ranks(group), dist.get_process_group_ranks(group)
+    nodes = list(dict.fromkeys(names))
+    if len(nodes) == 1:
+        return None
+    local_size = len(names) // len(nodes)
+    if names != [node for node in nodes for _ in range(local_size)]:
+        raise NotSupportedError("expert parallel: the group's ranks are not equal blocks of neighbours on its nodes")
+    if num_experts % len(names):
+        raise NotSupportedError(f"expert parallel: {num_experts} experts do not divide by the group's {len(names)} ranks")
+    node, local = divmod(dist.get_rank(group), local_size)
+
+    def part(members: Sequence[int]) -> dist.ProcessGroup:
+        return dist.new_group([ranks[member] for member in members], use_local_synchronization=True)
+
+    node_group = part(range(node * local_size, (node + 1) * local_size))
+    rail = part(range(local, len(names), local_size))
+    inner_experts = num_experts // len(nodes)
+    inner = get_ep_context(node_group, device, inner_experts, min(topk, inner_experts))
+    return RailContext(inner, rail, node_group, len(nodes), local_size, num_experts, topk)
+
+
+@dataclass
+class RailLayout:
+    """One routing over several nodes, kept for backward.
+
+    Attributes:
+        num_tokens: Tokens of this rank.
+        num_rows: Rows of this rank's experts.
+        tokens_per_expert: int64 [experts_per_rank], on the CPU.
+        inner: The visitors' layout inside the node.
+        rows_order: int64 [num_rows]: native row -> row of the inner layout; ``inner_order`` is the inverse.
+        send_index: int64: tokens in the order in which they leave, by node.
+        sent, received: Tokens to, and visitors from, each node.
+        places: int64: visitors' places that hold a row, by node and token.
+        returned, awaited: Rows to, and from, each node.
+        row_index: int64 [num_tokens, topk]: which awaited row is the token's j-th by expert, -1 where none.
+        experts: int64 [num_tokens, topk]: its expert.
+    """
+
+    num_tokens: int
+    num_rows: int
+    tokens_per_expert: torch.Tensor
+    inner: Layout
+    rows_order: torch.Tensor
+    inner_order: torch.Tensor
+    send_index: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    places: torch.Tensor
+    returned: list[int]
+    awaited: list[int]
+    row_index: torch.Tensor
+    experts: torch.Tensor
+
+
+def _exchange(rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows of every node of the rail, in the order of nodes."""
+    out = torch.empty(sum(out_splits), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+    dist.all_to_all_single(out, rows.contiguous(), out_splits, in_splits, group=group)
+    return out
+
+
+@dataclass
+class PendingRailLayout:
+    """The arguments of a layout; ``finish`` does the work, which needs the host anyway."""
+
+    routing_map: torch.Tensor
+    probs: torch.Tensor
+    hidden: int
+    dtype: torch.dtype
+    context: RailContext
+
+    def finish(self) -> RailLayout:
+        """Exchanges what the nodes need to know of each other and lays the visitors out.
+
+        Raises:
+            As ``ops.PendingLayout.finish``.
+        """
+        context, routed = self.context, self.routing_map
+        num_tokens, device = routed.shape[0], routed.device
+        by_node = routed.view(num_tokens, context.num_nodes, -1).transpose(0, 1)  # [nodes, tokens, experts of a node]
+        visits = by_node.any(2)
+        counts = torch.stack([visits.sum(1), by_node.sum((1, 2))], dim=1)  # tokens and rows for each node
+        theirs = _exchange(counts, [1] * context.num_nodes, [1] * context.num_nodes, context.rail)
+        (sent, awaited), (received, returned) = counts.t().tolist(), theirs.t().tolist()
+        node, token = visits.nonzero(as_tuple=True)
+        probs = self.probs.detach().view(num_tokens, context.num_nodes, -1).transpose(0, 1)
+        visitor_map = _exchange(by_node[node, token].to(torch.uint8), received, sent, context.rail).bool()
+        visitor_probs = _exchange(probs[node, token], received, sent, context.rail)
+        pending = ops.begin_layout(visitor_map, visitor_probs, self.hidden, self.dtype, context.inner)
+        segments = self._segments(visitor_map, received)
+        inner = pending.finish()
+        rows_order = torch.from_numpy(_native_order(segments)).to(device)
+        assert len(rows_order) == inner.num_rows
+        topk = context.inner.shape.topk
+        held = inner.expert_ids[:, :topk].reshape(-1) >= 0
+        row_index, experts = _awaited_rows(routed, by_node, context.topk)
+        return RailLayout(
+            num_tokens=num_tokens, num_rows=inner.num_rows, tokens_per_expert=inner.tokens_per_expert, inner=inner,
+            rows_order=rows_order, inner_order=rows_order.argsort(), send_index=token, sent=sent, received=received,
+            places=held.nonzero()[:, 0], returned=returned, awaited=awaited, row_index=row_index, experts=experts,
+        )  # fmt: skip
+
+    def _segments(self, visitor_map: torch.Tensor, received: list[int]) -> np.ndarray:
+        """[local experts of this rank, local ranks, nodes] rows from each (local rank, node)."""
+        context = self.context
+        mine = torch.stack([block.sum(0) for block in visitor_map.split(received)])  # [nodes, experts of the node]
+        every = [torch.empty_like(mine) for _ in range(context.local_size)]
+        dist.all_gather(every, mine, group=context.node_group)
+        local = context.inner.shape.experts_per_rank
+        first = context.inner.rank * local
+        return torch.stack(every).permute(2, 0, 1)[first : first + local].cpu().numpy()
+
+
+def _native_order(segments: np.ndarray) -> np.ndarray:
+    """Inner rows [expert, local rank, node, token] in the native order [expert, node, local rank, token]."""
+    ends = segments.reshape(-1).cumsum().reshape(segments.shape)
+    pieces = [
+        np.arange(ends[expert, local, node] - segments[expert, local, node], ends[expert, local, node])
+        for expert in range(segments.shape[0])
+        for node in range(segments.shape[2])
+        for local in range(segments.shape[1])
+    ]
+    return np.concatenate(pieces).astype(np.int64)
+
+
+def _awaited_rows(routed: torch.Tensor, by_node: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``RailLayout.row_index`` and ``experts``: rows come back by node, token, expert."""
+    num_tokens = routed.shape[0]
+    node, token, expert = by_node.nonzero(as_tuple=True)
+    expert = node * by_node.shape[2] + expert
+    nth = (routed.cumsum(1) - 1)[token, expert]
+    row_index = torch.full((num_tokens, topk), -1, dtype=torch.int64, device=routed.device)
+    experts = torch.zeros_like(row_index)
+    row_index[token, nth] = torch.arange(len(token), device=routed.device)
+    experts[token, nth] = expert
+    return row_index, experts
+
+
+def begin_layout(
+    routing_map: torch.Tensor, probs: torch.Tensor, hidden: int, dtype: torch.dtype, context: RailContext
+) -> PendingRailLayout:
+    """As ``ops.begin_layout`` with exact sizes."""
+    context.check()
+    return PendingRailLayout(routing_map, probs, hidden, dtype, context)
+
+
+def dispatch(
+    x: torch.Tensor,
+    layout: RailLayout,
+    context: RailContext,
+    *,
+    probs_dtype: torch.dtype = torch.float32,
+    zero_probs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As ``ops.dispatch``."""
+    visitors = _exchange(x.index_select(0, layout.send_index), layout.received, layout.sent, context.rail)
+    rows, row_probs = ops.dispatch(visitors, layout.inner, context.inner, probs_dtype=probs_dtype, zero_probs=zero_probs)
+    in_order = rows.index_select(0, layout.rows_order)
+    return in_order, None if row_probs is None else row_probs.index_select(0, layout.rows_order)
+
+
+def combine(
+    y: torch.Tensor,
+    layout: RailLayout,
+    context: RailContext,
+    *,
+    order: SumOrder,
+    row_grads: torch.Tensor | None = None,
+    probs_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As ``ops.combine``: rows return to the visitors' places, cross to the tokens' ranks and are added up there."""
+    inner, topk = layout.inner, context.inner.shape.topk
+    flat = replace(  # every place of a visitor stands for a token with one expert: returned, not added up
+        inner, shape=replace(inner.shape, topk=1), num_tokens=inner.num_tokens * topk, chunk_tokens=inner.chunk_tokens * topk,
+        expert_ids=inner.expert_ids[:, :topk].reshape(-1, 1).contiguous(),
+    )  # fmt: skip
+    grads = None if row_grads is None else row_grads.float().index_select(0, layout.inner_order)
+    places, place_grads = ops.combine(
+        y.index_select(0, layout.inner_order), flat, context.inner, order="ascending", row_grads=grads
+    )
+    rows = _exchange(places.index_select(0, layout.places), layout.awaited, layout.returned, context.rail)
+    out = _add_up(rows, layout.row_index, order)
+    if place_grads is None:
+        return out, None
+    of_place = place_grads.gather(1, flat.expert_ids.clamp(min=0).long())[:, 0].index_select(0, layout.places)
+    awaited = _exchange(of_place, layout.awaited, layout.returned, context.rail)
+    held = layout.row_index >= 0
+    values = torch.where(held, awaited[layout.row_index.clamp(min=0)] if len(awaited) else 0.0, 0.0).to(probs_dtype)
+    prob_grads = torch.zeros(layout.num_tokens, context.num_experts, dtype=probs_dtype, device=y.device)
+    token = torch.arange(layout.num_tokens, device=y.device)[:, None].expand_as(held)
+    prob_grads[token[held], layout.experts[held]] = values[held]
+    return out, prob_grads
+
+
+def _add_up(rows: torch.Tensor, row_index: torch.Tensor, order: SumOrder) -> torch.Tensor:
+    """Sums in the order and with the roundings of ``SumOrder``, as the kernels add them."""
+    num_tokens, topk = row_index.shape
+    total = torch.zeros(num_tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+    if len(rows):
+        for nth in reversed(range(topk)) if order == "descending" else range(topk):
+            index = row_index[:, nth]
+            total += torch.where((index >= 0)[:, None], rows[index.clamp(min=0)].float(), 0.0)
+            if order == "ascending_rounded":
+                total = total.to(rows.dtype).float()
+    return total.to(rows.dtype)
