@@ -8,6 +8,8 @@
 Each of the four pairs of a movement and a GEMM is one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
 same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also run beside dW1 on
 a stream of its own (``beside_wgrad``), with few multiprocessors: it depends on the same dgrad, and nothing waits for dW1.
+Seen on 4 x H200 at the layer of ``fused_kernels``: dgrad, combine and dW1 took 13.5 ms one after the other, 12.3-12.9 with dgrad
+and combine fused, 11.9 with combine beside dW1 (12 senders of 32 programs; 16 of 24 to 64: 12.4-13.0).
 """
 
 from __future__ import annotations
