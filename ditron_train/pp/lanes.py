@@ -43,6 +43,7 @@ from ditron_train.pp.messages import LANE_NAMES, Header, fragment_ends, num_byte
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.copies import copy_bytes
+from ditron_train.stream.events import EventPool, StreamEvent, current_stream
 
 __all__ = ["Incoming", "Receiver", "Sender"]
 
@@ -59,7 +60,7 @@ class _Sent:
     """Keeps a message's storage alive until its copy is known to be complete."""
 
     tensor: torch.Tensor
-    event: torch.cuda.Event
+    event: StreamEvent
     sent_from: torch.cuda.Stream
 
 
@@ -79,6 +80,7 @@ class Sender:
         self._uses = [0] * slots.loans[lane]
         self._newest_loan = -1
         self._held: deque[_Sent] = deque()
+        self._events = EventPool()
         device = channel.arena.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -94,7 +96,7 @@ class Sender:
         mailbox.write_header(self.peer, self.lane, message + 1, words)
         self.messages += 1
 
-    def send(self, tensor: torch.Tensor, *, lend: bool = True) -> torch.cuda.Event | None:
+    def send(self, tensor: torch.Tensor, *, lend: bool = True) -> StreamEvent | None:
         """Enqueues the next message; returns the event behind its copy (None on the CPU, where it is done).
 
         The storage is kept until the copy is complete. Never blocks the host on a GPU; on the CPU it blocks while no slot is
@@ -106,7 +108,8 @@ class Sender:
         self.announce(Header(tuple(data.shape), data.dtype, loan=loan))
         stream = self._stream
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(data.device))
+            current = current_stream(data.device)
+            self._events.record(current).hold(stream)
         ends = [num_bytes]
         if loan is None:
             slot, ends = self._slot_of_ring(stream), fragment_ends(num_bytes)
@@ -121,7 +124,7 @@ class Sender:
             begin = end
         if stream is None:
             return None
-        return self._hold(data, stream)
+        return self._hold(data, stream, current)
 
     def _choose_loan(self) -> int | None:
         """A slot that has come back, best one whose last use is known to be over; the others in the order of their use."""
@@ -151,15 +154,14 @@ class Sender:
             self.channel.wait_for(_CREDIT + self.lane, taken, peer=self.peer, chunk=self.messages - 1, stream=stream)
         return self.slots.in_ring(self.peer, self.lane, message)
 
-    def _hold(self, data: torch.Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream)
-        self._held.append(_Sent(data, event, torch.cuda.current_stream(data.device)))
+    def _hold(self, data: torch.Tensor, stream: torch.cuda.Stream, sent_from: torch.cuda.Stream) -> StreamEvent:
+        event = self._events.record(stream)
+        self._held.append(_Sent(data, event, sent_from))
         while len(self._held) > 1 + _MAX_HELD:
             # Let the stream that sent it wait for an old copy rather than hold ever more memory: a host that is far ahead
             # would otherwise keep every message of a step alive.
             old = self._held.popleft()
-            old.sent_from.wait_event(old.event)
+            old.event.hold(old.sent_from)
         return event
 
     def forget_loans(self) -> None:
@@ -168,7 +170,7 @@ class Sender:
 
     def release_sent(self) -> None:
         """Drops what is known to be sent (no wait)."""
-        while self._held and self._held[0].event.query():
+        while self._held and self._held[0].event.is_over():
             self._held.popleft()
 
 
@@ -180,14 +182,13 @@ class Incoming:
         message: Its number.
         header: What is expected.
         tensor: What arrived; None until it is taken.
-        done: Event behind its arrival, recorded on ``done_on`` (GPU).
+        done_on: The stream that its arrival was enqueued on (GPU).
     """
 
     message: int
     header: Header
     tensor: torch.Tensor | None = None
     done_on: torch.cuda.Stream | None = None
-    done: torch.cuda.Event | None = None
 
 
 class _Loan:
@@ -211,6 +212,7 @@ class Receiver:
         self._unverified: deque[tuple[int, Header]] = deque()
         self._let_go: deque[_Loan] = deque()  # appended to by whichever thread frees a lent tensor
         self._lent: dict[Incoming, _Loan] = {}
+        self._events = EventPool()
         device = channel.arena.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -273,11 +275,11 @@ class Receiver:
 
         Blocks the host until the sender's host has enqueued the message.
         """
-        stream = None if self._stream is None else torch.cuda.current_stream(self.channel.arena.device)
+        stream = None if self._stream is None else current_stream(self.channel.arena.device)
         while incoming.tensor is None:
             self._take_next(stream)
-        if stream is not None and incoming.done_on != stream:
-            stream.wait_event(incoming.done)
+        if incoming.done_on != stream:
+            self._events.record(incoming.done_on).hold(stream)
         loan = self._lent.pop(incoming, None)
         if loan is not None:
             loan.stream = stream
@@ -293,10 +295,7 @@ class Receiver:
             incoming.tensor = self._copy_out(incoming, num_bytes, stream)
         else:
             incoming.tensor = self._borrow(incoming, sent.loan, num_bytes, stream)
-        if stream is not None:
-            incoming.done_on = stream
-            incoming.done = torch.cuda.Event()
-            incoming.done.record(stream)
+        incoming.done_on = stream
 
     def _wait_for_fragment(self, message: int, stream: torch.cuda.Stream | None) -> None:
         self._fragments += 1
@@ -314,9 +313,9 @@ class Receiver:
     def _copy_out(self, incoming: Incoming, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         header, device = incoming.header, self.channel.arena.device
         tensor = torch.empty(header.shape, dtype=header.dtype, device=device)
-        if stream is not None and stream != torch.cuda.current_stream(device):
+        if stream is not None and stream != current_stream(device):
             # The allocator may have handed out memory that is still in use on the current stream.
-            stream.wait_stream(torch.cuda.current_stream(device))
+            self._events.record(current_stream(device)).hold(stream)
             tensor.record_stream(stream)
         slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages)
         self._ring_messages += 1

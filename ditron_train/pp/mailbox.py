@@ -13,9 +13,9 @@ import mmap
 import os
 import secrets
 import time
+from array import array
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -56,7 +56,8 @@ class Mailbox:
         self.world_size = dist.get_world_size(group)
         self._memory = self._map(group)
         self._words = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._bytes = self._words.numpy()
+        self._bytes = memoryview(self._memory)
+        self._int64 = self._bytes.cast("q")
         self._host_base = self._words.data_ptr()
         self._device_base = self._register(group, device)
         self._generation = 0
@@ -119,66 +120,68 @@ class Mailbox:
         """Sets a flag from the host, where no stream has anything to do with it."""
         ctypes.c_int32.from_address(self.flag_host_address(rank, index)).value = value
 
-    def _int64(self, offset: int, count: int) -> np.ndarray:
-        return self._bytes[offset : offset + 8 * count].view(np.int64)
-
-    def _row(self, rank: int, offset: int, count: int) -> np.ndarray:
-        return self._int64(_FAULT_BYTES + rank * _ROW_BYTES + offset, count)
+    def _row(self, rank: int, offset: int) -> int:
+        """Where in ``_int64`` the word at ``offset`` of ``rank``'s row is."""
+        return (_FAULT_BYTES + rank * _ROW_BYTES + offset) // 8
 
     # Headers: the sender writes into the receiver's row, the receiver says how many it has read.
 
-    def _header(self, rank: int, lane: int, sequence: int) -> np.ndarray:
+    def _header(self, rank: int, lane: int, sequence: int) -> int:
         slot = lane * HEADER_DEPTH + sequence % HEADER_DEPTH
-        return self._row(rank, _OFFSET_HEADERS + slot * HEADER_WORDS * 8, HEADER_WORDS)
+        return self._row(rank, _OFFSET_HEADERS + slot * HEADER_WORDS * 8)
 
     def has_room(self, rank: int, lane: int, sequence: int) -> bool:
         """Whether header ``sequence`` (from 1) may be written to ``rank`` without losing one that it has not read."""
-        return sequence - int(self._row(rank, _OFFSET_READ + lane * _LINE_BYTES, 1)[0]) <= HEADER_DEPTH
+        return sequence - self._int64[self._row(rank, _OFFSET_READ + lane * _LINE_BYTES)] <= HEADER_DEPTH
 
     def write_header(self, rank: int, lane: int, sequence: int, words: list[int]) -> None:
         """Publishes the header of message ``sequence`` to ``rank``; the checksum makes a half-written one invisible."""
         assert len(words) == HEADER_WORDS - 2
-        header = self._header(rank, lane, sequence)
-        header[0] = 0
-        header[1:-1] = words
-        header[-1] = sequence + sum(words)
-        header[0] = sequence
+        place = self._header(rank, lane, sequence)
+        self._int64[place] = 0
+        self._int64[place + 1 : place + HEADER_WORDS] = array("q", [*words, sequence + sum(words)])
+        self._int64[place] = sequence
 
     def read_header(self, lane: int, sequence: int) -> list[int] | None:
         """Header of message ``sequence`` to this rank, or None if it has not been written yet."""
-        words = self._header(self.rank, lane, sequence).tolist()
+        place = self._header(self.rank, lane, sequence)
+        if self._int64[place] != sequence:
+            return None
+        words = self._int64[place : place + HEADER_WORDS].tolist()
         if words[0] != sequence or words[-1] != sequence + sum(words[1:-1]):
             return None
         return words[1:-1]
 
     def acknowledge(self, lane: int, sequence: int) -> None:
         """Lets senders reuse the headers up to ``sequence``."""
-        self._row(self.rank, _OFFSET_READ + lane * _LINE_BYTES, 1)[0] = sequence
+        self._int64[self._row(self.rank, _OFFSET_READ + lane * _LINE_BYTES)] = sequence
 
     # Slots that are lent: the receiver's host says which it has got back, in the sender's row.
 
-    def returned(self, rank: int, lane: int) -> np.ndarray:
+    def returned(self, rank: int, lane: int) -> memoryview:
         """How often each slot to lend of ``rank``'s lane has come back, ``[MAX_LOANS]``, to read and to write.
 
         The flag that the receiver's stream sets when its last use is over is enqueued before the host counts here.
         """
-        return self._row(rank, _OFFSET_RETURNED + lane * MAX_LOANS * 8, MAX_LOANS)
+        place = self._row(rank, _OFFSET_RETURNED + lane * MAX_LOANS * 8)
+        return self._int64[place : place + MAX_LOANS]
 
     # A value of every rank, agreed on with a deadline.
 
     def agree(self, value: int, timeout_s: float, on_poll: Callable[[], None]) -> list[int | None]:
         """Collective: the ``value`` of every rank; None for those that did not come within ``timeout_s``."""
         self._generation += 1
-        own = self._row(self.rank, _OFFSET_AGREE, 3)
-        own[1 + self._generation % 2] = value  # a rank that is one call ahead must not overwrite what others still read
-        own[0] = self._generation
+        own = self._row(self.rank, _OFFSET_AGREE)
+        # A rank that is one call ahead must not overwrite what others still read.
+        self._int64[own + 1 + self._generation % 2] = value
+        self._int64[own] = self._generation
         deadline_s = time.monotonic() + timeout_s
         values: list[int | None] = [None] * self.world_size
         while any(entry is None for entry in values):
             for rank in range(self.world_size):
-                row = self._row(rank, _OFFSET_AGREE, 3)
-                if values[rank] is None and int(row[0]) >= self._generation:
-                    values[rank] = int(row[1 + self._generation % 2])
+                row = self._row(rank, _OFFSET_AGREE)
+                if values[rank] is None and self._int64[row] >= self._generation:
+                    values[rank] = self._int64[row + 1 + self._generation % 2]
             if time.monotonic() > deadline_s:
                 break
             on_poll()
@@ -192,7 +195,7 @@ class Mailbox:
 
         Ranks often fail at the same moment; who creates the claim file writes, and the others wait for what was written.
         """
-        words = self._int64(0, _FAULT_WORDS)
+        words = self._int64
         try:
             os.close(os.open(self._claim_path, os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
@@ -204,8 +207,8 @@ class Mailbox:
             if words[0] == 0:
                 encoded = text.encode()[: _FAULT_BYTES - 8 * _FAULT_WORDS]
                 begin = 8 * _FAULT_WORDS
-                self._bytes[begin : begin + len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
-                words[2 : 2 + len(fields)] = fields
+                self._bytes[begin : begin + len(encoded)] = encoded
+                words[2 : 2 + len(fields)] = array("q", fields)
                 words[1] = len(encoded)
                 words[0] = 1
         finally:
@@ -214,10 +217,10 @@ class Mailbox:
     @property
     def failed(self) -> bool:
         """Whether any rank of the node posted a failure."""
-        return bool(self._int64(0, 1)[0])
+        return self._int64[0] != 0
 
     def fault(self) -> tuple[list[int], str]:
         """The posted failure: its numbers and its text."""
-        words = self._int64(0, _FAULT_WORDS).tolist()
-        text = self._bytes[8 * _FAULT_WORDS : 8 * _FAULT_WORDS + words[1]].tobytes().decode(errors="replace")
+        words = self._int64[:_FAULT_WORDS].tolist()
+        text = bytes(self._bytes[8 * _FAULT_WORDS : 8 * _FAULT_WORDS + words[1]]).decode(errors="replace")
         return words[2:], text

@@ -11,6 +11,7 @@ from ditron_train.pp.lanes import Incoming, Receiver
 from ditron_train.pp.messages import BACKWARD, FORWARD, Header, num_bytes_of
 from ditron_train.pp.network import NetworkWork
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.stream.events import StreamEvent, current_stream
 
 __all__ = ["Handle", "exchange"]
 
@@ -19,21 +20,35 @@ _SENDS = (("send_next", FORWARD), ("send_prev", BACKWARD))
 _RECEIVES = (("recv_prev", FORWARD), ("recv_next", BACKWARD))
 
 
-@dataclass
 class Handle:
-    """A message that was enqueued.
+    """A message that was enqueued."""
 
-    Attributes:
-        tensor: What is received. Before ``wait`` it has a shape and type but no memory of its own; ``wait`` gives it the
-            memory that the message lies in, with the contents there for what the current stream does from then on. Streams
-            other than that one must be done with it when its last user lets go of it (``record_stream`` does nothing).
-    """
+    def __init__(
+        self, tensor: torch.Tensor | None = None, sent: StreamEvent | None = None, device: torch.device | None = None
+    ) -> None:
+        self._tensor, self._sent, self._device = tensor, sent, device
+        self._receiver: Receiver | None = None
+        self._incoming: Incoming | None = None
+        self._placeholder: torch.Tensor | None = None
+        self._work: NetworkWork | None = None
 
-    tensor: torch.Tensor | None = None
-    _sent: torch.cuda.Event | None = None
-    _receiver: Receiver | None = None
-    _incoming: Incoming | None = None
-    _work: NetworkWork | None = None
+    @classmethod
+    def receiving(cls, receiver: Receiver, header: Header, placeholder: torch.Tensor) -> Handle:
+        """Of the next message on a lane."""
+        handle = cls(None)
+        handle._receiver, handle._incoming, handle._placeholder = receiver, receiver.post(header), placeholder
+        return handle
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is received, None for a send. Before ``wait`` it has a shape and type but no memory of its own; ``wait`` gives it
+        the memory that the message lies in, with the contents there for what the current stream does from then on. Streams
+        other than that one must be done with it when its last user lets go of it (``record_stream`` does nothing).
+        """
+        if self._tensor is None and self._incoming is not None:
+            self._tensor = torch.empty_like(self._placeholder)
+            self._tensor.data = self._placeholder.expand(self._incoming.header.shape)
+        return self._tensor
 
     def wait(self) -> None:
         """Received: orders the current stream behind the arrival. Sent: orders it behind the copy, so that the tensor
@@ -45,10 +60,14 @@ class Handle:
             PeerTimeoutError: The neighbour did not come in time (if only its device did not, the next op raises).
             MismatchError: The neighbour sent something else.
         """
-        if self._receiver is not None and self._incoming is not None:
-            self.tensor.data = self._receiver.take(self._incoming)
+        if self._receiver is not None:
+            received = self._receiver.take(self._incoming)
+            if self._tensor is None:
+                self._tensor = received
+            else:
+                self._tensor.data = received
         if self._sent is not None:
-            torch.cuda.current_stream().wait_event(self._sent)
+            self._sent.hold(current_stream(self._device))
         if self._work is not None:
             self._work.wait()
 
@@ -124,7 +143,7 @@ def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Bat
     sender = context.local_senders[lane]
     num_bytes = tensor.numel() * tensor.element_size()
     if sender is not None and num_bytes <= context.slot_bytes:
-        return Handle(_sent=sender.send(tensor, lend=lend))
+        return Handle(sent=sender.send(tensor, lend=lend), device=tensor.device)
     data = tensor.detach().contiguous()
     if sender is not None:
         _require_network(context, num_bytes)
@@ -146,10 +165,7 @@ def _receive(context: PipelineContext, lane: int, header: Header, batch: _Batch)
     receiver = context.local_receivers[lane]
     num_bytes = num_bytes_of(header.shape, header.dtype)
     if receiver is not None and num_bytes <= context.slot_bytes:
-        incoming = receiver.post(header)
-        tensor = torch.empty(0, dtype=header.dtype, device=context.device)
-        tensor.data = context.placeholder(header.dtype).expand(header.shape)
-        return Handle(tensor=tensor, _receiver=receiver, _incoming=incoming)
+        return Handle.receiving(receiver, header, context.placeholder(header.dtype))
     if receiver is not None:
         _require_network(context, num_bytes)
         receiver.expect(Header(header.shape, header.dtype, by_network=True))

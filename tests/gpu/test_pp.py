@@ -209,6 +209,8 @@ def _spin_kernel(nanoseconds):
 
 def test_messages_arrive_while_no_multiprocessor_has_room(device, new_context):
     """Two blocks of 1,024 threads on each multiprocessor are all it holds: what needs one waits for them. A local copy does."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        pytest.skip("with one hardware queue the receiving stream is behind whatever kernel was enqueued before")
     from ditron_train.pp import exchange
 
     num_bytes, spin_ms = 16 << 20, 60

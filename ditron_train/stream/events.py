@@ -1,0 +1,55 @@
+"""Events between streams, straight from the driver: about 2 us a call from Python, where ``torch.cuda.Event`` takes 5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ditron_train.stream import driver
+
+__all__ = ["EventPool", "StreamEvent", "current_stream"]
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """``torch.cuda.current_stream``, the object kept by its handle."""
+    handle = torch._C._cuda_getCurrentRawStream(device.index)
+    stream = _streams.get(handle)
+    if stream is None or stream.device != device:
+        stream = _streams[handle] = torch.cuda.current_stream(device)
+    return stream
+
+
+class StreamEvent:
+    """A moment of a stream. The driver's event behind it is used again once nobody holds this."""
+
+    __slots__ = ("_event", "_pool")
+
+    def __init__(self, event: Any, pool: list[Any]) -> None:
+        self._event, self._pool = event, pool
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Holds ``stream`` until the moment has come."""
+        driver.stream_wait_event(stream.cuda_stream, self._event)
+
+    def is_over(self) -> bool:
+        """Whether the moment has come (no wait)."""
+        return driver.event_query(self._event)
+
+    def __del__(self) -> None:
+        self._pool.append(self._event)
+
+
+class EventPool:
+    """Events of one device."""
+
+    def __init__(self) -> None:
+        self._pool: list[Any] = []
+
+    def record(self, stream: torch.cuda.Stream) -> StreamEvent:
+        """The moment when ``stream`` has done what is enqueued on it now."""
+        event = self._pool.pop() if self._pool else driver.event_create()
+        driver.event_record(event, stream.cuda_stream)
+        return StreamEvent(event, self._pool)
