@@ -22,6 +22,7 @@ from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.stamp import nccl_version
 from ditron_train.bench.tables import terminal
 from ditron_train.bench.tp import cases_of
+from ditron_train.bench.tp_contenders import Case
 from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
@@ -32,6 +33,7 @@ from ditron_train.tp.tuning import Problem
 from ditron_train.tune.rates import fit_rates
 from ditron_train.tune.search import STAGES, ShapeClass, Turns, search
 from ditron_train.tune.trial import Trial
+from ditron_train.verify.cases import add_model_arguments, model_cases
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,15 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op", action="append", choices=_OPS, help=f"op and layout, may be repeated (default: {', '.join(_DEFAULT_OPS)})"
     )
-    parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated; default: all published)")
+    parser.add_argument(
+        "--model", action="append", help="shapes published for this model (may be repeated; default: all, and a LLaMA-70B layer)"
+    )
     parser.add_argument(
         "--shape",
         nargs=3,
         type=int,
         metavar=("M", "N", "K"),
         action="append",
-        help="global sizes of a linear layer, as in bench tp, instead of the published models' (may be repeated)",
+        help="global sizes of one linear layer, tried as column and as row layer (may be repeated)",
     )
+    add_model_arguments(parser)
     parser.add_argument(
         "--output",
         type=Path,
@@ -117,17 +122,31 @@ def _agreed_table(path: Path, session: BenchSession, context: TPContext) -> Tuni
     return found[0]
 
 
+def _cases(arguments: argparse.Namespace, session: BenchSession, dtype: torch.dtype) -> list[Case]:
+    """Layers by their global sizes: what ``--shape``, ``--model`` and a model's sizes name, or all that is published."""
+    cases = []
+    names_layer = arguments.hidden_size is not None
+    names_shapes = bool(arguments.shape or arguments.model)
+    if names_shapes or not names_layer:
+        cases += [case for op in ("ag_gemm", "gemm_rs") for case in cases_of(op, arguments, session)]
+    if names_layer or not names_shapes:
+        for layer in model_cases(arguments, dtype, session.device.type == "cuda"):
+            layer.local_shapes(session.world_size)  # raises where it does not divide
+            cases.append(Case("ag_gemm" if layer.kind == "column" else "gemm_rs", layer.name, layer.m, layer.n, layer.k))
+    return cases
+
+
 def _problems(arguments: argparse.Namespace, session: BenchSession) -> list[Problem]:
     """The GEMMs of every layer asked for: forward, and the data gradient in backward."""
     dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     world_size = session.world_size
     problems = []
-    for case in cases_of("ag_gemm", arguments, session):
+    for case in _cases(arguments, session, dtype):
         problems.append(case.problem(dtype, world_size))
-        problems.append(Problem("gemm_rs", case.m, case.k, case.n // world_size, "nn", dtype, world_size))
-    for case in cases_of("gemm_rs", arguments, session):
-        problems.append(case.problem(dtype, world_size))
-        problems.append(Problem("ag_gemm", case.m, case.k // world_size, case.n, "nn", dtype, world_size))
+        if case.op == "ag_gemm":
+            problems.append(Problem("gemm_rs", case.m, case.k, case.n // world_size, "nn", dtype, world_size))
+        else:
+            problems.append(Problem("ag_gemm", case.m, case.k // world_size, case.n, "nn", dtype, world_size))
     wanted = arguments.op or _DEFAULT_OPS
     problems = [problem for problem in dict.fromkeys(problems) if problem.table_op in wanted]
     for problem in problems:

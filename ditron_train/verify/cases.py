@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ditron_train.megatron.routing import Kind
 from ditron_train.runtime.errors import SettingError
 
-__all__ = ["Case", "add_case_arguments", "model_cases", "random_cases", "shape_cases"]
+if TYPE_CHECKING:  # megatron-core need not be there for what is asked of this module alone
+    from ditron_train.megatron.routing import Kind
+
+__all__ = ["Case", "add_case_arguments", "add_model_arguments", "model_cases", "random_cases", "shape_cases"]
 
 # A LLaMA-70B-like layer, and one that the interpreter computes in seconds.
 _GPU_MODEL = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, seq_length=8192)
@@ -55,14 +58,19 @@ class Case:
         return (self.m, self.k // world_size), (self.n, self.k // world_size)
 
 
-def add_case_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model in Megatron's own words, and the alternatives."""
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """A model in Megatron's own words."""
     model = parser.add_argument_group("model", "Megatron's arguments; default: a LLaMA-70B-like layer (CPU: a small one)")
     for name in ("hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels", "seq-length"):
         model.add_argument(f"--{name}", type=int, metavar="N")
     model.add_argument("--micro-batch-size", type=int, default=1, metavar="N")
     model.add_argument("--no-swiglu", dest="swiglu", action="store_false", help="fc1 without a gate")
-    model.add_argument("--padded-vocab-size", type=int, metavar="N", help="verify the output layer too")
+    model.add_argument("--padded-vocab-size", type=int, metavar="N", help="the output layer too")
+
+
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, and the alternatives."""
+    add_model_arguments(parser)
     other = parser.add_argument_group("instead of a model")
     other.add_argument("--column", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one column layer")
     other.add_argument("--row", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one row layer")

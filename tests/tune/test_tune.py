@@ -36,10 +36,12 @@ def test_a_table_is_written_read_and_used(tmp_path: Path) -> None:
         assert (choice.config.block_m, choice.config.block_n, choice.config.block_k) == (32, 16, 32)
         assert choice.gather.mode == "push" and choice.source == "table" and equal
 
-    # Another op and shape class is added; what was there stays.
-    assert run_workers(2, tune_once, str(path), "--shape", "128", "64", "32", "--op", "gemm_rs nt") == [0, 0]
+    # A model's row layers are added; what was there stays.
+    sizes = ("--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128")
+    assert run_workers(2, tune_once, str(path), *sizes, "--op", "gemm_rs nt") == [0, 0]
     longer = read_table(path, content["device"])
-    assert longer.find("gemm_rs nt", 2, "128x64x16") and longer.find("ag_gemm nt", 2, "64x32x64")["tile"] == "32x16x32"
+    assert longer.find("gemm_rs nt", 2, "128x32x16") and longer.find("gemm_rs nt", 2, "128x32x32")
+    assert longer.find("ag_gemm nt", 2, "64x32x64")["tile"] == "32x16x32"
 
 
 def test_candidates_with_other_bits_are_thrown_out(tmp_path: Path) -> None:
