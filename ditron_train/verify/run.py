@@ -15,6 +15,7 @@ from ditron_train.bench.tables import terminal
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.verify.cases import Case, add_case_arguments, model_cases, random_cases, shape_cases
 from ditron_train.verify.outcome import Outcome, Stress
+from ditron_train.verify.rooms import parse_rooms, verify_room
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,6 +25,9 @@ _FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``verify``."""
     add_case_arguments(parser)
+    parser.add_argument(
+        "--rooms", metavar="NAME,NAME", help="then the ops of these, too: sp, ep, pp, muon (default: tensor parallel only)"
+    )
     stress = parser.add_argument_group("stress")
     stress.add_argument("--repeat", type=int, default=1, metavar="N", help="compare each case N times, on new data")
     stress.add_argument("--straggler-ms", type=float, default=0.0, metavar="MS", help="a random rank is up to this late")
@@ -46,18 +50,25 @@ def run(arguments: argparse.Namespace) -> int:
         SettingError: A size, a count, a shape or a folder that cannot be.
         NotSupportedError: megatron-core, the reference, is not installed.
     """
-    _check(arguments)
+    rooms = _check(arguments)
     try:
         from ditron_train.bench.megatron_tp import megatron_world
     except ImportError as error:
         raise NotSupportedError(f"verify compares with megatron-core: {error}; pip install 'ditron_train[megatron]'") from None
     # Whatever is proven equal is verified, be it faster on this machine or not.
     os.environ.setdefault("DITRON_POLICY", "bits")
-    with bench_session("verify", arguments) as session, megatron_world(session):
-        return _Verification(session, arguments).run()
+    with bench_session("verify", arguments) as session:
+        with megatron_world(session):
+            status = _Verification(session, arguments).run()
+        sentences = [verify_room(session, room) for room in rooms]
+        if session.rank == 0:
+            for sentence in sentences:
+                terminal().print(sentence, highlight=False)
+        return max(status, int(any("DIFFERENT" in sentence for sentence in sentences)))
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace) -> list[str]:
+    """The names of ``--rooms``; raises for whatever cannot be, before anything is launched."""
     if arguments.repeat < 1 or min(arguments.random, arguments.straggler_ms, arguments.ops) < 0:
         raise SettingError("--repeat has to be above 0, --random, --ops and --straggler-ms not below")
     if arguments.repetitions < 1 or arguments.warmup < 0:
@@ -70,6 +81,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingError("--largest has to be above 0")
     if arguments.output is not None:
         _check_folder(arguments)
+    return parse_rooms(arguments.rooms)
 
 
 def _check_folder(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ditron_train.bench.rows import read_results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.testing.processes import run_workers
-from ditron_train.verify import soak
+from ditron_train.verify import rooms, soak
 from ditron_train.verify.cases import model_cases, random_cases, shape_cases
 from ditron_train.verify.outcome import RESULTS, Outcome
 from ditron_train.verify.run import add_arguments, run
@@ -80,6 +80,25 @@ def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
     assert ops["crossed_the_wrap"] and ops["last_epoch"] >= 2**31 and len(ops["host_bytes"]) > 10
 
 
+def _run_rooms(is_wrong: bool) -> int:
+    """The pipeline's messages after a layer; one of them arrives with a wrong value on rank 1."""
+    from ditron_train.bench import pp
+
+    rooms._OPTIONS["pp"] = ("--no-limited", "--part", "send_recv", "--mb", "0.1")
+    right = pp._Transfers.ours
+    if is_wrong:
+        pp._Transfers.ours = lambda self, index: right(self, index).clone().add_(dist.get_rank())
+    try:
+        return run(arguments("--row", "8", "8", "8", "--rooms", "pp"))
+    finally:
+        pp._Transfers.ours = right
+
+
+def test_other_rooms() -> None:
+    assert run_workers(2, _run_rooms, False) == [0, 0]
+    assert run_workers(2, _run_rooms, True) == [1, 1]
+
+
 def _run_soak(*words: str) -> int:
     """Memory of a worker that other tests have used says nothing."""
     soak.MAX_DRIFT_BYTES = 1 << 30
@@ -120,7 +139,7 @@ def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
 def test_bad_input_is_refused_on_every_rank() -> None:
     assert run_workers(2, _refused, "--column", "31", "32", "32") == ["column 31x32x32 does not divide over 2 ranks"] * 2
     bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
-           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"), ("--output", "/proc/nowhere")]  # fmt: skip
+           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"), ("--output", "/proc/nowhere"), ("--rooms", "tp,xp")]  # fmt: skip
     for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
