@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, get_ep_context
+from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, get_ep_context, get_rail_context
 from ditron_train.ep import fused, ops
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.group_gemm import group_gemm, group_linear
@@ -285,3 +287,17 @@ def expert_functions(tokens_by_rank, dtype, order):
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     for others in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], others))
+
+
+def error_of_scattered_nodes():
+    """What ranks of two posed nodes get that take turns instead of forming blocks."""
+    from ditron_train.runtime.errors import NotSupportedError
+
+    os.environ["NCCL_HOSTID"] = str(dist.get_rank() % 2)
+    try:
+        get_rail_context(dist.group.WORLD, torch.device("cpu"), 8, 2)
+    except NotSupportedError as error:
+        return str(error)
+    finally:
+        del os.environ["NCCL_HOSTID"]
+    return None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_ep import error_of  # noqa: E402
+from bodies_ep import error_of, error_of_scattered_nodes  # noqa: E402
 
 from ditron_train.testing.processes import run_workers, run_workers_once  # noqa: E402
 
@@ -48,3 +48,7 @@ def test_a_rank_that_does_not_come_is_named():
     assert time.monotonic() - start < 60
     assert outcomes[1].ok and outcomes[1].value is None
     assert outcomes[0].value[0] == "PeerTimeoutError" and "rank 0 waited 3 s for rank 1" in outcomes[0].value[1]
+
+
+def test_nodes_that_are_no_blocks_of_ranks():
+    assert all("equal blocks of neighbours" in text for text in run_workers(4, error_of_scattered_nodes))
