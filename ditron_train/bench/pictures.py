@@ -13,7 +13,8 @@ __all__ = ["draw_speedups"]
 def draw_speedups(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     """Writes one picture with a panel for each op and pass; needs matplotlib (extra ``bench``).
 
-    Bars: native time over ours, and over the peer's. Mark: what no overlap can beat. Line: native.
+    Bars: native time over ours, and over the peer's. Marks: what no overlap can beat, and what the cost
+    model predicts. Line: native.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -49,5 +50,8 @@ def _draw_panel(axis: object, rows: Sequence[Row]) -> None:
     limits = [(x, row.native_us / row.limit_us) for x, row in zip(places, rows) if row.limit_us]
     if limits:
         axis.scatter(*zip(*limits), marker="_", s=300, color="#c0392b", label="limit", zorder=3)
+    predicted = [(x, row.model_native_us / row.model_us) for x, row in zip(places, rows) if row.model_us and row.model_native_us]
+    if predicted:
+        axis.scatter(*zip(*predicted), marker="x", s=30, color="black", label="cost model", zorder=3)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks(list(places), [row.model for row in rows], rotation=30, ha="right", fontsize="small")
