@@ -146,7 +146,7 @@ class _Verification:
         from ditron_train.verify.soak import Soak, SoakMeter
 
         session, arguments = self.session, self.arguments
-        soak = Soak("random", arguments.random, arguments.first_epoch)
+        soak = Soak("random", arguments.random, self._epoch())
         meter = SoakMeter(soak, session.device, arguments.seconds)
         cases = random_cases(
             arguments.random, arguments.seed, session.world_size, self.on_gpu,
@@ -160,13 +160,14 @@ class _Verification:
             if not outcome.equal:
                 soak.differs(f"{case} {outcome.num_different}")
             meter.sample()
-        meter.finish(self._last_epoch())
+        meter.finish(self._epoch())
         return soak
 
     def _num_compared(self, outcome: Outcome) -> int:
         return len(outcome.num_different) * self.arguments.repeat if outcome.is_ours else 0
 
-    def _last_epoch(self) -> int:
+    def _epoch(self) -> int:
+        """The largest that an op of the context has reached."""
         from ditron_train.symm.control import TICKET_UNIT_LOG2
 
         channels = (self.context.gather_channel, self.context.scatter_channel)
@@ -176,7 +177,7 @@ class _Verification:
         from ditron_train.verify.endure import endure
         from ditron_train.verify.soak import Soak
 
-        soak = Soak("ops", self.arguments.ops, self.arguments.first_epoch)
+        soak = Soak("ops", self.arguments.ops, self._epoch())
         endure(self.session, soak, self.context, seed=self.arguments.seed, limit_s=self.arguments.seconds)
         return soak
 
