@@ -110,21 +110,25 @@ def _layer_rows(session: BenchSession) -> None:
         session.add(row)
 
 
+def _known_cases(world_size: int) -> list[Case]:
+    workload = load_workloads()["gemm_a2a"]
+    lengths = workload["weak_scaling_seqlen_by_gpus"]
+    cases = [Case(*_FACTS)]
+    for length in lengths.get(str(world_size)) or [one * world_size // 8 for one in lengths["8"]]:
+        cases.append(Case("weak scaling", length, 64, 64, 128))
+    for shape in workload["strong_scaling"]:
+        cases.append(Case("strong scaling", shape["seqlen"], shape["heads"], shape["heads"], shape["head_size"]))
+    return cases
+
+
 def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     shapes = arguments.shape or ([(64, 8, 4, 16)] if session.device.type == "cpu" else None)
+    cases = _known_cases(session.world_size)
     if shapes is not None:
-        cases = [Case("custom", *shape) for shape in shapes]
-    else:
-        workload = load_workloads()["gemm_a2a"]
-        cases = [Case(*_FACTS)]
-        lengths = workload["weak_scaling_seqlen_by_gpus"]
-        for length in lengths.get(str(session.world_size)) or [one * session.world_size // 8 for one in lengths["8"]]:
-            cases.append(Case("weak scaling", length, 64, 64, 128))
-        for shape in workload["strong_scaling"]:
-            heads = shape["heads"]
-            cases.append(Case("strong scaling", shape["seqlen"], heads, heads, shape["head_size"]))
-        if arguments.model:
-            cases = [case for case in cases if case.model in arguments.model]
+        names = {tuple(case.shape.values()): case.model for case in cases}
+        cases = [Case(names.get(tuple(shape), "custom"), *shape) for shape in shapes]
+    elif arguments.model:
+        cases = [case for case in cases if case.model in arguments.model]
     for case in cases:
         if case.seqlen % (2 * session.world_size) or case.groups % session.world_size or case.heads % case.groups:
             raise SettingError(f"{case} does not divide over {session.world_size} ranks")
