@@ -30,17 +30,14 @@ def layout_tiles(layout: Layout) -> RowTiles:
 def _plan(layout: Layout, context: EPContext, tiles: RowTiles, *, by_arrival: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of the row tiles, and a fresh board."""
     shape, device = layout.shape, context.device
-    num_blocks = -(-tiles.num_rows // tiles.block_m)
-    counters = max(tiles.max_tiles, num_blocks)
-    memory = torch.empty(tiles.max_tiles + _BOARD_WORDS + counters, dtype=torch.int32, device=device)
-    board, order = memory[: _BOARD_WORDS + counters], memory[_BOARD_WORDS + counters :]
+    memory = torch.empty(2 * tiles.max_tiles + _BOARD_WORDS, dtype=torch.int32, device=device)
+    order, board = memory[: tiles.max_tiles], memory[tiles.max_tiles :]
     constants = dict(
         NUM_EXPERTS=tiles.num_experts, WORLD_SIZE=shape.world_size, SLOTS=shape.slots, PHASES=context.fused.phases,
         BY_ARRIVAL=by_arrival, BLOCK_M=tiles.block_m, BLOCK=_PLAN_BLOCK,
     )  # fmt: skip
-    num_programs = max(-(-counters // _PLAN_BLOCK), 1)
-    ops.launch(context, plan_tiles, num_programs, constants, 8)(
-        tiles.tiles, layout.sources, order, board, context.dispatch_channel.control, tiles.max_tiles, num_blocks
+    ops.launch(context, plan_tiles, tiles.max_tiles // _PLAN_BLOCK, constants, 8)(
+        tiles.tiles, layout.sources, order, board, context.dispatch_channel.control, tiles.max_tiles
     )
     return order, board
 

@@ -71,9 +71,9 @@ def _tile_key(
         return (expert * WORLD_SIZE + (home + 2 * WORLD_SIZE - rank - 1) % WORLD_SIZE) * max_tiles + index
 
 
-@triton.jit(do_not_specialize=["max_tiles", "num_blocks"])
+@triton.jit(do_not_specialize=["max_tiles"])
 def plan_tiles(
-    tiles, sources, order, board, control, max_tiles, num_blocks,
+    tiles, sources, order, board, control, max_tiles,
     NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, SLOTS: tl.constexpr, PHASES: tl.constexpr,
     BY_ARRIVAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def plan_tiles(
     num_rows = tl.load(tiles + 4 + 4 * max_tiles + NUM_EXPERTS - 1)
     if BY_ARRIVAL:
         missing = tl.minimum(tl.maximum(num_rows - index * BLOCK_M, 0), BLOCK_M)
-        tl.store(board + COUNTERS + index, BLOCK_M - missing, mask=index < num_blocks)
+        tl.store(board + COUNTERS + index, BLOCK_M - missing, mask=index < max_tiles)
     else:
         tl.store(board + COUNTERS + index, tl.zeros((BLOCK,), tl.int32), mask=index < max_tiles)
     if tl.program_id(0) == 0:

@@ -23,6 +23,7 @@ __all__ = ["RowTiles", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40
 _TILE_WORDS = 4
+_LIST_BLOCK = 128  # tiles that a program lists
 _SLACK_WORDS = 1024  # a loop that runs ahead may look at entries behind the last, whose values it then drops
 
 
@@ -88,13 +89,16 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts]) that sum to ``num_rows`` at most."""
     target = kernel_target(tokens_per_expert.device)
     num_experts, block_m = tokens_per_expert.numel(), _block_m(target)
-    max_tiles = -(-num_rows // block_m) + num_experts
+    num_programs = -(-(-(-num_rows // block_m) + num_experts) // _LIST_BLOCK)
+    max_tiles = num_programs * _LIST_BLOCK  # few different numbers, whatever the rows: launches are kept by number
     words = _TILE_WORDS * (max_tiles + 1) + num_experts
     tiles = torch.empty(words + _SLACK_WORDS, dtype=torch.int32, device=tokens_per_expert.device)
-    list_tiles[(-(-max_tiles // 128),)](
-        tokens_per_expert, tiles, max_tiles, NUM_EXPERTS=num_experts, EXPERTS=1 << max(num_experts - 1, 0).bit_length(),
-        BLOCK_M=block_m, BLOCK=128,
-    )  # fmt: skip
+    constants = dict(
+        NUM_EXPERTS=num_experts, EXPERTS=1 << max(num_experts - 1, 0).bit_length(), BLOCK_M=block_m, BLOCK=_LIST_BLOCK
+    )
+    _launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)(
+        tokens_per_expert, tiles, max_tiles
+    )
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
 
 

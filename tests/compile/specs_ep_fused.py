@@ -43,7 +43,7 @@ SPECS = [
     KernelSpec(
         name="ep_plan_tiles",
         kernel="ditron_train.ep.fused_kernels:plan_tiles",
-        signature=_signature(("tiles sources order board", _INT), ("control", "*i64"), ("max_tiles num_blocks", "i32")),
+        signature=_signature(("tiles sources order board", _INT), ("control", "*i64"), ("max_tiles", "i32")),
         constexprs={
             "NUM_EXPERTS": 16, "WORLD_SIZE": 8, "SLOTS": 16, "PHASES": 4, "BY_ARRIVAL": True, "BLOCK_M": 128, "BLOCK": 128,
         },  # fmt: skip
