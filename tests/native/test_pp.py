@@ -70,6 +70,13 @@ def test_interleaved(case):
         assert len(set(counts)) == 1 and counts[0] > 0
 
 
+@pytest.mark.parametrize("case", [Case(4, 5, batched=True), Case(4, 8, chunks=2, variable=True, batched=True)], ids=str)
+def test_two_nodes_on_one_machine(case):
+    ways = IN_ORDER if case.chunks is None else ALL_WAYS[:2]
+    counts = run_workers(4, workers.equal_across_nodes, case, ways, timeout_s=200)
+    assert all(count > 0 for rank in (0, 2) for count in counts[rank])  # they send to the next stage within their node
+
+
 @pytest.mark.parametrize("slots", ["1", "4"])
 def test_any_number_of_slots(slots):
     case = Case(4, 10, chunks=2, group_size=6, batched=True)
