@@ -99,6 +99,8 @@ class _Ring:
         self._previous_hook(kind, error, traceback)
 
     def _end(self) -> None:
+        if os.getpid() != self._header["pid"]:
+            return  # a fork of this process
         if self._header["state"] == "running":
             self._header["state"] = "ended"
             self._write_header()
