@@ -19,7 +19,12 @@ _SPREAD_LOG2 = 8  # of magnitudes: sums of few terms have to round, too
 
 @lru_cache(maxsize=64)
 def _partners(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every index its pair's number and its sign in the pair; of an odd length one index has sign 0. The same on all ranks."""
+    """For every index its pair's number and its sign in the pair. The same on all ranks.
+
+    Of an odd length one index has sign 0, so that the others' sums still cancel; a single one stays, or nothing would be left.
+    """
+    if length == 1:
+        return torch.zeros(1, dtype=torch.int64), torch.ones(1)
     order = torch.randperm(length, generator=torch.Generator().manual_seed(length))
     pair, sign = torch.empty(length, dtype=torch.int64), torch.zeros(length)
     pair[order] = torch.arange(length) // 2
