@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep import PAIRS, EPContext, ExpertCall, Layout, Pair, SumOrder
+from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder
 from ditron_train.ep import expert_functions as pairs_of
 from ditron_train.policy import decide
 from ditron_train.runtime.errors import NotSupportedError
