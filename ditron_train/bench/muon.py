@@ -31,7 +31,7 @@ _RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
 _SIZES = (1024, 2048, 4096, 8192, 16384)
 _QKV = (512, 128, 128)  # rows of q, k and v in a group: 4 heads of 128 share one key and value head
 _LR = 0.01
-_LONG_S = 0.5  # about what one contender may take in one measurement
+_LONG_S = 0.25  # about what one contender may take in one measurement
 _NATIVE_FLOPS = 6e14  # a second, to guess how long it will take
 
 # Matrices of one layer: rows and columns as stored, gate and up projection together.
@@ -97,7 +97,7 @@ def _normal(shape: tuple[int, ...], session: BenchSession, seed: int) -> torch.T
 
 def _most(flops: float) -> int:
     """Repetitions of what takes native this many operations."""
-    return max(2, int(_LONG_S * _NATIVE_FLOPS / flops))
+    return max(1, int(_LONG_S * _NATIVE_FLOPS / flops))
 
 
 def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int, *, with_peer: bool) -> Row:
