@@ -106,6 +106,8 @@ def _why_not(
         return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
     if kind == "row" and x.shape[0] % world_size:
         return f"the sequence of {x.shape[0]} does not divide by {world_size}"
+    if x.device.type == "cuda" and x.shape[:-1].numel() < 2 * (world_size if kind == "row" else 1):
+        return "with one row a rank the order of the weight gradient's sums cannot be compared"
     return None
 
 
