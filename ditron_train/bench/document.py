@@ -77,7 +77,10 @@ def _results(root: Path) -> str:
 
 def _section(path: Path, root: Path) -> str:
     stamp, rows = read_results(path)
-    lines = [f"### {stamp.count} x {stamp.device}: `bench {path.stem}`", "", _conditions(stamp), ""]
+    command = path.stem if path.stem == "verify" else f"bench {path.stem}"
+    lines = [f"### {stamp.count} x {stamp.device}: `{command}`", "", _conditions(stamp), ""]
+    if "summary" in stamp.settings:
+        lines += [stamp.settings["summary"] + ".", ""]
     lines += [_summary(rows), "", markdown_table(rows)]
     picture = picture_path(path.relative_to(root))
     if (root / picture).exists():
