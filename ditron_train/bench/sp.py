@@ -18,6 +18,7 @@ from ditron_train.bench.session import BenchSession, add_common_arguments, bench
 from ditron_train.bench.sp_native import NativeUlysses
 from ditron_train.bench.tp import WIRE_GBPS
 from ditron_train.data import load_workloads
+from ditron_train.gemm.configs import choose_config
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.sp import (
@@ -162,7 +163,7 @@ def _gemm_a2a_row(session: BenchSession, case: Case, context: SPContext, native:
         "peer": lambda index: native.gemm_one_a2a(x, weight, layout),
         "ditron": lambda index: list(gemm_a2a(x, weight, context=context, layout=layout)),
     }
-    sms = _comm_sms(context, tuning.receive_programs(x.shape[0], *weight.shape, x.element_size()))
+    sms = tuning.receive_programs(x.shape[0], *weight.shape, x.element_size())
     return _forward_row(session, "gemm_a2a", case, contenders, x.shape[0] * weight.shape[0], sms, "one all-to-all")
 
 
@@ -177,13 +178,14 @@ def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native:
         "comm": lambda index: native.to_sequence([attended]),
         "ditron": lambda index: [a2a_gemm((attended,), weight, context=context, layout=layout)],
     }
-    sms = _comm_sms(context, tuning.push_programs(gathered.shape[0], *weight.shape), 1)
+    sms = _push_sms(context, gathered.shape[0], *weight.shape)
     return _forward_row(session, "a2a_gemm", case, contenders, gathered.numel(), sms, None)
 
 
-def _comm_sms(context: SPContext, own: int, beside: int = 0) -> int:
-    """SMs that the GEMM leaves to copies: ``own``, or ``beside`` where copies share SMs with it."""
-    return beside if tuning.copies_beside_gemm(context.target) else own
+def _push_sms(context: SPContext, m: int, n: int, k: int) -> int:
+    """SMs that push before they multiply, in an A2A-GEMM of 16-bit values."""
+    config = choose_config(m, n, k, torch.bfloat16, context.target, context.num_sms)
+    return tuning.deal_of(m, n, k, context.world_size, config, context.num_sms, 2, False)[0]
 
 
 def _forward_row(
@@ -240,7 +242,7 @@ def _backward_rows(session: BenchSession, case: Case, context: SPContext, native
         _backward_row(
             session, "qkv_projection", case, (x, weight), grads, native_qkv,
             lambda a, b: qkv_projection(a, b, context=context, layout=layout),
-            _comm_sms(context, tuning.push_programs(x.shape[0], case.hidden, weight.shape[0]), 1),
+            _push_sms(context, x.shape[0], case.hidden, weight.shape[0]),
         )
     ]  # fmt: skip
     attended = _values(session, case.seqlen, 1, case.heads // world, case.head_size, seed=11)
@@ -256,7 +258,7 @@ def _backward_rows(session: BenchSession, case: Case, context: SPContext, native
         _backward_row(
             session, "output_projection", case, (attended, weight_out), [grad], native_output,
             lambda a, b: (output_projection(a, b, context=context, layout=out_layout),),
-            _comm_sms(context, tuning.receive_programs(grad.shape[0], case.hidden, case.hidden, grad.element_size())),
+            tuning.receive_programs(grad.shape[0], case.hidden, case.hidden, grad.element_size()),
         )
     )  # fmt: skip
     return rows

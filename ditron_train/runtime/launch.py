@@ -37,18 +37,10 @@ class KernelLaunch:
         constants: Values of the constexpr parameters, in the kernel's order.
         num_warps: As in a Triton launch.
         num_stages: As in a Triton launch.
-        max_registers: Of a thread (Triton's ``maxnreg``); None: what the compiler takes.
     """
 
     def __init__(
-        self,
-        kernel: Callable,
-        num_programs: int,
-        constants: dict[str, Any],
-        *,
-        num_warps: int = 4,
-        num_stages: int = 3,
-        max_registers: int | None = None,
+        self, kernel: Callable, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
     ) -> None:
         names = list(kernel.arg_names)
         assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"
@@ -56,8 +48,6 @@ class KernelLaunch:
         self._num_programs = num_programs
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
-        if max_registers is not None:
-            self._options["maxnreg"] = max_registers
         self._values = tuple(constants.values())
         self._compiled: dict[tuple, Any] = {}
 

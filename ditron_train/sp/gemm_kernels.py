@@ -8,10 +8,12 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
-from ditron_train.gemm.peers import store_tile_to_peer
 from ditron_train.schedule.tiles import grouped_tile
+from ditron_train.symm import control as layout
 
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
+
+TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
 
 
 @triton.constexpr_function
@@ -53,15 +55,7 @@ def _notify_stored(signal_address, epoch, TARGET: tl.constexpr):
 def gemm_a2a_kernel(
     a_desc,
     b_desc,
-    slots0,
-    slots1,
-    slots2,
-    slots3,
-    slots4,
-    slots5,
-    slots6,
-    slots7,
-    slots_addresses,
+    c_desc,
     signals_addresses,
     ready_addresses,
     ready_ptr,
@@ -73,17 +67,13 @@ def gemm_a2a_kernel(
     K,
     columns_per_rank,
     slot_rows,
-    slot_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
-    PULL: tl.constexpr,
-    FLATTEN: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
-    USE_DESCRIPTORS: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """Own slot[d] [M, N] = A [M, K] @ B[:, d * columns_per_rank :][:, :N], for every rank d; persistent.
@@ -91,8 +81,13 @@ def gemm_a2a_kernel(
     Rank d pulls its slot. Order: all tiles of rank + 1, then of rank + 2, ..., own ones last, so that at any time every
     rank is pulled from by another one. Before the first store: the start signals of all ranks, which have then read what
     the last op left here. A tile is signalled to rank d one tile later, when its asynchronous stores are complete
-    (``bulk_store_wait``), by a release after a block barrier. Waits for nothing but start signals, which every rank sends
-    first: all launches make progress.
+    (``bulk_store_wait``), by a release after a block barrier; tiles and K blocks are one flattened, pipelined loop all the
+    same (``_notify_stored``). Waits for nothing but start signals, which every rank sends first: all launches make progress.
+
+    Tried (4 H200, m x n x k a rank 8192 x 10240 x 8192, the GEMM alone 1.76 ms, as this kernel; 1.88 to 1.97 ms with the last
+    pulls): tiles stored to the peers by the epilogue, whose bursts stall the loop at every tile: 2.03 ms, flattened 2.51 ms;
+    local stores in a loop that is not flattened 2.03 ms; pulls by small programs (4 warps, 64 registers) that share all SMs
+    with the GEMM: 1.91 ms, no better than 4 SMs, and the GEMM's programs may find no registers left.
     """
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
@@ -103,7 +98,7 @@ def gemm_a2a_kernel(
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     tiles_per_rank = num_tiles_m * num_tiles_n
     pending = tl.cast(0, tl.int64)  # address of the flag of the tile that is still being stored
-    for tile_id in tl.range(tl.program_id(0), tiles_per_rank * WORLD_SIZE, tl.num_programs(0), flatten=FLATTEN):
+    for tile_id in tl.range(tl.program_id(0), tiles_per_rank * WORLD_SIZE, tl.num_programs(0), flatten=True):
         peer = (rank + 1 + tile_id // tiles_per_rank) % WORLD_SIZE
         tile_m, tile_n = grouped_tile(tile_id % tiles_per_rank, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
@@ -117,15 +112,7 @@ def gemm_a2a_kernel(
             for step in tl.static_range(1, WORLD_SIZE):
                 dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
             dl.fence_async_proxy(TARGET)
-        if PULL:
-            store_tile(slots0, acc, peer * slot_rows + row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        else:
-            store_tile_to_peer(
-                peer, acc, rank * slot_rows + row, col,
-                slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
-                slots_addresses, slot_stride, WORLD_SIZE * slot_rows, N,
-                BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS,
-            )  # fmt: skip
+        store_tile(c_desc, acc, peer * slot_rows + row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
         flags = dl.symm_at(signals_addresses, peer, tl.int32)
         pending = (flags + rank * tiles_per_rank + tile_m * num_tiles_n + tile_n).to(tl.int64)
     if pending != 0:
@@ -152,28 +139,14 @@ def _num_behind(signals_ptr, num_flags, epoch):
 
 
 @triton.jit
-def _wait_tile(
-    signals_ptr, first, num_granules, epoch, control_ptr,
-    FLAGS: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """Waits (acquire) for granules first ... first + FLAGS - 1 of every source; looks at all of their flags at once."""
-    if TARGET == "interpreter":
-        behind = tl.cast(1, tl.int32)
-    else:
-        lanes = tl.arange(0, RANKS_POW2 * FLAGS)
-        source = lanes // FLAGS
-        granule = first + lanes % FLAGS
-        mask = (source < WORLD_SIZE) & (granule < num_granules)
-        seen = tl.load(signals_ptr + source * num_granules + granule, mask=mask, other=epoch, volatile=True)
-        behind = tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
-    if behind > 0:  # warps may differ here: no barrier inside
-        for peer in range(WORLD_SIZE):
-            for one in range(first, tl.minimum(first + FLAGS, num_granules)):
-                dl.wait(signals_ptr + peer * num_granules + one, epoch, control_ptr, peer, one, TARGET)
-    dl.fence(TARGET)
+def _tile_of_turn(turn, early_turns, program, num_early, num_early_tiles, num_programs):
+    """Tile that ``program`` computes in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
+    early = program + turn * num_early
+    shared = num_early_tiles + program + (turn - early_turns) * num_programs
+    return tl.where(turn < early_turns, early, shared)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_program", "num_early", "num_programs", "num_early_tiles"])
 def a2a_gemm_kernel(
     a_desc,
     b_desc,
@@ -184,6 +157,10 @@ def a2a_gemm_kernel(
     M,
     N,
     K,
+    first_program,
+    num_early,
+    num_programs,
+    num_early_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -191,46 +168,60 @@ def a2a_gemm_kernel(
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
     GRANULE_ROWS: tl.constexpr,
-    FLAGS: tl.constexpr,
+    BEHIND_PUSH: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     RANKS_POW2: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it arrived.
 
-    Its sums run over K in order, so it needs every source: FLAGS granules of the pushes, or one that is several row tiles. It
-    waits (acquire, then a fence for the descriptor loads) for pushes of this epoch; this rank's own push was enqueued before on
-    another stream, and the grid leaves it at least one SM. Once a program has seen that everything is there, it goes on
-    without waits, in one flattened loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
+    Its sums run over K in order, so it needs every source: one granule of the pushes is one row tile or several. It waits
+    (acquire, then a fence for the descriptor loads) for pushes of this epoch; this rank's own push was enqueued before on
+    another stream, and the grid leaves its SMs free. Once a program has seen that everything is there, it goes on without
+    waits, in one flattened loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
 
-    Tried and slower (4 H200, 8192 x 8192 x 8192 and less): the push in the first programs of this kernel, which multiply when it
-    is done: a program of 8 warps pushes 13 GB/s, so 16 to 24 of them are late (1.09-1.17x the GEMM alone without, 1.2-1.6x with
-    the copy of what arrived). A push on SMs of its own: 1.17x.
+    One product is two launches: ``num_early`` programs beside the push, and, with BEHIND_PUSH, the rest of ``num_programs``
+    behind it on its stream, on the SMs that it has left (they take the push's epoch). The first ``num_early_tiles`` tiles
+    are dealt to the early programs, the others to all: a push that keeps its SMs to itself costs a long GEMM 6 %.
+
+    Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.45 ms): the push as one launch with 8 SMs kept to the
+    end, 1.68 ms; in the first 16 programs of this kernel, which multiply when it is done: 1.62 ms, but 1.81 to 2.37 ms with
+    a copy of what arrived, since a program of 8 warps moves 13 GB/s (of 32 warps 45); by small programs (4 warps, 64 registers)
+    that share SMs with the GEMM's: they can take the registers that a program of the GEMM needs, and then ranks hang.
     """
-    epoch = dl.next_epoch(tickets_ptr + 1)
+    if BEHIND_PUSH:
+        epoch = (tl.load(tickets_ptr) >> TICKET_UNIT_LOG2).to(tl.int32)
+    else:
+        epoch = dl.next_epoch(tickets_ptr + 1)
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     num_granules = tl.cdiv(M, GRANULE_ROWS)
     num_tiles = num_tiles_m * num_tiles_n
-    tile_id = tl.program_id(0)
+    program = first_program + tl.program_id(0)
+    early_turns = tl.where(program < num_early, tl.cdiv(tl.maximum(num_early_tiles - program, 0), num_early), 0)
+    num_turns = early_turns + tl.cdiv(tl.maximum(num_tiles - num_early_tiles - program, 0), num_programs)
+    turn = tl.cast(0, tl.int32)
     behind = tl.cast(1, tl.int32)
-    while (tile_id < num_tiles) & (behind > 0):
+    while (turn < num_turns) & (behind > 0):
+        tile_id = _tile_of_turn(turn, early_turns, program, num_early, num_early_tiles, num_programs)
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        _wait_tile(
-            signals_ptr, row // GRANULE_ROWS, num_granules, epoch, control_ptr, FLAGS, WORLD_SIZE, RANKS_POW2, TARGET
+        granule = row // GRANULE_ROWS
+        dl.wait_ranks(
+            signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
         )
         dl.fence_async_proxy(TARGET)
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        tile_id += tl.num_programs(0)
+        turn += 1
         behind = _num_behind(signals_ptr, WORLD_SIZE * num_granules, epoch)
     dl.fence(TARGET)  # the acquire of what _num_behind saw
     dl.fence_async_proxy(TARGET)
-    for late_tile in tl.range(tile_id, num_tiles, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = grouped_tile(late_tile, num_tiles_m, num_tiles_n, GROUP_M)
+    for late_turn in tl.range(turn, num_turns, 1, flatten=True):
+        tile_id = _tile_of_turn(late_turn, early_turns, program, num_early, num_early_tiles, num_programs)
+        tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)

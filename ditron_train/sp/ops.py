@@ -8,6 +8,7 @@ at the first call of a new shape, and give the bits of GEMM, all-to-all and reor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.sp import tuning
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.prepared import DTYPES, PreparedA2AGemm, PreparedExchange, PreparedGemmA2A, WeightLayout
@@ -135,7 +137,9 @@ def gemm_a2a(
         _check_gemm(name, context, x, x.shape[-1], world * layout.num_columns, weight, weight_layout)
         _check_rows(name, context, x.shape[:-1], 1, row_table)
         m, k, n = x.shape[:-1].numel(), x.shape[-1], world * layout.num_columns
-        chosen = config or choose_config(m, n, k, x.dtype, context.target, context.num_sms)
+        chosen = config or replace(
+            choose_config(m, n, k, x.dtype, context.target, context.num_sms), group_m=tuning.PULL_GROUP_M
+        )
         prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
-from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.sp import tuning
 from ditron_train.sp.context import SPContext
@@ -62,7 +61,7 @@ class _Transfer:
 
     def __init__(
         self, context: SPContext, operation: int, layout: HeadsLayout, m: int, dtype: torch.dtype, *,
-        k: int, granule_rows: int, block_n: int, packed: bool, copy: tuning.CopyShape = tuning.WIDE,
+        k: int, granule_rows: int, block_n: int, packed: bool, copy: tuning.CopyShape = tuning.PUSH,
     ) -> None:  # fmt: skip
         self.copy = copy
         self.context, self.layout, self.m, self.dtype, self.packed = context, layout, m, dtype, packed
@@ -77,7 +76,7 @@ class _Transfer:
         world = context.world_size
         self.channel.reserve_signals(world * self.num_granules * self.flags_per_granule)
         self.slot_rows = self.num_granules * granule_rows
-        if operation == _GEMM_A2A and tuning.PULL:
+        if operation == _GEMM_A2A:
             self.buffer = context.staged_buffer(world * self.slot_rows, _padded_columns(layout.num_columns, dtype), dtype)
         elif self.towards_heads:
             self.buffer = context.heads_buffer(world * self.slot_rows, _padded_columns(layout.num_columns, dtype), dtype)
@@ -105,8 +104,7 @@ class _Transfer:
                 "WORLD_SIZE": self.context.world_size,
                 "TARGET": self.context.target,
             },
-            num_warps=copy.num_warps,
-            max_registers=copy.max_registers,
+            num_warps=16,
         )
 
     def push_kernel(self, num_programs: int, *, keep: bool = False) -> KernelLaunch:
@@ -204,29 +202,21 @@ class PreparedGemmA2A:
         config: GemmConfig, packed: bool,
     ) -> None:  # fmt: skip
         self.config, self.k, self.weight_layout = config, k, weight_layout
-        beside = tuning.copies_beside_gemm(context.target)
         self._transfer = transfer = _Transfer(
             context, _GEMM_A2A, layout, m, dtype, k=k, granule_rows=config.block_m, block_n=config.block_n,
-            packed=packed, copy=tuning.NARROW if beside else tuning.WIDE,
+            packed=packed, copy=tuning.PULL,
         )  # fmt: skip
         world, n = context.world_size, layout.num_columns
-        taken = 0 if beside else tuning.receive_programs(m, world * n, k, dtype.itemsize)
-        programs = taken or context.num_sms
-        self._receive = _Receiver(transfer, programs, pull=tuning.PULL)
-        use_descriptors = world <= MAX_DESCRIPTOR_RANKS
-        peers = range(world) if use_descriptors and not tuning.PULL else [context.rank]
-        made = [make_descriptor(transfer.buffer.peer(peer)[:, :n], config.store_block) for peer in peers]
-        self._peers = made + made[:1] * (MAX_DESCRIPTOR_RANKS - len(made))
+        programs = tuning.receive_programs(m, world * n, k, dtype.itemsize)
+        self._receive = _Receiver(transfer, programs, pull=True)
+        self._slots = make_descriptor(transfer.buffer.local[:, :n], config.store_block)
         self._columns_per_rank = n if weight_layout == "nt" else _padded_columns(n, dtype)
         self._launch = KernelLaunch(
             gemm_a2a_kernel,
-            max(1, min(context.num_sms - taken, world * config.num_tiles(m, n))),
+            max(1, min(context.num_sms - programs, world * config.num_tiles(m, n))),
             {
                 **_tile_constants(config, weight_layout),
-                "PULL": tuning.PULL,
-                "FLATTEN": tuning.FLATTEN,
                 "WORLD_SIZE": world,
-                "USE_DESCRIPTORS": use_descriptors,
                 "TARGET": context.target,
             },
             num_warps=config.num_warps,
@@ -249,14 +239,13 @@ class PreparedGemmA2A:
     ) -> tuple[torch.Tensor, ...]:
         """``rows`` [m, k]; ``lead``: leading dimensions of the parts."""
         transfer, config = self._transfer, self.config
-        context, channel, buffer = transfer.context, transfer.channel, transfer.buffer
+        context, channel = transfer.context, transfer.channel
         parts = self._receive.empty(lead)
         side = context.fork()
         self._launch(
             make_descriptor(aligned_operand(rows), (config.block_m, config.block_k)),
             self._weight(weight),
-            *self._peers,
-            buffer.addresses,
+            self._slots,
             channel.signals.addresses,
             channel.ready.addresses,
             channel.ready.local,
@@ -268,12 +257,20 @@ class PreparedGemmA2A:
             self.k,
             self._columns_per_rank,
             transfer.slot_rows,
-            buffer.local.stride(0),
         )
         self._receive(parts, table, side)
         context.join()
         context.leave(channel)
         return parts
+
+
+class _Plan(NamedTuple):
+    """Launches of an A2A-GEMM: the push, the GEMM beside it, the GEMM behind it; and the deal of tiles to both."""
+
+    push: KernelLaunch
+    early: KernelLaunch
+    late: KernelLaunch | None
+    deal: tuple[int, int, int]
 
 
 class PreparedA2AGemm:
@@ -285,35 +282,46 @@ class PreparedA2AGemm:
     ) -> None:  # fmt: skip
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
-        beside = tuning.copies_beside_gemm(context.target)
-        copy = tuning.NARROW if beside else tuning.WIDE
-        row_bytes = layout.num_columns * dtype.itemsize
-        granule_rows = (
-            tuning.narrow_granule_rows(m, config.block_m, context.world_size)
-            if beside
-            else tuning.granule_rows(m, config.block_m, row_bytes)
-        )
+        granule_rows = tuning.granule_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
         self._transfer = transfer = _Transfer(
-            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, block_n=0, packed=packed, copy=copy
+            context, _A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, block_n=0, packed=packed
         )
-        taken = 1 if beside else tuning.push_programs(m, n, k)
-        programs = context.num_sms if beside else taken
-        self._pushes = {keep: transfer.push_kernel(programs, keep=keep) for keep in (False, True)}
         self._a = make_descriptor(transfer.buffer.local[:, :k], (config.block_m, config.block_k))
         self._b_block = (config.block_n, config.block_k) if weight_layout == "nt" else (config.block_k, config.block_n)
-        self._launch = KernelLaunch(
-            a2a_gemm_kernel,
-            max(1, min(context.num_sms - taken, config.num_tiles(m, n))),
-            {
+        self._plans = {keep: self._plan(weight_layout, granule_rows, keep) for keep in (False, True)}
+
+    def _plan(self, weight_layout: WeightLayout, granule_rows: int, keep: bool) -> _Plan:
+        """The launches, with a copy of what arrives (``keep``) or without."""
+        transfer, config = self._transfer, self.config
+        context, m = transfer.context, transfer.m
+        world, num_tiles = context.world_size, config.num_tiles(m, self.n)
+        if context.is_cuda:
+            num_sms = context.num_sms
+            num_push, early_tiles = tuning.deal_of(
+                m, self.n, self.k, world, config, num_sms, transfer.dtype.itemsize, keep
+            )
+        else:  # one program a launch, with both kinds of turns
+            num_sms, num_push, early_tiles = 2, 1, num_tiles // 3
+        num_early = num_sms - num_push
+
+        def launch(num_programs: int, *, behind_push: bool) -> KernelLaunch:
+            constants = {
                 **_tile_constants(config, weight_layout),
                 "GRANULE_ROWS": granule_rows,
-                "FLAGS": max(config.block_m // granule_rows, 1),
-                "WORLD_SIZE": context.world_size,
-                "RANKS_POW2": _next_power_of_2(context.world_size),
+                "BEHIND_PUSH": behind_push,
+                "WORLD_SIZE": world,
+                "RANKS_POW2": _next_power_of_2(world),
                 "TARGET": context.target,
-            },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            }
+            return KernelLaunch(
+                a2a_gemm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages
+            )
+
+        return _Plan(
+            transfer.push_kernel(num_push, keep=keep),
+            launch(min(num_early, max(early_tiles, num_tiles - early_tiles)), behind_push=False),
+            launch(num_push, behind_push=True) if num_tiles - early_tiles > num_early else None,
+            (num_early, num_sms, early_tiles),
         )
 
     def borrowed(self) -> torch.Tensor:
@@ -329,19 +337,16 @@ class PreparedA2AGemm:
         parts = [part.contiguous() for part in parts]
         out = empty_aligned(m, self.n, transfer.dtype, context.device)
         gathered = torch.empty(m, self.k, dtype=transfer.dtype, device=context.device) if keep else None
+        plan = self._plans[keep]
+        operands = (
+            self._a, make_descriptor(aligned_operand(weight), self._b_block), make_descriptor(out, self.config.store_block),
+            channel.signals.local, channel.tickets, channel.control, m, self.n, self.k,
+        )  # fmt: skip
         side = context.fork()
-        self._pushes[keep](*transfer.push_arguments(parts, table, gathered), stream=side)
-        self._launch(
-            self._a,
-            make_descriptor(aligned_operand(weight), self._b_block),
-            make_descriptor(out, self.config.store_block),
-            channel.signals.local,
-            channel.tickets,
-            channel.control,
-            m,
-            self.n,
-            self.k,
-        )
+        plan.push(*transfer.push_arguments(parts, table, gathered), stream=side)
+        plan.early(*operands, 0, *plan.deal)
+        if plan.late is not None:
+            plan.late(*operands, plan.deal[0], *plan.deal, stream=side)
         context.join()
         context.leave(channel)
         return out.contiguous(), gathered

@@ -1,54 +1,47 @@
-"""Where data is moved beside a GEMM, by how many programs, and in which blocks."""
+"""How many SMs move data beside a GEMM, and in which blocks."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from ditron_train.gemm.configs import GemmConfig
+
 __all__ = [
     "EXCHANGE_PROGRAMS",
     "GRANULE_ROWS",
-    "NARROW",
-    "WIDE",
+    "PULL",
+    "PUSH",
     "CopyShape",
-    "copies_beside_gemm",
+    "deal_of",
     "granule_rows",
-    "narrow_granule_rows",
-    "push_programs",
     "receive_programs",
+    "tiles_of_program",
 ]
 
 
 @dataclass(frozen=True)
 class CopyShape:
-    """Rows and columns of one block of a copy, and the program that moves it; what it has in flight decides its rate."""
+    """Rows and columns of one block of a copy by a program of 16 warps; what it has in flight decides its rate."""
 
     rows: int
     width: int
-    num_warps: int
-    max_registers: int | None
 
 
-WIDE = CopyShape(rows=128, width=256, num_warps=16, max_registers=None)  # on an SM of its own: 64 KB in flight, no spills
-# Beside a program of a Hopper GEMM on the same SM: the 8192 registers and 3 KB of shared memory that one leaves free (8 warps
-# of up to 224 registers, four stages). 8 KB in flight on each of 132 SMs fill the links; no SM is lost, and no wave gets longer.
-NARROW = CopyShape(rows=16, width=256, num_warps=4, max_registers=64)
+PUSH = CopyShape(rows=128, width=256)  # 64 KB in flight: 45 GB/s a program
+PULL = CopyShape(rows=128, width=512)  # reads from a peer take longer; spills a little, and is faster (2.41 against 2.56 ms)
 
 GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
 EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives
-
-PULL = True
-FLATTEN = True
+PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole sooner (2 to 4 % faster than 8)
 
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
-_MOST_FLAGS = 4096
 _GEMM_FLOP_PER_US = 750e6
-_COPY_BYTES_PER_US = 27e3  # one program that reads from a peer
-
-
-def copies_beside_gemm(target: str) -> bool:
-    """Whether copies share SMs with the GEMM (``NARROW``); else they take SMs of their own (``WIDE``)."""
-    return target == "sm_90"
+_PUSH_COUNTS = (8, 12, 16, 24)
+_COPY_BYTES_PER_US = 38e3  # one program
+_PULL_BYTES_PER_US = 24e3
+_LINK_BYTES_PER_US = 340e3
+_START_US = 20.0  # start signals, and the first granules' way
 
 
 def _gemm_us(m: int, n: int, k: int) -> float:
@@ -63,20 +56,45 @@ def granule_rows(m: int, block_m: int, row_bytes: int) -> int:
     return rows
 
 
-def narrow_granule_rows(m: int, block_m: int, world_size: int) -> int:
-    """The same for ``NARROW`` pushes: few rows, so that all programs share the first row tile; not too many flags to look at."""
-    rows = NARROW.rows
-    while world_size * m > _MOST_FLAGS * rows and rows < block_m:
-        rows *= 2
-    return rows
+def tiles_of_program(program: int, num_early: int, num_programs: int, num_early_tiles: int, num_tiles: int) -> list[int]:
+    """Twin of the deal in ``a2a_gemm_kernel``: the tiles of one program, in order."""
+    early = range(program, num_early_tiles, num_early) if program < num_early else range(0)
+    return [*early, *range(num_early_tiles + program, num_tiles, num_programs)]
 
 
-def push_programs(m: int, n: int, k: int) -> int:
-    """SMs that push beside a GEMM [m, k] @ [k, n]: 8 fill the links; a short GEMM waits for them more than it shares."""
-    return 16 if _gemm_us(m, n, k) < 200 else 8
+def deal_of(
+    m: int, n: int, k: int, world_size: int, config: GemmConfig, num_sms: int, element_bytes: int, keep: bool
+) -> tuple[int, int]:
+    """(SMs that push first, tiles dealt to the others alone) of an A2A-GEMM [m, k] @ [k, n].
+
+    The SMs that push come to the GEMM when the push (and with ``keep`` a copy of what arrived) is done. Some numbers of
+    them are weighed with all numbers of whole waves without them: the last tile should be done early.
+    """
+    num_tiles = config.num_tiles(m, n)
+    row_bytes = m * k * element_bytes
+    wave_us = 2 * config.block_m * config.block_n * k / (_GEMM_FLOP_PER_US / num_sms)
+    group_share = min(config.group_m * config.block_m / m, 1.0)  # of the rows: a group of row tiles is walked together
+    best = None
+    for num_push in _PUSH_COUNTS:
+        copy_us = row_bytes / (num_push * _COPY_BYTES_PER_US)
+        push_us = max(copy_us, row_bytes * (world_size - 1) / world_size / _LINK_BYTES_PER_US)
+        join_us = _START_US + push_us + (copy_us if keep else 0)
+        num_early = num_sms - num_push
+        early_us, early_tiles = 0.0, 0
+        while True:
+            shared_us = -(-(num_tiles - early_tiles) // num_sms) * wave_us
+            end_us = max(early_us, join_us) + shared_us if shared_us else max(early_us, push_us)
+            if best is None or end_us < best[0]:
+                best = end_us, num_push, early_tiles
+            if early_tiles == num_tiles:
+                break
+            early_tiles = min(early_tiles + num_early, num_tiles)
+            needed_share = min(early_tiles / num_tiles + group_share, 1.0)
+            early_us = max(early_us, _START_US + needed_share * push_us) + wave_us
+    return best[1:]
 
 
 def receive_programs(m: int, n: int, k: int, element_bytes: int) -> int:
-    """SMs that take apart what arrives during a GEMM [m, k] @ [k, n] whose whole output changes places: they keep up with it."""
+    """SMs that pull what a GEMM [m, k] @ [k, n] computes, whose whole output changes places: they keep up with it."""
     rate = m * n * element_bytes / max(_gemm_us(m, n, k), 1.0)
-    return min(max(math.ceil(rate / _COPY_BYTES_PER_US) + 1, 2), 16)
+    return min(max(math.ceil(rate / _PULL_BYTES_PER_US), 2), 16)

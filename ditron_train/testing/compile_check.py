@@ -50,8 +50,6 @@ class KernelSpec:
         signals: Whether it must hold a release and an acquire on CUDA targets (a kernel with neither states False;
             None checks only that every release it has comes after a barrier).
         max_spill_bytes: Allowed on sm_90.
-        max_registers: As the launch, of a thread.
-        most_registers: Allowed on sm_90, where something else has to fit on the same SM.
     """
 
     name: str
@@ -64,8 +62,6 @@ class KernelSpec:
     aligned: tuple[str, ...] | None = None
     signals: bool | None = False
     max_spill_bytes: int = 0
-    max_registers: int | None = None
-    most_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,8 +120,6 @@ def check_report(spec: KernelSpec, report: CompileReport) -> None:
     if report.target in _NO_SPILL_TARGETS:
         assert report.spill_bytes is not None, f"{where}: the assembler reported no spills at all"
         assert report.spill_bytes <= spec.max_spill_bytes, f"{where} spills {report.spill_bytes} bytes"
-        if spec.most_registers is not None:
-            assert report.num_registers <= spec.most_registers, f"{where} takes {report.num_registers} registers"
     if report.target == "hip":
         return
     unguarded = unguarded_releases(report.asm)
@@ -209,8 +203,6 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
         if name not in constexprs:
             constexprs[name] = kernel.params[index].default
     options = dict(num_warps=_by_target(spec.num_warps, target), num_stages=_by_target(spec.num_stages, target))
-    if spec.max_registers is not None and target != "hip":
-        options["maxnreg"] = spec.max_registers
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     compiled = triton.compile(source, target=_gpu_target(target), options=options)
     if target == "hip":

@@ -39,47 +39,42 @@ def _gemm(name, kernel, signature, layout, block, stages, targets, signals, **co
         num_stages=stages,
         targets=targets,
         signals=signals,
-        most_registers=224,  # with 8 warps it leaves 8192 to a copy
     )
 
 
 def _gemm_a2a(name, layout, block, stages, targets, world_size=8):
     signature = {
-        **{f"slots{peer}": _store(*block[:2]) for peer in range(8)},
-        "slots_addresses": "*i64",
+        "c_desc": _store(*block[:2]),
         "signals_addresses": "*i64",
         **_READY,
         "columns_per_rank": "i32",
         "slot_rows": "i32",
-        "slot_stride": "i32",
     }
-    return _gemm(
-        name, "gemm_a2a_kernel", signature, layout, block, stages, targets, True,
-        PULL=True, FLATTEN=True, WORLD_SIZE=world_size, USE_DESCRIPTORS=world_size <= 8,
-    )  # fmt: skip
+    return _gemm(name, "gemm_a2a_kernel", signature, layout, block, stages, targets, True, WORLD_SIZE=world_size)
 
 
 def _a2a_gemm(name, layout, block, stages, targets):
-    signature = {"c_desc": _store(*block[:2]), "signals_ptr": "*i32"}
+    deal = dict.fromkeys(("first_program", "num_early", "num_programs", "num_early_tiles"), "i32")
     return _gemm(
-        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, None, GRANULE_ROWS=16, FLAGS=8, WORLD_SIZE=8,
-        RANKS_POW2=8,
+        name, "a2a_gemm_kernel", {"c_desc": _store(*block[:2]), "signals_ptr": "*i32", **deal}, layout, block, stages, targets,
+        None, GRANULE_ROWS=256, BEHIND_PUSH=layout == "nn", WORLD_SIZE=8, RANKS_POW2=8,
     )  # fmt: skip
 
 
-def _copy(name, kernel, signature, towards_heads, num_parts, narrow, dtype="bf16", **constexprs):
+def _copy(name, kernel, signature, towards_heads, num_parts, dtype="bf16", **constexprs):
+    width = 512 if kernel == "receive_kernel" and towards_heads else 256  # a pull, or not
     return KernelSpec(
         name=name,
         kernel=f"ditron_train.sp.kernels:{kernel}",
         signature={**dict.fromkeys(_PARTS, f"*{dtype}"), **signature, "table_ptr": "*i32", **_CHANNEL, **_SHAPE},
         constexprs={
-            "GRANULE_ROWS": 16 if narrow and kernel == "push_kernel" else 128,
-            "ROWS": 16 if narrow else 128,
+            "GRANULE_ROWS": 128,
+            "ROWS": 128,
             "NUM_PARTS": num_parts,
             "BLOCK_G0": 1,
-            "BLOCK_G1": 2 if num_parts > 1 else 1,
-            "BLOCK_G2": 2 if num_parts > 1 else 1,
-            "BLOCK_W0": 256,
+            "BLOCK_G1": width // 128 if num_parts > 1 else 1,
+            "BLOCK_G2": width // 128 if num_parts > 1 else 1,
+            "BLOCK_W0": width,
             "BLOCK_W1": 128 if num_parts > 1 else 1,
             "BLOCK_W2": 128 if num_parts > 1 else 1,
             "TO_HEADS": towards_heads,
@@ -87,12 +82,10 @@ def _copy(name, kernel, signature, towards_heads, num_parts, narrow, dtype="bf16
             "WORLD_SIZE": 8,
             **constexprs,
         },
-        targets=TARGETS if num_parts == 3 and not narrow else ("sm_90",),
-        num_warps=4 if narrow else 16,
-        max_registers=64 if narrow else None,
-        most_registers=64 if narrow else None,  # what a GEMM's program leaves to four warps on its SM
+        targets=TARGETS if num_parts == 3 else ("sm_90",),
+        num_warps=16,
         signals=True if kernel == "push_kernel" else None,
-        max_spill_bytes=80 if narrow else 0,  # addresses, not data
+        max_spill_bytes=600 if width == 512 else 0,  # measured: with them, twice the block in flight is faster
     )
 
 
@@ -118,19 +111,16 @@ SPECS = [
         for layout in ("nt", "nn")
         for size, shape in (("wide", _WIDE), ("square", _SQUARE))
     ),
-    _gemm_a2a("sp_gemm_a2a_pointers", "nt", *_SQUARE, world_size=16),
     *(
         spec
         for towards_heads in (True, False)
         for num_parts in (1, 3)
-        for narrow in (False, True)
-        for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}{'_narrow' if narrow else ''}"]
+        for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}"]
         for spec in (  # fmt: skip
-            _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts, narrow,
+            _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts,
                   KEEP=not towards_heads and num_parts == 1, RANKS_POW2=8),
-            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, narrow, FLAGS=8,
+            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, FLAGS=8,
                   PULL=towards_heads),
         )
-        if not narrow or ("push" in spec.name) != towards_heads
     ),
 ]
