@@ -89,19 +89,30 @@ def run(arguments: argparse.Namespace) -> int:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), disable=session.rank != 0) as progress:
             task = progress.add_task("compiling", total=num_steps)
-            turns = Turns(arguments.rounds, arguments.repetitions)
-            search(classes, turns, session, context, lambda what: progress.update(task, advance=1, description=what))
-        observed = [result.observed for shape_class in classes for result in shape_class.results if result.observed]
-        table.rates = fit_rates(observed, context.machine)
-        table.made_with = _made_with()
-        for shape_class in classes:
-            problem = shape_class.problem
-            table.put(problem.table_op, problem.world_size, problem.shape_class, shape_class.entry())
+            search(
+                classes,
+                Turns(arguments.rounds, arguments.repetitions),
+                session,
+                context,
+                advance=lambda what: progress.update(task, advance=1, description=what),
+                keep=lambda: _save(table, classes, arguments.output, session, context),
+            )
         if session.rank == 0:
-            table.save(arguments.output)
             terminal().print(_as_table(classes, context))
             get_logger("tune").info("written: %s (to use it: DITRON_TUNING=%s)", arguments.output, arguments.output)
         return 1 if any(shape_class.differing for shape_class in classes) else 0
+
+
+def _save(table: TuningTable, classes: list[ShapeClass], path: Path, session: BenchSession, context: TPContext) -> None:
+    """Writes what is known so far."""
+    observed = [result.observed for shape_class in classes for result in shape_class.results if result.observed]
+    table.rates = fit_rates(observed, context.machine)
+    table.made_with = _made_with()
+    for shape_class in classes:
+        problem = shape_class.problem
+        table.put(problem.table_op, problem.world_size, problem.shape_class, shape_class.entry())
+    if session.rank == 0:
+        table.save(path)
 
 
 def _agreed_table(path: Path, session: BenchSession, context: TPContext) -> TuningTable:

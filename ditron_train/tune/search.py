@@ -90,9 +90,19 @@ class ShapeClass:
 
 
 def search(
-    classes: Sequence[ShapeClass], turns: Turns, session: BenchSession, context: TPContext, advance: Callable[[str], None]
+    classes: Sequence[ShapeClass],
+    turns: Turns,
+    session: BenchSession,
+    context: TPContext,
+    *,
+    advance: Callable[[str], None],
+    keep: Callable[[], None],
 ) -> None:
-    """Tries everything (collective); ``advance`` is told what was done after each shape of each stage."""
+    """Tries everything (collective).
+
+    ``advance`` is told what was done after each shape of each stage; ``keep`` is called after each stage, so that what was
+    found survives whatever ends the run.
+    """
     for stage in STAGES:
         planned = [
             (shape_class, trial, result, shape_class.candidates(stage))
@@ -105,6 +115,7 @@ def search(
             _time(trial, result, kept, turns, session, first=stage == STAGES[0])
             advance(f"{trial.problem.table_op} {trial.problem.shape_class}")
         context.synchronize()
+        keep()
 
 
 def _has_native_bits(shape_class: ShapeClass, trial: Trial, choice: Choice, session: BenchSession) -> bool:
