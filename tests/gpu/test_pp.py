@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -381,31 +382,17 @@ def test_received_tensors_lie_in_their_slots_until_let_go_of(device, new_context
 LAYOUTS = [(1, 1), (1, 2), (2, 1)]  # of tensor and data parallel groups around the pipeline
 
 
-@pytest.mark.parametrize("tensor, data", LAYOUTS)
-@pytest.mark.parametrize("chunks", [None, 2])
-@pytest.mark.parametrize("options", [{}, {"variable": True}, {"forward_only": True}, {"tied": True}], ids=str)
-def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, tensor, data, monkeypatch):
+@contextmanager
+def _megatron(stages: int, tensor: int = 1, chunks: int | None = None):
+    """Megatron's groups around a test, with deterministic kernels; yields the bodies of the native tests."""
     pytest.importorskip("megatron.core")
-    stages = dist.get_world_size() // (tensor * data)
-    if stages < 2:
-        pytest.skip(f"needs {2 * tensor * data} GPUs")
-    if (tensor, data) != (1, 1) and options:
-        pytest.skip("the plain schedules are enough inside other groups")
-    if stages == 2 and chunks and "variable" in options:
-        pytest.skip("native mixes up the shapes of the two directions between two ranks")
     from megatron.core import parallel_state
 
     import ditron_train.megatron
     from ditron_train.pp import close_pipeline_contexts
     from ditron_train.testing import megatron_cpu
 
-    monkeypatch.setenv("DITRON_POLICY", "bits")  # messages this small are faster natively
     megatron_cpu.allow_torch_norm_with_sequence_parallel()  # torch's norm in the parameters' type
-    workers = _module("ditron_native_pp_workers", Path(__file__).parent.parent / "native" / "pp_workers.py")
-    case = workers.Case(
-        stages, 2 * stages, chunks=chunks, tensor=tensor, dtype=torch.bfloat16, device="cuda",
-        batched=stages > 2 or chunks is None, **options,
-    )  # fmt: skip
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=stages,
@@ -415,6 +402,39 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, ten
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)  # the embedding's backward is atomic otherwise
     try:
+        yield _module("ditron_native_pp_workers", Path(__file__).parent.parent / "native" / "pp_workers.py")
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        ditron_train.megatron.restore()
+        parallel_state.destroy_model_parallel()
+        megatron_cpu.uninstall()
+    # On every rank in the same order, which the end of the process does not promise; not after a failure.
+    close_pipeline_contexts()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("tensor, data", LAYOUTS)
+@pytest.mark.parametrize("chunks", [None, 2])
+@pytest.mark.parametrize("options", [{}, {"variable": True}, {"forward_only": True}, {"tied": True}], ids=str)
+def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, tensor, data, monkeypatch):
+    stages = dist.get_world_size() // (tensor * data)
+    if stages < 2:
+        pytest.skip(f"needs {2 * tensor * data} GPUs")
+    if (tensor, data) != (1, 1) and options:
+        pytest.skip("the plain schedules are enough inside other groups")
+    if stages == 2 and chunks and "variable" in options:
+        pytest.skip("native mixes up the shapes of the two directions between two ranks")
+    monkeypatch.setenv("DITRON_POLICY", "bits")  # messages this small are faster natively
+    with _megatron(stages, tensor, chunks) as workers:
+        import ditron_train.megatron
+        from megatron.core import parallel_state
+
+        case = workers.Case(
+            stages, 2 * stages, chunks=chunks, tensor=tensor, dtype=torch.bfloat16, device="cuda",
+            batched=stages > 2 or chunks is None, **options,
+        )  # fmt: skip
         native = workers.train(case)
         again = workers.train(case)
         assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, again))), "native differs from itself"
@@ -426,13 +446,23 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, ten
             ditron_train.megatron.restore()
             assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, ours)))
             assert sent > 0 or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        ditron_train.megatron.restore()
-        parallel_state.destroy_model_parallel()
-        megatron_cpu.uninstall()
-    # On every rank in the same order, which the end of the process does not promise; not after a failure.
-    close_pipeline_contexts()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+
+
+def test_the_policy_decides_alike_on_all_stages(device, monkeypatch):
+    stages = dist.get_world_size()
+    if stages < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("DITRON_POLICY", "strict")
+    with _megatron(stages) as workers:
+        import ditron_train.megatron
+        from ditron_train.megatron import pp
+
+        case = workers.Case(stages, stages, dtype=torch.bfloat16, device="cuda", batched=True)
+        native = workers.train(case)
+        pp._reasons.clear()
+        ditron_train.megatron.apply(features="pp")
+        ours = workers.train(case)
+        assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, ours)))
+        decided = [None] * stages
+        dist.all_gather_object(decided, list(pp._reasons.items()))
+        assert len(decided[0]) == 1 and all(one == decided[0] for one in decided), decided
