@@ -292,3 +292,18 @@ def test_peak_memory_is_not_above_native(monkeypatch):
             peaks[name] = torch.cuda.max_memory_allocated() - before
             del y, leaf, grads
     assert peaks["ditron"] <= peaks["native"], peaks
+
+
+def test_two_posed_nodes(monkeypatch):
+    """Half of the GPUs as another node: along rails by NCCL, inside by peer memory; forward and all gradients."""
+    if dist.get_world_size() % 4:
+        pytest.skip("needs four GPUs")
+    monkeypatch.setenv("NCCL_HOSTID", f"node{2 * dist.get_rank() // dist.get_world_size()}")
+    layers = layer_pair(config(6 * dist.get_world_size(), 3, 512), torch.device("cuda"))
+    tokens = (700, 1, 400, 900)[dist.get_rank() % 4]
+    x, grad = (normals(tokens, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
+    results = [one_step(layers[kind], x, grad, False) for kind in ("native", "ditron", "ditron")]
+    assert layers["ditron"].token_dispatcher._ep_context.num_nodes == 2
+    for ours in results[1:]:
+        wrong = [index for index, (a, b) in enumerate(zip(results[0], ours)) if not torch.equal(a, b)]
+        assert not wrong, wrong
