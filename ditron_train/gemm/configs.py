@@ -42,6 +42,12 @@ class GemmConfig:
         """Block of the output's descriptor."""
         return self.block_m, self.block_n // 2 if self.split_store else self.block_n
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program with operands of 2 bytes: the steps in flight and one block to be stored."""
+        step = (self.block_m + self.block_n) * self.block_k
+        return 2 * (self.num_stages * step + self.store_block[0] * self.store_block[1])
+
     def num_tiles(self, m: int, n: int) -> int:
         """Output tiles of an [m, n] result."""
         return -(-m // self.block_m) * -(-n // self.block_n)
@@ -115,8 +121,13 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype, target: str, num_s
     raise NotSupportedError(f"no GEMM configuration for target {target!r}")
 
 
+# What a block may have at most, of the smallest device of each kind.
+_SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227}
+
+
 def config_variants(base: GemmConfig, target: str) -> list[GemmConfig]:
-    """Configurations worth trying instead of ``base`` on this kind of device, nearest first, without ``base``."""
+    """Configurations worth trying instead of ``base`` on this kind of device, nearest first, without ``base``; all fit into
+    its shared memory, or take no more than ``base``."""
     if target == "interpreter":
         narrow = replace(base, block_n=base.block_n // 2)
         return [narrow] if narrow.block_n >= 16 else []
@@ -125,5 +136,7 @@ def config_variants(base: GemmConfig, target: str) -> list[GemmConfig]:
     if target in ("sm_90", "sm_100"):
         variants.append(_HOPPER_SQUARE if base.block_n == _HOPPER_WIDE.block_n else _HOPPER_WIDE)
     elif target == "sm_80":
-        variants += [replace(base, num_stages=4), replace(base, block_n=256, num_warps=8)]
-    return variants
+        variants += [replace(base, num_stages=4), replace(base, block_n=256, num_stages=2)]
+    if target not in _SHARED_KIB:
+        return [config for config in variants if config.shared_bytes <= base.shared_bytes]
+    return [config for config in variants if config.shared_bytes <= _SHARED_KIB[target] << 10]

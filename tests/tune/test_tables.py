@@ -193,6 +193,20 @@ def test_the_model_chooses_what_it_predicts_to_be_quickest(problem: Problem) -> 
     assert len(set(others)) == len(others)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "hip"])
+def test_every_candidate_fits_into_shared_memory(target: str) -> None:
+    assert TILE.shared_bytes == 224 << 10  # what the compiler says it takes
+    machine = dataclasses.replace(H200, target=target)
+    for size in (512, 8192):
+        problem = Problem("ag_gemm", size, size, size, "nt", torch.bfloat16, 4)
+        base = default_choice(problem, machine)
+        variants = tile_variants(problem, machine, base)
+        limit = {"sm_80": 99 << 10, "hip": base.config.shared_bytes}.get(target, 227 << 10)
+        assert all(choice.config.shared_bytes <= limit for choice in [base, *variants]) and base not in variants
+        assert choose(problem, machine).config in [choice.config for choice in [base, *variants]]
+        assert len(variants) >= 2
+
+
 def test_measured_rates_come_back() -> None:
     wanted = MachineRates(
         gemm_tflops=500.0, link_gbps=200.0, nccl_gbps=150.0, nccl_latency_us=25.0, memory_gbps=3600, push_sm_gbps=42
