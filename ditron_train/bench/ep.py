@@ -134,6 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
             with _deterministic(case.deterministic or not HAVE_TE):
                 for row in _rows(session, case, parts):
                     session.add(row)
+            session.save()
             if session.device.type == "cuda":
                 torch.cuda.empty_cache()
         return session.finish()

@@ -99,17 +99,28 @@ class BenchSession:
             line = f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours {row.ditron_us:.0f} us"
             get_logger("bench").info("%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER")
 
+    def save(self) -> None:
+        """Rank 0 writes the rows so far: a benchmark of many shapes that is cut short keeps them."""
+        self._write(is_shown=False)
+
     def finish(self) -> int:
         """Rank 0 writes and shows the rows. Returns the exit status: 1 where bits of any row differ."""
-        if self.rank == 0 and self.rows:
-            stamp = collect_stamp(
-                self.device, self.world_size, repetitions=self._arguments.repetitions, warmup=self._arguments.warmup
-            )
-            show_rows(self.rows, stamp)
-            folder = self._arguments.output or (RESULTS if self.device.type == "cuda" else None)
-            if folder is not None:
-                get_logger("bench").info("written: %s", write_results(folder, self.name, stamp, self.rows))
+        self._write(is_shown=True)
         return 0 if all(row.bitwise_equal for row in self.rows) else 1
+
+    def _write(self, is_shown: bool) -> None:
+        if self.rank != 0 or not self.rows:
+            return
+        stamp = collect_stamp(
+            self.device, self.world_size, repetitions=self._arguments.repetitions, warmup=self._arguments.warmup
+        )
+        if is_shown:
+            show_rows(self.rows, stamp)
+        folder = self._arguments.output or (RESULTS if self.device.type == "cuda" else None)
+        if folder is not None:
+            path = write_results(folder, self.name, stamp, self.rows)
+            if is_shown:
+                get_logger("bench").info("written: %s", path)
 
 
 def _device() -> torch.device:
