@@ -185,7 +185,7 @@ def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native:
 def _push_sms(context: SPContext, m: int, n: int, k: int) -> int:
     """SMs that push before they multiply, in an A2A-GEMM of 16-bit values."""
     config = choose_config(m, n, k, torch.bfloat16, context.target, context.num_sms)
-    return tuning.deal_of(m, n, k, context.world_size, config, context.num_sms, 2, False)[0]
+    return tuning.deal_of(m, n, k, context.world_size, config, context.num_sms, 2)[0]
 
 
 def _forward_row(

@@ -9,11 +9,9 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
 from ditron_train.schedule.tiles import grouped_tile
-from ditron_train.symm import control as layout
+from ditron_train.sp.kernels import push_item
 
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
-
-TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
 
 
 @triton.constexpr_function
@@ -139,27 +137,43 @@ def _num_behind(signals_ptr, num_flags, epoch):
 
 
 @triton.jit
-def _tile_of_turn(turn, early_turns, program, num_early, num_early_tiles, num_programs):
-    """Tile that ``program`` computes in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
-    early = program + turn * num_early
-    shared = num_early_tiles + program + (turn - early_turns) * num_programs
-    return tl.where(turn < early_turns, early, shared)
+def _next_work(counter_ptr):
+    return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["first_program", "num_early", "num_programs", "num_early_tiles"])
+@triton.jit
+def _tile_of_turn(turn, early_turns, first_early, num_early, first_late, num_programs):
+    """Tile that a program computes in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
+    return tl.where(turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs)
+
+
+@triton.jit(do_not_specialize=["num_push", "num_early_tiles"])
 def a2a_gemm_kernel(
     a_desc,
     b_desc,
     c_desc,
+    part0_ptr,
+    part1_ptr,
+    part2_ptr,
+    buffer_addresses,
+    signals_addresses,
     signals_ptr,
+    ready_addresses,
+    ready_ptr,
+    signature_ptr,
+    table_ptr,
     tickets_ptr,
     control_ptr,
     M,
     N,
     K,
-    first_program,
-    num_early,
-    num_programs,
+    half_rows,
+    buffer_stride,
+    num_groups,
+    width0,
+    width1,
+    width2,
+    num_push,
     num_early_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -168,43 +182,76 @@ def a2a_gemm_kernel(
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
     GRANULE_ROWS: tl.constexpr,
-    BEHIND_PUSH: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_G0: tl.constexpr,
+    BLOCK_G1: tl.constexpr,
+    BLOCK_G2: tl.constexpr,
+    BLOCK_W0: tl.constexpr,
+    BLOCK_W1: tl.constexpr,
+    BLOCK_W2: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     RANKS_POW2: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it arrived.
 
-    Its sums run over K in order, so it needs every source: one granule of the pushes is one row tile or several. It waits
-    (acquire, then a fence for the descriptor loads) for pushes of this epoch; this rank's own push was enqueued before on
-    another stream, and the grid leaves its SMs free. Once a program has seen that everything is there, it goes on without
-    waits, in one flattened loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
+    The first ``num_push`` programs push this rank's share to every rank (``push_item``) before they multiply. They draw
+    their work from a counter (ticket slots 2 and 3 by epoch parity; the other one is reset for the next launch), so those
+    that run do it all; and programs start in their order: no program waits for one that finds no SM, because another
+    stream's kernel holds it.
 
-    One product is two launches: ``num_early`` programs beside the push, and, with BEHIND_PUSH, the rest of ``num_programs``
-    behind it on its stream, on the SMs that it has left (they take the push's epoch). The first ``num_early_tiles`` tiles
-    are dealt to the early programs, the others to all: a push that keeps its SMs to itself costs a long GEMM 6 %.
+    The sums run over K in order, so a tile needs every source. It waits (acquire, then a fence for the descriptor loads) for
+    the flags of its granule, which is one row tile or several. Once a program has seen that everything is there, it goes on
+    without waits, in one flattened loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
 
-    Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.45 ms): the push as one launch with 8 SMs kept to the
-    end, 1.68 ms; in the first 16 programs of this kernel, which multiply when it is done: 1.62 ms, but 1.81 to 2.37 ms with
-    a copy of what arrived, since a program of 8 warps moves 13 GB/s (of 32 warps 45); by small programs (4 warps, 64 registers)
-    that share SMs with the GEMM's: they can take the registers that a program of the GEMM needs, and then ranks hang.
+    The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push takes its
+    SMs for as long as it lasts.
+
+    Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.45 ms, this kernel 1.62 ms): a push kernel beside the
+    GEMM, with SMs of its own to the end, 1.68 ms, and with less room than it needs, ranks that wait for one another; a push by
+    small programs (4 warps, 64 registers) that share SMs with the GEMM's: they can take the registers that a program of the
+    GEMM needs, and then ranks hang; the copy of what arrived by the pushing programs, 1.81 to 2.37 ms (a program of 8 warps
+    moves 13 GB/s, of 32 warps 45): it is made behind the GEMM.
     """
-    if BEHIND_PUSH:
-        epoch = (tl.load(tickets_ptr) >> TICKET_UNIT_LOG2).to(tl.int32)
-    else:
-        epoch = dl.next_epoch(tickets_ptr + 1)
+    epoch = dl.next_epoch(tickets_ptr)
+    dl.next_epoch(tickets_ptr + 1)  # the exchange's receiving kernel counts there: in step
+    rank = dl.rank(control_ptr)
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    num_granules = tl.cdiv(M, GRANULE_ROWS)
+    if program == 0:
+        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
+    if program < num_push:
+        for step in tl.static_range(1, WORLD_SIZE):
+            dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+        counter_ptr = tickets_ptr + 2 + (epoch & 1)
+        num_items = num_granules * WORLD_SIZE
+        work = _next_work(counter_ptr)
+        while work < num_items:
+            item = work
+            work = _next_work(counter_ptr)
+            push_item(
+                item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
+                M, half_rows, M, buffer_stride, num_groups, width0, width1, width2,
+                GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
+                False, HAS_TABLE, WORLD_SIZE, TARGET,
+            )  # fmt: skip
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
-    num_granules = tl.cdiv(M, GRANULE_ROWS)
     num_tiles = num_tiles_m * num_tiles_n
-    program = first_program + tl.program_id(0)
-    early_turns = tl.where(program < num_early, tl.cdiv(tl.maximum(num_early_tiles - program, 0), num_early), 0)
-    num_turns = early_turns + tl.cdiv(tl.maximum(num_tiles - num_early_tiles - program, 0), num_programs)
+    num_early = num_programs - num_push
+    first_early = program - num_push
+    early_turns = tl.where(first_early >= 0, tl.cdiv(tl.maximum(num_early_tiles - first_early, 0), tl.maximum(num_early, 1)), 0)
+    first_late = num_early_tiles + program
+    num_turns = early_turns + tl.cdiv(tl.maximum(num_tiles - first_late, 0), num_programs)
     turn = tl.cast(0, tl.int32)
     behind = tl.cast(1, tl.int32)
     while (turn < num_turns) & (behind > 0):
-        tile_id = _tile_of_turn(turn, early_turns, program, num_early, num_early_tiles, num_programs)
+        tile_id = _tile_of_turn(turn, early_turns, first_early, num_early, first_late, num_programs)
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
@@ -220,9 +267,13 @@ def a2a_gemm_kernel(
     dl.fence(TARGET)  # the acquire of what _num_behind saw
     dl.fence_async_proxy(TARGET)
     for late_turn in tl.range(turn, num_turns, 1, flatten=True):
-        tile_id = _tile_of_turn(late_turn, early_turns, program, num_early, num_early_tiles, num_programs)
+        tile_id = _tile_of_turn(late_turn, early_turns, first_early, num_early, first_late, num_programs)
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+    if program == 0:
+        for step in tl.static_range(1, WORLD_SIZE):
+            peer = (rank + step) % WORLD_SIZE
+            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)

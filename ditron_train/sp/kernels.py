@@ -10,7 +10,7 @@ multiplies). A rank writes into a peer's buffer, or over what a peer has read, o
 epoch (``dl.announce``: everything that its stream had before is done). Arrival is told by flags that hold the epoch, one for
 each (source rank, granule of rows) or (source rank, tile).
 
-Ticket roles of a channel: 0 for the kernel that sends, 1 for the kernel that waits.
+Ticket roles of a channel: 0 for the kernel that sends, 1 for the kernel that waits; 2 and 3 count work, by epoch parity.
 """
 
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["push_kernel", "receive_kernel"]
+__all__ = ["push_item", "push_kernel", "receive_kernel"]
 
 
 @triton.jit
@@ -149,6 +149,72 @@ def receive_kernel(
 
 
 @triton.jit
+def push_item(
+    item,
+    part0_ptr,
+    part1_ptr,
+    part2_ptr,
+    buffer_addresses,
+    signals_addresses,
+    table_ptr,
+    rank,
+    epoch,
+    M,
+    half_rows,
+    slot_rows,
+    buffer_stride,
+    num_groups,
+    width0,
+    width1,
+    width2,
+    GRANULE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_G0: tl.constexpr,
+    BLOCK_G1: tl.constexpr,
+    BLOCK_G2: tl.constexpr,
+    BLOCK_W0: tl.constexpr,
+    BLOCK_W1: tl.constexpr,
+    BLOCK_W2: tl.constexpr,
+    TO_HEADS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Stores one granule of one peer's share into its buffer, then releases its flag; ``push_kernel`` says which."""
+    num_granules = tl.cdiv(M, GRANULE_ROWS)
+    group_stride = width0 + width1 + width2
+    granule = item // WORLD_SIZE
+    peer = (rank + 1 + item % WORLD_SIZE) % WORLD_SIZE
+    buffer = dl.symm_at(buffer_addresses, peer, part0_ptr.dtype.element_ty)
+    for block in range(0, GRANULE_ROWS, ROWS):
+        rows = granule * GRANULE_ROWS + block + tl.arange(0, ROWS)
+        mask = rows < M
+        if TO_HEADS:
+            in_rows = rows.to(tl.int64)
+            in_groups = num_groups * WORLD_SIZE
+            first_group = peer * num_groups
+            destination = buffer + (rank * slot_rows + rows).to(tl.int64) * buffer_stride
+        else:
+            in_rows = global_row(rows, mask, peer, M, half_rows, table_ptr, WORLD_SIZE, HAS_TABLE).to(tl.int64)
+            in_groups = num_groups
+            first_group = 0
+            destination = buffer + rows.to(tl.int64) * buffer_stride + rank * num_groups * group_stride
+        source = part0_ptr + in_rows * (in_groups * width0) + first_group * width0
+        _copy_columns(destination, source, mask, num_groups, width0, group_stride, width0, BLOCK_G0, BLOCK_W0)
+        if NUM_PARTS > 1:
+            source = part1_ptr + in_rows * (in_groups * width1) + first_group * width1
+            _copy_columns(destination + width0, source, mask, num_groups, width1, group_stride, width1, BLOCK_G1, BLOCK_W1)
+        if NUM_PARTS > 2:
+            source = part2_ptr + in_rows * (in_groups * width2) + first_group * width2
+            _copy_columns(
+                destination + (width0 + width1), source, mask, num_groups, width2, group_stride, width2, BLOCK_G2, BLOCK_W2
+            )
+    flags = dl.symm_at(signals_addresses, peer, tl.int32)
+    dl.notify(flags + rank * num_granules + granule, epoch, TARGET)
+
+
+@triton.jit
 def push_kernel(
     part0_ptr,
     part1_ptr,
@@ -158,8 +224,6 @@ def push_kernel(
     ready_addresses,
     ready_ptr,
     signature_ptr,
-    signals_ptr,
-    gathered_ptr,
     table_ptr,
     tickets_ptr,
     control_ptr,
@@ -181,8 +245,6 @@ def push_kernel(
     BLOCK_W1: tl.constexpr,
     BLOCK_W2: tl.constexpr,
     TO_HEADS: tl.constexpr,
-    KEEP: tl.constexpr,
-    RANKS_POW2: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
@@ -196,59 +258,21 @@ def push_kernel(
     All ranks send a granule to everybody before the next (a consumer needs it from all sources), starting with rank + 1,
     so no two send to the same one. Before the first store: all start signals. A granule's flag is released once its rows are
     stored.
-
-    With KEEP (not TO_HEADS) it then copies what arrives from all ranks, [M, W * num_groups * (width0 + width1 + width2)], to
-    ``gathered``: the buffer is the next op's. It waits (acquire) for the flags of each granule.
     """
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
     if tl.program_id(0) == 0:
         dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))  # where the next launch counts its work
     for step in tl.static_range(1, WORLD_SIZE):
         dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
-    num_granules = tl.cdiv(M, GRANULE_ROWS)
-    group_stride = width0 + width1 + width2
-    for item in range(tl.program_id(0), num_granules * WORLD_SIZE, tl.num_programs(0)):
-        granule = item // WORLD_SIZE
-        peer = (rank + 1 + item % WORLD_SIZE) % WORLD_SIZE
-        buffer = dl.symm_at(buffer_addresses, peer, part0_ptr.dtype.element_ty)
-        for block in range(0, GRANULE_ROWS, ROWS):
-            rows = granule * GRANULE_ROWS + block + tl.arange(0, ROWS)
-            mask = rows < M
-            if TO_HEADS:
-                in_rows = rows.to(tl.int64)
-                in_groups = num_groups * WORLD_SIZE
-                first_group = peer * num_groups
-                destination = buffer + (rank * slot_rows + rows).to(tl.int64) * buffer_stride
-            else:
-                in_rows = global_row(rows, mask, peer, M, half_rows, table_ptr, WORLD_SIZE, HAS_TABLE).to(tl.int64)
-                in_groups = num_groups
-                first_group = 0
-                destination = buffer + rows.to(tl.int64) * buffer_stride + rank * num_groups * group_stride
-            source = part0_ptr + in_rows * (in_groups * width0) + first_group * width0
-            _copy_columns(destination, source, mask, num_groups, width0, group_stride, width0, BLOCK_G0, BLOCK_W0)
-            if NUM_PARTS > 1:
-                source = part1_ptr + in_rows * (in_groups * width1) + first_group * width1
-                _copy_columns(destination + width0, source, mask, num_groups, width1, group_stride, width1, BLOCK_G1, BLOCK_W1)
-            if NUM_PARTS > 2:
-                source = part2_ptr + in_rows * (in_groups * width2) + first_group * width2
-                _copy_columns(
-                    destination + (width0 + width1), source, mask, num_groups, width2, group_stride, width2, BLOCK_G2, BLOCK_W2
-                )
-        flags = dl.symm_at(signals_addresses, peer, tl.int32)
-        dl.notify(flags + rank * num_granules + granule, epoch, TARGET)
-    if KEEP:
-        own_buffer = dl.symm_at(buffer_addresses, rank, part0_ptr.dtype.element_ty)
-        num_columns = WORLD_SIZE * num_groups * group_stride
-        for granule in range(tl.program_id(0), num_granules, tl.num_programs(0)):
-            dl.wait_ranks(
-                signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
-            )
-            for block in range(0, GRANULE_ROWS, ROWS):
-                rows = (granule * GRANULE_ROWS + block + tl.arange(0, ROWS)).to(tl.int64)
-                _copy_columns(
-                    gathered_ptr + rows * num_columns, own_buffer + rows * buffer_stride, rows < M, 1, num_columns, 0, 0, 1, 256
-                )
+    for item in range(tl.program_id(0), tl.cdiv(M, GRANULE_ROWS) * WORLD_SIZE, tl.num_programs(0)):
+        push_item(
+            item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
+            M, half_rows, slot_rows, buffer_stride, num_groups, width0, width1, width2,
+            GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
+            TO_HEADS, HAS_TABLE, WORLD_SIZE, TARGET,
+        )  # fmt: skip
     if tl.program_id(0) == 0:
         for step in tl.static_range(1, WORLD_SIZE):
             peer = (rank + step) % WORLD_SIZE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -83,22 +83,24 @@ class _Transfer:
         else:
             self.buffer = context.sequence_buffer(m, _padded_columns(world * layout.num_columns, dtype), dtype)
 
-    def copy_kernel(self, kernel: Any, num_programs: int, **constants: int | bool) -> KernelLaunch:
-        """``push_kernel`` or ``receive_kernel``, with the constants that only it has."""
+    def copy_constants(self) -> dict[str, int]:
+        """How a kernel that copies parts of this layout cuts them into blocks."""
         layout, copy = self.layout, self.copy
         widths = (*layout.widths, 1, 1)[:3]
         block_widths = [min(_next_power_of_2(width), copy.width) for width in widths]
         most_groups = _next_power_of_2(layout.num_groups)
         blocks = {f"BLOCK_G{i}": min(copy.width // width, most_groups) for i, width in enumerate(block_widths)}
         blocks |= {f"BLOCK_W{i}": width for i, width in enumerate(block_widths)}
+        rows = min(copy.rows, self.granule_rows)
+        return {"GRANULE_ROWS": self.granule_rows, "ROWS": rows, "NUM_PARTS": len(layout.widths), **blocks}
+
+    def copy_kernel(self, kernel: Any, num_programs: int, **constants: int | bool) -> KernelLaunch:
+        """``push_kernel`` or ``receive_kernel``, with the constants that only it has."""
         return KernelLaunch(
             kernel,
             num_programs if self.context.is_cuda else 1,
             {
-                "GRANULE_ROWS": self.granule_rows,
-                "ROWS": min(copy.rows, self.granule_rows),
-                "NUM_PARTS": len(layout.widths),
-                **blocks,
+                **self.copy_constants(),
                 **constants,
                 "HAS_TABLE": self.packed,
                 "WORLD_SIZE": self.context.world_size,
@@ -106,22 +108,6 @@ class _Transfer:
             },
             num_warps=16,
         )
-
-    def push_kernel(self, num_programs: int, *, keep: bool = False) -> KernelLaunch:
-        """The kernel that sends parts; with ``keep`` it copies what arrives."""
-        ranks = _next_power_of_2(self.context.world_size)
-        return self.copy_kernel(push_kernel, num_programs, TO_HEADS=self.towards_heads, KEEP=keep, RANKS_POW2=ranks)
-
-    def push_arguments(
-        self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, gathered: torch.Tensor | None
-    ) -> tuple[Any, ...]:
-        """All of the kernel's, for contiguous ``parts``."""
-        channel = self.channel
-        return (
-            *(*parts, parts[0], parts[0])[:3], self.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
-            channel.ready.local, self.signature, channel.signals.local, parts[0] if gathered is None else gathered,
-            channel.signals.local if table is None else table, channel.tickets, channel.control, *self.shape_arguments(),
-        )  # fmt: skip
 
     def shape_arguments(self) -> tuple[int, ...]:
         """M ... width2 of the copying kernels."""
@@ -174,7 +160,7 @@ class PreparedExchange:
         self._transfer = transfer = _Transfer(
             context, operation, layout, m, dtype, k=0, granule_rows=tuning.GRANULE_ROWS, block_n=0, packed=packed
         )
-        self._push = transfer.push_kernel(programs)
+        self._push = transfer.copy_kernel(push_kernel, programs, TO_HEADS=towards_heads)
         self._receive = _Receiver(transfer, programs)
 
     def __call__(
@@ -187,7 +173,11 @@ class PreparedExchange:
         results = self._receive.empty(lead)
         side = context.fork()
         # The push first: with one hardware queue the kernel that waits would stand in front of it.
-        self._push(*transfer.push_arguments(parts, table, None))
+        self._push(
+            *(*parts, parts[0], parts[0])[:3], transfer.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
+            channel.ready.local, transfer.signature, channel.signals.local if table is None else table, channel.tickets,
+            channel.control, *transfer.shape_arguments(),
+        )  # fmt: skip
         self._receive(results, table, side)
         context.join()
         context.leave(channel)
@@ -264,17 +254,8 @@ class PreparedGemmA2A:
         return parts
 
 
-class _Plan(NamedTuple):
-    """Launches of an A2A-GEMM: the push, the GEMM beside it, the GEMM behind it; and the deal of tiles to both."""
-
-    push: KernelLaunch
-    early: KernelLaunch
-    late: KernelLaunch | None
-    deal: tuple[int, int, int]
-
-
 class PreparedA2AGemm:
-    """All heads of the local rows times a weight: a push on the communication stream, beside it the GEMM."""
+    """All heads of the local rows times a weight, the push of this rank's share in the same kernel."""
 
     def __init__(
         self, context: SPContext, layout: HeadsLayout, m: int, n: int, dtype: torch.dtype, weight_layout: WeightLayout,
@@ -288,40 +269,25 @@ class PreparedA2AGemm:
         )
         self._a = make_descriptor(transfer.buffer.local[:, :k], (config.block_m, config.block_k))
         self._b_block = (config.block_n, config.block_k) if weight_layout == "nt" else (config.block_k, config.block_n)
-        self._plans = {keep: self._plan(weight_layout, granule_rows, keep) for keep in (False, True)}
-
-    def _plan(self, weight_layout: WeightLayout, granule_rows: int, keep: bool) -> _Plan:
-        """The launches, with a copy of what arrives (``keep``) or without."""
-        transfer, config = self._transfer, self.config
-        context, m = transfer.context, transfer.m
-        world, num_tiles = context.world_size, config.num_tiles(m, self.n)
+        num_tiles, world = config.num_tiles(m, n), context.world_size
         if context.is_cuda:
-            num_sms = context.num_sms
-            num_push, early_tiles = tuning.deal_of(
-                m, self.n, self.k, world, config, num_sms, transfer.dtype.itemsize, keep
-            )
-        else:  # one program a launch, with both kinds of turns
-            num_sms, num_push, early_tiles = 2, 1, num_tiles // 3
-        num_early = num_sms - num_push
-
-        def launch(num_programs: int, *, behind_push: bool) -> KernelLaunch:
-            constants = {
+            num_programs = context.num_sms
+            self._deal = tuning.deal_of(m, n, k, world, config, num_programs, dtype.itemsize)
+        else:
+            num_programs, self._deal = 2, (1, num_tiles // 3)
+        self._launch = KernelLaunch(
+            a2a_gemm_kernel,
+            num_programs,
+            {
                 **_tile_constants(config, weight_layout),
-                "GRANULE_ROWS": granule_rows,
-                "BEHIND_PUSH": behind_push,
+                **transfer.copy_constants(),
+                "HAS_TABLE": packed,
                 "WORLD_SIZE": world,
                 "RANKS_POW2": _next_power_of_2(world),
                 "TARGET": context.target,
-            }
-            return KernelLaunch(
-                a2a_gemm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages
-            )
-
-        return _Plan(
-            transfer.push_kernel(num_push, keep=keep),
-            launch(min(num_early, max(early_tiles, num_tiles - early_tiles)), behind_push=False),
-            launch(num_push, behind_push=True) if num_tiles - early_tiles > num_early else None,
-            (num_early, num_sms, early_tiles),
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
         )
 
     def borrowed(self) -> torch.Tensor:
@@ -336,17 +302,28 @@ class PreparedA2AGemm:
         context, channel, m = transfer.context, transfer.channel, transfer.m
         parts = [part.contiguous() for part in parts]
         out = empty_aligned(m, self.n, transfer.dtype, context.device)
-        gathered = torch.empty(m, self.k, dtype=transfer.dtype, device=context.device) if keep else None
-        plan = self._plans[keep]
-        operands = (
-            self._a, make_descriptor(aligned_operand(weight), self._b_block), make_descriptor(out, self.config.store_block),
-            channel.signals.local, channel.tickets, channel.control, m, self.n, self.k,
-        )  # fmt: skip
-        side = context.fork()
-        plan.push(*transfer.push_arguments(parts, table, gathered), stream=side)
-        plan.early(*operands, 0, *plan.deal)
-        if plan.late is not None:
-            plan.late(*operands, plan.deal[0], *plan.deal, stream=side)
-        context.join()
+        _, half_rows, _, buffer_stride, *columns = transfer.shape_arguments()
+        self._launch(
+            self._a,
+            make_descriptor(aligned_operand(weight), self._b_block),
+            make_descriptor(out, self.config.store_block),
+            *(*parts, parts[0], parts[0])[:3],
+            transfer.buffer.addresses,
+            channel.signals.addresses,
+            channel.signals.local,
+            channel.ready.addresses,
+            channel.ready.local,
+            transfer.signature,
+            channel.signals.local if table is None else table,
+            channel.tickets,
+            channel.control,
+            m,
+            self.n,
+            self.k,
+            half_rows,
+            buffer_stride,
+            *columns,
+            *self._deal,
+        )
         context.leave(channel)
-        return out.contiguous(), gathered
+        return out.contiguous(), self._transfer.buffer.local[:, : self.k].clone() if keep else None

@@ -22,13 +22,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CopyShape:
-    """Rows and columns of one block of a copy by a program of 16 warps; what it has in flight decides its rate."""
+    """Rows and columns of one block of a copy; what a program has in flight decides its rate."""
 
     rows: int
     width: int
 
 
-PUSH = CopyShape(rows=128, width=256)  # 64 KB in flight: 45 GB/s a program
+PUSH = CopyShape(rows=128, width=256)  # 64 KB in flight
 PULL = CopyShape(rows=128, width=512)  # reads from a peer take longer; spills a little, and is faster (2.41 against 2.56 ms)
 
 GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
@@ -37,8 +37,8 @@ PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole
 
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
 _GEMM_FLOP_PER_US = 750e6
-_PUSH_COUNTS = (8, 12, 16, 24)
-_COPY_BYTES_PER_US = 38e3  # one program
+_PUSH_COUNTS = (16, 24)
+_PUSH_BYTES_PER_US = 14e3  # one program of a GEMM, which has 8 warps
 _PULL_BYTES_PER_US = 24e3
 _LINK_BYTES_PER_US = 340e3
 _START_US = 20.0  # start signals, and the first granules' way
@@ -56,41 +56,40 @@ def granule_rows(m: int, block_m: int, row_bytes: int) -> int:
     return rows
 
 
-def tiles_of_program(program: int, num_early: int, num_programs: int, num_early_tiles: int, num_tiles: int) -> list[int]:
+def tiles_of_program(program: int, num_push: int, num_programs: int, num_early_tiles: int, num_tiles: int) -> list[int]:
     """Twin of the deal in ``a2a_gemm_kernel``: the tiles of one program, in order."""
-    early = range(program, num_early_tiles, num_early) if program < num_early else range(0)
+    early = range(program - num_push, num_early_tiles, num_programs - num_push) if program >= num_push else range(0)
     return [*early, *range(num_early_tiles + program, num_tiles, num_programs)]
 
 
 def deal_of(
-    m: int, n: int, k: int, world_size: int, config: GemmConfig, num_sms: int, element_bytes: int, keep: bool
+    m: int, n: int, k: int, world_size: int, config: GemmConfig, num_programs: int, element_bytes: int
 ) -> tuple[int, int]:
-    """(SMs that push first, tiles dealt to the others alone) of an A2A-GEMM [m, k] @ [k, n].
+    """(programs that push first, tiles dealt to the others alone) of an A2A-GEMM [m, k] @ [k, n].
 
-    The SMs that push come to the GEMM when the push (and with ``keep`` a copy of what arrived) is done. Some numbers of
-    them are weighed with all numbers of whole waves without them: the last tile should be done early.
+    The programs that push come to the GEMM when the push is done. Some numbers of them are weighed with all numbers of
+    whole waves without them: the last tile should be done early.
     """
     num_tiles = config.num_tiles(m, n)
     row_bytes = m * k * element_bytes
-    wave_us = 2 * config.block_m * config.block_n * k / (_GEMM_FLOP_PER_US / num_sms)
+    wave_us = 2 * config.block_m * config.block_n * k / (_GEMM_FLOP_PER_US / num_programs)
     group_share = min(config.group_m * config.block_m / m, 1.0)  # of the rows: a group of row tiles is walked together
     best = None
     for num_push in _PUSH_COUNTS:
-        copy_us = row_bytes / (num_push * _COPY_BYTES_PER_US)
-        push_us = max(copy_us, row_bytes * (world_size - 1) / world_size / _LINK_BYTES_PER_US)
-        join_us = _START_US + push_us + (copy_us if keep else 0)
-        num_early = num_sms - num_push
+        link_us = row_bytes * (world_size - 1) / world_size / _LINK_BYTES_PER_US
+        push_us = _START_US + max(row_bytes / (num_push * _PUSH_BYTES_PER_US), link_us)
+        num_early = num_programs - num_push
         early_us, early_tiles = 0.0, 0
         while True:
-            shared_us = -(-(num_tiles - early_tiles) // num_sms) * wave_us
-            end_us = max(early_us, join_us) + shared_us if shared_us else max(early_us, push_us)
+            shared_us = -(-(num_tiles - early_tiles) // num_programs) * wave_us
+            end_us = max(early_us, push_us) + shared_us
             if best is None or end_us < best[0]:
                 best = end_us, num_push, early_tiles
             if early_tiles == num_tiles:
                 break
             early_tiles = min(early_tiles + num_early, num_tiles)
             needed_share = min(early_tiles / num_tiles + group_share, 1.0)
-            early_us = max(early_us, _START_US + needed_share * push_us) + wave_us
+            early_us = max(early_us, needed_share * push_us) + wave_us
     return best[1:]
 
 

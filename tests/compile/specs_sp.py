@@ -54,11 +54,36 @@ def _gemm_a2a(name, layout, block, stages, targets, world_size=8):
 
 
 def _a2a_gemm(name, layout, block, stages, targets):
-    deal = dict.fromkeys(("first_program", "num_early", "num_programs", "num_early_tiles"), "i32")
+    signature = {
+        "c_desc": _store(*block[:2]),
+        **_PARTS,
+        "buffer_addresses": "*i64",
+        "signals_addresses": "*i64",
+        "signals_ptr": "*i32",
+        **_READY,
+        "table_ptr": "*i32",
+        **{size: type for size, type in _SHAPE.items() if size not in ("M", "slot_rows")},
+        "num_push": "i32",
+        "num_early_tiles": "i32",
+    }
     return _gemm(
-        name, "a2a_gemm_kernel", {"c_desc": _store(*block[:2]), "signals_ptr": "*i32", **deal}, layout, block, stages, targets,
-        None, GRANULE_ROWS=256, BEHIND_PUSH=layout == "nn", WORLD_SIZE=8, RANKS_POW2=8,
+        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, True,
+        GRANULE_ROWS=256, **_blocks(3 if layout == "nn" else 1, 256), HAS_TABLE=False, WORLD_SIZE=8, RANKS_POW2=8,
     )  # fmt: skip
+
+
+def _blocks(num_parts, width):
+    """As the ops cut copies of 1 part, or of q, k and v."""
+    return {
+        "ROWS": 128,
+        "NUM_PARTS": num_parts,
+        "BLOCK_G0": 1,
+        "BLOCK_G1": width // 128 if num_parts > 1 else 1,
+        "BLOCK_G2": width // 128 if num_parts > 1 else 1,
+        "BLOCK_W0": width,
+        "BLOCK_W1": 128 if num_parts > 1 else 1,
+        "BLOCK_W2": 128 if num_parts > 1 else 1,
+    }
 
 
 def _copy(name, kernel, signature, towards_heads, num_parts, dtype="bf16", **constexprs):
@@ -69,14 +94,7 @@ def _copy(name, kernel, signature, towards_heads, num_parts, dtype="bf16", **con
         signature={**dict.fromkeys(_PARTS, f"*{dtype}"), **signature, "table_ptr": "*i32", **_CHANNEL, **_SHAPE},
         constexprs={
             "GRANULE_ROWS": 128,
-            "ROWS": 128,
-            "NUM_PARTS": num_parts,
-            "BLOCK_G0": 1,
-            "BLOCK_G1": width // 128 if num_parts > 1 else 1,
-            "BLOCK_G2": width // 128 if num_parts > 1 else 1,
-            "BLOCK_W0": width,
-            "BLOCK_W1": 128 if num_parts > 1 else 1,
-            "BLOCK_W2": 128 if num_parts > 1 else 1,
+            **_blocks(num_parts, width),
             "TO_HEADS": towards_heads,
             "HAS_TABLE": towards_heads and num_parts == 3,
             "WORLD_SIZE": 8,
@@ -91,9 +109,7 @@ def _copy(name, kernel, signature, towards_heads, num_parts, dtype="bf16", **con
 
 _WIDE = ((128, 256, 64), 4, ("sm_90", "sm_100"))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
-_PUSH = {
-    "buffer_addresses": "*i64", "signals_addresses": "*i64", **_READY, "signals_ptr": "*i32", "gathered_ptr": "*bf16"
-}  # fmt: skip
+_PUSH = {"buffer_addresses": "*i64", "signals_addresses": "*i64", **_READY}
 _RECEIVE = {"buffer_addresses": "*i64", "signals_ptr": "*i32", "flags_per_granule": "i32"}
 
 SPECS = [
@@ -117,8 +133,7 @@ SPECS = [
         for num_parts in (1, 3)
         for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}"]
         for spec in (  # fmt: skip
-            _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts,
-                  KEEP=not towards_heads and num_parts == 1, RANKS_POW2=8),
+            _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts),
             _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, FLAGS=8,
                   PULL=towards_heads),
         )
