@@ -85,7 +85,7 @@ def deal_of(
             end_us = max(early_us, push_us) + shared_us
             if best is None or end_us < best[0]:
                 best = end_us, num_push, early_tiles
-            if early_tiles == num_tiles:
+            if early_tiles == num_tiles or num_early <= 0:  # nobody is left to work early
                 break
             early_tiles = min(early_tiles + num_early, num_tiles)
             needed_share = min(early_tiles / num_tiles + group_share, 1.0)
