@@ -14,7 +14,11 @@ from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession
+from ditron_train.gemm.configs import choose_config
 from ditron_train.megatron import apply, restore
+from ditron_train.runtime.device import kernel_target
+from ditron_train.runtime.device import num_sms as num_sms_of
+from ditron_train.sp import tuning
 from ditron_train.testing import megatron_cpu
 
 __all__ = ["attention_rows"]
@@ -89,6 +93,14 @@ def attention_rows(session: BenchSession) -> Iterator[Row]:
         parallel_state.destroy_model_parallel()
 
 
+def _comm_sms(session: BenchSession, m: int) -> int:
+    """The most that a projection of m local rows keeps for moving data: all of it pulls, or pushes before it multiplies."""
+    target, num_sms = kernel_target(session.device), num_sms_of(session.device)
+    config = choose_config(m, 8192, 8192, torch.bfloat16, target, num_sms)
+    push, _ = tuning.deal_of(m, 8192, 8192, session.world_size, config, num_sms, 2)
+    return max(push, tuning.receive_programs(m, 10240, 8192, 2))
+
+
 def _rows_of(
     session: BenchSession, exact: dict[str, torch.nn.Module], fast: dict[str, torch.nn.Module], length: int
 ) -> Iterator[Row]:
@@ -123,6 +135,6 @@ def _rows_of(
             native_us=timings["native"].median_us,
             ditron_us=timings["ditron"].median_us,
             bitwise_equal=equal,
-            comm_sms=8,
+            comm_sms=_comm_sms(session, shape[0]),
             spread=max(timing.spread for timing in timings.values()),
         )
