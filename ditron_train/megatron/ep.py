@@ -146,6 +146,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _make_context(self, device: torch.device) -> EPContext | RailContext:
         arguments = (self.ep_group, device, self.num_experts, self.config.moe_router_topk)
+        if get_settings().ep_rails == "off":
+            return get_ep_context(*arguments)
         over_nodes = get_rail_context(*arguments)
         if over_nodes is None:
             return get_ep_context(*arguments)

@@ -184,6 +184,15 @@ SETTINGS: tuple[Setting, ...] = (
         "even. More is an error on every rank, never dropped. Unset: exact sizes, one host sync a layer, as natively.",
     ),
     Setting(
+        "ep_rails",
+        "DITRON_EP_RAILS",
+        _one_of("on", "off"),
+        "off",
+        "on, off",
+        "Expert parallel over several nodes: on: a token crosses to a node once, along its rail, and is fanned out inside (tried "
+        "on posed nodes only). off: natively.",
+    ),
+    Setting(
         "postmortem",
         "DITRON_POSTMORTEM",
         str,
@@ -207,6 +216,7 @@ class Settings:
     muon_sharding: str
     muon_opt_ins: tuple[str, ...] | None
     ep_capacity: float | None
+    ep_rails: str
     policy: str
     plan: str | None
     tuning: str | None

@@ -298,6 +298,7 @@ def test_two_posed_nodes(monkeypatch):
     """Half of the GPUs as another node: along rails by NCCL, inside by peer memory; forward and all gradients."""
     if dist.get_world_size() % 4:
         pytest.skip("needs four GPUs")
+    monkeypatch.setenv("DITRON_EP_RAILS", "on")
     monkeypatch.setenv("NCCL_HOSTID", f"node{2 * dist.get_rank() // dist.get_world_size()}")
     layers = layer_pair(config(6 * dist.get_world_size(), 3, 512), torch.device("cuda"))
     tokens = (700, 1, 400, 900)[dist.get_rank() % 4]

@@ -94,11 +94,12 @@ def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
     from ditron_train.ep import rails
 
     os.environ["NCCL_HOSTID"] = str(2 * dist.get_rank() // dist.get_world_size())
+    os.environ["DITRON_EP_RAILS"] = "on"
     try:
         layers_agree(options, tokens_by_rank, dtype)
         return {context.num_nodes for context in rails._contexts.values() if context is not None}
     finally:
-        del os.environ["NCCL_HOSTID"]
+        del os.environ["NCCL_HOSTID"], os.environ["DITRON_EP_RAILS"]
 
 
 def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours=True):
