@@ -37,7 +37,9 @@ PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole
 
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
 _GEMM_FLOP_PER_US = 750e6
-_PUSH_COUNTS = (16, 24)
+_PUSH_COUNTS = (24,)  # 1.14 and 1.43 of the GEMM alone where that lasts 2.5 and 1.2 times as long as the push, 16: 1.25 and 1.51
+_PUSH_COUNTS_OF_LONG = (16,)  # 1.09 of the GEMM alone where that lasts 5 times as long as the push, 24: 1.18
+_LONG = 4.0
 _PUSH_BYTES_PER_US = 14e3  # one program of a GEMM, which has 8 warps
 _PULL_BYTES_PER_US = 24e3
 _LINK_BYTES_PER_US = 340e3
@@ -75,8 +77,8 @@ def deal_of(
     wave_us = 2 * config.block_m * config.block_n * k / (_GEMM_FLOP_PER_US / num_programs)
     group_share = min(config.group_m * config.block_m / m, 1.0)  # of the rows: a group of row tiles is walked together
     best = None
-    for num_push in _PUSH_COUNTS:
-        link_us = row_bytes * (world_size - 1) / world_size / _LINK_BYTES_PER_US
+    link_us = row_bytes * (world_size - 1) / world_size / _LINK_BYTES_PER_US
+    for num_push in _PUSH_COUNTS_OF_LONG if _gemm_us(m, n, k) > _LONG * link_us else _PUSH_COUNTS:
         push_us = _START_US + max(row_bytes / (num_push * _PUSH_BYTES_PER_US), link_us)
         num_early = num_programs - num_push
         early_us, early_tiles = 0.0, 0
