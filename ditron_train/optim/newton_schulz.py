@@ -156,7 +156,7 @@ def newton_schulz(
         borrow: Whether the result may be memory of a CUDA graph, which the next call for this shape on this stream
             overwrites: saves a copy of small matrices.
         form: ``steps`` as native; ``gram`` iterates on the Gram matrix of matrices at least twice as long as wide, with
-            fp16 in place of bf16 (see ``variants.gram_form``): faster, with other bits.
+            fp16 in place of bf16 (see ``variants.gram_form``): less work, other bits.
 
     Returns:
         [min, max] of ``dtype`` (fp16 where the Gram form stands in for bf16): transposed where ``grad`` has more rows than
