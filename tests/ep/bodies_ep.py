@@ -273,7 +273,7 @@ def expert_functions(tokens_by_rank, dtype, order):
     grad = torch.randn(x.shape, generator=generator).to(dtype)
     leaves = [x.requires_grad_(), probs.requires_grad_(), *weights, *back]
     results = []
-    for pairs in (None, (), PAIRS, ("beside_wgrad",)):
+    for pairs in (None, PAIRS, ("beside_wgrad",)):
         layout = begin_layout(maps[rank], probs, 16, dtype, context).finish()
         if pairs is None:
             rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
