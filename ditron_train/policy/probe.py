@@ -15,6 +15,7 @@ __all__ = ["Observation", "Run", "probe", "time_us"]
 Run = Callable[[], Sequence[torch.Tensor]]
 
 _WARM_UPS, _REPEATS = 2, 7
+_HEAD_START_CYCLES = 400_000  # about 0.2 ms of the GPU's clock
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,18 @@ class Observation:
     ditron_us: float | None
 
 
-def time_us(run: Run, device: torch.device) -> float:
-    """Median device time of ``run`` on this rank, in us."""
+def time_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> float:
+    """Median device time of ``run`` on this rank, in us (collective).
+
+    In training the host is ahead of the device, and so it is here: what ours takes longer to launch does not count. A
+    barrier on the device has the ranks begin together.
+    """
     times = []
+    barrier = torch.zeros(1, device=device)
     for repeat in range(_WARM_UPS + _REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        dist.all_reduce(barrier, group=group)
         start.record()
         run()
         end.record()
@@ -64,7 +72,7 @@ def probe(
     equal = len(expected) == len(found) and all(torch.equal(a, b) for a, b in zip(expected, found))
     del expected, found
     # The slowest rank counts; a difference on one rank is a difference.
-    times = [time_us(native, device), time_us(ours, device)] if timed else [0.0, 0.0]
+    times = [time_us(native, device, group), time_us(ours, device, group)] if timed else [0.0, 0.0]
     worst = torch.tensor([float(not equal), *times], dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     different, native_us, ditron_us = worst.tolist()

@@ -62,5 +62,12 @@ def _mark_exposed(axis: Any, spans: Sequence[tuple[float, float]]) -> None:
     """Red over all lanes, with the microseconds of the longest."""
     for start, end in spans:
         axis.axvspan(start, end, color="#c0392b", alpha=0.25, linewidth=0)
-    for start, end in sorted(spans, key=lambda span: span[0] - span[1])[:_LABELLED]:
-        axis.text((start + end) / 2, -0.5, f"{end - start:.0f}", color="#c0392b", fontsize=6, ha="center", va="bottom", clip_on=True)
+    labels: list[list[float]] = []  # middle, us: spans that lie so close that their numbers would overlap share one
+    for start, end in spans:
+        if labels and (start + end) / 2 - labels[-1][0] < 0.025 * spans[-1][1]:
+            labels[-1][1] += end - start
+        else:
+            labels.append([(start + end) / 2, end - start])
+    place = dict(transform=axis.get_xaxis_transform(), ha="center", va="top", fontsize=6, color="#7b241c", clip_on=True)
+    for middle, length in sorted(labels, key=lambda label: -label[1])[:_LABELLED]:
+        axis.text(middle, 0.99, f"{length:.0f}", **place)
