@@ -115,7 +115,7 @@ def ag_gemm(
     """
     context.enter("ag_gemm", x.shape if row_counts is None else tuple(row_counts), weight.shape, x.dtype)
     key = ("ag_gemm", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
-           row_counts and tuple(row_counts), plan)  # fmt: skip
+           row_counts and tuple(row_counts), plan, return_gathered)  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         n, k = _check("ag_gemm", context, x, weight, layout)
@@ -126,7 +126,7 @@ def ag_gemm(
         choice = _choose("ag_gemm", context, partition.num_rows, n, k, x.dtype, layout)
         if plan is not None:
             choice = replace(choice, gather=plan)
-        prepared = PreparedAgGemm(context, partition, n, k, x.dtype, layout, choice)
+        prepared = PreparedAgGemm(context, partition, n, k, x.dtype, layout, choice, keeps_gathered=return_gathered)
         context.prepared[key] = prepared
     y = prepared(_sendable_rows(x), weight)
     if row_counts is None and x.dim() > 2:

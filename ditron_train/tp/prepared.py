@@ -54,7 +54,9 @@ class _PreparedGemm:
 
 
 class PreparedAgGemm(_PreparedGemm):
-    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make."""
+    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make.
+
+    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class PreparedAgGemm(_PreparedGemm):
         dtype: torch.dtype,
         layout: Layout,
         choice: Choice,
+        keeps_gathered: bool = False,
     ) -> None:
         super().__init__(context, partition.num_rows, n, k, layout, choice)
         config = self.config
@@ -77,7 +80,9 @@ class PreparedAgGemm(_PreparedGemm):
         self._a = make_descriptor(self.gathered, self.a_block)
         num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
         num_tiles, num_whole_tiles = config.num_tiles(self.m, n), config.num_whole_tiles(self.m, n, num_programs)
-        halve_tail = even and num_whole_tiles < num_tiles
+        self._reads_own = reads_own = even and not gather.by_push and not keeps_gathered
+        first_halved = config.num_tiles(partition.count(context.rank), n) if reads_own else 0
+        halve_tail = even and first_halved <= num_whole_tiles < num_tiles
         self._num_whole_tiles = num_whole_tiles if halve_tail else num_tiles
         half_n = config.block_n // 2 if halve_tail else config.block_n
         self._half_b_block = (half_n, config.block_k) if layout == "nt" else (config.block_k, half_n)
@@ -90,6 +95,7 @@ class PreparedAgGemm(_PreparedGemm):
                 "WORLD_SIZE": context.world_size,
                 "EVEN": even,
                 "OWN_FLAGS": gather.by_push,
+                "READS_OWN": reads_own,
                 "HALVE_TAIL": halve_tail,
                 "TARGET": context.target,
             },
@@ -99,16 +105,17 @@ class PreparedAgGemm(_PreparedGemm):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
-        self.gather.start(x)
+        self.gather.start(x, copies_own=not self._reads_own)
         out = empty_aligned(self.m, self.n, x.dtype, x.device)
-        self._launch(*self._arguments(aligned_operand(weight), out))
+        self._launch(*self._arguments(x, aligned_operand(weight), out))
         self.gather.finish()
         return out.contiguous()
 
-    def _arguments(self, weight: torch.Tensor, out: torch.Tensor) -> tuple:
+    def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
         gather, channel = self.gather, self.gather.channel
         return (
             self._a,
+            make_descriptor(x[:, : self.k], self.a_block) if self._reads_own else self._a,
             make_descriptor(weight, self.b_block),
             make_descriptor(weight, self._half_b_block),
             make_descriptor(out, self.config.store_block),
@@ -128,7 +135,7 @@ class PreparedAgGemm(_PreparedGemm):
     def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         """Compiles what a call with these would run, without running it; nothing is sent."""
         out = empty_aligned(self.m, self.n, x.dtype, x.device)
-        self._launch.compile(*self._arguments(aligned_operand(weight), out))
+        self._launch.compile(*self._arguments(x, aligned_operand(weight), out))
         self.gather.compile(x)
 
 

@@ -33,12 +33,13 @@ def _half_b(block_m, block_n, block_k, transpose_b):
     return f"tensordesc<bf16[{half},{block_k}]>" if transpose_b else f"tensordesc<bf16[{block_k},{half}]>"
 
 
-def _ag_gemm(name, transpose_b, even, block, stages, targets):
+def _ag_gemm(name, transpose_b, even, block, stages, targets, own_flags=False, reads_own=None):
     return KernelSpec(
         name=name,
         kernel="ditron_train.tp.kernels:ag_gemm_kernel",
         signature={
             **_operands(*block, transpose_b),
+            "own_desc": f"tensordesc<bf16[{block[0]},{block[2]}]>",
             "half_b_desc": _half_b(*block, transpose_b),
             "c_desc": _store(*block[:2]),
             "signals_ptr": "*i32",
@@ -54,7 +55,8 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets):
             "FLAGS_PER_RANK": 1024,
             "WORLD_SIZE": 8,
             "EVEN": even,
-            "OWN_FLAGS": True,
+            "OWN_FLAGS": own_flags,
+            "READS_OWN": even and not own_flags if reads_own is None else reads_own,
             "HALVE_TAIL": even and block[1] >= 256,
         },
         num_stages=stages,
@@ -85,7 +87,7 @@ def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8):
         },
         constexprs={
             **_tile(*block, transpose_b),
-            "FOLD_ROWS": 32,
+            "FOLD_ROWS": 64 if world_size <= 4 else 32,
             "WORLD_SIZE": world_size,
             "RANKS_POW2": world_size,
             "EVEN": even,
@@ -157,5 +159,8 @@ SPECS = [
         for even in (True, False)
         for size, shape in (("wide", _WIDE), ("square", _SQUARE))
     ),
+    _ag_gemm("tp_ag_gemm_nt_wide_even_pushed", True, True, *_WIDE, own_flags=True),
+    _ag_gemm("tp_ag_gemm_nn_wide_even_kept", False, True, *_WIDE, reads_own=False),
+    _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),
 ]
