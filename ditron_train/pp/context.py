@@ -207,8 +207,7 @@ class PipelineContext:
         self.network = self._node_group = None
 
     def check(self) -> None:
-        """Raises what any rank of the node has recorded; compares headers, drops what has been sent and gives lent
-        slots back (no wait)."""
+        """Raises what any rank of the node has recorded; compares headers and drops what has been sent (no wait)."""
         if self.channel is not None:
             self.channel.check()
         for end in self.local_senders:
@@ -217,9 +216,14 @@ class PipelineContext:
         for receiver in self.local_receivers:
             if receiver is not None:
                 receiver.verify()
-                receiver.return_loans()
         if self.network is not None:
             self.network.release_sent()
+
+    def return_loans(self) -> None:
+        """Gives lent slots that nobody uses any more back to the neighbours."""
+        for receiver in self.local_receivers:
+            if receiver is not None:
+                receiver.return_loans()
 
 
 _contexts: dict[tuple[dist.ProcessGroup, str], PipelineContext] = {}

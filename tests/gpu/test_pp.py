@@ -100,17 +100,19 @@ def test_every_size_arrives_on_both_lanes(device, new_context, num_slots):
     assert _agree(device, right)
 
 
-def test_late_producers_slow_consumers_and_freed_storage(device, new_context):
-    """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused."""
+@pytest.mark.parametrize("mebibytes", [(12,), (0.0625, 1, 12)], ids=["large", "mixed"])
+def test_late_producers_slow_consumers_and_freed_storage(device, new_context, mebibytes):
+    """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused; small
+    messages and large ones, which go on different streams, stay in order."""
     from ditron_train.pp import exchange
 
     rank = dist.get_rank()
     previous, _ = _neighbours()
-    draw = random.Random(rank)
-    num_bytes = 12 << 20
-    context = new_context(num_bytes)
+    draw, draw_of_all = random.Random(rank), random.Random(7)
+    context = new_context(12 << 20)
     received = []
     for index in range(60):
+        num_bytes = int(draw_of_all.choice(mebibytes) * 2**20)
         if draw.random() < 0.3:
             torch.cuda._sleep(draw.randint(1, 3_000_000))
         data = _payload(rank, 0, index, num_bytes, device)
@@ -122,7 +124,7 @@ def test_late_producers_slow_consumers_and_freed_storage(device, new_context):
         del handles
     context.channel.synchronize()
     right = all(
-        torch.equal(seen, _payload(previous, 0, index, num_bytes, device)) for index, seen in enumerate(received)
+        torch.equal(seen, _payload(previous, 0, index, seen.numel(), device)) for index, seen in enumerate(received)
     )
     assert _agree(device, right)
 
