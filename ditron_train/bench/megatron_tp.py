@@ -23,10 +23,15 @@ from ditron_train.bench.session import BenchSession
 from ditron_train.megatron import apply, restore
 from ditron_train.testing import megatron_cpu
 
-__all__ = ["layer_contenders", "layer_rows", "megatron_world", "native_linear"]
+__all__ = ["LAYER_SHAPE", "layer_contenders", "layer_rows", "megatron_world", "native_linear"]
 
 _LLAMA_70B = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8)
 _TOKENS = 8192
+LAYER_SHAPE = {
+    "tokens": _TOKENS if HAVE_TE else _TOKENS // 4,  # the local attention stores every score
+    "hidden": _LLAMA_70B["hidden_size"],
+    "ffn_hidden": _LLAMA_70B["ffn_hidden_size"],
+}
 
 
 @contextmanager
@@ -106,7 +111,7 @@ class _LayerPair:
         with torch.no_grad():
             for ours, native in zip(self.layers["ditron"].parameters(), self.layers["native"].parameters(), strict=True):
                 ours.copy_(native)
-        self.tokens = _TOKENS if HAVE_TE else _TOKENS // 4  # the local attention stores every score
+        self.tokens = LAYER_SHAPE["tokens"]
         shape = (self.tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
         self.x, self.grad = session.values(shape, torch.bfloat16, 1), session.values(shape, torch.bfloat16, 2)
         self.mask = None
@@ -143,7 +148,7 @@ def layer_rows(session: BenchSession) -> Iterator[Row]:
             model="LLaMA3.1-70B",
             world_size=session.world_size,
             dtype="bfloat16",
-            shape={"tokens": pair.tokens, "hidden": _LLAMA_70B["hidden_size"], "ffn_hidden": _LLAMA_70B["ffn_hidden_size"]},
+            shape=LAYER_SHAPE,
             native_us=timings["native"].median_us,
             ditron_us=timings["ditron"].median_us,
             bitwise_equal=equal,

@@ -27,7 +27,7 @@ from ditron_train.tp.context import TPContext, get_context
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.tuning import prefers_native
 
-__all__ = ["Kind", "forget_routes", "log_native", "route"]
+__all__ = ["Kind", "forget_routes", "log_native", "route", "swap_routes"]
 
 Kind = Literal["column", "row"]
 
@@ -43,6 +43,13 @@ _routes: dict[tuple[Any, ...], TPContext | None] = {}
 def forget_routes() -> None:
     """Decide anew from now on, and let go of the contexts."""
     _routes.clear()
+
+
+def swap_routes(routes: dict[tuple[Any, ...], TPContext | None]) -> dict[tuple[Any, ...], TPContext | None]:
+    """Puts other decisions in place and returns those that were: to compare policies in one process."""
+    global _routes
+    previous, _routes = _routes, routes
+    return previous
 
 
 def log_native(name: str, reason: str) -> None:

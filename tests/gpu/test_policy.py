@@ -223,39 +223,16 @@ def _memory(session):
     return tuple(round(value / 2**20, 2) for value in values)
 
 
-def test_strict_costs_nothing_after_its_probe(session, monkeypatch, capsys):
+def test_strict_costs_nothing_after_its_probe(session, capsys):
     """A LLaMA-70B layer under strict, against force, in turns; strict may be faster where it keeps native layers."""
     from ditron_train.bench.megatron_tp import layer_contenders
-    from ditron_train.megatron.routing import forget_routes
+    from ditron_train.bench.policy import compare_policies, ratio_of
 
-    run = layer_contenders(session)["ditron"]
-    rounds = {"strict": [], "force": []}
-    for _ in range(4):
-        for mode, medians in rounds.items():
-            monkeypatch.setenv("DITRON_POLICY", mode)
-            forget_routes()
-            medians.append(statistics.median(_layer_times_us(run)))
-    best = {mode: min(medians) for mode, medians in rounds.items()}
+    layers = layer_contenders(session)
+    times, natively = compare_policies(session, layers["ditron"], layers["native"], rounds=24, calls=3)
+    ratio = ratio_of(times["strict"], times["force"])
     with capsys.disabled():
         if session.rank == 0:
-            print(f"\nlayer forward + backward: strict {best['strict']:.0f} us, force {best['force']:.0f} us, "
-                  f"{best['strict'] / best['force']:.4f}; rounds {rounds}")  # fmt: skip
-    assert best["strict"] <= STRICT_OVER_FORCE * best["force"]
-
-
-def _layer_times_us(run):
-    """Host to host, so that what the host does counts, too."""
-    for _ in range(3):
-        run(0)
-    times = []
-    for _ in range(12):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start_s = time.perf_counter()
-        for _ in range(4):
-            run(0)
-        torch.cuda.synchronize()
-        mine = torch.tensor([(time.perf_counter() - start_s) / 4 * 1e6], device="cuda")
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        times.append(mine.item())
-    return times
+            medians = {name: round(statistics.median(values)) for name, values in times.items()}
+            print(f"\nlayer forward + backward: {medians} us; strict over force {ratio}; natively {natively}")
+    assert ratio.median <= STRICT_OVER_FORCE

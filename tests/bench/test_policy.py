@@ -1,0 +1,59 @@
+"""``bench policy``: modes take turns, each with its own decisions, and the ratio is that of the rounds."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.policy import add_arguments, compare_policies, ratio_of, run
+from ditron_train.runtime.errors import SettingError
+from ditron_train.testing.processes import run_workers
+
+pytest.importorskip("megatron.core")
+
+
+def test_the_ratio_is_that_of_the_rounds() -> None:
+    drifting = [100.0 * 1.1**number for number in range(20)]
+    ratio = ratio_of([1.5 * us for us in drifting], drifting)
+    assert ratio.median == ratio.low == ratio.high == pytest.approx(1.5)
+    ratio = ratio_of([float(us) for us in range(1, 41)], [10.0] * 40)
+    assert (ratio.low, ratio.median, ratio.high) == (1.4, 2.05, 2.7)  # the 14th and 27th of 40
+    single = ratio_of([3.0], [2.0])
+    assert (single.low, single.median, single.high) == (1.5, 1.5, 1.5)
+
+
+def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, str | None]:
+    from ditron_train.bench.session import BenchSession
+    from ditron_train.megatron import routing
+
+    os.environ["DITRON_POLICY"] = "bits"
+    session = BenchSession("policy", argparse.Namespace())
+    x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
+    seen: list[str] = []
+
+    def ours(index: int) -> None:
+        known = next(iter(routing._routes.values()), "nothing")
+        context = routing.route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
+        seen.append("decides" if known == "nothing" else "knows" if known is context else "other")
+
+    times, natively = compare_policies(session, ours, lambda index: None, rounds=3, calls=2)
+    return times, natively, seen, len(routing._routes), os.environ.get("DITRON_POLICY")
+
+
+def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
+    for times, natively, seen, left, mode in run_workers(2, _modes):
+        assert sorted(times) == ["force", "native", "strict"] and all(len(values) == 3 for values in times.values())
+        assert natively == {"strict": 0, "force": 0}
+        assert seen == ["decides"] * 2 + ["knows"] * (2 * 2 * 4)  # two modes, two calls, three rounds and a warm-up
+        assert left == 0 and mode == "bits"
+
+
+def test_bad_numbers_are_refused() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SettingError, match="above 0"):
+        run(parser.parse_args(["--rounds", "0"]))
