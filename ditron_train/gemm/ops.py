@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.kernels import gemm_kernel
@@ -14,7 +16,7 @@ from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 
-__all__ = ["check_operands", "launch_gemm", "matmul_nn", "matmul_nt", "matmul_tn", "on_device"]
+__all__ = ["GemmLaunch", "check_operands", "gemm_launch", "launch_gemm", "matmul_nn", "matmul_nt", "matmul_tn", "on_device"]
 
 _DTYPES = {
     "interpreter": (torch.float32, torch.bfloat16, torch.float16),
@@ -59,6 +61,67 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device)
 
 
+@dataclass(frozen=True)
+class GemmLaunch:
+    """What one launch of the kernel needs beside its operands; see ``gemm_launch``."""
+
+    launch: KernelLaunch
+    a_block: tuple[int, int]
+    b_block: tuple[int, int]
+    half_b_block: tuple[int, int]
+    store_block: tuple[int, int]
+    num_whole_tiles: int
+
+    def b_descriptors(self, b: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Of B in whole tiles and in halves of them; an aligned operand."""
+        whole = make_descriptor(b, self.b_block)
+        return whole, whole if self.half_b_block == self.b_block else make_descriptor(b, self.half_b_block)
+
+    def __call__(
+        self, a: torch.Tensor, b_descriptors: tuple[TensorDescriptor, TensorDescriptor], out: torch.Tensor, k: int
+    ) -> None:
+        """Launches on aligned, not empty 2-D operands of the current device."""
+        self.launch(*self._arguments(a, b_descriptors, out, k))
+
+    def compile(
+        self, a: torch.Tensor, b_descriptors: tuple[TensorDescriptor, TensorDescriptor], out: torch.Tensor, k: int
+    ) -> None:
+        """Compiles what a call with these would run, without running it."""
+        self.launch.compile(*self._arguments(a, b_descriptors, out, k))
+
+    def _arguments(
+        self, a: torch.Tensor, b_descriptors: tuple[TensorDescriptor, TensorDescriptor], out: torch.Tensor, k: int
+    ) -> tuple:
+        a_desc, c_desc = make_descriptor(a, self.a_block), make_descriptor(out, self.store_block)
+        return (a_desc, *b_descriptors, c_desc, *out.shape, k, self.num_whole_tiles)
+
+
+@lru_cache(maxsize=4096)
+def gemm_launch(
+    m: int,
+    n: int,
+    config: GemmConfig,
+    transpose_a: bool,
+    transpose_b: bool,
+    num_programs: int,
+    dtype: torch.dtype,
+    device_index: int | None,
+) -> GemmLaunch:
+    """How C [m, n] of ``dtype`` is computed with these tiles on ``num_programs`` multiprocessors of a device."""
+    num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
+    halve_tail = num_whole_tiles < num_tiles
+    half_n = config.block_n // 2 if halve_tail else config.block_n
+    grid = num_programs if halve_tail else min(num_programs, num_tiles)
+    return GemmLaunch(
+        _launcher(config, transpose_a, transpose_b, halve_tail, grid, dtype, device_index),
+        (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k),
+        (config.block_n, config.block_k) if transpose_b else (config.block_k, config.block_n),
+        (half_n, config.block_k) if transpose_b else (config.block_k, half_n),
+        config.store_block,
+        num_whole_tiles,
+    )
+
+
 def launch_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -71,20 +134,8 @@ def launch_gemm(
 ) -> None:
     """Launches the kernel on aligned, not empty 2-D operands of one device, which must be the current one."""
     m, n = out.shape
-    k = a.shape[0] if transpose_a else a.shape[1]
-    a_block = (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k)
-    b_block = (config.block_n, config.block_k) if transpose_b else (config.block_k, config.block_n)
-    num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
-    halve_tail = num_whole_tiles < num_tiles
-    half_n = config.block_n // 2
-    half_b_block = (half_n, config.block_k) if transpose_b else (config.block_k, half_n)
-    b_desc = half_b_desc = make_descriptor(b, b_block)
-    if halve_tail:
-        half_b_desc = make_descriptor(b, half_b_block)
-    grid = num_programs if halve_tail else min(num_programs, num_tiles)
-    launch = _launcher(config, transpose_a, transpose_b, halve_tail, grid, out.dtype, out.device.index)
-    c_desc = make_descriptor(out, config.store_block)
-    launch(make_descriptor(a, a_block), b_desc, half_b_desc, c_desc, m, n, k, num_whole_tiles)
+    launch = gemm_launch(m, n, config, transpose_a, transpose_b, num_programs, out.dtype, out.device.index)
+    launch(a, launch.b_descriptors(b), out, a.shape[0] if transpose_a else a.shape[1])
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,8 @@
     native   = GEMM + collective, one after the other
     limit    = max(GEMM, bytes on the wire / link rate)
     AG-GEMM  = own copy, then the shares of the GEMM one after another, each not before its rows have arrived
-    GEMM-RS  = GEMM, longer where the stores of a wave of tiles are not hidden, and not before its bytes have left; then the fold
+    GEMM-RS  = GEMM, longer by what the stores of each wave of tiles hold it up, and not before its bytes have left; then the
+               fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another; then the fold
 
 A GEMM is counted in waves of tiles. ``bench tp --model`` shows the error at every shape; on 4 H200s, at the 12 published
 shapes, predictions were 5 % too short to 9 % too long of ours, and within 7 % of native.
@@ -24,7 +25,7 @@ _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
 _DEEP_STAGES = 4
 _OVERLAP_LOSS = 0.15  # of the time that transfers run beside the GEMM: they share memory and power
-_HIDDEN_STORE = 0.25  # of a tile's products: so long the stores of the tile before may take unnoticed
+_STORE_STALL = 0.4  # of the time that the links take for the stores of one wave, whatever the tile's products take
 _LAUNCH_US = 4.0
 
 
@@ -128,11 +129,32 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
 
 
 def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    world_size = problem.world_size
+    fold_bytes = (world_size + 1) * problem.m / world_size * problem.n * problem.dtype.itemsize
+    fold_us = fold_bytes / (rates.memory_gbps * 1e3)
+    sent = _stored_us if choice.scatter.mode == "store" else _chunked_us
+    return sent(problem, choice, machine, rates) + fold_us
+
+
+def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     config, world_size = choice.config, problem.world_size
     waves = _num_waves(problem.m, problem.n, config, machine.num_sms)
     tile_us = _tile_us(problem.k, config, machine.num_sms, rates)
     wave_bytes = machine.num_sms * config.block_m * config.block_n * problem.dtype.itemsize * (world_size - 1) / world_size
-    stall_us = max(0.0, wave_bytes / (rates.link_gbps * 1e3) - _HIDDEN_STORE * tile_us)
-    sent_us = max(waves * (tile_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
-    fold_bytes = (world_size + 1) * problem.m / world_size * problem.n * problem.dtype.itemsize
-    return rates.start_us + sent_us + fold_bytes / (rates.memory_gbps * 1e3)
+    stall_us = _STORE_STALL * wave_bytes / (rates.link_gbps * 1e3)
+    return rates.start_us + max(waves * (tile_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
+
+
+def _chunked_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    world_size, own_rows = problem.world_size, problem.m // problem.world_size
+    rank_bytes = own_rows * problem.n * problem.dtype.itemsize
+    end_us = 0.0
+    sent_us = rates.start_us
+    for first in range(0, world_size - 1, choice.scatter.ranks_per_chunk):
+        ranks = min(choice.scatter.ranks_per_chunk, world_size - 1 - first)
+        end_us += _LAUNCH_US + gemm_us(
+            ranks * own_rows, problem.n, problem.k, choice.config, machine.num_sms, machine.num_sms, rates
+        )
+        sent_us = max(sent_us, end_us) + ranks * rank_bytes / (rates.link_gbps * 1e3) + rates.chunk_us
+    own_us = gemm_us(own_rows, problem.n, problem.k, choice.config, machine.num_sms, machine.num_sms, rates)
+    return max(end_us + _LAUNCH_US + own_us, sent_us) + _LAUNCH_US

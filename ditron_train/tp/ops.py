@@ -14,11 +14,12 @@ import torch
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.driver import has_driver
+from ditron_train.tp.chunked import PreparedChunkedGemmRs
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs, padded_columns
 from ditron_train.tp.scatter import PreparedScatter
-from ditron_train.tp.tuning import Choice, GatherPlan, Op, Problem, choose
+from ditron_train.tp.tuning import Choice, GatherPlan, Op, Problem, ScatterPlan, choose
 
 __all__ = [
     "StartedGather",
@@ -27,6 +28,7 @@ __all__ = [
     "all_gather",
     "can_copy",
     "gemm_rs",
+    "prepare_gemm_rs",
     "start_all_gather",
     "start_reduce_scatter",
 ]
@@ -185,6 +187,7 @@ def gemm_rs(
     context: TPContext,
     layout: Layout = "nt",
     row_counts: Sequence[int] | None = None,
+    plan: ScatterPlan | None = None,
 ) -> torch.Tensor:
     """``x`` times ``weight``, reduce-scattered along dimension 0: Megatron's row-linear forward and column-linear dgrad.
 
@@ -196,6 +199,8 @@ def gemm_rs(
         context: The group's context.
         layout: How ``weight`` lies.
         row_counts: Rows that each rank gets where they differ.
+        plan: How to move partial sums; chosen by the shape where None (``tp.tuning``). Without ``cuda-bindings``, or where
+            rows of the result are not whole 16 bytes, they are stored by the GEMM whatever is said here.
 
     Returns:
         [s / world, ..., N] ([rows of this rank, N] with ``row_counts``).
@@ -205,7 +210,7 @@ def gemm_rs(
     """
     context.enter("gemm_rs", x.shape, weight.shape, x.dtype)
     key = ("gemm_rs", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
-           row_counts and tuple(row_counts))  # fmt: skip
+           row_counts and tuple(row_counts), plan)  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         n, k = _check("gemm_rs", context, x, weight, layout)
@@ -213,14 +218,24 @@ def gemm_rs(
         if partition.num_rows == 0:
             return x.new_empty(0, *x.shape[1:-1], n) if row_counts is None else x.new_empty(0, n)
         choice = _choose("gemm_rs", context, partition.num_rows, n, k, x.dtype, layout)
-        prepared = PreparedGemmRs(context, partition, n, k, x.dtype, layout, choice)
-        context.prepared[key] = prepared
+        if plan is not None:
+            choice = replace(choice, scatter=plan)
+        prepared = context.prepared[key] = prepare_gemm_rs(context, partition, n, k, x.dtype, layout, choice)
     if row_counts is None:
         out = x.new_empty(x.shape[0] // context.world_size, *x.shape[1:-1], prepared.n)
     else:
         out = x.new_empty(row_counts[context.rank], prepared.n)
     prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, out)
     return out
+
+
+def prepare_gemm_rs(
+    context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout, choice: Choice
+) -> PreparedChunkedGemmRs | PreparedGemmRs:
+    """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
+    by_copy = choice.scatter.mode == "copy" and can_copy(context) and PreparedChunkedGemmRs.covers(n, dtype)
+    kind = PreparedChunkedGemmRs if by_copy else PreparedGemmRs
+    return kind(context, partition, n, k, dtype, layout, choice)
 
 
 def can_copy(context: TPContext) -> bool:

@@ -9,6 +9,8 @@ share the links under one GEMM, and native hides its scatter under wgrad too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ditron_train.runtime.launch import KernelLaunch
@@ -26,7 +28,8 @@ _FOLD_BLOCK = 4096
 class PreparedScatter:
     """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (collective to make).
 
-    ``start`` enqueues the sends behind what the current stream has done; ``finish`` adds up on the current stream.
+    ``start`` enqueues the sends behind what the current stream has done, or ``begin`` and then ``send`` for rows as they
+    are done; ``finish`` adds up on the current stream. ``peers``: in the order of delivery.
     """
 
     def __init__(self, context: TPContext, partition: RowPartition, num_columns: int, dtype: torch.dtype) -> None:
@@ -42,10 +45,11 @@ class PreparedScatter:
         self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
         num_programs = 2 * context.num_sms if context.is_cuda else 1
         self._fold = KernelLaunch(fold_rows_kernel, num_programs, {"BLOCK": _FOLD_BLOCK, **world, **target}, num_warps=8)
+        self.peers = chunk_order(context.rank, context.world_size, "scatter_push").tolist()
         self._copies = self._list_copies(num_columns * dtype.itemsize)
 
     def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int]]:
-        """For each peer in the order of delivery: where its rows go, their offset in the partial, bytes, its flag."""
+        """For each of ``peers``: where its rows go, their offset in the partial, bytes, its flag."""
         context, partition, rank = self.context, self.partition, self.context.rank
         slot = rank * partition.max_count * row_bytes
         return [
@@ -55,19 +59,28 @@ class PreparedScatter:
                 partition.count(peer) * row_bytes,
                 self.channel.signals.host_addresses[peer] + 4 * rank,
             )
-            for peer in chunk_order(rank, context.world_size, "scatter_push").tolist()
+            for peer in self.peers
         ]
 
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
+        self.begin()
+        self.send(partial, range(len(self.peers)))
+
+    def begin(self) -> None:
+        """Start signals, behind what the current stream has done; ``send`` follows."""
         context, channel = self.context, self.channel
-        stream = context.fork()
         self._start(
             context.reduce_epoch, 1, channel.ready.addresses, channel.ready.local, self._signature, channel.tickets,
-            channel.control, stream=stream,
+            channel.control, stream=context.fork(),
         )  # fmt: skip
-        base, epoch = partial.data_ptr(), context.reduce_epoch.data_ptr()
-        for destination, offset, num_bytes, flag in self._copies:
+
+    def send(self, partial: torch.Tensor, positions: Iterable[int]) -> None:
+        """Sends the rows of ``peers[position]`` for each of ``positions``, behind what the communication stream has."""
+        stream = self.context.comm_stream
+        base, epoch = partial.data_ptr(), self.context.reduce_epoch.data_ptr()
+        for position in positions:
+            destination, offset, num_bytes, flag = self._copies[position]
             if num_bytes:
                 copy_bytes(destination, base + offset, num_bytes, stream)
             copy_bytes(flag, epoch, 4, stream)

@@ -24,6 +24,7 @@ __all__ = [
     "Machine",
     "Op",
     "Problem",
+    "ScatterPlan",
     "choose",
     "default_choice",
     "entry_of",
@@ -50,6 +51,19 @@ class GatherPlan:
     mode: Literal["push", "copy"]
     push_programs: int = 8
     num_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class ScatterPlan:
+    """One way to move the partial sums of a GEMM-RS.
+
+    Attributes:
+        mode: ``store`` (from the GEMM's epilogue) or ``copy`` (copy engines, behind a GEMM for each chunk of rows).
+        ranks_per_chunk: With ``copy``, ranks whose rows are computed by one launch.
+    """
+
+    mode: Literal["store", "copy"]
+    ranks_per_chunk: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,8 @@ class Choice:
     Attributes:
         config: Tile sizes.
         gather: Of an AG-GEMM: how rows travel.
-        fold_rows: Of a GEMM-RS: rows of a block that is added up at once; at most ``config.block_m``.
+        fold_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
+        scatter: Of a GEMM-RS: how partial sums travel.
         use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not ask.
         source: ``table``, ``model`` or ``default``.
     """
@@ -99,6 +114,7 @@ class Choice:
     config: GemmConfig
     gather: GatherPlan = GatherPlan("copy")
     fold_rows: int = 32
+    scatter: ScatterPlan = ScatterPlan("store")
     use_native: bool = False
     source: str = "default"
 
@@ -109,14 +125,16 @@ def default_choice(problem: Problem, machine: Machine) -> Choice:
     gather = GatherPlan("push", push_programs=1) if machine.target == "interpreter" else GatherPlan("copy")
     # 4 H200s: blocks of 64 rows 331 us, of 32 338 us, of 16 357 us (8192x4096x2752); with 8 ranks 64 rows spill registers.
     fold_rows = 64 if problem.world_size <= 4 else 32
-    return Choice(config, gather, min(fold_rows, config.block_m))
+    return Choice(config, gather, fold_rows=min(fold_rows, config.block_m))
 
 
 def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
-    """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks; rows of a fold."""
+    """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks, rows of a fold."""
     if problem.op == "gemm_rs":
         rows = (16, 32, 64) if machine.target != "interpreter" else (16, 32)
-        return [replace(base, fold_rows=count) for count in rows if count <= base.config.block_m and count != base.fold_rows]
+        variants = [replace(base, fold_rows=count) for count in rows if count <= base.config.block_m and count != base.fold_rows]
+        ranks = [count for count in (1, 2) if count < problem.world_size]
+        return variants + [replace(base, scatter=ScatterPlan("copy", count)) for count in ranks]
     plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
     plans += [GatherPlan("push", push_programs=programs) for programs in ((1,) if machine.target == "interpreter" else (8, 16))]
     return [replace(base, gather=plan) for plan in plans if plan != base.gather]
@@ -183,8 +201,10 @@ def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
         "stages": config.num_stages,
         "group_m": config.group_m,
     }
-    if problem.op == "gemm_rs":
-        entry["fold_rows"] = choice.fold_rows
+    if problem.op == "gemm_rs" and choice.scatter.mode == "copy":
+        entry.update(scatter="copy engine", ranks_per_chunk=choice.scatter.ranks_per_chunk)
+    elif problem.op == "gemm_rs":
+        entry.update(scatter="SM store", fold_rows=choice.fold_rows)
     elif choice.gather.mode == "copy":
         entry.update(gather="copy engine", chunks=choice.gather.num_chunks)
     else:
@@ -214,7 +234,11 @@ def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
         )
         choice = Choice(config, use_native=bool(entry.get("native")), source="table")
         if problem.op == "gemm_rs":
-            return replace(choice, fold_rows=min(_power_of_two(entry["fold_rows"], 16), block_m))
+            if entry["scatter"] == "copy engine":
+                return replace(choice, scatter=ScatterPlan("copy", _count(entry["ranks_per_chunk"])))
+            if entry["scatter"] == "SM store":
+                return replace(choice, fold_rows=min(_power_of_two(entry["fold_rows"], 16), block_m))
+            raise ValueError(f"scatter is {entry['scatter']!r}")
         if entry["gather"] == "copy engine":
             return replace(choice, gather=GatherPlan("copy", num_chunks=_count(entry["chunks"])))
         if entry["gather"] == "SM push":

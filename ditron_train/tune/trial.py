@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from ditron_train.bench.session import BenchSession
 from ditron_train.runtime.device import is_interpreter
+from ditron_train.tp.chunked import PreparedChunkedGemmRs
 from ditron_train.tp.context import RowPartition, TPContext
-from ditron_train.tp.ops import start_all_gather
+from ditron_train.tp.ops import prepare_gemm_rs, start_all_gather
 from ditron_train.tp.prepared import PreparedAgGemm, PreparedGemmRs
 from ditron_train.tp.tuning import Choice, Problem
 
@@ -72,14 +73,14 @@ class Trial:
         """A gather by copy engines alone, of an AG-GEMM's rows."""
         return start_all_gather(self._pick(index)[0], context=self.context).wait()
 
-    def prepare(self, choice: Choice) -> PreparedAgGemm | PreparedGemmRs:
+    def prepare(self, choice: Choice) -> PreparedAgGemm | PreparedChunkedGemmRs | PreparedGemmRs:
         """The op as ``choice`` says (collective where it is new here, or buffers have grown since)."""
         key = ("tune", self.problem, choice)
         prepared = self.context.prepared.get(key)
         if prepared is None:
             p = self.problem
-            kind = PreparedAgGemm if p.op == "ag_gemm" else PreparedGemmRs
-            prepared = kind(self.context, self._partition, p.n, p.k, p.dtype, p.layout, choice)
+            prepare = PreparedAgGemm if p.op == "ag_gemm" else prepare_gemm_rs
+            prepared = prepare(self.context, self._partition, p.n, p.k, p.dtype, p.layout, choice)
             self.context.prepared[key] = prepared
         return prepared
 
@@ -110,7 +111,7 @@ def compile_all(pairs: Sequence[tuple[Trial, Choice]], context: TPContext) -> No
     for trial, choice in pairs:
         p = trial.problem
         # Sizes are specialised on by their divisibility alone.
-        identity = (trial.prepare(choice).identity, p.dtype, p.n % 16 == 0, choice.gather.mode)
+        identity = (trial.prepare(choice).identity, p.dtype, p.n % 16 == 0, choice.gather.mode, choice.scatter)
         by_kernel.setdefault(identity, (trial, choice))
     if is_interpreter():
         return

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.tp import GatherPlan, TPContext, ag_gemm, all_gather, column_linear, gemm_rs, get_context, row_linear, start_reduce_scatter
+from ditron_train.tp import (
+    GatherPlan,
+    ScatterPlan,
+    TPContext,
+    ag_gemm,
+    all_gather,
+    column_linear,
+    gemm_rs,
+    get_context,
+    row_linear,
+    start_reduce_scatter,
+)
 
 from ditron_train.tp.context import FLAGS_PER_RANK
 
@@ -62,7 +74,9 @@ def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dty
         assert torch.equal(y.float(), expected.to(dtype).float())
 
 
-def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, dtype_name: str, repeats: int) -> None:
+def check_gemm_rs(
+    counts: list[int], n: int, k: int, layout: str, plan: ScatterPlan, dtype_name: str, repeats: int
+) -> None:
     """gemm_rs against partial products folded in ring order (real numbers in bf16: the order of roundings shows)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, dtype_name)
@@ -74,7 +88,8 @@ def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, dtype_name: st
         weight = integers((n, k) if layout == "nt" else (k, n), 7 + repeat + 50 * rank, dtype)
         scale = torch.tensor(1.0 + rank / 8, dtype=dtype)  # partials of several magnitudes, exact in themselves
         time.sleep(rng.random() * 0.02)
-        y = gemm_rs(x * scale, weight, context=context, layout=layout, row_counts=None if len(set(counts)) == 1 else counts)
+        row_counts = None if len(set(counts)) == 1 else counts
+        y = gemm_rs(x * scale, weight, context=context, layout=layout, row_counts=row_counts, plan=plan)
         partial = ((x * scale).float() @ (weight.float().t() if layout == "nt" else weight.float())).to(dtype)
         parts = [torch.empty_like(partial) for _ in range(world)]
         dist.all_gather(parts, partial)
@@ -136,7 +151,7 @@ def check_wrap() -> int:
         x = integers((32, 32), repeat + dist.get_rank())
         y = all_gather(x, context=context)
         assert torch.equal(y, gather_rows(x, [32] * dist.get_world_size()))
-        gemm_rs(x, x, context=context)
+        gemm_rs(x, x, context=context, plan=ScatterPlan("copy" if repeat % 2 else "store"))
     peer = (dist.get_rank() + 1) % dist.get_world_size()
     epoch = int(context.gather_channel.signals.local[peer * FLAGS_PER_RANK])
     context.arena.close()
@@ -173,9 +188,10 @@ def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     context = get_context(None, CPU)
     x, weight = integers((32 if op == "ag_gemm" else 32 * world, 32), rank), integers((16, 32), 2)
-    run = ag_gemm if op == "ag_gemm" else gemm_rs
+    plan = {} if op == "ag_gemm" else {"plan": ScatterPlan(op.split()[1])}
+    run = functools.partial(ag_gemm if op == "ag_gemm" else gemm_rs, context=context, **plan)
     for _ in range(2):
-        run(x, weight, context=context)
+        run(x, weight)
     if rank == 2:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -183,7 +199,7 @@ def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
         return "stalled", 0.0, ""
     begin_s = time.monotonic()
     try:
-        run(x, weight, context=context)
+        run(x, weight)
     except PeerTimeoutError as error:
         return type(error).__name__, time.monotonic() - begin_s, str(error)
     return "no error", time.monotonic() - begin_s, ""

@@ -15,7 +15,7 @@ from ditron_train.testing.processes import run_workers_once  # noqa: E402
 TIMEOUT_S = 3
 
 
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs store", "gemm_rs copy"])
 @pytest.mark.parametrize("fault", ["killed", "stalled"])
 def test_survivors_raise_peer_timeout(op, fault):
     outcomes = run_workers_once(

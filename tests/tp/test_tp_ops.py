@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bodies_tp as bodies  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
+from ditron_train.tp import ScatterPlan  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", ["push", "copy"])
@@ -27,6 +28,7 @@ def test_ag_gemm_equals_gather_then_matmul(counts, n, k, layout, dtype, mode):
     run_workers(2, bodies.check_ag_gemm, counts, n, k, layout, mode, dtype, 3)
 
 
+@pytest.mark.parametrize("mode", ["store", "copy"])
 @pytest.mark.parametrize(
     "counts, n, k, layout, dtype",
     [
@@ -36,15 +38,17 @@ def test_ag_gemm_equals_gather_then_matmul(counts, n, k, layout, dtype, mode):
         ([0, 50], 20, 17, "nn", "float32"),
     ],
 )
-def test_gemm_rs_equals_matmul_then_ring(counts, n, k, layout, dtype):
-    run_workers(2, bodies.check_gemm_rs, counts, n, k, layout, dtype, 3)
+def test_gemm_rs_equals_matmul_then_ring(counts, n, k, layout, dtype, mode):
+    run_workers(2, bodies.check_gemm_rs, counts, n, k, layout, ScatterPlan(mode), dtype, 3)
 
 
 def test_four_ranks():
     run_workers(4, bodies.check_ag_gemm, [32, 10, 0, 90], 40, 32, "nt", "push", "float32", 2)
     run_workers(4, bodies.check_ag_gemm, [64] * 4, 40, 32, "nn", "copy", "bfloat16", 2)
-    run_workers(4, bodies.check_gemm_rs, [32, 10, 0, 90], 40, 32, "nt", "bfloat16", 2)
-    run_workers(4, bodies.check_gemm_rs, [64] * 4, 40, 32, "nn", "bfloat16", 2)
+    for mode, ranks_per_chunk in (("store", 1), ("copy", 1), ("copy", 2)):
+        plan = ScatterPlan(mode, ranks_per_chunk)
+        run_workers(4, bodies.check_gemm_rs, [32, 10, 0, 90], 40, 32, "nt", plan, "bfloat16", 2)
+        run_workers(4, bodies.check_gemm_rs, [64] * 4, 40, 32, "nn", plan, "bfloat16", 2)
 
 
 @pytest.mark.parametrize("world_size, shape, dtype", [(2, (6, 3, 10), "bfloat16"), (4, (64, 33), "bfloat16"), (4, (8, 2, 5), "float32")])

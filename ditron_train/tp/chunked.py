@@ -1,0 +1,120 @@
+"""GEMM-RS in chunks: a GEMM for the rows of each rank, whose partial sums copy engines send while the next one runs.
+
+The GEMM-RS that stores tiles to peers from its epilogue (``prepared.PreparedGemmRs``) loses some 60 to 80 us whatever the
+size: multiprocessors finish a wave of tiles together, share the links fairly, so they finish storing together, too, and
+loads queue behind the stores (4 H200s, 8192x4096x2752: 349 us to peers, 291 us with all stores kept local, cuBLAS alone
+247). Copy engines read what lies in memory and hold no multiprocessor up. In us, native / cuBLAS alone / stores from the
+epilogue / this: 8192x4096x2752 434 / 245 / 332 / 285, 8192x4096x3584 508 / 314 / 406 / 354, 8192x8192x2048 723 / 371 / 516 /
+437, 8192x8192x7168 1619 / 1263 / 1371 / 1292; at 2048x4096x1024 no difference (98 / 30 / 74 / 75).
+
+Tried: GEMMs on two streams, so that one fills the last wave of the other: 1 % less at most, 1 % more at the largest;
+holding copies back until the next GEMM is enqueued: equal; cuBLAS for the chunks: equal within 1 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ditron_train.gemm.operands import aligned_operand
+from ditron_train.gemm.ops import GemmLaunch, gemm_launch
+from ditron_train.schedule.orders import delivery_order
+from ditron_train.tp.context import RowPartition, TPContext
+from ditron_train.tp.prepared import padded_columns
+from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.tuning import Choice, Layout
+
+__all__ = ["PreparedChunkedGemmRs"]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows of neighbouring ranks that are computed by one launch, and their positions in the order of delivery."""
+
+    first_row: int
+    end_row: int
+    positions: tuple[int, ...]
+
+
+def _chunks(partition: RowPartition, rank: int, ranks_per_chunk: int) -> list[_Chunk]:
+    """All rows in the order of delivery, own rows last and alone; ranks without rows are in a chunk of no rows."""
+    world_size = len(partition.starts) - 1
+    chunks: list[_Chunk] = []
+    for position, owner in enumerate(delivery_order(rank, world_size).tolist()):
+        start, end = partition.starts[owner], partition.starts[owner + 1]
+        last = chunks[-1] if chunks else None
+        if last and last.end_row == start and len(last.positions) < ranks_per_chunk and owner != rank:
+            chunks[-1] = _Chunk(last.first_row, end, (*last.positions, position))
+        else:
+            chunks.append(_Chunk(start, end, (position,)))
+    return chunks
+
+
+class PreparedChunkedGemmRs:
+    """[m, k] times a weight, reduce-scattered by rows; collective to make.
+
+    Rows of rank + 1 first, own rows last: their GEMM hides the last transfer. Then the sum (``PreparedScatter.finish``).
+    """
+
+    def __init__(
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        layout: Layout,
+        choice: Choice,
+    ) -> None:
+        assert self.covers(n, dtype), f"rows of {n} x {dtype} are not whole 16 bytes"
+        self.context = context
+        self.m, self.n, self.k = partition.num_rows, n, k
+        self._num_own_rows = partition.count(context.rank)
+        self._scatter = PreparedScatter(context, partition, n, dtype)
+        self._chunks: list[tuple[_Chunk, GemmLaunch | None]] = []
+        for chunk in _chunks(partition, context.rank, choice.scatter.ranks_per_chunk):
+            num_rows = chunk.end_row - chunk.first_row
+            launch = None
+            if num_rows:
+                options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
+                launch = gemm_launch(num_rows, n, *options)
+            self._chunks.append((chunk, launch))
+
+    @staticmethod
+    def covers(n: int, dtype: torch.dtype) -> bool:
+        """Whether partial sums of ``n`` columns can be computed where copy engines send them from."""
+        return padded_columns(n, dtype) == n
+
+    @property
+    def identity(self) -> tuple:
+        """Of two with the same one the same kernels are compiled."""
+        return tuple(launch.launch.identity for _, launch in self._chunks if launch is not None)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
+        context, scatter = self.context, self._scatter
+        partial = x.new_empty(self.m, self.n)
+        x, weight = aligned_operand(x), aligned_operand(weight)
+        scatter.begin()
+        for chunk, launch in self._chunks:
+            self._multiply(launch, chunk, x, weight, partial)
+            if chunk.positions[-1] < len(scatter.peers):
+                context.fork()
+                scatter.send(partial, chunk.positions)
+        scatter.finish(partial, out)
+
+    def _multiply(
+        self, launch: GemmLaunch | None, chunk: _Chunk, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor
+    ) -> None:
+        if launch is not None:
+            rows = slice(chunk.first_row, chunk.end_row)
+            launch(x[rows], launch.b_descriptors(weight), partial[rows], self.k)
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Compiles what a call with these would run, without running it."""
+        x, weight = aligned_operand(x), aligned_operand(weight)
+        partial = x.new_empty(self.m, self.n)
+        for launch in {launch for _, launch in self._chunks if launch is not None}:
+            num_rows = next(c.end_row - c.first_row for c, other in self._chunks if other is launch)
+            launch.compile(x[:num_rows], launch.b_descriptors(weight), partial[:num_rows], self.k)
