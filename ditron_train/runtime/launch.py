@@ -16,6 +16,8 @@ from ditron_train.runtime.device import is_interpreter
 
 __all__ = ["KernelLaunch"]
 
+_MAX_KEPT = 256  # an integer that differs from call to call would be kept for ever
+
 
 def _specialization(arguments: tuple) -> tuple:
     """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value itself)."""
@@ -82,6 +84,8 @@ class KernelLaunch:
             with torch.cuda.stream(stream):
                 compiled = self._kernel[(self._num_programs,)](*arguments, **self._constants, **self._options)
         if not is_interpreter() and _runs_directly(compiled):
+            if len(self._compiled) >= _MAX_KEPT:
+                self._compiled.clear()
             self._compiled[key] = compiled
 
 

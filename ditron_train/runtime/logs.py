@@ -8,6 +8,7 @@ import os
 __all__ = ["get_logger", "log_once"]
 
 _ROOT = "ditron_train"
+_MAX_SEEN = 4096  # keys that name a shape may be ever new ones
 _seen: set[tuple[str, str]] = set()
 
 
@@ -28,6 +29,8 @@ def log_once(key: str, message: str, *, name: str = _ROOT, level: int = logging.
     """Logs ``message`` the first time that ``key`` is seen in this process, on rank 0 of the job only."""
     if (name, key) in _seen:
         return
+    if len(_seen) >= _MAX_SEEN:
+        _seen.clear()
     _seen.add((name, key))
     if _is_first_rank():
         get_logger(name).log(level, message)

@@ -15,7 +15,11 @@ from ditron_train.runtime.records import records_of
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["OpContext", "SideStream", "context_of"]
+__all__ = ["MAX_KNOWN_SHAPES", "OpContext", "SideStream", "context_of"]
+
+#: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new lengths
+#: must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
+MAX_KNOWN_SHAPES = 1024
 
 
 class OpContext:
@@ -132,8 +136,21 @@ class OpContext:
             NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, num_warps=1,
         )  # fmt: skip
         channel.synchronize()
+        if len(self._agreed) >= MAX_KNOWN_SHAPES and not self.arena.graph_captured:
+            self.forget_shapes()
         self._agreed.add(key)
         return signature
+
+    def forget_shapes(self) -> None:
+        """Lets go of what is kept for the shapes seen so far; each is agreed on anew when it comes again.
+
+        All ranks at the same point between two ops (new signatures are counted alike everywhere), with the device idle and no
+        graph captured: what is let go of may be in use by what is enqueued, and by graphs for ever.
+        """
+        self._agreed.clear()
+        self._prepared.clear()
+        for channel in self._channels:
+            channel.forget_signatures()
 
 
 class SideStream:

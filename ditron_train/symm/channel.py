@@ -120,6 +120,10 @@ class Channel:
             tensor = self._signatures[key] = torch.tensor(words, dtype=torch.int32, device=self.arena.device)
         return tensor
 
+    def forget_signatures(self) -> None:
+        """Drops the cache of ``signature``; no launch that uses one may be under way."""
+        self._signatures.clear()
+
     def check(self) -> None:
         """Raises what a kernel of this channel recorded; reads host memory only, no sync.
 

@@ -106,6 +106,11 @@ class TPContext(OpContext):
         function = gather_row_tile_order if kind == "gather" else scatter_row_tile_order
         return self.table(key, function(partition.starts, block_m, self.rank, self.world_size))
 
+    def forget_shapes(self) -> None:
+        """See ``OpContext``; the tables of row tiles go, too."""
+        super().forget_shapes()
+        self._tables.clear()
+
     def gathered(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context."""
         return self.arena.tensor("tp.gathered", (num_rows, num_columns), dtype)

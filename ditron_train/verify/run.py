@@ -147,7 +147,7 @@ class _Verification:
 
         session, arguments = self.session, self.arguments
         soak = Soak("random", arguments.random, self._epoch())
-        meter = SoakMeter(soak, session.device, arguments.seconds)
+        meter = SoakMeter(soak, session.device, arguments.seconds, before_reading=self._forget)
         cases = random_cases(
             arguments.random, arguments.seed, session.world_size, self.on_gpu,
             largest=arguments.largest, dtype=self.dtype if arguments.dtype else None,
@@ -162,6 +162,11 @@ class _Verification:
             meter.sample()
         meter.finish(self._epoch())
         return soak
+
+    def _forget(self) -> None:
+        """Lets go of what is kept for known shapes, so that memory which grows nevertheless is seen."""
+        self.context.synchronize()
+        self.context.forget_shapes()
 
     def _num_compared(self, outcome: Outcome) -> int:
         return len(outcome.num_different) * self.arguments.repeat if outcome.is_ours else 0

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -98,12 +99,16 @@ class SoakMeter:
         soak: Where samples go.
         device: This rank's.
         limit_s: Time after which no rank begins another (rank 0's clock decides; None: no limit).
+        before_reading: Called in front of every memory sample, at the same op on every rank.
     """
 
     _AGREE_EVERY = 16
 
-    def __init__(self, soak: Soak, device: torch.device, limit_s: float | None) -> None:
+    def __init__(
+        self, soak: Soak, device: torch.device, limit_s: float | None, *, before_reading: Callable[[], None] = lambda: None
+    ) -> None:
         self._soak = soak
+        self._before_reading = before_reading
         self._device = device
         self._limit_s = limit_s
         self._start_s = time.monotonic()
@@ -130,6 +135,7 @@ class SoakMeter:
         self._soak.last_epoch = last_epoch
 
     def _read(self) -> None:
+        self._before_reading()
         gc.collect()
         _give_back_free_memory()
         if os.path.exists("/proc/self/statm"):
