@@ -98,18 +98,13 @@ class PreparedChunkedGemmRs:
         x, weight = aligned_operand(x), aligned_operand(weight)
         scatter.begin()
         for chunk, launch in self._chunks:
-            self._multiply(launch, chunk, x, weight, partial)
+            if launch is not None:
+                rows = slice(chunk.first_row, chunk.end_row)
+                launch(x[rows], launch.b_descriptors(weight), partial[rows], self.k)
             if chunk.positions[-1] < len(scatter.peers):
                 context.fork()
                 scatter.send(partial, chunk.positions)
         scatter.finish(partial, out)
-
-    def _multiply(
-        self, launch: GemmLaunch | None, chunk: _Chunk, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor
-    ) -> None:
-        if launch is not None:
-            rows = slice(chunk.first_row, chunk.end_row)
-            launch(x[rows], launch.b_descriptors(weight), partial[rows], self.k)
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         """Compiles what a call with these would run, without running it."""
