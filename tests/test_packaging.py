@@ -53,6 +53,7 @@ def test_wheel_holds_every_module_and_the_data(dist: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / "ditron_train").rglob("*.py")}
     expected |= {"ditron_train/py.typed", "ditron_train/data/workloads.json"}
+    expected |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "ditron_train" / "data" / "tuning").glob("*.json")}
     assert expected <= names
     assert not [name for name in names if name.startswith(("tests/", "examples/"))]
 
