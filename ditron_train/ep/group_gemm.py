@@ -81,6 +81,10 @@ class RowTiles:
         return self.tiles[_TILE_WORDS * (self.max_tiles + 1) :]
 
 
+def _power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
 def _block_m(target: str) -> int:
     return 32 if target == "interpreter" else 128
 
@@ -94,7 +98,7 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     words = _TILE_WORDS * (max_tiles + 1) + num_experts
     tiles = torch.empty(words + _SLACK_WORDS, dtype=torch.int32, device=tokens_per_expert.device)
     constants = dict(
-        NUM_EXPERTS=num_experts, EXPERTS=1 << max(num_experts - 1, 0).bit_length(), BLOCK_M=block_m, BLOCK=_LIST_BLOCK
+        NUM_EXPERTS=num_experts, EXPERTS=_power_of_two(num_experts), BLOCK_M=block_m, BLOCK=_LIST_BLOCK
     )
     _launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)(
         tokens_per_expert, tiles, max_tiles
@@ -233,8 +237,8 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> torch.T
     config = _config(n * tiles.num_experts, k, tiles.num_rows, x.dtype, target, x.device)
     store_m, store_n = config.store_block
     constants = dict(
-        NUM_EXPERTS=tiles.num_experts, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        GROUP_M=config.group_m, SPLIT_STORE=config.split_store,
+        NUM_EXPERTS=tiles.num_experts, EXPERTS=_power_of_two(tiles.num_experts), BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(num_sms(x.device), tiles.num_experts * config.num_tiles(n, k))
     _launch(group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(

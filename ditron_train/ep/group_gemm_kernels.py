@@ -108,7 +108,7 @@ def store_block(
 
 @triton.jit
 def group_wgrad_kernel(
-    g_desc, x_desc, w_desc, g_pointer, x_pointer, row_ends, N, K, NUM_EXPERTS: tl.constexpr,
+    g_desc, x_desc, w_desc, g_pointer, x_pointer, row_ends, N, K, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr,
 ):  # fmt: skip
     """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding.
@@ -116,30 +116,64 @@ def group_wgrad_kernel(
     g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what lies behind an expert's last row
     reads as zero. w_desc: W [experts, N, K] in blocks [1, BLOCK_M, BLOCK_N]. An expert without rows gets zeros. Nobody
     waits: no signals.
+
+    Tiles and blocks of rows are one loop of steps, so that the loads of the next tile run under the epilogue of this one.
+    Experts differ in depth, which keeps the compiler from making that loop itself (``flatten``). The few experts that end
+    within the first BLOCK_K rows come behind it, through masked loads.
     """
     num_tiles_m = tl.cdiv(N, BLOCK_M)
     num_tiles_n = tl.cdiv(K, BLOCK_N)
     tiles_of_expert = num_tiles_m * num_tiles_n
-    for tile in tl.range(tl.program_id(0), NUM_EXPERTS * tiles_of_expert, tl.num_programs(0), flatten=True):
-        expert = tile // tiles_of_expert
-        row_tile, col_tile = grouped_tile(tile % tiles_of_expert, num_tiles_m, num_tiles_n, GROUP_M)
+    num_programs = tl.num_programs(0)
+    lanes = tl.arange(0, EXPERTS)
+    ends = tl.load(row_ends + lanes, mask=lanes < NUM_EXPERTS, other=BLOCK_K)
+    num_short = tl.sum((ends < BLOCK_K).to(tl.int32), axis=0)
+    first_tile = num_short * tiles_of_expert + tl.program_id(0)
+    starts = tl.load(row_ends + lanes - 1, mask=(lanes > 0) & (lanes < NUM_EXPERTS), other=0)
+    depths = tl.maximum((ends - starts + BLOCK_K - 1) // BLOCK_K, 1)  # without rows: one block of zeros
+    before = tl.maximum(lanes * tiles_of_expert - first_tile + num_programs - 1, 0) // num_programs
+    behind = tl.maximum((lanes + 1) * tiles_of_expert - first_tile + num_programs - 1, 0) // num_programs
+    num_steps = tl.sum(tl.where(lanes < NUM_EXPERTS, (behind - before) * depths, 0), axis=0)
+
+    tile = first_tile - num_programs
+    k_tile = -1
+    depth = 0
+    expert = 0
+    first = 0
+    end = 0
+    row = 0
+    col = 0
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for _ in range(num_steps):
+        k_tile = tl.where(k_tile == depth - 1, 0, k_tile + 1)
+        if k_tile == 0:
+            tile += num_programs
+            expert = tile // tiles_of_expert
+            row_tile, col_tile = grouped_tile(tile % tiles_of_expert, num_tiles_m, num_tiles_n, GROUP_M)
+            row = row_tile * BLOCK_M
+            col = col_tile * BLOCK_N
+            end = tl.load(row_ends + expert)
+            first = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
+            depth = tl.maximum(tl.cdiv(end - first, BLOCK_K), 1)
+        k = first + k_tile * BLOCK_K
+        valid = tl.minimum(end - k, BLOCK_K)
+        g = g_desc.load([k + valid - BLOCK_K, BLOCK_K - valid, row]).reshape(BLOCK_K, BLOCK_M)
+        x = x_desc.load([k + valid - BLOCK_K, BLOCK_K - valid, col]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(g.T, x, acc, input_precision="ieee")
+        if k_tile == depth - 1:
+            store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+
+    for short_tile in range(tl.program_id(0), num_short * tiles_of_expert, num_programs):
+        expert = short_tile // tiles_of_expert
+        row_tile, col_tile = grouped_tile(short_tile % tiles_of_expert, num_tiles_m, num_tiles_n, GROUP_M)
         row = row_tile * BLOCK_M
         col = col_tile * BLOCK_N
-        end = tl.load(row_ends + expert)
-        first = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k_tile in range(tl.where(end < BLOCK_K, 0, tl.cdiv(end - first, BLOCK_K))):
-            k = first + k_tile * BLOCK_K
-            valid = tl.minimum(end - k, BLOCK_K)
-            g = g_desc.load([k + valid - BLOCK_K, BLOCK_K - valid, row]).reshape(BLOCK_K, BLOCK_M)
-            x = x_desc.load([k + valid - BLOCK_K, BLOCK_K - valid, col]).reshape(BLOCK_K, BLOCK_N)
-            acc = tl.dot(g.T, x, acc, input_precision="ieee")
-        if (end < BLOCK_K) & (end > first):
-            rows = (first + tl.arange(0, BLOCK_K))[:, None]
-            inside = rows < end
-            columns = (row + tl.arange(0, BLOCK_M))[None, :]
-            g = tl.load(g_pointer + rows * N + columns, mask=inside & (columns < N), other=0.0)
-            columns = (col + tl.arange(0, BLOCK_N))[None, :]
-            x = tl.load(x_pointer + rows * K + columns, mask=inside & (columns < K), other=0.0)
-            acc = tl.dot(g.T, x, acc, input_precision="ieee")
+        rows = (tl.load(row_ends + expert - 1, mask=expert > 0, other=0) + tl.arange(0, BLOCK_K))[:, None]
+        inside = rows < tl.load(row_ends + expert)
+        columns = (row + tl.arange(0, BLOCK_M))[None, :]
+        g = tl.load(g_pointer + rows * N + columns, mask=inside & (columns < N), other=0.0)
+        columns = (col + tl.arange(0, BLOCK_N))[None, :]
+        x = tl.load(x_pointer + rows * K + columns, mask=inside & (columns < K), other=0.0)
+        acc = tl.dot(g.T, x, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), input_precision="ieee")
         store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)

@@ -30,7 +30,7 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
             "g_desc": f"tensordesc<bf16[1,{k},{m}]>", "x_desc": f"tensordesc<bf16[1,{k},{n}]>",
             "w_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>", "g_pointer": "*bf16", "x_pointer": "*bf16", "row_ends": "*i32", "N": "i32", "K": "i32",
         },  # fmt: skip
-        constexprs={"NUM_EXPERTS": 16, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "SPLIT_STORE": split},
+        constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "SPLIT_STORE": split},
         num_warps=8,
         num_stages=stages,
         targets=targets,
