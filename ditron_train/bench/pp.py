@@ -19,9 +19,10 @@ from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
 from ditron_train.bench.timing import Contender, Timing
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
-from ditron_train.pp.messages import Header
+from ditron_train.pp.messages import FORWARD, Header
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
+from ditron_train.stream.copies import copy_bytes
 
 __all__ = ["WIRE_GBPS", "add_arguments", "run", "transfer_contenders"]
 
@@ -117,6 +118,7 @@ class _Transfers:
         count = session.num_input_sets(num_bytes)
         self.sent = [session.values((elements,), torch.bfloat16, index) for index in range(count)]
         self.received = torch.empty(elements, dtype=torch.bfloat16, device=session.device)
+        self._copies_on = torch.cuda.Stream(session.device) if session.device.type == "cuda" else None
 
     def _pick(self, index: int) -> torch.Tensor:
         return self.sent[index % len(self.sent)]
@@ -135,6 +137,20 @@ class _Transfers:
         for work in self.start_nccl(index, group):
             work.wait()
         return self.received if self.source is not None else self._pick(index)
+
+    def start_copy(self, index: int) -> None:
+        """Only the bytes of message ``index``: a copy into the next stage's slot, without flags."""
+        sender = self.context.local_senders[FORWARD]
+        assert sender is not None
+        if self._copies_on is not None:
+            self._copies_on.wait_stream(torch.cuda.current_stream())
+        data = self._pick(index)
+        copy_bytes(sender.slots.in_ring(sender.peer, FORWARD, 0), data.data_ptr(), data.nbytes, self._copies_on)
+
+    def end_copy(self) -> None:
+        """Orders the current stream behind ``start_copy``."""
+        if self._copies_on is not None:
+            torch.cuda.current_stream().wait_stream(self._copies_on)
 
     def start_ours(self, index: int) -> dict[str, Any]:
         """Our send and our posted receive of message ``index``."""
@@ -244,6 +260,13 @@ class _Beside:
             handle.wait()
         return handles["recv_prev"].tensor
 
+    def copy(self, index: int, around: Around = nullcontext) -> None:
+        """The GEMMs beside as many bytes copied by the same engine, without flags: no message by copy engine can do better."""
+        self._transfers.start_copy(index)
+        with around():
+            self.multiply()
+        self._transfers.end_copy()
+
     def alone(self, index: int, around: Around = nullcontext) -> None:
         """The GEMMs with nothing beside them."""
         with around():
@@ -253,13 +276,14 @@ class _Beside:
 def _beside_rows(
     session: BenchSession, context: PipelineContext, num_bytes: int, limited: dict[str, dist.ProcessGroup]
 ) -> Iterator[Row]:
-    """How long the GEMMs take while a transfer runs beside them (the limit: alone), and how long both take together."""
+    """How long the GEMMs take while a transfer runs beside them (the limit: beside bare copies of the same bytes, which take
+    bandwidth of the memory and power that the GEMMs want), and how long both take together."""
     transfers = _Transfers(session, context, "ring", num_bytes)
     comm_us = session.measure({"comm": transfers.ours})["comm"].median_us
     beside = _Beside(session, transfers, comm_us)
     contenders: dict[str, Any] = {"gemm": beside.alone, "native": partial(beside.nccl, group=dist.group.WORLD)}
     contenders.update((name, partial(beside.nccl, group=group)) for name, group in limited.items())
-    contenders["ditron"] = beside.ours
+    contenders.update(ditron=beside.ours, copy=beside.copy)
     equal = session.equal([contenders["ditron"](0)], [contenders["native"](0)])
     for op, timings in (
         ("gemm_beside_transfer", session.measure(contenders, inside=True)),
@@ -280,7 +304,7 @@ def _beside_rows(
             comm_sms=0,
             gemm_us=gemm_us,
             comm_us=comm_us,
-            limit_us=gemm_us if op == "gemm_beside_transfer" else max(gemm_us, comm_us),
+            limit_us=timings["copy"].median_us if op == "gemm_beside_transfer" else max(gemm_us, comm_us),
             peer=peer,
             peer_us=peer_us,
             spread=max(timing.spread for timing in timings.values()),
