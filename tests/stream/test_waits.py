@@ -119,3 +119,16 @@ def test_a_release_never_takes_a_flag_back():
     channel.failed = True
     watchdog._look_at(_entry(channel, flag, 2**31 - 1, 8), 1.0)
     assert flag.value == -(2**31) + 2
+
+
+def test_what_says_that_a_wait_is_over():
+    """The flag itself where the host can read it, else the word that the stream writes behind the wait."""
+    watchdog, channel, flag = _watchdog_without_a_gpu(), _FakeChannel(), ctypes.c_int32(5)
+    seen, unseen = _entry(channel, flag, 6, ticket=9), _entry(channel, flag, 6, ticket=10)
+    unseen.host_address = None
+    watchdog._progress[waits._SLOTS + 9] = 9
+    assert not watchdog._is_done(seen) and not watchdog._is_done(unseen)
+    watchdog._progress[waits._SLOTS + 10] = 10
+    assert watchdog._is_done(unseen)
+    flag.value = 6
+    assert watchdog._is_done(seen)
