@@ -98,9 +98,10 @@ def dispatch_gemm(
     send_rows, columns = ops.move_tile(hidden, fused.send_elements)
     gemm = _gemm_constants(operands, tiles, context)
     constants = dict(
-        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
-        NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows, PLACE_ROWS=ops.move_tile(hidden, fused.place_elements)[0],
-        BLOCK_H=columns, NUM_SENDERS=fused.num_senders, NUM_PLACERS=fused.num_placers, **gemm,
+        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TOPK=shape.topk, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size,
+        RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows,
+        PLACE_ROWS=ops.move_tile(hidden, fused.place_elements)[0], BLOCK_H=columns, NUM_SENDERS=fused.num_senders,
+        NUM_PLACERS=fused.num_placers, **gemm,
     )  # fmt: skip
     config = operands.config
     ops.launch(

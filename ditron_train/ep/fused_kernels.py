@@ -137,9 +137,9 @@ def _send_chunk(
 
 @triton.jit
 def _place_chunk(
-    item, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_rows,
-    slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
+    item, x, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_tokens,
+    num_rows, slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: rows of one source's chunk from their slots to their places; then they count in their blocks."""
     chunk = item // WORLD_SIZE
@@ -149,8 +149,8 @@ def _place_chunk(
     if end > begin:
         dl.wait(signals + source * NUM_CHUNKS + chunk, epoch, control, source, chunk, TARGET)
         place_rows(
-            buffer, rows, row_probs, arrived, kept, origins, source, begin, end, hidden, num_rows, slot_capacity,
-            WITH_ENTRIES, ZERO_PROBS, ROWS, BLOCK_H,
+            x, buffer, rows, row_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows,
+            slot_capacity, WITH_ENTRIES, ZERO_PROBS, TOPK, ROWS, BLOCK_H,
         )  # fmt: skip
         dl.fence(TARGET)  # every thread's rows are visible before any thread counts one
         for start in range(begin, end, BLOCK_M):
@@ -203,7 +203,7 @@ def dispatch_gemm_kernel(
     buffer, buffer_addresses, arrived, entry_addresses, signals, signal_addresses, ready, ready_addresses,
     signature, tickets, control, limits, a_desc, b_desc, c_desc, places, tiles, order, board,
     num_tokens, chunk_tokens, hidden, N,
-    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
     RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, SEND_ROWS: tl.constexpr, PLACE_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
     NUM_SENDERS: tl.constexpr, NUM_PLACERS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
@@ -237,8 +237,9 @@ def dispatch_gemm_kernel(
         ))  # fmt: skip
     if program < NUM_SENDERS + NUM_PLACERS:
         serve(board + HEAD_SECOND, WORLD_SIZE * NUM_CHUNKS, _place_chunk, (
-            buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_rows,
-            slot_capacity, hidden, WITH_ENTRIES, ZERO_PROBS, WORLD_SIZE, NUM_CHUNKS, PLACE_ROWS, BLOCK_H, BLOCK_M, TARGET,
+            x, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_tokens,
+            num_rows, slot_capacity, hidden, WITH_ENTRIES, ZERO_PROBS, TOPK, WORLD_SIZE, NUM_CHUNKS, PLACE_ROWS, BLOCK_H,
+            BLOCK_M, TARGET,
         ))  # fmt: skip
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_row_tiles = tl.load(tiles)

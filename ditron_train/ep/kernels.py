@@ -57,7 +57,7 @@ def send_tokens(
     x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity,
     WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Reads tokens ``first .. last - 1`` once and stores each to its slot at every rank that wants it."""
+    """Reads tokens ``first .. last - 1`` once and stores each to its slot at every other rank that wants it."""
     for start in range(first, last, ROWS):
         tokens = start + tl.arange(0, ROWS)
         inside = tokens < last
@@ -66,7 +66,7 @@ def send_tokens(
             offsets = column + tl.arange(0, BLOCK_H)
             valid = inside[:, None] & (offsets < hidden)[None, :]
             tile = tl.load(source + offsets[None, :], mask=valid)
-            for step in tl.static_range(WORLD_SIZE):
+            for step in tl.static_range(1, WORLD_SIZE):
                 peer = (rank + step) % WORLD_SIZE
                 slot = tl.load(dest_slots + tokens * RANKS + peer, mask=inside, other=-1)
                 held = (slot >= 0) & (slot < slot_capacity)
@@ -77,10 +77,10 @@ def send_tokens(
 
 @triton.jit
 def place_rows(
-    buffer, out, out_probs, arrived, kept, origins, source, begin, end, hidden, num_rows, slot_capacity,
-    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    x, buffer, out, out_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows, slot_capacity,
+    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = buffer[slot] for entries ``begin .. end - 1`` of rank ``source``.
+    """out[row] = buffer[slot] for entries ``begin .. end - 1`` of rank ``source``; own rows come from ``x`` itself.
 
     Where the entries have just arrived they are kept, also by row: ``origins[row]`` is source and place.
     """
@@ -91,17 +91,20 @@ def place_rows(
         if WITH_ENTRIES:
             row = tl.load(arrived + entry, mask=inside, other=-1)
             slot = tl.load(arrived + entry + 1, mask=inside, other=-1)
+            place = tl.load(arrived + entry + 2, mask=inside, other=-1)
             bits = tl.load(arrived + entry + 3, mask=inside, other=0)
             tl.store(kept + entry, row, mask=inside)
             tl.store(kept + entry + 1, slot, mask=inside)
-            place = tl.load(arrived + entry + 2, mask=inside, other=-1)
             tl.store(kept + entry + 2, place, mask=inside)
             tl.store(kept + entry + 3, bits, mask=inside)
         else:
             row = tl.load(kept + entry, mask=inside, other=-1)
             slot = tl.load(kept + entry + 1, mask=inside, other=-1)
+            place = tl.load(kept + entry + 2, mask=inside, other=-1)
             bits = tl.load(kept + entry + 3, mask=inside, other=0)
-        held = inside & (row >= 0) & (row < num_rows) & (slot >= 0) & (slot < slot_capacity)
+        line = tl.where(source == rank, place // TOPK, slot)
+        held = inside & (row >= 0) & (row < num_rows)
+        held = held & (place >= 0) & (line >= 0) & (line < tl.where(source == rank, num_tokens, slot_capacity))
         prob = bits.to(tl.float32, bitcast=True)
         if WITH_ENTRIES:
             tl.store(out_probs + row, prob.to(out_probs.dtype.element_ty), mask=held)
@@ -110,12 +113,12 @@ def place_rows(
         read = held
         if ZERO_PROBS:
             read = held & (prob != 0.0)
-        slots = buffer + tl.cast(slot, tl.int64)[:, None] * hidden
+        lines = tl.where(source == rank, x, buffer) + tl.cast(line, tl.int64)[:, None] * hidden
         target = out + tl.cast(row, tl.int64)[:, None] * hidden
         for column in range(0, hidden, BLOCK_H):
             offsets = column + tl.arange(0, BLOCK_H)
             narrow = (offsets < hidden)[None, :]
-            tile = tl.load(slots + offsets[None, :], mask=read[:, None] & narrow, other=0.0)
+            tile = tl.load(lines + offsets[None, :], mask=read[:, None] & narrow, other=0.0)
             tl.store(target + offsets[None, :], tile, mask=held[:, None] & narrow)
 
 
@@ -124,16 +127,17 @@ def push_tokens(
     x, out, out_probs, kept, origins, dest_slots, send_list, chunk_entries, list_base, entry_base, recv_offsets,
     buffer, buffer_addresses, arrived, entry_addresses, signals, signal_addresses, ready, ready_addresses,
     signature, tickets, control, limits, num_tokens, chunk_tokens, hidden,
-    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
+    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, NUM_SENDERS: tl.constexpr,
     SHARED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """out[row(t, e)] = x[t] for every (token, expert), where row(t, e) is at the expert's rank.
 
-    Sender p takes chunks p, p + NUM_SENDERS, ...: reads each token once, stores it to its slot at every rank that has one
-    of its experts (ascending tokens: consecutive stores leave over different links), then sets flag [rank, chunk] there.
+    Sender p takes chunks p, p + NUM_SENDERS, ...: reads each token once, stores it to its slot at every other rank that has
+    one of its experts (ascending tokens: consecutive stores leave over different links), then sets flag [rank, chunk] there.
     WITH_ENTRIES sends the chunk's entries along (the first dispatch of a layout); without, receivers use the entries that
-    they kept. Receivers copy from slot to row: ``out[row] = buffer[slot]``, ``out_probs[row] = probability``.
+    they kept. Receivers copy from slot to row (``out[row] = buffer[slot]``; this rank's own tokens straight from ``x``) and
+    set ``out_probs[row] = probability``.
     ZERO_PROBS writes zeros to rows whose probability is 0 (what the fused native permutation does).
 
     Waits: senders, before their first store, for every rank's start signal; receivers for a chunk's flag (acquire) before
@@ -174,8 +178,8 @@ def push_tokens(
             if end > begin:
                 dl.wait(signals + source * NUM_CHUNKS + chunk, epoch, control, source, chunk, TARGET)
             place_rows(
-                buffer, out, out_probs, arrived, kept, origins, source, begin, end, hidden, num_rows, slot_capacity,
-                WITH_ENTRIES, ZERO_PROBS, ROWS, BLOCK_H,
+                x, buffer, out, out_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows,
+                slot_capacity, WITH_ENTRIES, ZERO_PROBS, TOPK, ROWS, BLOCK_H,
             )  # fmt: skip
 
 

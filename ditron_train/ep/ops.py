@@ -315,7 +315,7 @@ def dispatch(
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
     rows, columns = move_tile(hidden, context.move.push_elements)
     constants = dict(
-        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
+        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TOPK=shape.topk, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
         NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns, NUM_SENDERS=context.move.num_senders,
         SHARED=context.target == "interpreter", TARGET=context.target,
     )  # fmt: skip

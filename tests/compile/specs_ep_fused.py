@@ -57,7 +57,7 @@ SPECS = [
             signature={**_DISPATCH, **_descriptors(forward)},
             constexprs={
                 **_MOVE, **_WIDE, "RANKS": 8, "SEND_ROWS": 2, "PLACE_ROWS": 4, "WITH_ENTRIES": forward,
-                "ZERO_PROBS": forward, "TRANSPOSE_B": forward, "NUM_PLACERS": 24,
+                "ZERO_PROBS": forward, "TOPK": 8, "TRANSPOSE_B": forward, "NUM_PLACERS": 24,
             },  # fmt: skip
             num_warps=8,
             num_stages=4,
