@@ -108,11 +108,11 @@ class EPContext:
         self.rank = self.arena.rank
         self.device = self.arena.device
         self.move = MoveConfig(num_programs=num_sms(self.device))
-        self.beside = MoveConfig(num_senders=12, num_programs=min(32, self.move.num_programs))
+        self.senders_beside = 12
         self.fused = FusedConfig()
         self._side_stream: torch.cuda.Stream | None = None
         if is_interpreter():
-            self.move.num_senders = self.beside.num_senders = 1
+            self.move.num_senders = self.senders_beside = 1
         name = f"ep_e{num_experts}_k{topk}"
         fields = ("hidden", "dtype", "num_experts", "topk", "kind", "row_capacity")
         flags = world_size * self.shape.num_chunks

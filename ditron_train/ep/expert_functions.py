@@ -6,10 +6,11 @@
     out  = combine(z)              dW2[e] = drows2.T h
 
 Each of the four pairs of a movement and a GEMM is one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
-same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also run beside dW1 on
-a stream of its own (``beside_wgrad``), with few multiprocessors: it depends on the same dgrad, and nothing waits for dW1.
-Seen on 4 x H200 at the layer of ``fused_kernels``: dgrad, combine and dW1 took 13.5 ms one after the other, 12.3-12.9 with dgrad
-and combine fused, 11.9 with combine beside dW1 (12 senders of 32 programs; 16 of 24 to 64: 12.4-13.0).
+same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also send its rows
+beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind it: it depends on the
+same dgrad, and nothing waits for dW1. Seen on 4 x H200 at the layer of ``fused_kernels``: dgrad, combine and dW1 took 13.5 ms
+one after the other, 12.3-12.9 with dgrad and combine fused, 11.9 with the whole of combine beside dW1 (12 senders of 32
+programs; 16 of 24 to 64: 12.4-13.0), whose other programs held 20 multiprocessors while they waited for rows.
 """
 
 from __future__ import annotations
@@ -99,21 +100,18 @@ def backward_in(
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]:
     """dx, dprobs and the weights' gradients of ``dispatch_linear``."""
     options = dict(order=call.order, row_grads=row_grads, probs_dtype=probs_dtype)
-    beside = "beside_wgrad" in call.fused
-    grad_rows = None
-    if "dgrad_combine" in call.fused and not beside:
+    if with_wgrad and "beside_wgrad" in call.fused:
+        pending = ops.begin_combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+        try:
+            weight_grads = call.weight_grads(grad_y, rows, weights)
+        finally:
+            grads = pending.finish()  # in any case: the side stream must not outlive its tensors
+        return (*grads, weight_grads)
+    if "dgrad_combine" in call.fused:
         grads = fused.gemm_combine(grad_y, call.layout, call.context, weights, transpose=False, **options)
     else:
-        grad_rows = call.product(grad_y, weights, False)
-        grads = ops.combine(grad_rows, call.layout, call.context, beside=beside, **options)
-    weight_grads: Sequence[torch.Tensor | None] = [None] * len(weights)
-    try:
-        if with_wgrad:
-            weight_grads = call.weight_grads(grad_y, rows, weights)
-    finally:
-        if beside:
-            call.context.join_side()  # grad_rows may go now
-    return (*grads, weight_grads)
+        grads = ops.combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+    return (*grads, call.weight_grads(grad_y, rows, weights) if with_wgrad else [None] * len(weights))
 
 
 def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_train.ep import ops
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.fused_kernels import dispatch_gemm_kernel, gemm_combine_kernel, plan_tiles
 from ditron_train.ep.group_gemm import GemmOperands, RowTiles, gemm_operands, row_tiles
+from ditron_train.ep.launching import Kind, check_tokens, launch, move_tile, signature
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError
@@ -36,7 +36,7 @@ def _plan(layout: Layout, context: EPContext, tiles: RowTiles, *, by_arrival: bo
         NUM_EXPERTS=tiles.num_experts, WORLD_SIZE=shape.world_size, SLOTS=shape.slots, PHASES=context.fused.phases,
         BY_ARRIVAL=by_arrival, BLOCK_M=tiles.block_m, BLOCK=_PLAN_BLOCK,
     )  # fmt: skip
-    ops.launch(context, plan_tiles, tiles.max_tiles // _PLAN_BLOCK, constants, 8)(
+    launch(context, plan_tiles, tiles.max_tiles // _PLAN_BLOCK, constants, 8)(
         tiles.tiles, layout.sources, order, board, context.dispatch_channel.control, tiles.max_tiles
     )
     return order, board
@@ -82,7 +82,7 @@ def dispatch_gemm(
         NotSupportedError: What ``dispatch`` or ``group_gemm`` does not take.
         PeerTimeoutError, MismatchError: Of an earlier call.
     """
-    ops.check_tokens("dispatch_gemm", x, context)
+    check_tokens("dispatch_gemm", x, context)
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch_gemm: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
     channel, shape, fused = context.dispatch_channel, layout.shape, context.fused
@@ -95,16 +95,16 @@ def dispatch_gemm(
     order, board = _plan(layout, context, tiles, by_arrival=True)
     buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
-    send_rows, columns = ops.move_tile(hidden, fused.send_elements)
+    send_rows, columns = move_tile(hidden, fused.send_elements)
     gemm = _gemm_constants(operands, tiles, context)
     constants = dict(
         WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TOPK=shape.topk, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size,
         RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows,
-        PLACE_ROWS=ops.move_tile(hidden, fused.place_elements)[0], BLOCK_H=columns, NUM_SENDERS=fused.num_senders,
+        PLACE_ROWS=move_tile(hidden, fused.place_elements)[0], BLOCK_H=columns, NUM_SENDERS=fused.num_senders,
         NUM_PLACERS=fused.num_placers, **gemm,
     )  # fmt: skip
     config = operands.config
-    ops.launch(
+    launch(
         context, dispatch_gemm_kernel, _num_programs(context), constants, config.num_warps, x.dtype, probs_dtype,
         num_stages=config.num_stages,
     )(
@@ -112,7 +112,7 @@ def dispatch_gemm(
         layout.chunk_entries, layout.list_base, layout.entry_base, layout.recv_offsets,
         buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local, channel.signals.addresses,
         channel.ready.local, channel.ready.addresses,
-        ops.signature(context, channel, hidden, x.dtype, ops.KIND_DISPATCH_GEMM if first else ops.KIND_DISPATCH_DGRAD),
+        signature(context, channel, hidden, x.dtype, Kind.DISPATCH_GEMM if first else Kind.DISPATCH_DGRAD),
         channel.tickets, channel.control, layout.limits,
         operands.a, operands.b, operands.c, operands.places, tiles.tiles, order, board,
         layout.num_tokens, layout.chunk_tokens, hidden, operands.n,
@@ -151,7 +151,7 @@ def gemm_combine(
         NotSupportedError: What ``group_gemm`` or ``combine`` does not take.
         PeerTimeoutError, MismatchError: Of an earlier call.
     """
-    ops.check_tokens("gemm_combine", x, context)
+    check_tokens("gemm_combine", x, context)
     channel, shape, fused = context.combine_channel, layout.shape, context.fused
     channel.check()
     x, tiles, with_grads = x.contiguous(), layout_tiles(layout), row_grads is not None
@@ -164,25 +164,25 @@ def gemm_combine(
     )
     buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, x.dtype)
     grads = context.grads_buffer(layout.place_capacity)
-    rows, columns = ops.move_tile(hidden, fused.place_elements)
+    rows, columns = move_tile(hidden, fused.place_elements)
     num_programs = _num_programs(context)
     constants = dict(
         WITH_GRADS=with_grads, TRANSPOSE_B=transpose, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes,
         ROUND_EACH=order == "ascending_rounded", DESCENDING=order == "descending", WORLD_SIZE=shape.world_size,
-        NUM_CHUNKS=shape.num_chunks, ROWS=rows, SUM_ROWS=ops.move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
+        NUM_CHUNKS=shape.num_chunks, ROWS=rows, SUM_ROWS=move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
         ITEM_TOKENS=context.move.item_tokens, NUM_SENDERS=0 if num_programs == 1 else fused.num_senders,
         **_gemm_constants(operands, tiles, context),
     )  # fmt: skip
     grads_like = row_grads.contiguous() if with_grads else x
     config = operands.config
-    ops.launch(
+    launch(
         context, gemm_combine_kernel, num_programs, constants, config.num_warps, x.dtype, grads_like.dtype, probs_dtype,
         num_stages=config.num_stages,
     )(
         y, grads_like, out, prob_grads, layout.origins, layout.chunk_entries, layout.expert_ids,
         buffer.local, buffer.addresses, grads.local, grads.addresses, channel.signals.local, channel.signals.addresses,
         channel.ready.local, channel.ready.addresses,
-        ops.signature(context, channel, hidden, x.dtype, ops.KIND_DGRAD_COMBINE if with_grads else ops.KIND_GEMM_COMBINE),
+        signature(context, channel, hidden, x.dtype, Kind.DGRAD_COMBINE if with_grads else Kind.GEMM_COMBINE),
         channel.tickets, channel.control, layout.limits,
         operands.a, operands.b, operands.c, operands.places, tiles.tiles, tile_order, board,
         layout.num_tokens, hidden, operands.k, shape.num_experts,

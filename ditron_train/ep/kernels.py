@@ -12,8 +12,20 @@ import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
+from ditron_train.symm import control as control_layout
 
-__all__ = ["place_rows", "push_tokens", "return_rows", "scatter_grads", "send_entries", "send_tokens", "sum_rows"]
+TICKET_UNIT_LOG2 = tl.constexpr(control_layout.TICKET_UNIT_LOG2)
+
+__all__ = [
+    "place_rows",
+    "push_tokens",
+    "return_rows",
+    "scatter_grads",
+    "send_entries",
+    "send_tokens",
+    "sum_returned",
+    "sum_rows",
+]
 
 
 @triton.jit
@@ -251,23 +263,45 @@ def scatter_grads(
         tl.store(target, grad.to(prob_grads.dtype.element_ty), mask=valid)
 
 
+@triton.jit
+def _sum_arrived(
+    program, num_programs, out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, control, rank, epoch,
+    num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Sums ITEM_TOKENS tokens at a time once every rank that has rows of their chunk has set its flag."""
+    for item in range(program, tl.cdiv(num_tokens, ITEM_TOKENS), num_programs):
+        first = item * ITEM_TOKENS
+        last = tl.minimum(first + ITEM_TOKENS, num_tokens)
+        chunk = first // chunk_tokens
+        for step in tl.static_range(WORLD_SIZE):
+            peer = (rank + step) % WORLD_SIZE
+            counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
+            if tl.load(counted + 1) > tl.load(counted):
+                dl.wait(signals + peer * NUM_CHUNKS + chunk, epoch, control, peer, chunk, TARGET)
+        sum_rows(buffer, out, expert_ids, first, last, hidden, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H)
+        if WITH_GRADS:
+            scatter_grads(grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK, TOPK_LANES, ITEM_TOKENS)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def return_rows(
     y, row_grads, out, prob_grads, kept, recv_offsets, chunk_entries, expert_ids,
     buffer, buffer_addresses, grad_buffer, grad_addresses, signals, signal_addresses, ready, ready_addresses,
     signature, tickets, control, limits, num_tokens, chunk_tokens, hidden, num_experts,
     WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
-    DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr,
-    SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, NUM_SENDERS: tl.constexpr,
-    SHARED: tl.constexpr, TARGET: tl.constexpr,
+    DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, SUM_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr, ROWS: tl.constexpr,
+    NUM_SENDERS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over token t's experts of y[row(t, e)], in the order and with the roundings of the native unpermute.
 
     Every (token, expert) row goes back to place ``t * TOPK + j`` at its source: adding the experts of one rank before
     would change bits. Senders take (chunk of a source, source) items, neighbours to different sources, so that all links
     are busy; then set flag [rank, chunk] there. Receivers sum a chunk's tokens once every rank that has rows of it has
-    set its flag. WITH_GRADS carries one fp32 a row along (the gradient of the probabilities), scattered into
-    ``prob_grads[t, expert]``.
+    set its flag; a launch of NUM_SENDERS programs has none, ``sum_returned`` follows it. WITH_GRADS carries one fp32 a row
+    along (the gradient of the probabilities), scattered into ``prob_grads[t, expert]``.
 
     Waits: senders for all start signals, receivers (acquire) for the flags of ranks that hold rows of the chunk.
     """
@@ -293,20 +327,29 @@ def return_rows(
                 dl.notify(dl.symm_at(signal_addresses, source, tl.int32) + rank * NUM_CHUNKS + chunk, epoch, TARGET)
     if SHARED or program >= NUM_SENDERS:
         first_receiver: tl.constexpr = 0 if SHARED else NUM_SENDERS
-        num_receivers = tl.num_programs(0) - first_receiver
-        for item in range(program - first_receiver, tl.cdiv(num_tokens, ITEM_TOKENS), num_receivers):
-            first = item * ITEM_TOKENS
-            last = tl.minimum(first + ITEM_TOKENS, num_tokens)
-            chunk = first // chunk_tokens
-            for step in tl.static_range(WORLD_SIZE):
-                peer = (rank + step) % WORLD_SIZE
-                counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
-                if tl.load(counted + 1) > tl.load(counted):
-                    dl.wait(signals + peer * NUM_CHUNKS + chunk, epoch, control, peer, chunk, TARGET)
-            sum_rows(
-                buffer, out, expert_ids, first, last, hidden, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H
-            )
-            if WITH_GRADS:
-                scatter_grads(
-                    grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK, TOPK_LANES, ITEM_TOKENS
-                )
+        _sum_arrived(
+            program - first_receiver, tl.num_programs(0) - first_receiver, out, prob_grads, chunk_entries, expert_ids, buffer,
+            grad_buffer, signals, control, rank, epoch, num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS, TOPK,
+            TOPK_LANES, ROUND_EACH, DESCENDING, WORLD_SIZE, NUM_CHUNKS, SUM_ROWS, BLOCK_H, ITEM_TOKENS, TARGET,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_returned(
+    out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, tickets, control,
+    num_tokens, chunk_tokens, hidden, num_experts,
+    WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
+    DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, SUM_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The second half of ``return_rows``, where that was launched with senders alone: its receivers' work, by all programs.
+
+    Runs behind that launch, whose epoch is the number of launches that drew tickets. Waits (acquire) for the flags of ranks
+    that hold rows of a chunk: they may still be sending.
+    """
+    epoch = (tl.load(tickets) >> TICKET_UNIT_LOG2).to(tl.int32)
+    _sum_arrived(
+        tl.program_id(0), tl.num_programs(0), out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, control,
+        dl.rank(control), epoch, num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS, TOPK, TOPK_LANES, ROUND_EACH,
+        DESCENDING, WORLD_SIZE, NUM_CHUNKS, SUM_ROWS, BLOCK_H, ITEM_TOKENS, TARGET,
+    )  # fmt: skip

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep import ops
+from ditron_train.ep import ops, planning
 from ditron_train.ep.context import EPContext, get_ep_context
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
@@ -166,7 +166,7 @@ class PendingRailLayout:
         """Exchanges what the nodes need to know of each other and lays the visitors out.
 
         Raises:
-            As ``ops.PendingLayout.finish``.
+            As ``planning.PendingLayout.finish``.
         """
         context, routed = self.context, self.routing_map
         num_tokens, device = routed.shape[0], routed.device
@@ -179,7 +179,7 @@ class PendingRailLayout:
         probs = self.probs.detach().view(num_tokens, context.num_nodes, -1).transpose(0, 1)
         visitor_map = _exchange(by_node[node, token].to(torch.uint8), received, sent, context.rail).bool()
         visitor_probs = _exchange(probs[node, token], received, sent, context.rail)
-        pending = ops.begin_layout(visitor_map, visitor_probs, self.hidden, self.dtype, context.inner)
+        pending = planning.begin_layout(visitor_map, visitor_probs, self.hidden, self.dtype, context.inner)
         segments = self._segments(visitor_map, received)
         inner = pending.finish()
         rows_order = torch.from_numpy(_native_order(segments)).to(device)
@@ -232,7 +232,7 @@ def _awaited_rows(routed: torch.Tensor, by_node: torch.Tensor, topk: int) -> tup
 def begin_layout(
     routing_map: torch.Tensor, probs: torch.Tensor, hidden: int, dtype: torch.dtype, context: RailContext
 ) -> PendingRailLayout:
-    """As ``ops.begin_layout`` with exact sizes."""
+    """As ``planning.begin_layout`` with exact sizes."""
     context.check()
     return PendingRailLayout(routing_map, probs, hidden, dtype, context)
 

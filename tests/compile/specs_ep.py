@@ -23,6 +23,10 @@ _RETURN = _signature(
     ("kept recv_offsets chunk_entries expert_ids", _INT), ("buffer_addresses grad_addresses", "*i64"), *_CHANNEL,
     ("limits", _INT), ("num_tokens chunk_tokens hidden num_experts", "i32"),
 )  # fmt: skip
+_SUM = _signature(
+    ("out buffer", "*bf16"), ("prob_grads grad_buffer", "*fp32"), ("chunk_entries expert_ids signals", _INT),
+    ("tickets control", "*i64"), ("num_tokens chunk_tokens hidden num_experts", "i32"),
+)  # fmt: skip
 _MOVE = {"WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "NUM_SENDERS": 16, "SHARED": False}
 _UNALIGNED = ("num_tokens", "limits", "list_base", "entry_base", "recv_offsets")
 
@@ -91,5 +95,17 @@ SPECS = [
             signals=True,
         )
         for name, with_grads, round_each in (("index_add", False, True), ("fused_with_grads", True, False))
+    ),
+    KernelSpec(
+        name="ep_sum_returned",
+        kernel="ditron_train.ep.kernels:sum_returned",
+        signature=_SUM,
+        constexprs={
+            "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "WITH_GRADS": True, "TOPK": 8, "TOPK_LANES": 8,
+            "ROUND_EACH": False, "DESCENDING": True, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
+        },  # fmt: skip
+        num_warps=16,
+        aligned=_aligned(_SUM),
+        signals=None,
     ),
 ]

@@ -1,0 +1,77 @@
+"""What every op of expert parallelism does first: check its tokens, find its launch, make its signature."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from ditron_train.ep.context import EPContext
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.symm.channel import Channel
+
+__all__ = ["DTYPES", "Kind", "check_tokens", "launch", "move_tile", "signature"]
+
+#: Types of tokens, and their code in a signature.
+DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+class Kind(IntEnum):
+    """What an op is, in its signature: ranks that disagree raise."""
+
+    COUNTS = 0
+    DISPATCH = 1
+    DISPATCH_GRAD = 2
+    COMBINE = 3
+    COMBINE_GRAD = 4
+    DISPATCH_GEMM = 5
+    DISPATCH_DGRAD = 6
+    GEMM_COMBINE = 7
+    DGRAD_COMBINE = 8
+
+
+def signature(
+    context: EPContext, channel: Channel, hidden: int, dtype: torch.dtype, kind: Kind, row_capacity: int = 0
+) -> torch.Tensor:
+    """What travels with the start signal of an op of kind ``kind``; every call of an op asks for it once."""
+    shape = context.shape
+    context.records.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
+    return channel.signature((hidden, DTYPES[dtype], shape.num_experts, shape.topk, int(kind), row_capacity))
+
+
+def launch(
+    context: EPContext,
+    kernel: Any,
+    num_programs: int,
+    constants: dict[str, Any],
+    num_warps: int,
+    *dtypes: torch.dtype,
+    num_stages: int = 3,
+) -> KernelLaunch:
+    """The launch of a kernel with these constants and types of arguments; kept, so that only the first one goes all the
+    way through Triton."""
+    key = (kernel.__name__, num_programs, num_warps, num_stages, dtypes, *constants.values())
+    launch = context.launches.get(key)
+    if launch is None:
+        launch = context.launches[key] = KernelLaunch(
+            kernel, num_programs, constants, num_warps=num_warps, num_stages=num_stages
+        )
+    return launch
+
+
+def check_tokens(name: str, tensor: torch.Tensor, context: EPContext) -> None:
+    """Raises ``NotSupportedError`` for rows that no op of the context takes."""
+    if tensor.dim() != 2:
+        raise NotSupportedError(f"{name}: needs [rows, hidden], got {tuple(tensor.shape)}")
+    if tensor.dtype not in DTYPES:
+        raise NotSupportedError(f"{name}: {tensor.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    if tensor.device != context.device:
+        raise NotSupportedError(f"{name}: a tensor on {tensor.device}, the context is on {context.device}")
+
+
+def move_tile(hidden: int, elements: int) -> tuple[int, int]:
+    """Rows and columns of a tile of about ``elements`` elements."""
+    columns = min(1 << max(hidden - 1, 0).bit_length(), 8192)
+    return max(elements // columns, 1), columns

@@ -1,0 +1,209 @@
+"""Makes layouts: counts a routing map, exchanges the counts, lists what is sent where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ditron_train.ep.context import EPContext, Room
+from ditron_train.ep.launching import DTYPES, Kind, check_tokens, launch, signature
+from ditron_train.ep.layout import HostCounts, Layout
+from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["PendingLayout", "begin_layout"]
+
+
+@dataclass
+class PendingLayout:
+    """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
+
+    With a capacity there is nothing to wait for: ``room`` holds the sizes.
+    """
+
+    context: EPContext
+    num_tokens: int
+    hidden: int
+    dtype: torch.dtype
+    tables: dict[str, torch.Tensor]
+    send_list: torch.Tensor
+    dest_slots: torch.Tensor
+    expert_ids: torch.Tensor
+    room: Room | None
+    host_messages: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
+
+    def finish(self) -> Layout:
+        """Waits for the counts, makes the buffers large enough and returns the layout.
+
+        Raises:
+            MismatchError: The ranks called it with different hidden sizes, types, experts, top-k or capacities.
+            NotSupportedError: A token has more than top-k experts; on every rank alike.
+            PeerTimeoutError: A rank did not come.
+            ArenaError: The buffers do not fit; on every rank alike.
+        """
+        context, shape = self.context, self.context.shape
+        expert_tokens = self.tables["expert_tokens"][: shape.experts_per_rank]
+        if self.room is not None:
+            return self._layout(self.room.rows, expert_tokens, self.room)
+        if self.copied is not None:
+            self.copied.synchronize()
+        context.counts_channel.check()
+        host = HostCounts.from_messages(self.host_messages.numpy(), shape)
+        if host.widest > shape.topk:
+            raise NotSupportedError(f"expert parallel: a token has {host.widest} experts, top-k is {shape.topk}")
+        slots, entries, places = context.reserve(host, self.hidden, self.dtype)
+        local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
+        tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
+        return self._layout(int(host.rows(shape)[context.rank]), tokens_per_expert, Room(entries, slots, places))
+
+    def _layout(self, num_rows: int, tokens_per_expert: torch.Tensor, room: Room) -> Layout:
+        shape, tables = self.context.shape, self.tables
+        return Layout(
+            shape=shape,
+            num_tokens=self.num_tokens,
+            chunk_tokens=shape.chunk_tokens(self.num_tokens),
+            num_rows=num_rows,
+            tokens_per_expert=tokens_per_expert,
+            chunk_entries=tables["chunk_entries"],
+            recv_offsets=tables["recv_offsets"],
+            list_base=tables["list_base"],
+            entry_base=tables["entry_base"],
+            expert_ids=self.expert_ids,
+            dest_slots=self.dest_slots,
+            send_list=self.send_list,
+            entries=torch.empty(num_rows, 4, dtype=torch.int32, device=self.context.device),
+            origins=torch.empty(num_rows, 2, dtype=torch.int32, device=self.context.device),
+            sources=tables["sources"],
+            expert_tokens=tables["expert_tokens"][: shape.experts_per_rank],
+            limits=tables["limits"],
+            slot_capacity=room.slots,
+            entry_capacity=room.rows,
+            place_capacity=room.places,
+        )
+
+
+def _tables(context: EPContext) -> dict[str, torch.Tensor]:
+    """int32 tables of one layout, carved from one allocation in steps of 16 bytes."""
+    shape = context.shape
+    sizes = {
+        "chunk_counts": shape.num_chunks * shape.columns,
+        "chunk_dests": shape.num_chunks * shape.ranks,
+        "chunk_widest": shape.num_chunks,
+        "chunk_entries": shape.ranks * (shape.num_chunks + 1),
+        "row_base": shape.columns,
+        "slot_base": shape.ranks,
+        "entry_base": shape.ranks,
+        "list_base": shape.ranks,
+        "recv_offsets": shape.ranks * (shape.num_chunks + 1),
+        "expert_tokens": shape.slots,
+        "sources": shape.ranks * shape.slots,
+        "limits": 4,
+    }
+    padded = [-(-size // 4) * 4 for size in sizes.values()]
+    memory = torch.empty(sum(padded), dtype=torch.int32, device=context.device)
+    parts = torch.split(memory, padded)
+    return {name: part[:size] for (name, size), part in zip(sizes.items(), parts)}
+
+
+def _check_routing(
+    routing_map: torch.Tensor, probs: torch.Tensor, dtype: torch.dtype, context: EPContext
+) -> None:
+    shape = context.shape
+    if routing_map.dim() != 2 or routing_map.shape[1] != shape.num_experts or routing_map.dtype != torch.bool:
+        raise NotSupportedError(
+            f"routing map: needs bool [tokens, {shape.num_experts}], got {routing_map.dtype} {tuple(routing_map.shape)}"
+        )
+    if probs.shape != routing_map.shape:
+        raise NotSupportedError(f"probs: shape {tuple(probs.shape)} differs from the routing map's {tuple(routing_map.shape)}")
+    check_tokens("probs", probs, context)
+    if dtype not in DTYPES:
+        raise NotSupportedError(f"tokens: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    if routing_map.shape[0] * shape.topk * 4 >= 2**31:
+        raise NotSupportedError(f"expert parallel: {routing_map.shape[0]} tokens x top-k {shape.topk} overflow int32 indices")
+
+
+def begin_layout(
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    hidden: int,
+    dtype: torch.dtype,
+    context: EPContext,
+    *,
+    capacity_factor: float | None = None,
+) -> PendingLayout:
+    """Enqueues the counting of a routing map, the exchange of counts and the listing of what is sent.
+
+    Args:
+        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row. ``num_tokens`` may differ between ranks
+            where there is no capacity.
+        probs: [num_tokens, num_experts] of bf16, fp16 or fp32.
+        hidden: Elements of a token, the same on every rank.
+        dtype: Their type.
+        context: Of the group.
+        capacity_factor: None: exact sizes, for one host sync in ``finish``. A number: fixed sizes, so many times the rows of
+            even routing, no host sync; what does not fit is recorded on the device and raised at the next check.
+
+    Raises:
+        NotSupportedError: Shapes, types or devices that do not fit.
+    """
+    shape = context.shape
+    _check_routing(routing_map, probs, dtype, context)
+    context.check()
+    num_tokens, device = routing_map.shape[0], context.device
+    room = None if capacity_factor is None else context.room_for(num_tokens, capacity_factor)
+    chunk_tokens = shape.chunk_tokens(num_tokens)
+    routed = routing_map.contiguous().view(torch.uint8)
+    tables = _tables(context)
+    blocks = dict(
+        EXPERTS_PER_RANK=shape.experts_per_rank, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots
+    )
+    block_tokens = min(chunk_tokens, max(8192 // shape.columns, 1), 16 if context.target != "interpreter" else 64)
+    launch(context, count_chunks, shape.num_chunks, {**blocks, "BLOCK_T": block_tokens}, 4)(
+        routed, tables["chunk_counts"], tables["chunk_dests"], tables["chunk_widest"], num_tokens, chunk_tokens
+    )
+    _exchange(context, tables, num_tokens, hidden, dtype, room)
+    host = {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
+    send_list = torch.empty(num_tokens * shape.topk, 4, dtype=torch.int32, device=device)
+    dest_slots = torch.empty(num_tokens, shape.ranks, dtype=torch.int32, device=device)
+    expert_ids = torch.empty(num_tokens, shape.topk_lanes, dtype=torch.int32, device=device)
+    constants = dict(
+        TOPK=shape.topk, **blocks, NUM_CHUNKS=shape.num_chunks, BLOCK_T=block_tokens, TOPK_LANES=shape.topk_lanes
+    )
+    launch(context, list_entries, shape.num_chunks, constants, 4, probs.dtype)(
+        routed, probs.detach().contiguous(),
+        *(tables[name] for name in ("chunk_counts", "chunk_dests", "chunk_entries", "row_base", "slot_base", "list_base")),
+        send_list, dest_slots, expert_ids, num_tokens, chunk_tokens,
+    )  # fmt: skip
+    if room is not None:
+        context.reserve_room(room, num_tokens, hidden, dtype)
+    return PendingLayout(context, num_tokens, hidden, dtype, tables, send_list, dest_slots, expert_ids, room, **host)
+
+
+def _exchange(
+    context: EPContext, tables: dict[str, torch.Tensor], num_tokens: int, hidden: int, dtype: torch.dtype, room: Room | None
+) -> None:
+    """Launches ``exchange_counts``, which fills the tables."""
+    shape, channel = context.shape, context.counts_channel
+    constants = dict(
+        WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots, NUM_CHUNKS=shape.num_chunks, TOPK=shape.topk,
+        MESSAGE_WORDS=shape.message_words, HAS_CAPACITY=room is not None, TARGET=context.target,
+    )  # fmt: skip
+    rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, 0)
+    launch(context, exchange_counts, 1, constants, 8)(
+        *tables.values(), context.messages.local, context.messages.addresses,
+        channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
+        signature(context, channel, hidden, dtype, Kind.COUNTS, rows), channel.tickets, channel.control,
+        num_tokens, rows, slots, places,
+    )  # fmt: skip
+
+
+def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    if tensor.device.type != "cuda":
+        return tensor.clone(), None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
