@@ -249,14 +249,14 @@ class StartedReduceScatter:
     def __init__(self, prepared: PreparedScatter, partial: torch.Tensor, shape: tuple[int, ...]) -> None:
         self._prepared = prepared
         self._partial = partial
-        self._shape = shape
+        # Allocated before the communication stream forks off: memory that the current stream frees later is not free there.
+        self._out = partial.new_empty(shape)
         prepared.start(partial)
 
     def wait(self) -> torch.Tensor:
-        """The sum over ranks of this rank's rows, in NCCL's ring order, on the current stream."""
-        out = self._partial.new_empty(self._shape)
-        self._prepared.finish(self._partial, out)
-        return out
+        """The sum over ranks of this rank's rows, in NCCL's ring order."""
+        self._prepared.finish(self._partial, self._out, beside=True)
+        return self._out
 
 
 def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedReduceScatter:

@@ -161,7 +161,7 @@ def test_linear_layers_repeat_a_hundred_times(context, all_equal, rows, hidden, 
             assert all_equal(w1.grad, grad_inner.view(-1, inner.shape[-1]).t() @ total_x.view(-1, hidden))
 
 
-@pytest.mark.parametrize("plan, scatter_plan", zip(PLANS, SCATTER_PLANS), ids=str)
+@pytest.mark.parametrize("plan, scatter_plan", list(zip(PLANS, SCATTER_PLANS)), ids=str)
 def test_graph_replay_mixed_with_eager_calls(context, all_equal, plan, scatter_plan):
     x, weight = normals(1024, 1024, seed=7), normals(1024, 1024, seed=8)
     ag_gemm(x, weight, context=context, plan=plan)
