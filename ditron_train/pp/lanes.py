@@ -32,6 +32,7 @@ so posting message ``k - 1`` frees the slot of message ``k``.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,17 +85,23 @@ class Sender:
     Messages go on a stream of their own, so that they hold up nothing; a small one whose slot the host knows to be free goes on
     the caller's, unless one is still under way on the other: flags count messages, so they are set in order.
 
+    Args:
+        before_leaving: Called before a message goes on the other stream, where it may have to wait.
+
     Attributes:
         messages: Sent so far; ``lent`` of them into slots that the receiver lends.
     """
 
-    def __init__(self, channel: PipelineChannel, slots: Slots, lane: int, peer: int) -> None:
+    def __init__(
+        self, channel: PipelineChannel, slots: Slots, lane: int, peer: int, *, before_leaving: Callable[[], None]
+    ) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
+        self._before_leaving = before_leaving
         self.messages = 0
         self.lent = 0
         self._ring_messages = 0
         self._fragments = 0
-        self._uses = [0] * slots.loans[lane]
+        self._uses = [0] * MAX_LOANS
         self._newest_loan = -1
         self._held: deque[_Sent] = deque()
         self._events = EventPool()
@@ -150,11 +157,13 @@ class Sender:
     ) -> torch.cuda.Stream | None:
         """The stream of the next message, ordered behind the current one and the lane's newest message; None on the CPU."""
         if current is None:
+            self._before_leaving()
             return None
         self.release_sent()
         inline = num_bytes <= _INLINE_BYTES and not self._held and self._is_free(loan)
         stream = current if inline else self._stream
         if not inline:
+            self._before_leaving()
             self._events.record(current).hold(stream)
         if self._inline_on not in (None, current):
             self._events.record(self._inline_on).hold(stream)
@@ -170,11 +179,11 @@ class Sender:
 
     def _choose_loan(self) -> int | None:
         """A slot that has come back, best one whose last use is known to be over; the others in the order of their use."""
-        if not self._uses:
+        count = self.slots.loans[self.lane]
+        if not count:
             return None
         own = self.channel.arena.rank
         returned = self.channel.mailbox.returned(own, self.lane).tolist()
-        count = len(self._uses)
         back = [loan for loan in range(count) if returned[loan] == self._uses[loan]]
         back.sort(key=lambda loan: (loan - self._newest_loan - 1) % count)
         over = (loan for loan in back if self.channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]))
@@ -249,7 +258,7 @@ class Receiver:
         self.messages = 0
         self._ring_messages = 0
         self._fragments = 0
-        self._uses = [0] * slots.loans[lane]
+        self._uses = [0] * MAX_LOANS
         self._posted: deque[Incoming] = deque()
         self._unverified: deque[tuple[int, Header]] = deque()
         self._let_go: deque[_Loan] = deque()  # appended to by whichever thread frees a lent tensor

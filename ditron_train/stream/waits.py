@@ -2,7 +2,8 @@
 
 A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory, wait
 for the flag, write "done"; where the flag lies in host memory it says itself that the wait is over, and the last write is
-left out (each takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call while all is
+left out (it takes 1.6 us or more of the stream's time). "Begun" is a call of its own: in a batch with the wait it was not seen before
+the wait was over (driver 580, H200), so that nothing was ever released. A watchdog thread reads these words (no CUDA call while all is
 well, so it cannot disturb a graph capture); when a wait has begun and is not done within the deadline, it records the failure
 in the channel and releases the wait by writing the flag itself: from the host where the flag lies in host memory, else
 from a stream of its own. The host then raises at the next ``Channel.check``.
@@ -154,9 +155,10 @@ class _Watchdog:
                 raise NotSupportedError(f"more than {_SLOTS} stream waits in flight")
             self._waits.append(entry)
         base = self._words.data_ptr()
-        operations = [("write", base + 4 * slot, entry.ticket), ("wait", address, epoch)]
+        operations = [("wait", address, epoch)]
         if host_address is None:
             operations.append(("write", base + 4 * (_SLOTS + slot), entry.ticket))
+        driver.stream_memory_ops(stream.cuda_stream, [("write", base + 4 * slot, entry.ticket)])
         driver.stream_memory_ops(stream.cuda_stream, operations)
 
     def _run(self) -> None:
