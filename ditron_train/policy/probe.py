@@ -16,7 +16,6 @@ Run = Callable[[], Sequence[torch.Tensor]]
 
 _WARM_UPS, _REPEATS = 2, 7
 _HEAD_START_CYCLES = 400_000  # about 0.2 ms of the GPU's clock
-_KEPT_BYTES = 64 << 20  # that a probe may leave with torch's allocator: giving memory back costs milliseconds
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ def probe(
     Raises:
         Whatever `ours` raises, on every rank alike.
     """
-    held_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     found = ours()
     if device.type != "cuda":
         return Observation(None, None, None)
@@ -78,6 +76,5 @@ def probe(
     worst = torch.tensor([float(not equal), *times], dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     different, native_us, ditron_us = worst.tolist()
-    if torch.cuda.memory_reserved(device) - held_bytes > _KEPT_BYTES:
-        torch.cuda.empty_cache()  # a probe's tensors have sizes that training may never ask for again
+    torch.cuda.empty_cache()  # a probe's tensors have sizes that training may never ask for again
     return Observation(different == 0.0, *((native_us, ditron_us) if timed else (None, None)))
