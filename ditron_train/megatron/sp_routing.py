@@ -198,12 +198,12 @@ def route_exchange(
     group: dist.ProcessGroup, shape: AttentionShape, query: torch.Tensor
 ) -> SPContext | NodesContext | None:
     """The context for the exchanges around the attention of ``query`` [s / W, b, heads, d] (packed [t / W, heads, d]), or None
-    for all-to-alls."""
-    lead = tuple(query.shape[:-2])
+    for all-to-alls. Packed sequences are one of them without a batch."""
+    rows = (query.shape[0], math.prod(query.shape[1:-2]))
 
     def attempt(context: SPContext | NodesContext) -> str | None:
         """Asks the policy, with both exchanges and their backward: nothing of them can fail later for want of memory."""
-        world, rows = context.world_size, (lead[0], math.prod(lead[1:]))
+        world = context.world_size
         local, whole = shape.qkv_layout(world), (rows[0] * world, rows[1])
         inputs = _parts(rows, local, query, world, 1 + context.rank)
         inputs += _parts(whole, shape.output_layout(world), query, 1, 11 + context.rank)
@@ -217,10 +217,10 @@ def route_exchange(
             return _forward_backward(function, inputs, grads)
 
         native, ours = (functools.partial(both, Exchange(group, shape, c)) for c in (None, context))
-        decision = decide(_in_words("exchange", lead, shape, query), native, ours, group=group, device=query.device)
+        decision = decide(_in_words("exchange", rows, shape, query), native, ours, group=group, device=query.device)
         return None if decision.use_ditron else f"at {tuple(query.shape)} {decision.reason}"
 
-    key = ("exchange", lead, shape, query.dtype, query.device, group)
+    key = ("exchange", rows, shape, query.dtype, query.device, group)
     return _decide("sp exchange", key, query, group, attempt, across_nodes=True)
 
 

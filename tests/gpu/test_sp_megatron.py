@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -91,6 +92,17 @@ def num_routes(kind):
     return sum(key[0] == kind and context is not None for key, context in _routes.items())
 
 
+@contextlib.contextmanager
+def native_routes(monkeypatch):
+    """Our attentions by GEMMs and all-to-alls of the process group, where native has no attention to compare with."""
+    from ditron_train.megatron import sp, sp_output
+
+    with monkeypatch.context() as patch:
+        for module, name in ((sp, "route_projections"), (sp, "route_exchange"), (sp_output, "route_output")):
+            patch.setattr(module, name, lambda *args: None)
+        yield
+
+
 BOTH, LAST = [1, 0, 0], [0, 1, 1]  # shapes whose projections are fused; whose output projection alone is
 CASES = {
     "plain": ({}, BOTH),
@@ -126,16 +138,12 @@ def test_bits_of_transformer_engine(world, name, length, batch):
 @pytest.mark.parametrize("options", [{}, {"add_qkv_bias": True}, {"qk_layernorm": True}], ids=["plain", "bias", "norms"])
 def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch):
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import sp, sp_output
     from ditron_train.testing import megatron_cpu
 
     megatron_cpu.allow_torch_norm_with_sequence_parallel()
     attention = build(world, False, True, **options)
     try:
-        with monkeypatch.context() as patch:
-            patch.setattr(sp, "route_projections", lambda *args: None)
-            patch.setattr(sp_output, "route_output", lambda *args: None)
-            patch.setattr(sp, "route_exchange", lambda *args: None)
+        with native_routes(monkeypatch):
             native = run(attention, world, 2048, 2)
         assert_same_bits(run(attention, world, 2048, 2), native)
         assert num_routes("projections") + num_routes("output") == 1
@@ -198,19 +206,25 @@ def build_mla(world, ours):
     return attention
 
 
-def test_multi_latent_attention_has_the_bits_of_transformer_engine(world):
+def test_multi_latent_attention_has_the_bits_of_all_to_alls(world, monkeypatch):
+    """Transformer Engine's own ``a2a`` refuses heads of two sizes; its attention between native all-to-alls does not."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     import ditron_train.megatron as plugin
 
     if not HAVE_TE:
         pytest.skip("Transformer Engine is not installed")
-    native, ours = build_mla(world, False), build_mla(world, True)
+    attention = build_mla(world, True)
     try:
-        assert_same_bits(run(ours, world, 2048, 2, rope=False), run(native, world, 2048, 2, rope=False))
+        with native_routes(monkeypatch):
+            native = run(attention, world, 2048, 2, rope=False)
+        assert num_routes("exchange") == num_routes("output") == 0
+        assert_same_bits(run(attention, world, 2048, 2, rope=False), native)
         assert num_routes("exchange") == num_routes("output") == 1
     finally:
         plugin.restore()
+    with pytest.raises(AssertionError, match="does not support MLA"):
+        run(build_mla(world, False), world, 2048, 2, rope=False)
 
 
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "local"])
@@ -221,7 +235,6 @@ def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeyp
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import sp, sp_output
     from ditron_train.testing import megatron_cpu
 
     if world % 2 or world < 4:
@@ -236,11 +249,7 @@ def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeyp
     try:
         ours = build(world // 2, use_te, True, **options)
         native = build(world // 2, use_te, not use_te, **options)
-        with monkeypatch.context() as patch:
-            if not use_te:
-                patch.setattr(sp, "route_projections", lambda *args: None)
-                patch.setattr(sp_output, "route_output", lambda *args: None)
-                patch.setattr(sp, "route_exchange", lambda *args: None)
+        with contextlib.nullcontext() if use_te else native_routes(monkeypatch):
             expected = run(native, **sizes)
         assert_same_bits(run(ours, **sizes), expected)
         assert num_routes("projections") == 1
