@@ -183,11 +183,16 @@ class Sender:
         if not count:
             return None
         own = self.channel.arena.rank
-        returned = self.channel.mailbox.returned(own, self.lane).tolist()
-        back = [loan for loan in range(count) if returned[loan] == self._uses[loan]]
-        back.sort(key=lambda loan: (loan - self._newest_loan - 1) % count)
-        over = (loan for loan in back if self.channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]))
-        return next(over, back[0] if back else None)
+        returned = self.channel.mailbox.returned(own, self.lane)
+        first = None
+        for place in range(1, count + 1):
+            loan = (self._newest_loan + place) % count
+            if returned[loan] != self._uses[loan]:
+                continue
+            if self.channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]):
+                return loan
+            first = loan if first is None else first
+        return first
 
     def _slot_to_lend(self, loan: int, stream: torch.cuda.Stream | None) -> int:
         index, uses = _loan_flag(self.lane, loan), self._uses[loan]
