@@ -19,6 +19,7 @@ from ditron_train.lang.memory import (
     symm_at,
     sync_threads,
     thread_id,
+    wait_token,
 )
 from ditron_train.lang.waits import (
     announce,
@@ -59,4 +60,5 @@ __all__ = [
     "wait",
     "wait_many",
     "wait_ranks",
+    "wait_token",
 ]

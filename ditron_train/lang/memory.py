@@ -8,7 +8,7 @@ peers. SM-driven pulls are slow (a half of the push rate): kernels push.
 import triton
 import triton.language as tl
 
-from ditron_train.lang.waits import READY_WORDS, _is_cuda, await_ready, notify, wait
+from ditron_train.lang.waits import READY_WORDS, _is_cuda, _wait_cuda, await_ready, notify, wait
 from ditron_train.symm import control as layout
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "symm_at",
     "sync_threads",
     "thread_id",
+    "wait_token",
 ]
 
 _RANK = tl.constexpr(layout.CONTROL_RANK)
@@ -73,6 +74,28 @@ def fence_async_proxy(TARGET: tl.constexpr):
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def wait_token(signal_ptr, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr):
+    """``wait``, then what ``fence_async_proxy`` does, for a loop whose descriptor loads the compiler pipelines: returns an
+    int32 zero. Add it to a coordinate of the loads that the wait guards.
+
+    The loads depend on the sum, so the compiler keeps the wait in front of the first of them, where it issues them: some
+    steps of the K loop ahead, while the products of the tile before still run. It holds no barrier (one inside such a loop
+    turns the pipelining off): every thread acquires for itself, the one that issues the loads among them.
+    """
+    if _is_cuda(TARGET):
+        seen = _wait_cuda(signal_ptr, epoch, control_ptr, tl.cast(peer, tl.int32), tl.cast(chunk, tl.int32))
+        if _has_async_proxy(TARGET):
+            return tl.inline_asm_elementwise(
+                "fence.proxy.async.global; mov.u32 $0, 0;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        wait(signal_ptr, epoch, control_ptr, peer, chunk, TARGET)
+        return tl.cast(0, tl.int32)
 
 
 @triton.jit

@@ -50,6 +50,11 @@ def _is_cuda(target):
     return target.startswith("sm_")
 
 
+@triton.constexpr_function
+def _power_of_two(count):
+    return triton.next_power_of_2(count)
+
+
 @triton.jit
 def next_epoch(tickets_ptr):
     """Epoch of this launch (int32: 1, 2, ..., cyclic), the same in all its programs; each calls it exactly once.
@@ -127,9 +132,10 @@ def _wait_cuda(signal_ptr, epoch, control_ptr, peer, chunk):
     """One asm block a wait: every thread polls with ``ld.acquire.sys`` and so orders its own later loads.
 
     The loop also leaves when the channel's abort word is set. The thread that wins the abort word writes the record;
-    a scalar atomic in Triton would cost two block barriers a poll. The words' offsets are ``symm.control``'s.
+    a scalar atomic in Triton would cost two block barriers a poll. The words' offsets are ``symm.control``'s. Returns what
+    it saw last.
     """
-    tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(
         """
         {
             .reg .pred done, flag;
@@ -282,20 +288,22 @@ def notify(signal_ptr, epoch, TARGET: tl.constexpr):
 
 @triton.jit
 def announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """Start signal of ``rank`` to every rank (its own pad too): the signature, then ``epoch`` released.
+    """Start signal of ``rank`` to every rank (its own pad too): the signature, then ``epoch`` released, to all at once.
 
     It says: everything this rank's stream had before this op is done, so its symmetric buffers of the op may be
     overwritten. One program of a launch calls it. Pads alternate by epoch parity: a slot is rewritten two epochs
-    later, which needs this rank's start signal in between.
+    later, which needs this rank's start signal in between. The block barrier is what makes the words part of each release.
     """
+    PEERS: tl.constexpr = _power_of_two(WORLD_SIZE)
     lanes = tl.arange(0, READY_WORDS)
-    words = tl.load(signature_ptr + lanes)
-    for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        base = tl.load(ready_addresses + peer).to(tl.pointer_type(tl.int32))
-        slot = base + ((epoch & 1) * WORLD_SIZE + rank) * READY_WORDS
-        tl.store(slot + lanes, words, mask=lanes > 0)
-        notify(slot, epoch, TARGET)
+    peers = tl.arange(0, PEERS)
+    is_there = peers < WORLD_SIZE
+    pads = tl.load(ready_addresses + peers, mask=is_there, other=0).to(tl.pointer_type(tl.int32))
+    slots = pads + ((epoch & 1) * WORLD_SIZE + rank) * READY_WORDS
+    words = tl.load(signature_ptr + lanes)[None, :] + tl.zeros((PEERS, READY_WORDS), tl.int32)
+    tl.store(slots[:, None] + lanes[None, :], words, mask=is_there[:, None] & (lanes[None, :] > 0))
+    tl.debug_barrier()
+    tl.atomic_xchg(slots, epoch + tl.zeros((PEERS,), tl.int32), mask=is_there, sem="release", scope="sys")
 
 
 @triton.jit

@@ -19,7 +19,7 @@ class MachineRates:
         memory_gbps: Of device memory, reads and writes together.
         push_sm_gbps: Of one multiprocessor that stores to a peer.
         start_us: From the launch of an overlapped op to its first byte on a link: kernel, start signals, copy.
-        chunk_us: What one more chunk costs: two driver calls and a gap in the loop of tiles.
+        chunk_us: What one more chunk costs: its signal, for which the copy engine stops.
     """
 
     gemm_tflops: float
@@ -28,7 +28,7 @@ class MachineRates:
     nccl_latency_us: float
     memory_gbps: float
     push_sm_gbps: float
-    start_us: float = 15.0
+    start_us: float = 10.0
     chunk_us: float = 3.0
 
     @property

@@ -2,7 +2,7 @@
 
     native   = GEMM + collective, one after the other
     limit    = max(GEMM, bytes on the wire / link rate)
-    AG-GEMM  = own copy, then the shares of the GEMM one after another, each not before its rows have arrived
+    AG-GEMM  = waves of tiles in the order of arrival, each of a chunk's tiles not before it has arrived
     GEMM-RS  = GEMM, longer by what the stores of each wave of tiles hold it up, and not before its bytes have left; then the
                fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another; then the fold
 
@@ -24,7 +24,8 @@ _SQUARE_RATE = 0.87  # of the rate of wide tiles, measured on Hopper
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
 _DEEP_STAGES = 4
-_OVERLAP_LOSS = 0.15  # of the time that transfers run beside the GEMM: they share memory and power
+_OVERLAP_LOSS = 0.04  # of the time that transfers run beside the GEMM: they share memory and power
+_PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next granule
 _STORE_STALL = 0.4  # of the time that the links take for the stores of one wave, whatever the tile's products take
 _LAUNCH_US = 4.0
 
@@ -107,25 +108,22 @@ def _send_rate(plan: GatherPlan, rates: MachineRates) -> float:
 
 
 def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
-    world_size, plan = problem.world_size, choice.gather
+    world_size, plan, config = problem.world_size, choice.gather, choice.config
     by_push = plan.mode == "push"
-    num_chunks = 1 if by_push else plan.num_chunks
-    reserved = plan.push_programs if by_push else 1
-    num_programs = max(1, machine.num_sms - reserved)
-    gemm = gemm_us(problem.m, problem.n, problem.k, choice.config, num_programs, machine.num_sms, rates)
-    shard_bytes = problem.m * problem.k * problem.dtype.itemsize / world_size
-    send_us = shard_bytes / _send_rate(plan, rates)
-    own_us = send_us if by_push else 2 * shard_bytes / (rates.memory_gbps * 1e3) + _LAUNCH_US
-    # By push the own rows go first through the same multiprocessors; copy engines leave that to the current stream.
-    first_us = rates.start_us + (own_us if by_push else 0.0)
-    num_phases = world_size * num_chunks
-    end_us = own_us
-    for phase in range(num_phases):
-        arrived = phase - num_chunks + 1  # chunks of peers that this phase and those before it need
-        if arrived > 0:
-            end_us = max(end_us, first_us + arrived * (send_us / num_chunks + (num_chunks > 1) * rates.chunk_us))
-        end_us += gemm / num_phases
-    return end_us + (num_phases - 1) * rates.chunk_us + _OVERLAP_LOSS * min(gemm, (world_size - 1) * send_us)
+    num_chunks = _PUSHED_CHUNKS if by_push else plan.num_chunks
+    num_programs = max(1, machine.num_sms - (plan.push_programs if by_push else 1))
+    waves = _num_waves(problem.m, problem.n, config, num_programs)
+    tile_us = _tile_us(problem.k, config, machine.num_sms, rates)
+    num_tiles = config.num_tiles(problem.m, problem.n)
+    shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / _send_rate(plan, rates)
+    # By push the own rows go first through the same multiprocessors; with copy engines they are read where they are.
+    sent_us = rates.start_us + (shard_us if by_push else 0.0)
+    end_us = waves * tile_us
+    for chunk in range(num_chunks, world_size * num_chunks):
+        sent_us += shard_us / num_chunks + (0.0 if by_push else rates.chunk_us)
+        waves_before = num_tiles * chunk // (world_size * num_chunks) // num_programs
+        end_us = max(end_us, sent_us + (waves - waves_before) * tile_us)
+    return _LAUNCH_US + end_us + _OVERLAP_LOSS * min(waves * tile_us, (world_size - 1) * shard_us)
 
 
 def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:

@@ -44,7 +44,7 @@ class PreparedGather:
     ``start`` enqueues the sends beside whatever the current stream does next; the GEMM of an AG-GEMM, or ``wait``,
     consumes; ``finish`` orders the current stream behind the sends.
 
-    ``granule_rows`` is what one arrival flag stands for; with copy engines that is one of ``num_chunks`` chunks.
+    ``granule_rows`` is what one arrival flag stands for; with copy engines that is one of the plan's chunks.
 
     Args:
         context: Whose buffers and streams are used.
@@ -70,11 +70,10 @@ class PreparedGather:
         self.num_columns = num_columns
         self.by_push = plan.mode == "push" or (context.is_cuda and not has_driver())
         if self.by_push:
-            self.num_chunks = 1
             self.granule_rows = _push_granule_rows(partition, num_columns * dtype.itemsize, block_m)
         else:
-            self.num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
-            self.granule_rows = -(-partition.max_count // (block_m * self.num_chunks)) * block_m
+            num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
+            self.granule_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype.itemsize, self.granule_rows)
         self.signature = context.agree(channel, values)
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype)

@@ -17,38 +17,90 @@ from ditron_train.schedule.tiles import grouped_tile, ordered_tile, scatter_tile
 
 __all__ = ["ag_gemm_kernel", "gemm_rs_kernel"]
 
-_FLAGS_AT_ONCE = tl.constexpr(32)
 # Sizes that change no code are not specialised on (do_not_specialize): a new shape needs no compilation.
 
 
 @triton.jit
-def _wait_rows(
-    signals_ptr,
-    row_starts_ptr,
-    epoch,
-    control_ptr,
-    rank,
-    row,
-    last_row,
-    granule_rows,
-    FLAGS_PER_RANK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    OWN_FLAGS: tl.constexpr,
-    TARGET: tl.constexpr,
+def _gather_tile(
+    tile_id, order_ptr, rank, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Waits for rows [row, last_row] of the gathered buffer, whichever ranks they belong to."""
-    for owner in range(0, WORLD_SIZE):
-        start = tl.load(row_starts_ptr + owner)
-        low = tl.maximum(row, start)
-        high = tl.minimum(last_row, tl.load(row_starts_ptr + owner + 1) - 1)
-        if (low <= high) & (OWN_FLAGS | (owner != rank)):
-            first = (low - start) // granule_rows
-            count = (high - start) // granule_rows - first + 1
-            flags = signals_ptr + owner * FLAGS_PER_RANK + first
-            dl.wait_many(flags, count, epoch, control_ptr, owner, first, _FLAGS_AT_ONCE, TARGET)
+    """Tile ``tile_id`` of a gather's order: own rows first, then in the order of arrival. Returns (tile_m, tile_n).
+
+    With EVEN the groups of row tiles that are walked together end with a rank's rows: none waits for two ranks.
+    """
+    if EVEN:
+        shard_tiles_m = num_tiles_m // WORLD_SIZE
+        shard_tiles = shard_tiles_m * num_tiles_n
+        step = tile_id // shard_tiles
+        local_m, tile_n = grouped_tile(tile_id - step * shard_tiles, shard_tiles_m, num_tiles_n, GROUP_M)
+        tile_m = (rank + step) % WORLD_SIZE * shard_tiles_m + local_m
+    else:
+        tile_m, tile_n = ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M)
+    return tile_m, tile_n
 
 
-@triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_chunks", "num_whole_tiles"])
+@triton.jit
+def _rows_token(
+    signals_ptr, row_starts_ptr, epoch, control_ptr, rank, row, last_row, num_rows, granule_rows,
+    FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, OWN_FLAGS: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Waits for rows [row, last_row] of the gathered buffer, whichever ranks they belong to: a zero, as ``dl.wait_token``.
+
+    The loops stand under conditions that only the running kernel knows to hold: beside a bare loop the compiler would not
+    flatten the loop of tiles.
+    """
+    token = tl.cast(0, tl.int32)
+    if EVEN:
+        shard_rows = num_rows // WORLD_SIZE
+        owner = row // shard_rows
+        flags = signals_ptr + owner * FLAGS_PER_RANK
+        first = row % shard_rows
+        last = first + last_row - row
+        if (first <= last) & (OWN_FLAGS | (owner != rank)):
+            for flag in range(first // granule_rows, last // granule_rows + 1):
+                token += dl.wait_token(flags + flag, epoch, control_ptr, owner, flag, TARGET)
+    elif row <= last_row:
+        for owner in range(0, WORLD_SIZE):
+            start = tl.load(row_starts_ptr + owner)
+            low = tl.maximum(row, start)
+            high = tl.minimum(last_row, tl.load(row_starts_ptr + owner + 1) - 1)
+            if (low <= high) & (OWN_FLAGS | (owner != rank)):
+                flags = signals_ptr + owner * FLAGS_PER_RANK
+                for flag in range((low - start) // granule_rows, (high - start) // granule_rows + 1):
+                    token += dl.wait_token(flags + flag, epoch, control_ptr, owner, flag, TARGET)
+    return token
+
+
+@triton.jit
+def _gathered_product(
+    tile_id, part, a_desc, own_desc, b_desc, signals_ptr, order_ptr, row_starts_ptr, epoch, control_ptr, rank,
+    M, N, K, granule_rows,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr, FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr,
+    OWN_FLAGS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Columns ``part * PART_N`` on, PART_N of them, of tile ``tile_id``, once its rows are there: (product, row, column)."""
+    tile_m, tile_n = _gather_tile(
+        tile_id, order_ptr, rank, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, WORLD_SIZE, EVEN
+    )
+    row = tile_m * BLOCK_M
+    col = tile_n * BLOCK_N + part * PART_N
+    source_row = row + _rows_token(
+        signals_ptr, row_starts_ptr, epoch, control_ptr, rank, row, tl.minimum(row + BLOCK_M, M) - 1, M, granule_rows,
+        FLAGS_PER_RANK, WORLD_SIZE, EVEN, OWN_FLAGS, TARGET,
+    )  # fmt: skip
+    desc = a_desc
+    if EVEN and not OWN_FLAGS:
+        shard_rows = M // WORLD_SIZE
+        if row // shard_rows == rank:
+            source_row -= rank * shard_rows
+            desc = own_desc
+    acc = tile_product(desc, b_desc, source_row, col, tl.cdiv(K, BLOCK_K), BLOCK_M, PART_N, BLOCK_K, TRANSPOSE_B)
+    return acc, row, col
+
+
+@triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_whole_tiles"])
 def ag_gemm_kernel(
     a_desc,
     own_desc,
@@ -64,7 +116,6 @@ def ag_gemm_kernel(
     N,
     K,
     granule_rows,
-    num_chunks,
     num_whole_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -76,100 +127,51 @@ def ag_gemm_kernel(
     WORLD_SIZE: tl.constexpr,
     EVEN: tl.constexpr,
     OWN_FLAGS: tl.constexpr,
-    READS_OWN: tl.constexpr,
     HALVE_TAIL: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """C [M, N] = gathered A [M, K] @ B, persistent; tiles start when the rows that they read have arrived.
+    """C [M, N] = gathered A [M, K] @ B, persistent; a tile starts when the rows that it reads have arrived.
 
     It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch, which
     are enqueued before it and need no SM that this grid could take (the grid leaves theirs free).
 
-    ``EVEN``: every rank owns the same whole number of row tiles, in ``num_chunks`` chunks of whole tiles. Then the work is a
-    sequence of phases, one a chunk: own rows first, then in the order of arrival. A program waits once a phase, so the
-    tiles of a phase form one pipelined loop in which the loads of the next tile run under the epilogue of this one
-    (with a wait before every tile that cost 4 to 6 % of the GEMM). Programs go from phase to phase without a barrier:
-    program p takes tiles p, p + num_programs, ... of the whole sequence. Otherwise: a table's order, a wait a tile.
+    Program p computes tiles p, p + num_programs, ... of the gather's order, own rows first, as one pipelined loop
+    (``flatten``): the wait of a tile stands where its first loads are issued, under the last products of the tile before,
+    and costs nothing where the rows are there (``dl.wait_token``). With HALVE_TAIL the tiles from ``num_whole_tiles`` on, at
+    most half a wave, are computed in halves of BLOCK_N // 2 columns, as in ``gemm_kernel``.
 
-    ``HALVE_TAIL`` (with ``EVEN``): tiles of the sequence from ``num_whole_tiles`` on, at most half a wave, are computed in
-    halves of BLOCK_N // 2 columns, as in ``gemm_kernel``; every program has waited for all phases by then.
+    ``EVEN``: every rank owns the same whole number of row tiles; else the order is a table and a tile may wait for several
+    ranks. ``OWN_FLAGS``: own rows are signalled too (push). Without it and with EVEN they are read where the caller has
+    them, through ``own_desc``, so that nobody copies them in front of the GEMM; with uneven rows they have been copied.
 
-    ``OWN_FLAGS``: whether this rank's own rows are signalled too (push) or were there before the launch (copy engine).
-
-    ``READS_OWN`` (with ``EVEN``, without ``OWN_FLAGS``): own rows are read where the caller has them, through ``own_desc``,
-    so that no copy of the own shard stands in front of the GEMM (4 H200s, between two runs: 1 to 7 % less time at five of the
-    six published shapes, 2 % more at one whose times spread by 14 %). Tiles in halves are never own ones then.
+    4 H200s, side by side, at N x K = 2752x4096 / 3584x4096 / 7168x8192 / 7392x8192 and 8192 rows: 262 / 323 / 1282 / 1318 us
+    (cuBLAS alone 252 / 314 / 1277 / 1320); with a loop for every chunk and a wait in front of it 294 / 353 / 1308 / 1339, since
+    each loop fills and drains its pipeline. Without the waits 258 / 321 / 1277 / 1324, without the copies too 253 / 316 / 1274 /
+    1307: what is left is mostly rows that arrive late, so the first case needs two chunks a shard (278 with one).
+    Made no difference: own rows as a loop of their own, 132 programs instead of 131, groups of 4 or 16 row tiles, not joining
+    the communication stream. Slower: three stages (270 in the first case), tiles of 256x128 (292 for the GEMM alone).
     """
     epoch = dl.next_epoch(tickets_ptr + 1)
     rank = dl.rank(control_ptr)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    num_tiles_m = tl.cdiv(M, BLOCK_M)
-    num_tiles_n = tl.cdiv(N, BLOCK_N)
-    num_k_tiles = tl.cdiv(K, BLOCK_K)
-    if EVEN:
-        chunk_tiles_m = num_tiles_m // (WORLD_SIZE * num_chunks)
-        chunk_tiles = chunk_tiles_m * num_tiles_n
-        chunk_flags = tl.cdiv(chunk_tiles_m * BLOCK_M, granule_rows)
-        first_phase = 0
-        if READS_OWN:
-            first_phase = num_chunks
-            own_tiles_m = num_tiles_m // WORLD_SIZE
-            for tile_id in tl.range(program, own_tiles_m * num_tiles_n, num_programs, flatten=True):
-                tile_m, tile_n = grouped_tile(tile_id, own_tiles_m, num_tiles_n, GROUP_M)
-                row = tile_m * BLOCK_M
-                col = tile_n * BLOCK_N
-                acc = tile_product(own_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-                store_tile(c_desc, acc, rank * own_tiles_m * BLOCK_M + row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        for phase in range(first_phase, WORLD_SIZE * num_chunks):
-            owner = (rank + phase // num_chunks) % WORLD_SIZE
-            chunk = phase % num_chunks
-            if OWN_FLAGS | (owner != rank):
-                first_flag = chunk * chunk_flags
-                flags = signals_ptr + owner * FLAGS_PER_RANK + first_flag
-                dl.wait_many(flags, chunk_flags, epoch, control_ptr, owner, first_flag, _FLAGS_AT_ONCE, TARGET)
-            dl.fence_async_proxy(TARGET)
-            first_tile = phase * chunk_tiles
-            skipped = tl.cdiv(tl.maximum(first_tile - program, 0), num_programs)
-            first_row_tile = (owner * num_chunks + chunk) * chunk_tiles_m
-            for tile_id in tl.range(
-                program + skipped * num_programs - first_tile,
-                tl.minimum(chunk_tiles, num_whole_tiles - first_tile),
-                num_programs,
-                flatten=True,
-            ):
-                tile_m, tile_n = grouped_tile(tile_id, chunk_tiles_m, num_tiles_n, GROUP_M)
-                row = (first_row_tile + tile_m) * BLOCK_M
-                col = tile_n * BLOCK_N
-                acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-                store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        if HALVE_TAIL:
-            num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
-            for half_id in range(program, num_halves, num_programs):
-                tile_id = num_whole_tiles + half_id // 2
-                phase = tile_id // chunk_tiles
-                owner = (rank + phase // num_chunks) % WORLD_SIZE
-                first_row_tile = (owner * num_chunks + phase % num_chunks) * chunk_tiles_m
-                tile_m, tile_n = grouped_tile(tile_id % chunk_tiles, chunk_tiles_m, num_tiles_n, GROUP_M)
-                row = (first_row_tile + tile_m) * BLOCK_M
-                col = tile_n * BLOCK_N + (half_id % 2) * (BLOCK_N // 2)
-                acc = tile_product(
-                    a_desc, half_b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, TRANSPOSE_B
-                )
-                store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N // 2, False)
-    else:
-        for tile_id in tl.range(program, num_tiles_m * num_tiles_n, num_programs):
-            tile_m, tile_n = ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M)
-            row = tile_m * BLOCK_M
-            col = tile_n * BLOCK_N
-            last_row = tl.minimum(row + BLOCK_M, M) - 1
-            _wait_rows(
-                signals_ptr, row_starts_ptr, epoch, control_ptr, rank, row, last_row, granule_rows,
-                FLAGS_PER_RANK, WORLD_SIZE, OWN_FLAGS, TARGET,
+    for tile_id in tl.range(program, num_whole_tiles, num_programs, flatten=True):
+        acc, row, col = _gathered_product(
+            tile_id, 0, a_desc, own_desc, b_desc, signals_ptr, order_ptr, row_starts_ptr, epoch, control_ptr, rank,
+            M, N, K, granule_rows,
+            BLOCK_M, BLOCK_N, BLOCK_N, BLOCK_K, GROUP_M, TRANSPOSE_B, FLAGS_PER_RANK, WORLD_SIZE, EVEN, OWN_FLAGS, TARGET,
+        )  # fmt: skip
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+    if HALVE_TAIL:
+        num_halves = 2 * (tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N) - num_whole_tiles)
+        for half_id in range(program, num_halves, num_programs):
+            acc, row, col = _gathered_product(
+                num_whole_tiles + half_id // 2, half_id % 2, a_desc, own_desc, half_b_desc, signals_ptr, order_ptr,
+                row_starts_ptr, epoch, control_ptr, rank, M, N, K, granule_rows,
+                BLOCK_M, BLOCK_N, BLOCK_N // 2, BLOCK_K, GROUP_M, TRANSPOSE_B, FLAGS_PER_RANK, WORLD_SIZE, EVEN, OWN_FLAGS,
+                TARGET,
             )  # fmt: skip
-            dl.fence_async_proxy(TARGET)
-            acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-            store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+            store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N // 2, False)
 
 
 @triton.jit

@@ -79,11 +79,10 @@ class PreparedAgGemm(_PreparedGemm):
         self.gathered = gather.buffer.local[:, :k]
         self._a = make_descriptor(self.gathered, self.a_block)
         num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
-        num_tiles, num_whole_tiles = config.num_tiles(self.m, n), config.num_whole_tiles(self.m, n, num_programs)
-        self._reads_own = reads_own = even and not gather.by_push and not keeps_gathered
-        first_halved = config.num_tiles(partition.count(context.rank), n) if reads_own else 0
-        halve_tail = even and first_halved <= num_whole_tiles < num_tiles
-        self._num_whole_tiles = num_whole_tiles if halve_tail else num_tiles
+        self._reads_own = even and not gather.by_push
+        self._copies_own = keeps_gathered or not self._reads_own
+        self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
+        halve_tail = self._num_whole_tiles < config.num_tiles(self.m, n)
         half_n = config.block_n // 2 if halve_tail else config.block_n
         self._half_b_block = (half_n, config.block_k) if layout == "nt" else (config.block_k, half_n)
         self._launch = KernelLaunch(
@@ -95,7 +94,6 @@ class PreparedAgGemm(_PreparedGemm):
                 "WORLD_SIZE": context.world_size,
                 "EVEN": even,
                 "OWN_FLAGS": gather.by_push,
-                "READS_OWN": reads_own,
                 "HALVE_TAIL": halve_tail,
                 "TARGET": context.target,
             },
@@ -105,7 +103,7 @@ class PreparedAgGemm(_PreparedGemm):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
-        self.gather.start(x, copies_own=not self._reads_own)
+        self.gather.start(x, copies_own=self._copies_own)
         out = empty_aligned(self.m, self.n, x.dtype, x.device)
         self._launch(*self._arguments(x, aligned_operand(weight), out))
         self.gather.finish()
@@ -128,7 +126,6 @@ class PreparedAgGemm(_PreparedGemm):
             self.n,
             self.k,
             gather.granule_rows,
-            gather.num_chunks,
             self._num_whole_tiles,
         )
 

@@ -33,7 +33,7 @@ def _half_b(block_m, block_n, block_k, transpose_b):
     return f"tensordesc<bf16[{half},{block_k}]>" if transpose_b else f"tensordesc<bf16[{block_k},{half}]>"
 
 
-def _ag_gemm(name, transpose_b, even, block, stages, targets, own_flags=False, reads_own=None):
+def _ag_gemm(name, transpose_b, even, block, stages, targets, own_flags=False):
     return KernelSpec(
         name=name,
         kernel="ditron_train.tp.kernels:ag_gemm_kernel",
@@ -47,7 +47,6 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, own_flags=False, r
             **_CHANNEL,
             **_MNK,
             "granule_rows": "i32",
-            "num_chunks": "i32",
             "num_whole_tiles": "i32",
         },
         constexprs={
@@ -56,8 +55,7 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, own_flags=False, r
             "WORLD_SIZE": 8,
             "EVEN": even,
             "OWN_FLAGS": own_flags,
-            "READS_OWN": even and not own_flags if reads_own is None else reads_own,
-            "HALVE_TAIL": even and block[1] >= 256,
+            "HALVE_TAIL": block[1] >= 256,
         },
         num_stages=stages,
         targets=targets,
@@ -160,7 +158,7 @@ SPECS = [
         for size, shape in (("wide", _WIDE), ("square", _SQUARE))
     ),
     _ag_gemm("tp_ag_gemm_nt_wide_even_pushed", True, True, *_WIDE, own_flags=True),
-    _ag_gemm("tp_ag_gemm_nn_wide_even_kept", False, True, *_WIDE, reads_own=False),
+    _ag_gemm("tp_ag_gemm_nn_wide_uneven_pushed", False, False, *_WIDE, own_flags=True),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),
 ]
