@@ -50,15 +50,16 @@ def _observe(wrong_on, slow_on):
     ours = (wrong if rank == wrong_on else exact,)
     native = (exact,)
     names = {id(native): "native", id(ours): "ours"}
-    times = {"native": 100.0, "ours": 150.0 if rank == slow_on else 50.0}
-    saved = probe_module.time_us, torch.cuda.synchronize, torch.tensor
-    probe_module.time_us = lambda run, device, group: times[names[id(run())]]
+    ours_us = 150.0 if rank == slow_on else 50.0
+    times = {"native": [[90.0, 91.0], [109.0, 120.0]], "ours": [[ours_us], [ours_us, 900.0]]}  # two turns each
+    saved = probe_module.times_us, torch.cuda.synchronize, torch.tensor
+    probe_module.times_us = lambda run, device, group: times[names[id(run())]].pop(0)
     torch.cuda.synchronize = lambda device=None: None
     torch.tensor = lambda data, device=None, **options: saved[2](data, **options)
     try:
         return probe_module.probe(lambda: native, lambda: ours, group=dist.group.WORLD, device=_FakeDevice())
     finally:
-        probe_module.time_us, torch.cuda.synchronize, torch.tensor = saved
+        probe_module.times_us, torch.cuda.synchronize, torch.tensor = saved
 
 
 def test_one_wrong_bit_or_one_slow_rank_decides_for_all():
