@@ -4,7 +4,7 @@ from ditron_train.ep.context import EPContext, get_ep_context
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, Pair, dispatch_linear, linear_combine
 from ditron_train.ep.functions import combine_rows, dispatch_tokens
 from ditron_train.ep.layout import Layout, LayoutShape
-from ditron_train.ep.ops import combine, dispatch
+from ditron_train.ep.ops import combine, dispatch, dispatch_ahead
 from ditron_train.ep.orders import SumOrder, index_add_order
 from ditron_train.ep.planning import PendingLayout, begin_layout
 from ditron_train.ep.rails import RailContext, get_rail_context
@@ -23,6 +23,7 @@ __all__ = [
     "combine",
     "combine_rows",
     "dispatch",
+    "dispatch_ahead",
     "dispatch_linear",
     "dispatch_tokens",
     "get_ep_context",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep.layout import HostCounts, LayoutShape
+from ditron_train.ep.layout import LayoutShape, Room
 from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
@@ -17,18 +17,9 @@ from ditron_train.runtime.records import records_of
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["EPContext", "FusedConfig", "MoveConfig", "Room", "get_ep_context"]
+__all__ = ["EPContext", "FusedConfig", "MoveConfig", "get_ep_context"]
 
 _HEADROOM = 1.125  # routing drifts from step to step: what must grow grows by a little more
-
-
-@dataclass(frozen=True)
-class Room:
-    """Sizes of one layout's buffers on every rank: rows (and entries), slots, places."""
-
-    rows: int
-    slots: int
-    places: int
 
 
 @dataclass
@@ -165,23 +156,18 @@ class EPContext:
         """Where gradients of probabilities arrive, fp32 ``[num_places]``."""
         return self._buffer("ep/prob_grads", num_places, num_places, (), torch.float32)
 
-    def reserve(self, host: HostCounts, hidden: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    def reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
         """Makes every buffer that a layout needs large enough (collective where one must grow).
 
-        Returns:
-            Slots, entries and places that the largest rank needs.
+        Args:
+            room: What the largest rank needs.
+            tokens: Of all ranks together.
+            hidden: Elements of a token.
+            dtype: Their type.
 
         Raises:
             ArenaError: They do not fit; on every rank alike.
         """
-        tokens = int(host.tokens.sum())
-        slots = int(host.dests.sum(0).max())
-        entries = int(host.rows(self.shape).max())
-        places = int(host.tokens.max()) * self.shape.topk
-        self._reserve(Room(entries, slots, places), tokens, hidden, dtype)
-        return slots, entries, places
-
-    def _reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
         before = self._buffer_bytes()
         self.rows_buffer(max(room.slots, room.places), max(tokens, room.places), hidden, dtype)
         self.entries_buffer(room.rows, tokens * min(self.shape.topk, self.shape.experts_per_rank))
@@ -189,6 +175,11 @@ class EPContext:
         now = self._buffer_bytes()
         if now > before:
             log_once(f"ep memory {self.arena.group_name} {now}", f"ep: {now / 2**20:.1f} MiB of symmetric buffers on every rank")
+
+    def room_now(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Rows of ``rows_buffer`` and entries of ``entries_buffer`` that are there already; the same on every rank."""
+        row_bytes = hidden * dtype.itemsize
+        return self.arena.capacity_bytes("ep/rows") // row_bytes, self.arena.capacity_bytes("ep/entries") // 16
 
     def _buffer_bytes(self) -> int:
         """Bytes of the buffers that all layers on this group share."""
@@ -220,7 +211,7 @@ class EPContext:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise NotSupportedError("expert parallel: run a step of this shape before the CUDA graph is captured")
         self.counts_channel.synchronize()
-        self._reserve(room, num_tokens * self.shape.world_size, hidden, dtype)
+        self.reserve(room, num_tokens * self.shape.world_size, hidden, dtype)
         self._agreed.add(key)
 
 

@@ -85,6 +85,7 @@ def dispatch_gemm(
     check_tokens("dispatch_gemm", x, context)
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch_gemm: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
+    assert layout.ahead is None, "sent ahead: only to be placed"
     channel, shape, fused = context.dispatch_channel, layout.shape, context.fused
     channel.check()
     hidden, first = x.shape[1], layout.send_list is not None

@@ -25,7 +25,8 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.ep.group_gemm_kernels import group_product, store_block
-from ditron_train.ep.kernels import place_rows, scatter_grads, send_entries, send_tokens, sum_rows
+from ditron_train.ep.kernels import place_rows, send_entries, send_tokens
+from ditron_train.ep.return_kernels import scatter_grads, sum_rows
 from ditron_train.ep.task_kernels import complete, need, num_strips, serve, strip_of
 from ditron_train.schedule.tiles import ordered_tile
 

@@ -1,8 +1,8 @@
-"""Kernels that move tokens: ``push_tokens`` (to the experts) and ``return_rows`` (back, with the sum over experts).
+"""Kernels that move tokens to the experts: ``push_tokens``, or its halves ``push_ahead`` and ``place_arrived``.
 
-Both are one launch with two roles. Programs below ``NUM_SENDERS`` push over the links; the others, which start beside
-them, work on what has arrived, chunk by chunk. Senders have the lower program ids, so they are placed first, and wait for
-nobody but start signals. In the interpreter one program plays both roles (``SHARED``): it sends everything, then receives.
+As in ``return_kernels``, one launch has two roles. Programs below ``NUM_SENDERS`` push over the links; the others, which start
+beside them, work on what has arrived, chunk by chunk. Senders have the lower program ids, so they are placed first, and wait
+for nobody but start signals. In the interpreter one program plays both roles (``SHARED``): it sends everything, then receives.
 
 A tile is ``ROWS`` rows of ``BLOCK_H`` elements. Rows that do not exist are masked: no branch inside a tile. Indices that
 came from a peer are bounded before they are used, so that a call that failed writes nothing outside its buffers.
@@ -12,24 +12,12 @@ import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
-from ditron_train.symm import control as control_layout
 
-TICKET_UNIT_LOG2 = tl.constexpr(control_layout.TICKET_UNIT_LOG2)
-
-__all__ = [
-    "place_rows",
-    "push_tokens",
-    "return_rows",
-    "scatter_grads",
-    "send_entries",
-    "send_tokens",
-    "sum_returned",
-    "sum_rows",
-]
+__all__ = ["place_arrived", "place_rows", "push_ahead", "push_tokens", "send_entries", "send_tokens", "start"]
 
 
 @triton.jit
-def _start(
+def start(
     ready, ready_addresses, signature, control, epoch, rank, NUM_SENDERS: tl.constexpr, WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -134,6 +122,54 @@ def place_rows(
             tl.store(target + offsets[None, :], tile, mask=held[:, None] & narrow)
 
 
+@triton.jit
+def _send_chunks(
+    x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses, signal_addresses, rank,
+    epoch, limits, num_tokens, chunk_tokens, hidden, WITH_ENTRIES: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, NUM_SENDERS: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Sender p takes chunks p, p + NUM_SENDERS, ..., and sets flag [rank, chunk] at every rank that gets rows of one."""
+    entry_capacity = tl.load(limits + 1)
+    slot_capacity = tl.load(limits + 2)
+    for chunk in range(tl.program_id(0), tl.cdiv(num_tokens, chunk_tokens), NUM_SENDERS):
+        first = chunk * chunk_tokens
+        last = tl.minimum(first + chunk_tokens, num_tokens)
+        if WITH_ENTRIES:
+            send_entries(
+                send_list, chunk_entries, list_base, entry_base, entry_addresses, chunk, entry_capacity, WORLD_SIZE,
+                NUM_CHUNKS, 1024,
+            )  # fmt: skip
+        send_tokens(x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity, WORLD_SIZE, RANKS, ROWS, BLOCK_H)
+        for step in tl.static_range(WORLD_SIZE):
+            peer = (rank + step) % WORLD_SIZE
+            counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
+            if tl.load(counted + 1) > tl.load(counted):
+                dl.notify(dl.symm_at(signal_addresses, peer, tl.int32) + rank * NUM_CHUNKS + chunk, epoch, TARGET)
+
+
+@triton.jit
+def _place_chunks(
+    program, num_programs, x, out, out_probs, kept, origins, recv_offsets, buffer, arrived, signals, control, rank, epoch,
+    limits, num_tokens, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Copies chunks from their slots to their rows in the order of arrival, each once its flag is set."""
+    num_rows = tl.load(limits)
+    slot_capacity = tl.load(limits + 2)
+    for item in range(program, WORLD_SIZE * NUM_CHUNKS, num_programs):
+        chunk = item // WORLD_SIZE
+        source = (rank + item % WORLD_SIZE) % WORLD_SIZE
+        begin = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk)
+        end = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk + 1)
+        if end > begin:
+            dl.wait(signals + source * NUM_CHUNKS + chunk, epoch, control, source, chunk, TARGET)
+        place_rows(
+            x, buffer, out, out_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows,
+            slot_capacity, WITH_ENTRIES, ZERO_PROBS, TOPK, ROWS, BLOCK_H,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def push_tokens(
     x, out, out_probs, kept, origins, dest_slots, send_list, chunk_entries, list_base, entry_base, recv_offsets,
@@ -145,8 +181,8 @@ def push_tokens(
 ):  # fmt: skip
     """out[row(t, e)] = x[t] for every (token, expert), where row(t, e) is at the expert's rank.
 
-    Sender p takes chunks p, p + NUM_SENDERS, ...: reads each token once, stores it to its slot at every other rank that has
-    one of its experts (ascending tokens: consecutive stores leave over different links), then sets flag [rank, chunk] there.
+    Senders read each token once, store it to its slot at every other rank that has one of its experts (ascending tokens:
+    consecutive stores leave over different links) and set a flag there, chunk by chunk.
     WITH_ENTRIES sends the chunk's entries along (the first dispatch of a layout); without, receivers use the entries that
     they kept. Receivers copy from slot to row (``out[row] = buffer[slot]``; this rank's own tokens straight from ``x``) and
     set ``out_probs[row] = probability``.
@@ -158,198 +194,54 @@ def push_tokens(
     program = tl.program_id(0)
     epoch = dl.next_epoch(tickets)
     rank = dl.rank(control)
-    num_rows = tl.load(limits)
-    entry_capacity = tl.load(limits + 1)
-    slot_capacity = tl.load(limits + 2)
-    _start(ready, ready_addresses, signature, control, epoch, rank, NUM_SENDERS, WORLD_SIZE, TARGET)
+    start(ready, ready_addresses, signature, control, epoch, rank, NUM_SENDERS, WORLD_SIZE, TARGET)
     if program < NUM_SENDERS:
-        for chunk in range(program, tl.cdiv(num_tokens, chunk_tokens), NUM_SENDERS):
-            first = chunk * chunk_tokens
-            last = tl.minimum(first + chunk_tokens, num_tokens)
-            if WITH_ENTRIES:
-                send_entries(
-                    send_list, chunk_entries, list_base, entry_base, entry_addresses, chunk, entry_capacity, WORLD_SIZE,
-                    NUM_CHUNKS, 1024,
-                )  # fmt: skip
-            send_tokens(
-                x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity, WORLD_SIZE, RANKS, ROWS, BLOCK_H
-            )
-            for step in tl.static_range(WORLD_SIZE):
-                peer = (rank + step) % WORLD_SIZE
-                counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
-                if tl.load(counted + 1) > tl.load(counted):
-                    dl.notify(dl.symm_at(signal_addresses, peer, tl.int32) + rank * NUM_CHUNKS + chunk, epoch, TARGET)
+        _send_chunks(
+            x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses,
+            signal_addresses, rank, epoch, limits, num_tokens, chunk_tokens, hidden, WITH_ENTRIES, WORLD_SIZE, RANKS,
+            NUM_CHUNKS, ROWS, BLOCK_H, NUM_SENDERS, TARGET,
+        )  # fmt: skip
     if SHARED or program >= NUM_SENDERS:
         first_receiver: tl.constexpr = 0 if SHARED else NUM_SENDERS
-        num_receivers = tl.num_programs(0) - first_receiver
-        for item in range(program - first_receiver, WORLD_SIZE * NUM_CHUNKS, num_receivers):
-            chunk = item // WORLD_SIZE
-            source = (rank + item % WORLD_SIZE) % WORLD_SIZE
-            begin = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk)
-            end = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk + 1)
-            if end > begin:
-                dl.wait(signals + source * NUM_CHUNKS + chunk, epoch, control, source, chunk, TARGET)
-            place_rows(
-                x, buffer, out, out_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows,
-                slot_capacity, WITH_ENTRIES, ZERO_PROBS, TOPK, ROWS, BLOCK_H,
-            )  # fmt: skip
+        _place_chunks(
+            program - first_receiver, tl.num_programs(0) - first_receiver, x, out, out_probs, kept, origins, recv_offsets,
+            buffer, arrived, signals, control, rank, epoch, limits, num_tokens, hidden, WITH_ENTRIES, ZERO_PROBS, TOPK,
+            WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, TARGET,
+        )  # fmt: skip
 
 
-@triton.jit
-def _send_rows(
-    y, row_grads, kept, begin, end, target, grad_target, hidden, num_rows, place_capacity,
-    WITH_GRADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens", "slot_room", "entry_room"])
+def push_ahead(
+    x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses, signal_addresses,
+    ready, ready_addresses, signature, tickets, control, limits, num_tokens, chunk_tokens, hidden, slot_room, entry_room,
+    WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    NUM_SENDERS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """target[place] = y[row] for entries ``begin .. end - 1``, all of one source rank."""
-    for start in range(begin, end, ROWS):
-        index = start + tl.arange(0, ROWS)
-        inside = (index < end) & (index < num_rows)
-        entry = tl.cast(index, tl.int64) * 4
-        row = tl.load(kept + entry, mask=inside, other=-1)
-        place = tl.load(kept + entry + 2, mask=inside, other=-1)
-        held = inside & (row >= 0) & (row < num_rows) & (place >= 0) & (place < place_capacity)
-        if WITH_GRADS:
-            grad = tl.load(row_grads + row, mask=held, other=0.0)
-            tl.store(grad_target + place, grad.to(tl.float32), mask=held)
-        for column in range(0, hidden, BLOCK_H):
-            offsets = column + tl.arange(0, BLOCK_H)
-            valid = held[:, None] & (offsets < hidden)[None, :]
-            tile = tl.load(y + tl.cast(row, tl.int64)[:, None] * hidden + offsets[None, :], mask=valid)
-            tl.store(target + tl.cast(place, tl.int64)[:, None] * hidden + offsets[None, :], tile, mask=valid)
+    """The senders of ``push_tokens`` alone, before the host knows any size: ``place_arrived`` follows once it does.
 
-
-@triton.jit
-def sum_rows(
-    buffer, out, expert_ids, first, last, hidden, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """out[t] = ((0 + r_0) + r_1) + ..., r_j token t's rows by expert, ascending or descending.
-
-    In fp32 with one rounding at the end, or (ROUND_EACH) rounded to the rows' type after every addition.
+    Sends nothing where slots, places or entries of any rank are more than the buffers hold (``slot_room`` slots and places,
+    ``entry_room`` entries): ``limits`` says so on every rank alike, and so will the host.
     """
-    dtype = out.dtype.element_ty
-    for start in range(first, last, ROWS):
-        tokens = start + tl.arange(0, ROWS)
-        inside = tokens < last
-        for column in range(0, hidden, BLOCK_H):
-            offsets = column + tl.arange(0, BLOCK_H)
-            narrow = (offsets < hidden)[None, :]
-            total = tl.zeros((ROWS, BLOCK_H), tl.float32)
-            for step in tl.static_range(TOPK):
-                nth = TOPK - 1 - step if DESCENDING else step
-                held = tl.load(expert_ids + tokens * TOPK_LANES + nth, mask=inside, other=-1) >= 0
-                source = buffer + (tl.cast(tokens, tl.int64) * TOPK + nth)[:, None] * hidden + offsets[None, :]
-                total += tl.load(source, mask=held[:, None] & narrow, other=0.0).to(tl.float32)
-                if ROUND_EACH:
-                    total = total.to(dtype).to(tl.float32)
-            target = out + tl.cast(tokens, tl.int64)[:, None] * hidden + offsets[None, :]
-            tl.store(target, total.to(dtype), mask=inside[:, None] & narrow)
-
-
-@triton.jit
-def scatter_grads(
-    grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """prob_grads[t, e] = grad_buffer[t * TOPK + j] where e is token t's j-th expert; the rest stays as it was."""
-    nth = tl.arange(0, TOPK_LANES)
-    for start in range(first, last, ROWS):
-        tokens = start + tl.arange(0, ROWS)
-        valid = (tokens < last)[:, None] & (nth < TOPK)[None, :]
-        expert = tl.load(expert_ids + tokens[:, None] * TOPK_LANES + nth[None, :], mask=valid, other=-1)
-        valid = valid & (expert >= 0)
-        grad = tl.load(grad_buffer + tokens[:, None] * TOPK + nth[None, :], mask=valid)
-        target = prob_grads + tl.cast(tokens, tl.int64)[:, None] * num_experts + expert
-        tl.store(target, grad.to(prob_grads.dtype.element_ty), mask=valid)
-
-
-@triton.jit
-def _sum_arrived(
-    program, num_programs, out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, control, rank, epoch,
-    num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """Sums ITEM_TOKENS tokens at a time once every rank that has rows of their chunk has set its flag."""
-    for item in range(program, tl.cdiv(num_tokens, ITEM_TOKENS), num_programs):
-        first = item * ITEM_TOKENS
-        last = tl.minimum(first + ITEM_TOKENS, num_tokens)
-        chunk = first // chunk_tokens
-        for step in tl.static_range(WORLD_SIZE):
-            peer = (rank + step) % WORLD_SIZE
-            counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
-            if tl.load(counted + 1) > tl.load(counted):
-                dl.wait(signals + peer * NUM_CHUNKS + chunk, epoch, control, peer, chunk, TARGET)
-        sum_rows(buffer, out, expert_ids, first, last, hidden, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H)
-        if WITH_GRADS:
-            scatter_grads(grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK, TOPK_LANES, ITEM_TOKENS)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def return_rows(
-    y, row_grads, out, prob_grads, kept, recv_offsets, chunk_entries, expert_ids,
-    buffer, buffer_addresses, grad_buffer, grad_addresses, signals, signal_addresses, ready, ready_addresses,
-    signature, tickets, control, limits, num_tokens, chunk_tokens, hidden, num_experts,
-    WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
-    DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, SUM_ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr, ROWS: tl.constexpr,
-    NUM_SENDERS: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
-    """out[t] = sum over token t's experts of y[row(t, e)], in the order and with the roundings of the native unpermute.
-
-    Every (token, expert) row goes back to place ``t * TOPK + j`` at its source: adding the experts of one rank before
-    would change bits. Senders take (chunk of a source, source) items, neighbours to different sources, so that all links
-    are busy; then set flag [rank, chunk] there. Receivers sum a chunk's tokens once every rank that has rows of it has
-    set its flag; a launch of NUM_SENDERS programs has none, ``sum_returned`` follows it. WITH_GRADS carries one fp32 a row
-    along (the gradient of the probabilities), scattered into ``prob_grads[t, expert]``.
-
-    Waits: senders for all start signals, receivers (acquire) for the flags of ranks that hold rows of the chunk.
-    """
-    program = tl.program_id(0)
     epoch = dl.next_epoch(tickets)
     rank = dl.rank(control)
-    num_rows = tl.load(limits)
-    place_capacity = tl.load(limits + 3)
-    _start(ready, ready_addresses, signature, control, epoch, rank, NUM_SENDERS, WORLD_SIZE, TARGET)
-    if program < NUM_SENDERS:
-        for item in range(program, WORLD_SIZE * NUM_CHUNKS, NUM_SENDERS):
-            chunk = item // WORLD_SIZE
-            source = (rank + 1 + item % WORLD_SIZE) % WORLD_SIZE
-            begin = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk)
-            end = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk + 1)
-            if end > begin:
-                target = dl.symm_at(buffer_addresses, source, y.dtype.element_ty)
-                grad_target = dl.symm_at(grad_addresses, source, tl.float32)
-                _send_rows(
-                    y, row_grads, kept, begin, end, target, grad_target, hidden, num_rows, place_capacity, WITH_GRADS,
-                    ROWS, BLOCK_H,
-                )  # fmt: skip
-                dl.notify(dl.symm_at(signal_addresses, source, tl.int32) + rank * NUM_CHUNKS + chunk, epoch, TARGET)
-    if SHARED or program >= NUM_SENDERS:
-        first_receiver: tl.constexpr = 0 if SHARED else NUM_SENDERS
-        _sum_arrived(
-            program - first_receiver, tl.num_programs(0) - first_receiver, out, prob_grads, chunk_entries, expert_ids, buffer,
-            grad_buffer, signals, control, rank, epoch, num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS, TOPK,
-            TOPK_LANES, ROUND_EACH, DESCENDING, WORLD_SIZE, NUM_CHUNKS, SUM_ROWS, BLOCK_H, ITEM_TOKENS, TARGET,
+    start(ready, ready_addresses, signature, control, epoch, rank, NUM_SENDERS, WORLD_SIZE, TARGET)
+    if (tl.load(limits + 1) <= entry_room) & (tl.maximum(tl.load(limits + 2), tl.load(limits + 3)) <= slot_room):
+        _send_chunks(
+            x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses,
+            signal_addresses, rank, epoch, limits, num_tokens, chunk_tokens, hidden, True, WORLD_SIZE, RANKS, NUM_CHUNKS,
+            ROWS, BLOCK_H, NUM_SENDERS, TARGET,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def sum_returned(
-    out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, tickets, control,
-    num_tokens, chunk_tokens, hidden, num_experts,
-    WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
-    DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, SUM_ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr,
+def place_arrived(
+    x, out, out_probs, kept, origins, recv_offsets, buffer, arrived, signals, control, limits, num_tokens, hidden,
+    ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The second half of ``return_rows``, where that was launched with senders alone: its receivers' work, by all programs.
-
-    Runs behind that launch, whose epoch is the number of launches that drew tickets. Waits (acquire) for the flags of ranks
-    that hold rows of a chunk: they may still be sending.
-    """
-    epoch = (tl.load(tickets) >> TICKET_UNIT_LOG2).to(tl.int32)
-    _sum_arrived(
-        tl.program_id(0), tl.num_programs(0), out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, control,
-        dl.rank(control), epoch, num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS, TOPK, TOPK_LANES, ROUND_EACH,
-        DESCENDING, WORLD_SIZE, NUM_CHUNKS, SUM_ROWS, BLOCK_H, ITEM_TOKENS, TARGET,
+    """The receivers of ``push_tokens`` alone, beside this rank's ``push_ahead``, whose epoch ``limits`` holds."""
+    _place_chunks(
+        tl.program_id(0), tl.num_programs(0), x, out, out_probs, kept, origins, recv_offsets, buffer, arrived, signals, control,
+        dl.rank(control), tl.load(limits + 4), limits, num_tokens, hidden, True, ZERO_PROBS, TOPK, WORLD_SIZE, NUM_CHUNKS,
+        ROWS, BLOCK_H, TARGET,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["HostCounts", "Layout", "LayoutShape", "RankPlan", "plan_on_host"]
+__all__ = ["HostCounts", "Layout", "LayoutShape", "RankPlan", "Room", "plan_on_host"]
 
 
 def _power_of_two(value: int) -> int:
@@ -93,6 +93,15 @@ class LayoutShape:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Sizes of one layout's buffers on every rank: rows (and entries), slots, places."""
+
+    rows: int
+    slots: int
+    places: int
+
+
+@dataclass(frozen=True)
 class HostCounts:
     """What the host learns from the exchange: the same numbers on every rank.
 
@@ -124,6 +133,10 @@ class HostCounts:
         """[world_size] rows that each rank receives."""
         return self.counts.sum(0).reshape(shape.world_size, shape.experts_per_rank).sum(1)
 
+    def room(self, shape: LayoutShape) -> Room:
+        """What the rank that needs most needs."""
+        return Room(int(self.rows(shape).max()), int(self.dests.sum(0).max()), int(self.tokens.max()) * shape.topk)
+
 
 @dataclass
 class Layout:
@@ -143,10 +156,11 @@ class Layout:
         origins: [num_rows, 2] the same by row: source rank and place.
         expert_tokens: int32 [experts_per_rank] rows of each local expert, on the device.
         sources: int32 [ranks, slots] how many of them come from each rank.
-        limits: rows here, then what every rank has room for: rows, slots, places.
+        limits: rows here, then what every rank has room for: rows, slots, places; the epoch of the next dispatch.
         slot_capacity: Slots that every rank has room for.
         entry_capacity: Rows that every rank has room for.
         place_capacity: Places that every rank has room for.
+        ahead: The tokens, where they were sent before the sizes were known (``ops.dispatch_ahead``) and are not placed yet.
         tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
     """
 
@@ -170,6 +184,7 @@ class Layout:
     slot_capacity: int
     entry_capacity: int
     place_capacity: int
+    ahead: torch.Tensor | None = None
     tiles: Any = None
 
 

@@ -13,6 +13,7 @@ import ditron_train.lang as dl
 from ditron_train.symm import control as control_layout
 
 KIND_OVERFLOW = tl.constexpr(control_layout.KIND_OVERFLOW)
+TICKET_UNIT_LOG2 = tl.constexpr(control_layout.TICKET_UNIT_LOG2)
 
 __all__ = ["count_chunks", "exchange_counts", "list_entries"]
 
@@ -63,7 +64,7 @@ def count_chunks(
 def exchange_counts(
     chunk_counts, chunk_dests, chunk_widest, chunk_entries, row_base, slot_base, entry_base, list_base, recv_offsets,
     expert_tokens, sources, limits, messages, message_addresses, signals, signal_addresses, ready, ready_addresses,
-    signature, tickets, control, num_tokens, row_capacity, slot_capacity, place_capacity,
+    signature, tickets, dispatch_tickets, control, num_tokens, row_capacity, slot_capacity, place_capacity,
     WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     TOPK: tl.constexpr, MESSAGE_WORDS: tl.constexpr, HAS_CAPACITY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +82,8 @@ def exchange_counts(
     - ``expert_tokens[e]``: rows of each local expert (``SLOTS`` columns),
     - ``sources[s, e]``: how many of them come from rank s,
     - ``limits``: rows here, and what every rank has room for: rows (entries), slots, places. Without HAS_CAPACITY the
-      largest that any rank needs; with it what was allocated, and a rank that needs more records the overflow.
+      largest that any rank needs; with it what was allocated, and a rank that needs more records the overflow. Then the
+      epoch of the next dispatch.
 
     Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for its
     message (release/acquire at system scope by ``notify`` and ``wait``).
@@ -160,6 +162,7 @@ def exchange_counts(
         messages + ranks[:, None] * MESSAGE_WORDS + rank * SLOTS + local[None, :], mask=(ranks < WORLD_SIZE)[:, None], other=0
     )
     tl.store(sources + ranks[:, None] * SLOTS + local[None, :], from_ranks)
+    tl.store(limits + 4, ((tl.load(dispatch_tickets) >> TICKET_UNIT_LOG2) + 1).to(tl.int32))
     rows_of = tl.sum(totals, axis=1)
     slots_of = tl.sum(dests, axis=0)
     if HAS_CAPACITY:

@@ -6,13 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_train.ep.context import EPContext, Room
+from ditron_train.ep.context import EPContext
 from ditron_train.ep.launching import DTYPES, Kind, check_tokens, launch, signature
-from ditron_train.ep.layout import HostCounts, Layout
+from ditron_train.ep.layout import HostCounts, Layout, Room
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["PendingLayout", "begin_layout"]
+__all__ = ["PendingLayout", "SentAhead", "begin_layout"]
+
+
+@dataclass(frozen=True)
+class SentAhead:
+    """Tokens that travel already, if what every rank needs fits into this room (in slots and places, and in entries)."""
+
+    tokens: torch.Tensor
+    slot_room: int
+    entry_room: int
 
 
 @dataclass
@@ -33,6 +42,7 @@ class PendingLayout:
     room: Room | None
     host_messages: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
+    ahead: SentAhead | None = None
 
     def finish(self) -> Layout:
         """Waits for the counts, makes the buffers large enough and returns the layout.
@@ -47,18 +57,30 @@ class PendingLayout:
         expert_tokens = self.tables["expert_tokens"][: shape.experts_per_rank]
         if self.room is not None:
             return self._layout(self.room.rows, expert_tokens, self.room)
-        if self.copied is not None:
-            self.copied.synchronize()
-        context.counts_channel.check()
-        host = HostCounts.from_messages(self.host_messages.numpy(), shape)
-        if host.widest > shape.topk:
-            raise NotSupportedError(f"expert parallel: a token has {host.widest} experts, top-k is {shape.topk}")
-        slots, entries, places = context.reserve(host, self.hidden, self.dtype)
+        ahead, self.ahead = self.ahead, None
+        try:
+            if self.copied is not None:
+                self.copied.synchronize()
+            context.counts_channel.check()
+            host = HostCounts.from_messages(self.host_messages.numpy(), shape)
+            if host.widest > shape.topk:
+                raise NotSupportedError(f"expert parallel: a token has {host.widest} experts, top-k is {shape.topk}")
+            room = host.room(shape)
+            sent = ahead is not None and room.rows <= ahead.entry_room and max(room.slots, room.places) <= ahead.slot_room
+            if ahead is not None and not sent:
+                context.join_side()
+            context.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
+        except Exception:
+            context.join_side()  # no op behind this one may meet what was sent ahead
+            raise
         local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
         tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
-        return self._layout(int(host.rows(shape)[context.rank]), tokens_per_expert, Room(entries, slots, places))
+        num_rows = int(host.rows(shape)[context.rank])
+        return self._layout(num_rows, tokens_per_expert, room, ahead.tokens if sent else None)
 
-    def _layout(self, num_rows: int, tokens_per_expert: torch.Tensor, room: Room) -> Layout:
+    def _layout(
+        self, num_rows: int, tokens_per_expert: torch.Tensor, room: Room, ahead: torch.Tensor | None = None
+    ) -> Layout:
         shape, tables = self.context.shape, self.tables
         return Layout(
             shape=shape,
@@ -81,6 +103,7 @@ class PendingLayout:
             slot_capacity=room.slots,
             entry_capacity=room.rows,
             place_capacity=room.places,
+            ahead=ahead,
         )
 
 
@@ -99,7 +122,7 @@ def _tables(context: EPContext) -> dict[str, torch.Tensor]:
         "recv_offsets": shape.ranks * (shape.num_chunks + 1),
         "expert_tokens": shape.slots,
         "sources": shape.ranks * shape.slots,
-        "limits": 4,
+        "limits": 8,
     }
     padded = [-(-size // 4) * 4 for size in sizes.values()]
     memory = torch.empty(sum(padded), dtype=torch.int32, device=context.device)
@@ -151,6 +174,7 @@ def begin_layout(
     shape = context.shape
     _check_routing(routing_map, probs, dtype, context)
     context.check()
+    context.join_side()  # nothing runs there, unless a layout was given up
     num_tokens, device = routing_map.shape[0], context.device
     room = None if capacity_factor is None else context.room_for(num_tokens, capacity_factor)
     chunk_tokens = shape.chunk_tokens(num_tokens)
@@ -194,7 +218,8 @@ def _exchange(
     launch(context, exchange_counts, 1, constants, 8)(
         *tables.values(), context.messages.local, context.messages.addresses,
         channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
-        signature(context, channel, hidden, dtype, Kind.COUNTS, rows), channel.tickets, channel.control,
+        signature(context, channel, hidden, dtype, Kind.COUNTS, rows), channel.tickets,
+        context.dispatch_channel.tickets, channel.control,
         num_tokens, rows, slots, places,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from ditron_train.ep import (
     SumOrder,
     begin_layout,
     combine_rows,
+    dispatch_ahead,
     dispatch_tokens,
     get_ep_context,
     get_rail_context,
@@ -183,6 +184,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 self._pending = rails.begin_layout(*arguments)
             else:
                 self._pending = begin_layout(*arguments, capacity_factor=self._capacity_factor)
+                if self._pairs is not None and "dispatch_gemm" not in self._pairs:
+                    dispatch_ahead(tokens, self._pending)
         except ArenaError as error:  # of a fixed capacity; raised by every rank alike
             self._native_because, self._ep_context = str(error), None
             self._log_native()

@@ -27,8 +27,18 @@ _SUM = _signature(
     ("out buffer", "*bf16"), ("prob_grads grad_buffer", "*fp32"), ("chunk_entries expert_ids signals", _INT),
     ("tickets control", "*i64"), ("num_tokens chunk_tokens hidden num_experts", "i32"),
 )  # fmt: skip
+_AHEAD = _signature(
+    ("x", "*bf16"), ("dest_slots send_list chunk_entries list_base entry_base", _INT),
+    ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL, ("limits", _INT),
+    ("num_tokens chunk_tokens hidden slot_room entry_room", "i32"),
+)  # fmt: skip
+del _AHEAD["signals"]
+_PLACE = _signature(
+    ("x out buffer", "*bf16"), ("out_probs", "*fp32"), ("kept origins recv_offsets arrived signals limits", _INT),
+    ("control", "*i64"), ("num_tokens hidden", "i32"),
+)  # fmt: skip
 _MOVE = {"WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "NUM_SENDERS": 16, "SHARED": False}
-_UNALIGNED = ("num_tokens", "limits", "list_base", "entry_base", "recv_offsets")
+_UNALIGNED = ("num_tokens", "limits", "list_base", "entry_base", "recv_offsets", "slot_room", "entry_room")
 
 
 def _aligned(signature: dict[str, str]) -> tuple[str, ...]:
@@ -48,7 +58,7 @@ SPECS = [
         kernel="ditron_train.ep.layout_kernels:exchange_counts",
         signature=_signature(
             ("chunk_counts chunk_dests chunk_widest chunk_entries row_base slot_base entry_base list_base", _INT),
-            ("recv_offsets expert_tokens sources limits messages", _INT), ("message_addresses", "*i64"), *_CHANNEL,
+            ("recv_offsets expert_tokens sources limits messages", _INT), ("message_addresses dispatch_tickets", "*i64"), *_CHANNEL,
             ("num_tokens row_capacity slot_capacity place_capacity", "i32"),
         ),  # fmt: skip
         constexprs={
@@ -81,10 +91,28 @@ SPECS = [
         )
         for name, with_entries in (("first", True), ("again", False))
     ),
+    KernelSpec(
+        name="ep_push_ahead",
+        kernel="ditron_train.ep.kernels:push_ahead",
+        signature=_AHEAD,
+        constexprs={"WORLD_SIZE": 8, "RANKS": 8, "NUM_CHUNKS": 128, "ROWS": 4, "BLOCK_H": 8192, "NUM_SENDERS": 16},
+        num_warps=16,
+        aligned=_aligned(_AHEAD),
+        signals=True,
+    ),
+    KernelSpec(
+        name="ep_place_arrived",
+        kernel="ditron_train.ep.kernels:place_arrived",
+        signature=_PLACE,
+        constexprs={"ZERO_PROBS": True, "TOPK": 8, "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "ROWS": 4, "BLOCK_H": 8192},
+        num_warps=16,
+        aligned=_aligned(_PLACE),
+        signals=None,
+    ),
     *(
         KernelSpec(
             name=f"ep_return_rows_{name}",
-            kernel="ditron_train.ep.kernels:return_rows",
+            kernel="ditron_train.ep.return_kernels:return_rows",
             signature=_RETURN,
             constexprs={
                 **_MOVE, "ROWS": 4, "WITH_GRADS": with_grads, "TOPK": 8, "TOPK_LANES": 8, "ROUND_EACH": round_each,
@@ -98,7 +126,7 @@ SPECS = [
     ),
     KernelSpec(
         name="ep_sum_returned",
-        kernel="ditron_train.ep.kernels:sum_returned",
+        kernel="ditron_train.ep.return_kernels:sum_returned",
         signature=_SUM,
         constexprs={
             "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "WITH_GRADS": True, "TOPK": 8, "TOPK_LANES": 8,

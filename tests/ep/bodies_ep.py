@@ -126,6 +126,7 @@ def changing_counts(steps, num_experts, topk, hidden):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
     kinds = ["random", "one_expert", "empty_experts", "dropped"]
+    ahead = {False: 0, True: 0}
     for step in range(steps):
         shared = random.Random(step)
         tokens = [shared.choice([0, 1, 3, 8, 17]) for _ in range(world_size)]
@@ -135,13 +136,18 @@ def changing_counts(steps, num_experts, topk, hidden):
         routed = routing(kind, rank, tokens[rank], num_experts, topk, step)
         probs = torch.rand(routed.shape) * routed
         x = torch.randint(-4, 5, (tokens[rank], hidden)).float()
-        layout = begin_layout(routed, probs, hidden, torch.float32, context).finish()
+        pending = begin_layout(routed, probs, hidden, torch.float32, context)
+        if shared.random() < 0.7:
+            ops.dispatch_ahead(x, pending)
+        layout = pending.finish()
+        ahead[layout.ahead is not None] += 1
         rows, row_probs = ops.dispatch(x, layout, context)
         out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(out, x * routed.sum(1, keepdim=True)), step
         assert torch.equal(grads, probs), step
         context.rows_buffer(1, 1, hidden, torch.float32).local.fill_(float("nan"))
     context.check()
+    assert steps < 10 or min(ahead.values()) > 2, ahead
 
 
 def _small_context(topk=2):
