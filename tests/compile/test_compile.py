@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -26,11 +26,17 @@ def _room_specs() -> list[KernelSpec]:
 SPECS = _room_specs()
 
 
-@functools.lru_cache(maxsize=1)
-def _reports():
-    """All compilations, in two processes: the first test pays for all of them."""
+@pytest.fixture(scope="module")
+def reports(request):
+    """Compilations of the selected tests, in two processes: the first test pays for all of them."""
+    targets: dict[str, list[str]] = {}
+    for item in request.session.items:
+        chosen = item.callspec.params if getattr(item, "function", None) is test_kernel else {}
+        if chosen:
+            targets.setdefault(chosen["spec"].name, []).append(chosen["target"])
+    specs = [replace(spec, targets=tuple(targets[spec.name])) for spec in SPECS if spec.name in targets]
     with ThreadPoolExecutor(2) as pool:
-        halves = pool.map(lambda specs: compile_specs(specs, timeout_s=1100.0), (SPECS[::2], SPECS[1::2]))
+        halves = pool.map(lambda specs: compile_specs(specs, timeout_s=1100.0), (specs[::2], specs[1::2]))
         return {key: report for reports in halves for key, report in reports.items()}
 
 
@@ -38,8 +44,8 @@ def _reports():
 @pytest.mark.parametrize(
     "spec, target", [pytest.param(s, t, id=f"{s.name}-{t}") for s in SPECS for t in s.targets]
 )
-def test_kernel(spec, target):
-    check_report(spec, _reports()[spec.name, target])
+def test_kernel(spec, target, reports):
+    check_report(spec, reports[spec.name, target])
 
 
 BARRIER, WRITE = "\tbar.sync \t0;", "\tst.global.v4.b32 [%rd1], {%r1};"
