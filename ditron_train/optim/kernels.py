@@ -197,21 +197,22 @@ def normalize_kernel(
     cols,
     direction_row_stride,
     x_row_stride,
+    eps,
     TRANSPOSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """x = direction / norm, divided in fp32 and rounded to x's type; x is [cols, rows] with TRANSPOSE.
+    """x = direction / max(norm, eps), divided in fp32 and rounded to x's type; x is [cols, rows] with TRANSPOSE.
 
-    ``norm_ptr``: one fp32, already clamped away from zero. Nobody waits.
+    ``norm_ptr``: one fp32; a NaN stays one. Nobody waits.
     """
     num_tiles_n = tl.cdiv(cols, BLOCK_N)
     row = (tl.program_id(0) // num_tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % num_tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     direction = tl.load(direction_ptr + row[:, None] * direction_row_stride + col[None, :], mask=mask)
-    norm = tl.full(direction.shape, 0.0, tl.float32) + tl.load(norm_ptr)
-    x = tl.div_rn(direction, norm).to(x_ptr.dtype.element_ty)
+    norm = tl.maximum(tl.load(norm_ptr), eps, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.div_rn(direction, tl.full(direction.shape, 0.0, tl.float32) + norm).to(x_ptr.dtype.element_ty)
     if TRANSPOSE:
         tl.store(x_ptr + col[:, None] * x_row_stride + row[None, :], x.T, mask=mask.T)
     else:

@@ -102,7 +102,7 @@ def normalized(
 ) -> torch.Tensor:
     """X / max(|X|_F, eps) with rows <= columns (transposed where they are not), in ``dtype``.
 
-    The norm is torch's own reduction; the division, the transposition and the cast are one pass on a GPU.
+    The norm is torch's own reduction; the rest is one pass on a GPU.
 
     Args:
         x: fp32 [rows, columns] with unit inner stride.
@@ -114,16 +114,16 @@ def normalized(
     """
     transpose = x.shape[0] > x.shape[1]
     view = x.mT if transpose else x
-    norm = torch.linalg.vector_norm(view, 2, dim=(-2, -1), keepdim=True).clamp_min(eps)
+    norm = torch.linalg.vector_norm(view, 2, dim=(-2, -1), keepdim=True)
     if x.device.type != "cuda":
-        return (view / norm.expand_as(view)).to(dtype)
+        return (view / norm.clamp_min(eps).expand_as(view)).to(dtype)
     rows, columns = x.shape
     write_transposed = transpose and contiguous
     if out is None:
         out = torch.empty(view.shape if write_transposed else x.shape, dtype=dtype, device=x.device)
     launch = _normalize_launcher(-(-rows // _TILE) * -(-columns // _TILE), write_transposed, dtype, x.device.index)
     with on_device(x.device):
-        launch(x, norm, out, rows, columns, x.stride(0), out.stride(0))
+        launch(x, norm, out, rows, columns, x.stride(0), out.stride(0), eps)
     return out.mT if transpose and not contiguous else out
 
 

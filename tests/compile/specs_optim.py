@@ -117,6 +117,7 @@ SPECS = [
                 "norm_ptr": "*fp32",
                 "x_ptr": "*bf16",
                 **dict.fromkeys(("rows", "cols", "direction_row_stride", "x_row_stride"), "i32"),
+                "eps": "fp32",
             },
             constexprs={"TRANSPOSE": transpose, "BLOCK_M": 64, "BLOCK_N": 64},
             num_warps=4,

@@ -45,13 +45,14 @@ def test_momentum_kernel_equals_torch(decay, nesterov, beta):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("norm", [3.7, 0.0, 1e-9, float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_normalize_kernel_divides_and_transposes(transpose, dtype):
-    direction, norm = torch.randn(70, 33, generator=torch.Generator().manual_seed(1)), torch.tensor([[3.7]])
+def test_normalize_kernel_divides_and_transposes(transpose, norm, dtype):
+    direction, norm = torch.randn(70, 33, generator=torch.Generator().manual_seed(1)), torch.tensor([[norm]])
     out = torch.empty((33, 70) if transpose else (70, 33), dtype=dtype)
-    normalize_kernel[(6,)](direction, norm, out, 70, 33, 33, out.stride(0), transpose, 32, 32)
-    expected = (direction / norm).to(dtype)
-    assert torch.equal(out, expected.t() if transpose else expected)
+    normalize_kernel[(6,)](direction, norm, out, 70, 33, 33, out.stride(0), 1e-7, transpose, 32, 32)
+    expected = (direction / norm.clamp_min(1e-7)).to(dtype)
+    assert torch.equal(out.nan_to_num(9.0), (expected.t() if transpose else expected).nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("transpose", [False, True])
