@@ -1,4 +1,4 @@
-"""Makes the README's generated parts and the benchmark pictures anew (--check: only says whether the README is current)."""
+"""Makes the README's generated parts, the page of results and its pictures anew (--check: only says whether they are current)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    from ditron_train.bench.document import picture_path, render, roofline_path
+    from ditron_train.bench.document import RESULTS_PAGE, picture_path, render, render_results, roofline_path
     from ditron_train.bench.pictures import draw_speedups
     from ditron_train.bench.roofline import draw_roofline, has_roofline
     from ditron_train.bench.rows import RESULTS, read_results
@@ -26,16 +26,15 @@ def main() -> int:
             draw_speedups(rows, stamp, ROOT / picture_path(path.relative_to(ROOT)))
             if has_roofline(rows):
                 draw_roofline(rows, stamp, ROOT / roofline_path(path.relative_to(ROOT)))
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    current = render(text, ROOT)
-    if current == text:
-        return 0
-    if arguments.check:
-        print("README.md is out of date: python scripts/readme.py")
-        return 1
-    readme.write_text(current, encoding="utf-8")
-    return 0
+    readme, page = ROOT / "README.md", ROOT / RESULTS_PAGE
+    wanted = {readme: render(readme.read_text(encoding="utf-8"), ROOT), page: render_results(ROOT)}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if arguments.check:
+            print(f"{path.relative_to(ROOT)} is out of date: python scripts/readme.py")
+        else:
+            path.write_text(wanted[path], encoding="utf-8")
+    return int(arguments.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Writes the generated parts of the README: measured results, environment variables, supported versions.
+"""Writes the generated parts of the README (gains, summaries of results, environment variables, supported versions) and,
+whole, the page with the tables of all results. ``python scripts/readme.py`` calls this.
 
-A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. ``python scripts/readme.py`` calls this.
+A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,19 @@ from ditron_train.bench.tables import markdown_table
 from ditron_train.runtime.settings import SETTINGS
 from ditron_train.runtime.versions import SUPPORTED
 
-__all__ = ["PICTURES", "picture_path", "render", "roofline_path"]
+__all__ = ["PICTURES", "RESULTS_PAGE", "picture_path", "render", "render_results", "roofline_path"]
 
 PICTURES = Path("benchmarks") / "pictures"
+RESULTS_PAGE = Path("benchmarks") / "README.md"
+
+_HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
+    "tp": (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward")),
+    "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
+    "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward")),
+    "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
+    "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
+}
+"""What the table of gains shows of each benchmark: op and pass."""
 
 
 def picture_path(result: Path) -> Path:
@@ -41,6 +52,7 @@ def render(text: str, root: Path) -> str:
         ValueError: A part's marks are missing, or a results file cannot be read.
     """
     parts: dict[str, Callable[[], str]] = {
+        "gains": lambda: _gains(root),
         "results": lambda: _results(root),
         "settings": _settings,
         "versions": _versions,
@@ -69,25 +81,66 @@ def _versions() -> str:
     return "\n".join(lines)
 
 
+def _result_files(root: Path) -> list[Path]:
+    return sorted((root / RESULTS).glob("*/*.json"))
+
+
+def _gains(root: Path) -> str:
+    """One line a parallelism; of an op that several machines measured, the rows of the most GPUs."""
+    results = sorted((read_results(path) for path in _result_files(root)), key=lambda result: result[0].count)
+    lines = ["| `--ditron` | time natively / ours, over the measured shapes | bits | measured on |", "| --- | --- | --- | --- |"]
+    for feature, headlines in _HEADLINES.items():
+        shown, machines, equal = [], [], True
+        for op, direction in headlines:
+            found = [
+                (stamp, [row for row in rows if (row.op, row.direction) == (op, direction)]) for stamp, rows in results
+            ]
+            found = [(stamp, rows) for stamp, rows in found if rows]
+            if not found:
+                continue
+            stamp, rows = found[-1]
+            speedups = sorted(row.speedup for row in rows)
+            span = f"{speedups[0]:.2f}x" if len(rows) == 1 else f"{speedups[0]:.2f}x to {speedups[-1]:.2f}x"
+            shown.append(f"`{op}` {'' if direction == 'forward' else 'forward + backward '}{span}")
+            machines.append(f"{stamp.count} x {stamp.device}")
+            equal = equal and all(row.bitwise_equal for row in rows)
+        if shown:
+            bits = "equal" if equal else "**DIFFER**"
+            lines.append(f"| `{feature}` | {', '.join(shown)} | {bits} | {', '.join(dict.fromkeys(machines))} |")
+    return "\n".join(lines) if len(lines) > 2 else "No results of a GPU machine are committed yet."
+
+
 def _results(root: Path) -> str:
-    files = sorted((root / RESULTS).glob("*/*.json"))
-    sections = [_section(path, root) for path in files]
+    """Geometric means of each results file."""
+    sections = []
+    for path in _result_files(root):
+        stamp, rows = read_results(path)
+        sections.append(f"**{_title(path, stamp)}**\n\n{_summary(rows)}")
     return "\n\n".join(sections) if sections else "No results of a GPU machine are committed yet."
+
+
+def render_results(root: Path) -> str:
+    """The page with every committed result: conditions, means, tables and pictures."""
+    sections = [_section(path, root) for path in _result_files(root)]
+    intro = "# Results\n\nMade by `python scripts/readme.py` from `results/`. How it is measured: [README](../README.md#measured)."
+    return "\n\n".join([intro, *sections]) + "\n"
+
+
+def _title(path: Path, stamp: Stamp) -> str:
+    command = path.stem if path.stem == "verify" else f"bench {path.stem}"
+    return f"{stamp.count} x {stamp.device}: `{command}`"
 
 
 def _section(path: Path, root: Path) -> str:
     stamp, rows = read_results(path)
-    command = path.stem if path.stem == "verify" else f"bench {path.stem}"
-    lines = [f"### {stamp.count} x {stamp.device}: `{command}`", "", _conditions(stamp), ""]
+    lines = [f"## {_title(path, stamp)}", "", _conditions(stamp), ""]
     if "summary" in stamp.settings:
         lines += [stamp.settings["summary"] + ".", ""]
     lines += [_summary(rows), "", markdown_table(rows)]
-    picture = picture_path(path.relative_to(root))
-    if (root / picture).exists():
-        lines += ["", f"![speed over native]({picture.as_posix()})"]
-    roofline = roofline_path(path.relative_to(root))
-    if (root / roofline).exists():
-        lines += ["", f"![roofline]({roofline.as_posix()})"]
+    for words, picture in (("speed over native", picture_path), ("roofline", roofline_path)):
+        name = picture(path.relative_to(root))
+        if (root / name).exists():
+            lines += ["", f"![{words}]({name.relative_to(RESULTS_PAGE.parent).as_posix()})"]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ditron_train.bench.document import picture_path, render
+from ditron_train.bench.document import RESULTS_PAGE, picture_path, render, render_results
 from ditron_train.bench.pictures import draw_speedups
 from ditron_train.bench.rows import RESULTS, Row, Stamp, read_results, result_path, write_results
 from ditron_train.bench.stamp import collect_stamp
@@ -140,6 +140,7 @@ def test_picture(tmp_path: Path) -> None:
 def test_readme_parts_are_current() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert render(text, ROOT) == text, "python scripts/readme.py"
+    assert render_results(ROOT) == (ROOT / RESULTS_PAGE).read_text(encoding="utf-8"), "python scripts/readme.py"
 
 
 def test_readme_names_every_feature() -> None:
@@ -156,10 +157,12 @@ def test_every_result_file_reads_and_has_equal_bits() -> None:
 
 def test_readme_shows_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
-    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("results", "settings", "versions"))
+    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "results", "settings", "versions"))
     text = render(f"intro\n{marks}outro", tmp_path)
     assert text.startswith("intro") and text.endswith("outro") and "\nold\n" not in text
     assert "8 x NVIDIA H200" in text and "2.50x async-TP" in text and "**BITS DIFFER**" in text
+    assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x NVIDIA H200 |" in text
+    assert markdown_table([FULL, SHORT]) in render_results(tmp_path)
     assert render(text, tmp_path) == text
     with pytest.raises(ValueError, match="begin settings"):
         render("<!-- begin results -->\n<!-- end results -->", tmp_path)
