@@ -164,5 +164,5 @@ def test_readme_shows_results(tmp_path: Path) -> None:
     assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x NVIDIA H200 |" in text
     assert markdown_table([FULL, SHORT]) in render_results(tmp_path)
     assert render(text, tmp_path) == text
-    with pytest.raises(ValueError, match="begin settings"):
+    with pytest.raises(ValueError, match="begin gains"):
         render("<!-- begin results -->\n<!-- end results -->", tmp_path)
