@@ -294,14 +294,16 @@ def announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE: tl.constex
     overwritten. One program of a launch calls it. Pads alternate by epoch parity: a slot is rewritten two epochs
     later, which needs this rank's start signal in between. The block barrier is what makes the words part of each release.
     """
-    lanes = tl.arange(0, _power_of_two(WORLD_SIZE) * READY_WORDS)
-    peers, words = lanes // READY_WORDS, lanes % READY_WORDS
+    PEERS: tl.constexpr = _power_of_two(WORLD_SIZE)
+    lanes = tl.arange(0, READY_WORDS)
+    peers = tl.arange(0, PEERS)
     is_there = peers < WORLD_SIZE
     pads = tl.load(ready_addresses + peers, mask=is_there, other=0).to(tl.pointer_type(tl.int32))
     slots = pads + ((epoch & 1) * WORLD_SIZE + rank) * READY_WORDS
-    tl.store(slots + words, tl.load(signature_ptr + words), mask=is_there & (words > 0))
+    words = tl.load(signature_ptr + lanes)[None, :] + tl.zeros((PEERS, READY_WORDS), tl.int32)
+    tl.store(slots[:, None] + lanes[None, :], words, mask=is_there[:, None] & (lanes[None, :] > 0))
     tl.debug_barrier()
-    tl.atomic_xchg(slots, tl.zeros_like(words) + epoch, mask=is_there & (words == 0), sem="release", scope="sys")
+    tl.atomic_xchg(slots, epoch + tl.zeros((PEERS,), tl.int32), mask=is_there, sem="release", scope="sys")
 
 
 @triton.jit
