@@ -161,7 +161,7 @@ def step_rows(session: BenchSession, picture: Path | None = None) -> Iterator[Ro
             native = [*switch.native(0), *step.gradients()]
             ours = [*switch.ours(0), *step.gradients()]
             equal = session.equal(ours, native)
-            timings = session.measure({"native": switch.native, "ditron": switch.ours})
+            timings = session.measure({"native": switch.native, "ditron": switch.ours}, in_turn=False)
             if picture is not None and chunks is None:
                 _draw(session, switch, step, picture)
             yield Row(

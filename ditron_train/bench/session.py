@@ -52,13 +52,20 @@ class BenchSession:
         *,
         most: int | None = None,
         inside: bool = False,
+        in_turn: bool = True,
     ) -> dict[str, Timing]:
         """``timing.measure`` with the repetitions that the command line asks for, at most ``most`` for what is long."""
         repetitions, warmup = (
             number if most is None else min(number, most) for number in (self._arguments.repetitions, self._arguments.warmup)
         )
         return measure(
-            contenders, group=group, device=self.device, repetitions=repetitions, warmup=warmup, inside=inside
+            contenders,
+            group=group,
+            device=self.device,
+            repetitions=repetitions,
+            warmup=warmup,
+            inside=inside,
+            in_turn=in_turn,
         )
 
     def num_input_sets(self, set_bytes: int) -> int:

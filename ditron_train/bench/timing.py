@@ -1,4 +1,8 @@
-"""Measures device time: medians over repetitions of the maximum over ranks, each contender twice.
+"""Measures device time: medians over repetitions of the maximum over ranks, contenders in turn, twice.
+
+The contenders take turns repetition by repetition, the second time in reverse order: whatever drifts, such as the clock of
+a GPU at its power limit, meets all of them alike. (Measured one after another, the one behind a bare collective found a
+rested GPU and looked up to 7 % quicker than it is.)
 
 All ranks call ``measure`` with the same names in the same order: in front of every repetition stands a barrier of the
 group on the device, so the ranks start together and a repetition lasts until the slowest rank is done. On CUDA the
@@ -9,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,8 +57,9 @@ def measure(
     warmup: int = 4,
     inside: bool = False,
     passes: int = _PASSES,
+    in_turn: bool = True,
 ) -> dict[Name, Timing]:
-    """Times every contender, in order, and then all of them once more (``passes``: how often in all).
+    """Times every contender, in turn, and then all of them once more (``passes``: how often in all).
 
     Args:
         contenders: Functions by name; the same names in the same order on every rank.
@@ -62,20 +67,23 @@ def measure(
         device: CUDA events are used on CUDA, the process's clock on CPU.
         repetitions: Timed calls of each measurement.
         warmup: Calls in front of each measurement, not timed.
-        passes: Measurements of each contender; what drifts meanwhile, such as clocks, hits all of them alike.
+        passes: Measurements of each contender.
+        in_turn: Whether contenders take turns repetition by repetition; not where a change of contender costs time.
         inside: Only a part of each call counts: contenders take ``around``, which makes the context manager of that part.
 
     Returns:
         Timings by name, the same on every rank.
     """
     measured: dict[Name, list[list[float]]] = {name: [] for name in contenders}
-    for _ in range(passes):
-        for name, contender in contenders.items():
-            once = _time_cuda if device.type == "cuda" else _time_cpu
-            times = once(contender, group, device, repetitions, warmup, inside)
-            mine = torch.tensor(times, dtype=torch.float64, device=device)
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
-            measured[name].append(mine.tolist())
+    time_in_turn = _time_cuda if device.type == "cuda" else _time_cpu
+    for index in range(passes):
+        names = list(contenders)[:: -1 if index % 2 else 1]
+        for together in [names] if in_turn else [[name] for name in names]:
+            times = time_in_turn([contenders[name] for name in together], group, device, repetitions, warmup, inside)
+            slowest = torch.tensor(times, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            for name, of_one in zip(together, slowest.tolist()):
+                measured[name].append(of_one)
     return {name: _summary(all_passes) for name, all_passes in measured.items()}
 
 
@@ -92,47 +100,49 @@ def _marked(mark_start: Callable[[], object], mark_end: Callable[[], object]) ->
     mark_end()
 
 
+def _call(contender: Callable[..., object], index: int, mark: Callable[[int], object], inside: bool) -> None:
+    """One call, with ``mark(0)`` at its start and ``mark(1)`` at its end, or of the part of it that counts."""
+    around = partial(_marked, partial(mark, 0), partial(mark, 1))
+    if inside:
+        contender(index, around=around)
+        return
+    with around():
+        contender(index)
+
+
 def _time_cuda(
-    contender: Callable[..., object],
+    contenders: Sequence[Callable[..., object]],
     group: dist.ProcessGroup | None,
     device: torch.device,
     repetitions: int,
     warmup: int,
     inside: bool,
-) -> list[float]:
+) -> list[list[float]]:
     barrier = torch.zeros(1, device=device)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
-    for index in range(-warmup, repetitions):
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-        dist.all_reduce(barrier, group=group)
-        around = partial(_marked, *(event.record for event in events[max(index, 0)]))
-        if inside:
-            contender(index + warmup, around=around)
-            continue
-        with around():
-            contender(index + warmup)
+    events = [
+        [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)] for _ in contenders
+    ]
+    for index in range(warmup + repetitions):
+        for contender, of_one in zip(contenders, events):
+            pair = of_one[max(index - warmup, 0)]
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+            dist.all_reduce(barrier, group=group)
+            _call(contender, index, lambda edge, pair=pair: pair[edge].record(), inside)
     torch.cuda.synchronize(device)
-    return [1e3 * start.elapsed_time(end) for start, end in events]
+    return [[1e3 * start.elapsed_time(end) for start, end in of_one] for of_one in events]
 
 
 def _time_cpu(
-    contender: Callable[..., object],
+    contenders: Sequence[Callable[..., object]],
     group: dist.ProcessGroup | None,
     device: torch.device,
     repetitions: int,
     warmup: int,
     inside: bool,
-) -> list[float]:
-    starts: list[float] = []
-    ends: list[float] = []
-    around = partial(
-        _marked, lambda: starts.append(time.perf_counter()), lambda: ends.append(time.perf_counter())
-    )
-    for index in range(-warmup, repetitions):
-        dist.barrier(group=group)
-        if inside:
-            contender(index + warmup, around=around)
-            continue
-        with around():
-            contender(index + warmup)
-    return [1e6 * (end - start) for start, end in zip(starts, ends)][warmup:]
+) -> list[list[float]]:
+    edges: list[tuple[list[float], list[float]]] = [([], []) for _ in contenders]
+    for index in range(warmup + repetitions):
+        for contender, of_one in zip(contenders, edges):
+            dist.barrier(group=group)
+            _call(contender, index, lambda edge, of_one=of_one: of_one[edge].append(time.perf_counter()), inside)
+    return [[1e6 * (end - start) for start, end in zip(*of_one)][warmup:] for of_one in edges]

@@ -25,11 +25,23 @@ def _slow_on_rank_one() -> tuple[float, float, list[int]]:
     return timings["slow"].median_us, timings["quick"].median_us, calls
 
 
+def _order_of_calls(in_turn: bool) -> str:
+    calls: list[str] = []
+    contenders = {name: lambda index, name=name: calls.append(name) for name in "ab"}
+    measure(contenders, group=None, device=torch.device("cpu"), repetitions=1, warmup=1, in_turn=in_turn)
+    return "".join(calls)
+
+
 def test_the_slowest_rank_counts() -> None:
     (slow_0, quick_0, calls), (slow_1, quick_1, _) = run_workers(2, _slow_on_rank_one)
     assert slow_0 == slow_1 and quick_0 == quick_1
     assert 30_000 <= slow_0 < 300_000 and quick_0 < 30_000
     assert calls == [0, 1, 2, 3] * 2  # measured twice, each with a set of inputs of its own
+
+
+@pytest.mark.parametrize("in_turn, expected", [(True, "abab" + "baba"), (False, "aabb" + "bbaa")])
+def test_contenders_take_turns(in_turn: bool, expected: str) -> None:
+    assert run_workers(1, _order_of_calls, in_turn) == [expected]
 
 
 def test_median_and_spread() -> None:
