@@ -82,6 +82,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, so that what it starts ends with it
             )
         theirs.close()
         self.connection = Connection(ours.detach())
@@ -95,10 +96,10 @@ class _Worker:
         return text
 
     def kill(self) -> None:
-        """End the process now and reap it."""
+        """End the process and all that it has started now, and reap it."""
         self.connection.close()
-        if self.process.poll() is None:
-            self.process.kill()
+        if self.process.returncode is None:  # not reaped: the number is still this process's
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

@@ -1,6 +1,8 @@
 """The multi-process harness itself: results, failures, timeouts, dead workers."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -40,6 +42,10 @@ def _die(rank):
     return dist.get_rank()
 
 
+def _start_child():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
 def _return_error_type():
     return _CustomError
 
@@ -72,6 +78,22 @@ def test_timeout_kills_the_workers_and_shows_where_they_were():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def _is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_a_worker_has_started_ends_with_it():
+    outcomes = run_workers_once(1, _start_child, timeout_s=60)
+    deadline = time.monotonic() + 20
+    while _is_running(outcomes[0].value) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(outcomes[0].value)
 
 
 def test_environment_of_one_call():
