@@ -89,7 +89,7 @@ class EPContext:
         self.target = kernel_target(device)
         world_size = dist.get_world_size(group)
         if is_interpreter():
-            self.shape = LayoutShape(world_size, num_experts, topk, num_chunks=4, min_chunk_tokens=2)
+            self.shape = LayoutShape(world_size, num_experts, topk, num_chunks=4, min_chunk_tokens=2, min_chunk_bytes=0)
         else:
             self.shape = LayoutShape(world_size, num_experts, topk)
         if self.shape.columns > 1024:

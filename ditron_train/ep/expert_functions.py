@@ -29,8 +29,9 @@ from ditron_train.ep.orders import SumOrder
 
 __all__ = ["PAIRS", "ExpertCall", "Gemm", "Pair", "Wgrad", "dispatch_linear", "linear_combine"]
 
-Pair = Literal["dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine", "beside_wgrad"]
-#: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of ``dgrad_combine``.
+Pair = Literal["dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine", "beside_wgrad", "own_wgrad"]
+#: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of ``dgrad_combine``;
+#: ``own_wgrad`` is dW2 by our grouped GEMM, whoever computes the others.
 PAIRS: tuple[Pair, ...] = ("dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine")
 
 #: (rows, weights, transpose) -> rows @ weights[e].T, or rows @ weights[e] where not ``transpose``.
@@ -47,7 +48,7 @@ class ExpertCall:
         layout: Of the routing.
         context: Of the group.
         order: Which native permutation is in force.
-        fused: Pairs that run as one kernel, or beside each other.
+        fused: Pairs that run as one kernel, or beside each other; ``own_wgrad``.
         gemm: Grouped GEMM of the others; None: ours.
         wgrad: Weight gradients; None: ours.
     """
@@ -66,10 +67,10 @@ class ExpertCall:
         return group_gemm(rows, weights, fused.layout_tiles(self.layout), transpose=transpose)
 
     def weight_grads(
-        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor], own: bool = False
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients."""
-        if self.wgrad is not None:
+        """The weight gradients, with ``own`` by our GEMM in any case."""
+        if self.wgrad is not None and not own:
             return self.wgrad(grad, rows, weights)
         return group_wgrad(grad, rows, fused.layout_tiles(self.layout)).unbind(0)
 
@@ -132,6 +133,13 @@ def backward_out(
     return call.product(rows, weights, False), rows
 
 
+def wgrad_out(
+    grad_rows: torch.Tensor, h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
+) -> Sequence[torch.Tensor | None]:
+    """The weights' gradients of ``linear_combine``."""
+    return call.weight_grads(grad_rows, h, weights, "own_wgrad" in call.fused)
+
+
 class _DispatchLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, call: ExpertCall, *weights: torch.Tensor):
@@ -162,7 +170,7 @@ class _LinearCombine(torch.autograd.Function):
         grad_h, grad_rows = backward_out(grad_out, weights, ctx.call)
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
-            grads = ctx.call.weight_grads(grad_rows, h, weights)
+            grads = wgrad_out(grad_rows, h, weights, ctx.call)
         return (grad_h, None, *grads)
 
 

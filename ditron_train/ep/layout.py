@@ -33,6 +33,7 @@ class LayoutShape:
         topk: Experts of a token at most.
         num_chunks: Chunks that a rank's tokens are cut into at most.
         min_chunk_tokens: Tokens of a chunk at least (a power of two).
+        min_chunk_bytes: Bytes of its tokens at least.
     """
 
     world_size: int
@@ -40,6 +41,7 @@ class LayoutShape:
     topk: int
     num_chunks: int = 128
     min_chunk_tokens: int = 16
+    min_chunk_bytes: int = 256 << 10
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.num_experts < 1:
@@ -87,9 +89,14 @@ class LayoutShape:
         """int32 words of one rank's message."""
         return self.common_words + self.num_chunks
 
-    def chunk_tokens(self, num_tokens: int) -> int:
-        """Tokens of a chunk for a rank that holds ``num_tokens``."""
-        return max(self.min_chunk_tokens, _power_of_two(-(-num_tokens // self.num_chunks)))
+    def chunk_tokens(self, num_tokens: int, row_bytes: int) -> int:
+        """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each.
+
+        Every chunk costs a few round trips: of 2048 tokens of 4 KiB on 4 x H200 a combine took 163, 116, 101 and 99 us in chunks
+        of 16, 32, 64 and 128 tokens, a dispatch 110, 93, 89 and 98.
+        """
+        by_bytes = _power_of_two(-(-self.min_chunk_bytes // max(row_bytes, 1)))
+        return max(self.min_chunk_tokens, min(by_bytes, 128), _power_of_two(-(-num_tokens // self.num_chunks)))
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ def plan_on_host(routing_maps: Sequence[np.ndarray], shape: LayoutShape) -> list
 
     Args:
         routing_maps: bool [num_tokens of that rank, num_experts] by rank.
-        shape: Of the context; ``topk`` must cover the widest token.
+        shape: Of the context; ``topk`` must cover the widest token, and bytes must not matter to its chunks.
     """
     w, local = shape.world_size, shape.experts_per_rank
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(w)]
@@ -252,7 +259,7 @@ def _entries_of(
     entries: list[tuple[int, int, int]] = []
     offsets = np.zeros((shape.world_size, shape.num_chunks + 1), np.int32)
     for source, routed in enumerate(routing_maps):
-        chunk_tokens = shape.chunk_tokens(len(routed))
+        chunk_tokens = shape.chunk_tokens(len(routed), 0)
         for chunk in range(shape.num_chunks):
             offsets[source, chunk] = len(entries)
             for token in range(chunk * chunk_tokens, min((chunk + 1) * chunk_tokens, len(routed))):

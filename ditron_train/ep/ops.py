@@ -119,7 +119,7 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
         x, pending.dest_slots, pending.send_list, tables["chunk_entries"], tables["list_base"], tables["entry_base"],
         buffer.addresses, arrived.addresses, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
         signature(context, channel, hidden, x.dtype, Kind.DISPATCH), channel.tickets, channel.control, tables["limits"],
-        pending.num_tokens, shape.chunk_tokens(pending.num_tokens), hidden, slot_room, entry_room, stream=stream,
+        pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room, stream=stream,
     )  # fmt: skip
     pending.ahead = SentAhead(x, slot_room, entry_room)
 

@@ -33,6 +33,7 @@ class PendingLayout:
 
     context: EPContext
     num_tokens: int
+    chunk_tokens: int
     hidden: int
     dtype: torch.dtype
     tables: dict[str, torch.Tensor]
@@ -85,7 +86,7 @@ class PendingLayout:
         return Layout(
             shape=shape,
             num_tokens=self.num_tokens,
-            chunk_tokens=shape.chunk_tokens(self.num_tokens),
+            chunk_tokens=self.chunk_tokens,
             num_rows=num_rows,
             tokens_per_expert=tokens_per_expert,
             chunk_entries=tables["chunk_entries"],
@@ -177,7 +178,7 @@ def begin_layout(
     context.join_side()  # nothing runs there, unless a layout was given up
     num_tokens, device = routing_map.shape[0], context.device
     room = None if capacity_factor is None else context.room_for(num_tokens, capacity_factor)
-    chunk_tokens = shape.chunk_tokens(num_tokens)
+    chunk_tokens = shape.chunk_tokens(num_tokens, hidden * dtype.itemsize)
     routed = routing_map.contiguous().view(torch.uint8)
     tables = _tables(context)
     blocks = dict(
@@ -202,7 +203,9 @@ def begin_layout(
     )  # fmt: skip
     if room is not None:
         context.reserve_room(room, num_tokens, hidden, dtype)
-    return PendingLayout(context, num_tokens, hidden, dtype, tables, send_list, dest_slots, expert_ids, room, **host)
+    return PendingLayout(
+        context, num_tokens, chunk_tokens, hidden, dtype, tables, send_list, dest_slots, expert_ids, room, **host
+    )
 
 
 def _exchange(

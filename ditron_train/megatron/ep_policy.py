@@ -162,6 +162,8 @@ def _ask_for_pairs(
         "dgrad_combine": lambda call: list(pairs_of.backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]),
     }
     bodies["beside_wgrad"] = bodies["dgrad_combine"]
+    if not experts.linear_fc2.fuse_wgrad_accumulation:
+        bodies["own_wgrad"] = lambda call: list(pairs_of.wgrad_out(rows, narrow, back, call))
     chosen: set[Pair] = set()
     for pair, body in bodies.items():
         others = chosen & {"dgrad_combine"} if pair == "beside_wgrad" else set()  # against the better one so far

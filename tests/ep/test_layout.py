@@ -24,7 +24,7 @@ def routings(draw):
         for row in routed:
             row[generator.choice(experts, draw(st.integers(0, topk)), replace=False)] = True
         maps.append(routed)
-    return maps, LayoutShape(world_size, experts, topk, num_chunks=4, min_chunk_tokens=2)
+    return maps, LayoutShape(world_size, experts, topk, num_chunks=4, min_chunk_tokens=2, min_chunk_bytes=0)
 
 
 def native_rows(maps, shape):
@@ -85,8 +85,8 @@ def test_refused_shapes(world_size, experts, topk, words):
         LayoutShape(world_size, experts, topk)
 
 
-@given(st.integers(0, 200_000))
-def test_chunks_cover_all_tokens(num_tokens):
+@given(st.integers(0, 200_000), st.sampled_from([0, 1, 4096, 14336, 1 << 20]))
+def test_chunks_cover_all_tokens(num_tokens, row_bytes):
     shape = LayoutShape(8, 64, 8)
-    chunk = shape.chunk_tokens(num_tokens)
+    chunk = shape.chunk_tokens(num_tokens, row_bytes)
     assert chunk & (chunk - 1) == 0 and chunk * shape.num_chunks >= num_tokens

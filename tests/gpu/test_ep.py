@@ -209,7 +209,8 @@ def test_moe_layer(name, fused):
     dispatcher = layers["ditron"].token_dispatcher
     assert (dispatcher._ep_context is None) == (name in NATIVE), dispatcher._native_because
     if HAVE_TE and name not in (*NATIVE, "recompute_activation") and torch.cuda.get_device_capability() >= (9, 0):
-        assert len(dispatcher._pairs) == len(PAIRS)  # "force" takes beside_wgrad instead of dgrad_combine
+        # "force" takes beside_wgrad instead of dgrad_combine, and own_wgrad where gradients are not added to main_grad
+        assert len(dispatcher._pairs) == len(PAIRS) + (name != "main_grad")
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
     assert not wrong, wrong
@@ -233,13 +234,18 @@ def test_moe_layer_without_a_host_sync(monkeypatch):
     layers = layer_pair(options, torch.device("cuda"))
     assert layers["ditron"].token_dispatcher._capacity_factor == 4
     x, grad = (normals(4096, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
-    results = []
-    for name in ("native", "ditron"):
-        leaf = x.detach().requires_grad_()
+
+    def passes(name, tokens):
+        leaf = x[:tokens].detach().requires_grad_()
         y, _ = layers[name](leaf)
-        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)])
+        grads = torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad[:tokens])
+        return dict(zip(("y", "x", *(n for n, _ in layers[name].named_parameters())), (y.detach(), *grads)))
+
+    for tokens in (1024, 2048):  # the activation's compiled backward sums in another order for the very first number of rows
+        passes("native", tokens)
+    native, ours = passes("native", 4096), passes("ditron", 4096)
     layers["ditron"].token_dispatcher._ep_context.check()
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert [name for name in native if not torch.equal(native[name], ours[name])] == []
 
 
 @NEEDS_TE
