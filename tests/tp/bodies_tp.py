@@ -195,7 +195,7 @@ def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
     if rank == 2:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(12)
+        time.sleep(float(os.environ["DITRON_TIMEOUT_S"]) + 5)
         return "stalled", 0.0, ""
     begin_s = time.monotonic()
     try:
