@@ -116,8 +116,7 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     tile_us = _tile_us(problem.k, config, machine.num_sms, rates)
     num_tiles = config.num_tiles(problem.m, problem.n)
     shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / _send_rate(plan, rates)
-    # By push the own rows go first through the same multiprocessors; with copy engines they are read where they are.
-    sent_us = rates.start_us + (shard_us if by_push else 0.0)
+    sent_us = rates.start_us
     end_us = waves * tile_us
     for chunk in range(num_chunks, world_size * num_chunks):
         sent_us += shard_us / num_chunks + (0.0 if by_push else rates.chunk_us)

@@ -29,10 +29,10 @@ def push_shard_kernel(
     BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """Copies this rank's rows x [rows, K] (contiguous) to its place in every rank's gathered buffer.
+    """Copies this rank's rows x [rows, K] (contiguous) to their place in every peer's gathered buffer.
 
-    Own buffer first, then rank - 1, rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM
-    consumes, and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a granule's
+    First to rank - 1, then rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM consumes,
+    and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a granule's
     flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
     """
     if TARGET != "interpreter":
@@ -45,13 +45,12 @@ def push_shard_kernel(
     first_row = tl.load(row_starts_ptr + rank)
     num_rows = tl.load(row_starts_ptr + rank + 1) - first_row
     num_granules = tl.cdiv(num_rows, granule_rows)
-    for step in tl.static_range(WORLD_SIZE):
+    for step in tl.static_range(1, WORLD_SIZE):
         peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        if step > 0:
-            if program == 0:
-                dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
-            else:
-                dl.await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+        if program == 0:
+            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+        else:
+            dl.await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
         destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_row.to(tl.int64) * K
         flags = dl.symm_at(signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
         for granule in range(program, num_granules, tl.num_programs(0)):

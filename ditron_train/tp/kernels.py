@@ -42,10 +42,9 @@ def _gather_tile(
 @triton.jit
 def _rows_token(
     signals_ptr, row_starts_ptr, epoch, control_ptr, rank, row, last_row, num_rows, granule_rows,
-    FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, OWN_FLAGS: tl.constexpr,
-    TARGET: tl.constexpr,
+    FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Waits for rows [row, last_row] of the gathered buffer, whichever ranks they belong to: a zero, as ``dl.wait_token``.
+    """Waits for rows [row, last_row] of the gathered buffer, whichever peers they belong to: a zero, as ``dl.wait_token``.
 
     The loops stand under conditions that only the running kernel knows to hold: beside a bare loop the compiler would not
     flatten the loop of tiles.
@@ -57,7 +56,7 @@ def _rows_token(
         flags = signals_ptr + owner * FLAGS_PER_RANK
         first = row % shard_rows
         last = first + last_row - row
-        if (first <= last) & (OWN_FLAGS | (owner != rank)):
+        if (first <= last) & (owner != rank):
             for flag in range(first // granule_rows, last // granule_rows + 1):
                 token += dl.wait_token(flags + flag, epoch, control_ptr, owner, flag, TARGET)
     elif row <= last_row:
@@ -65,7 +64,7 @@ def _rows_token(
             start = tl.load(row_starts_ptr + owner)
             low = tl.maximum(row, start)
             high = tl.minimum(last_row, tl.load(row_starts_ptr + owner + 1) - 1)
-            if (low <= high) & (OWN_FLAGS | (owner != rank)):
+            if (low <= high) & (owner != rank):
                 flags = signals_ptr + owner * FLAGS_PER_RANK
                 for flag in range((low - start) // granule_rows, (high - start) // granule_rows + 1):
                     token += dl.wait_token(flags + flag, epoch, control_ptr, owner, flag, TARGET)
@@ -78,7 +77,7 @@ def _gathered_product(
     M, N, K, granule_rows,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     TRANSPOSE_B: tl.constexpr, FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr,
-    OWN_FLAGS: tl.constexpr, TARGET: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """Columns ``part * PART_N`` on, PART_N of them, of tile ``tile_id``, once its rows are there: (product, row, column)."""
     tile_m, tile_n = _gather_tile(
@@ -88,10 +87,10 @@ def _gathered_product(
     col = tile_n * BLOCK_N + part * PART_N
     source_row = row + _rows_token(
         signals_ptr, row_starts_ptr, epoch, control_ptr, rank, row, tl.minimum(row + BLOCK_M, M) - 1, M, granule_rows,
-        FLAGS_PER_RANK, WORLD_SIZE, EVEN, OWN_FLAGS, TARGET,
+        FLAGS_PER_RANK, WORLD_SIZE, EVEN, TARGET,
     )  # fmt: skip
     desc = a_desc
-    if EVEN and not OWN_FLAGS:
+    if EVEN:
         shard_rows = M // WORLD_SIZE
         if row // shard_rows == rank:
             source_row -= rank * shard_rows
@@ -126,7 +125,6 @@ def ag_gemm_kernel(
     FLAGS_PER_RANK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     EVEN: tl.constexpr,
-    OWN_FLAGS: tl.constexpr,
     HALVE_TAIL: tl.constexpr,
     TARGET: tl.constexpr,
 ):
@@ -140,9 +138,9 @@ def ag_gemm_kernel(
     and costs nothing where the rows are there (``dl.wait_token``). With HALVE_TAIL the tiles from ``num_whole_tiles`` on, at
     most half a wave, are computed in halves of BLOCK_N // 2 columns, as in ``gemm_kernel``.
 
-    ``EVEN``: every rank owns the same whole number of row tiles; else the order is a table and a tile may wait for several
-    ranks. ``OWN_FLAGS``: own rows are signalled too (push). Without it and with EVEN they are read where the caller has
-    them, through ``own_desc``, so that nobody copies them in front of the GEMM; with uneven rows they have been copied.
+    ``EVEN``: every rank owns the same whole number of row tiles, and own rows are read where the caller has them, through
+    ``own_desc``, so that nobody copies them in front of the GEMM. Else the order is a table, a tile may wait for several
+    ranks, and own rows have been copied to their place.
 
     4 H200s, side by side, at N x K = 2752x4096 / 3584x4096 / 7168x8192 / 7392x8192 and 8192 rows: 262 / 323 / 1282 / 1318 us
     (cuBLAS alone 252 / 314 / 1277 / 1320); with a loop for every chunk and a wait in front of it 294 / 353 / 1308 / 1339, since
@@ -159,7 +157,7 @@ def ag_gemm_kernel(
         acc, row, col = _gathered_product(
             tile_id, 0, a_desc, own_desc, b_desc, signals_ptr, order_ptr, row_starts_ptr, epoch, control_ptr, rank,
             M, N, K, granule_rows,
-            BLOCK_M, BLOCK_N, BLOCK_N, BLOCK_K, GROUP_M, TRANSPOSE_B, FLAGS_PER_RANK, WORLD_SIZE, EVEN, OWN_FLAGS, TARGET,
+            BLOCK_M, BLOCK_N, BLOCK_N, BLOCK_K, GROUP_M, TRANSPOSE_B, FLAGS_PER_RANK, WORLD_SIZE, EVEN, TARGET,
         )  # fmt: skip
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
     if HALVE_TAIL:
@@ -168,8 +166,7 @@ def ag_gemm_kernel(
             acc, row, col = _gathered_product(
                 num_whole_tiles + half_id // 2, half_id % 2, a_desc, own_desc, half_b_desc, signals_ptr, order_ptr,
                 row_starts_ptr, epoch, control_ptr, rank, M, N, K, granule_rows,
-                BLOCK_M, BLOCK_N, BLOCK_N // 2, BLOCK_K, GROUP_M, TRANSPOSE_B, FLAGS_PER_RANK, WORLD_SIZE, EVEN, OWN_FLAGS,
-                TARGET,
+                BLOCK_M, BLOCK_N, BLOCK_N // 2, BLOCK_K, GROUP_M, TRANSPOSE_B, FLAGS_PER_RANK, WORLD_SIZE, EVEN, TARGET,
             )  # fmt: skip
             store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N // 2, False)
 

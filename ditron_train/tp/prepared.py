@@ -79,8 +79,8 @@ class PreparedAgGemm(_PreparedGemm):
         self.gathered = gather.buffer.local[:, :k]
         self._a = make_descriptor(self.gathered, self.a_block)
         num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
-        self._reads_own = even and not gather.by_push
-        self._copies_own = keeps_gathered or not self._reads_own
+        self._reads_own = even
+        self._copies_own = keeps_gathered or not even
         self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
         halve_tail = self._num_whole_tiles < config.num_tiles(self.m, n)
         half_n = config.block_n // 2 if halve_tail else config.block_n
@@ -93,7 +93,6 @@ class PreparedAgGemm(_PreparedGemm):
                 "FLAGS_PER_RANK": FLAGS_PER_RANK,
                 "WORLD_SIZE": context.world_size,
                 "EVEN": even,
-                "OWN_FLAGS": gather.by_push,
                 "HALVE_TAIL": halve_tail,
                 "TARGET": context.target,
             },

@@ -33,7 +33,7 @@ def _half_b(block_m, block_n, block_k, transpose_b):
     return f"tensordesc<bf16[{half},{block_k}]>" if transpose_b else f"tensordesc<bf16[{block_k},{half}]>"
 
 
-def _ag_gemm(name, transpose_b, even, block, stages, targets, own_flags=False):
+def _ag_gemm(name, transpose_b, even, block, stages, targets):
     return KernelSpec(
         name=name,
         kernel="ditron_train.tp.kernels:ag_gemm_kernel",
@@ -54,7 +54,6 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, own_flags=False):
             "FLAGS_PER_RANK": 1024,
             "WORLD_SIZE": 8,
             "EVEN": even,
-            "OWN_FLAGS": own_flags,
             "HALVE_TAIL": block[1] >= 256,
         },
         num_stages=stages,
@@ -157,8 +156,6 @@ SPECS = [
         for even in (True, False)
         for size, shape in (("wide", _WIDE), ("square", _SQUARE))
     ),
-    _ag_gemm("tp_ag_gemm_nt_wide_even_pushed", True, True, *_WIDE, own_flags=True),
-    _ag_gemm("tp_ag_gemm_nn_wide_uneven_pushed", False, False, *_WIDE, own_flags=True),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),
 ]
