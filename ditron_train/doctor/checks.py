@@ -8,7 +8,7 @@ from typing import Literal
 
 from ditron_train.doctor.facts import Facts
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.settings import get_settings, unknown_variables
 from ditron_train.runtime.versions import SUPPORTED, is_supported, specifier_here
 
 __all__ = ["Finding", "find_problems"]
@@ -218,5 +218,8 @@ def _settings(facts: Facts) -> list[Finding]:
         get_settings()
     except SettingError as error:
         return [Finding("settings", "error", str(error), "unset it or correct it")]
+    unknown = unknown_variables(mine)
+    if unknown:
+        return [Finding("settings", "warning", f"nothing reads {', '.join(unknown)}", "correct the name; README lists them all")]
     text = ", ".join(f"{name}={value}" for name, value in mine.items()) or "no DITRON_* variable is set"
     return [Finding("settings", "ok", text)]

@@ -13,6 +13,7 @@ and, where it needs them,
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from types import ModuleType
 from typing import Any, Sequence
@@ -22,7 +23,7 @@ from ditron_train.megatron.arguments import Options, parse_features
 from ditron_train.megatron.specs import count_replacements, rewrite_spec
 from ditron_train.policy import check_plan, forget_plans
 from ditron_train.runtime.logs import log_once
-from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.settings import get_settings, unknown_variables
 from ditron_train.runtime.tuning import check_table
 
 __all__ = ["active_features", "apply", "apply_options", "restore", "wrap_model_provider"]
@@ -77,6 +78,8 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     check_versions()
     _set_environment(options.environment())
     get_settings()  # a malformed variable is reported here, before any model is built
+    for name in unknown_variables():
+        log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
     check_plan()
     check_table()
     modules = {name: _start(name) for name in options.features}

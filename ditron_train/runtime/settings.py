@@ -7,13 +7,13 @@ the call, so nothing is read on import and a test can set a variable.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
 
-__all__ = ["SETTINGS", "Setting", "Settings", "get_settings"]
+__all__ = ["SETTINGS", "Setting", "Settings", "get_settings", "unknown_variables"]
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,13 @@ def get_settings() -> Settings:
             continue
         try:
             values[setting.field] = setting.parse(text)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise SettingError(f"{setting.variable}={text!r}: {error}") from None
     return Settings(**values)
+
+
+def unknown_variables(names: Iterable[str] | None = None) -> list[str]:
+    """``DITRON_*`` variables (of ``names``, else of the environment) that no setting reads: most likely misspelt ones."""
+    known = {setting.variable for setting in SETTINGS}
+    names = os.environ if names is None else names
+    return sorted(n for n in names if n.startswith("DITRON_") and n not in known and not n.startswith("DITRON_TEST_"))

@@ -101,6 +101,7 @@ def test_errors_make_it_unhealthy_and_have_a_fix(changes: dict, topic: str, word
         ({"multicast": True}, "NCCL", "NVLS"),
         ({"nccl_files": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),
         ({"environment": {"NCCL_GRAPH_FILE": "/x"}}, "NCCL", "NCCL_GRAPH_FILE"),
+        ({"environment": {"NCCL_ALGO": "Ring", "DITRON_TIMOUT_S": "5"}}, "settings", "nothing reads DITRON_TIMOUT_S"),
         ({"nvshmem_library": None}, "NVSHMEM", "libnvshmem_host"),
         ({"environment": {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "eth7"}}, "NVSHMEM", "no such interface"),
         ({"shared_memory": (64 << 20, 64 << 20, True)}, "shared memory", "64 MiB"),

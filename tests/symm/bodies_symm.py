@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import os
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import ArenaError
-from ditron_train.symm import Channel, SymmetricArena, get_arena
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.symm import Channel, SymmetricArena, get_arena, shm_transport
 
 CPU = torch.device("cpu")
 
@@ -87,6 +89,61 @@ def different_requests() -> str:
 
 def wrong_transport() -> str:
     return error_of(lambda: SymmetricArena(dist.group.WORLD, CPU, "torch"))
+
+
+def different_transports() -> str:
+    """One rank's environment names another transport."""
+    if dist.get_rank() == 1:
+        os.environ["DITRON_TRANSPORT"] = "nvshmem"
+    try:
+        return error_of(lambda: SymmetricArena(dist.group.WORLD, CPU))
+    finally:
+        os.environ.pop("DITRON_TRANSPORT", None)
+
+
+def memory_is_full(what: str) -> tuple[str, str]:
+    """One rank cannot reserve, or not map; every rank raises the same words, and memory is there for the next request."""
+    arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
+    right = shm_transport._map_file
+
+    def full(path: str, num_bytes: int, create: bool):
+        if create == (what == "reserve"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return right(path, num_bytes, create)
+
+    if dist.get_rank() == 1:
+        shm_transport._map_file = full
+    try:
+        words = error_of(lambda: arena.tensor("test.full", (16,), torch.float32))
+    finally:
+        shm_transport._map_file = right
+    arena.tensor("test.full", (16,), torch.float32)
+    arena.close()
+    return words, ", ".join(os.path.basename(path) for path in glob.glob("/dev/shm/ditron-*"))
+
+
+def peers_out_of_reach() -> tuple[str, str]:
+    """Memory that only its own rank can address, as between nodes without NVSHMEM."""
+    arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
+    rank, allocate = arena.rank, arena._transport.allocate
+
+    def alone(group, device, num_bytes):
+        segment = allocate(group, device, num_bytes)
+        segment.peers = [peer if at == rank else None for at, peer in enumerate(segment.peers)]
+        segment.addresses = [address if at == rank else 0 for at, address in enumerate(segment.addresses)]
+        return segment
+
+    arena._transport.allocate = alone
+    tensor = arena.tensor("test.alone", (16,), torch.float32)
+    assert tensor.peer(rank) is not None
+    words = error_of(lambda: tensor.peer(1 - rank))
+    try:
+        Channel(arena, "test.alone", 4)
+    except NotSupportedError as error:
+        return words, str(error)
+    finally:
+        arena.close()
+    return words, "no error"
 
 
 def signals_grow_with_the_epoch() -> list[int]:

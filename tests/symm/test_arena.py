@@ -6,6 +6,8 @@ import glob
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_symm as bodies  # noqa: E402
 
@@ -42,6 +44,24 @@ def test_different_requests_are_the_same_error_on_every_rank():
 
 def test_a_transport_that_does_not_serve_the_device():
     assert set(run_workers(2, bodies.wrong_transport)) == {"transport 'torch' does not serve cpu tensors"}
+
+
+def test_different_transports_are_the_same_error_on_every_rank():
+    words = run_workers(2, bodies.different_transports)
+    assert words[0] == words[1] and words[0].startswith("ranks chose different transports: ['shm', 'nvshmem']")
+
+
+@pytest.mark.parametrize("what, words", [("reserve", "cannot reserve 256 bytes in /dev/shm"), ("map", "cannot map a peer's")])
+def test_too_little_memory_is_the_same_error_on_every_rank(what, words):
+    (mine, left), (theirs, left_1) = run_workers(2, bodies.memory_is_full, what)
+    assert mine == theirs and "failed on 1 of 2 ranks: rank 1: " in mine and words in mine and "No space left" in mine
+    assert left == left_1 == ""
+
+
+def test_peers_out_of_reach_are_an_error_on_every_rank():
+    for rank, (words, refusal) in enumerate(run_workers(2, bodies.peers_out_of_reach)):
+        assert words == f"the memory of group rank {1 - rank} cannot be addressed from this rank"
+        assert refusal == "test.alone: the group has ranks on other nodes, whose memory cannot be addressed from here"
 
 
 def test_new_flags_start_at_the_epoch():

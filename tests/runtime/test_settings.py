@@ -1,0 +1,76 @@
+"""The environment's settings: what is unset, what is understood, what is refused; and whose log lines are written."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from ditron_train.runtime import logs
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.settings import SETTINGS, get_settings, unknown_variables
+
+
+def test_unset_and_empty_variables_are_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, setting in enumerate(SETTINGS):
+        if index % 2:
+            monkeypatch.setenv(setting.variable, "")
+        else:
+            monkeypatch.delenv(setting.variable, raising=False)
+    settings = get_settings()
+    assert {s.field: getattr(settings, s.field) for s in SETTINGS} == {s.field: s.default for s in SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("DITRON_TRANSPORT", "nvshmem", "transport", "nvshmem"),
+        ("DITRON_TIMEOUT_S", "2.5", "timeout_s", 2.5),
+        ("DITRON_ARENA_BYTES", "1048576", "arena_bytes", 1 << 20),
+        ("DITRON_ARENA_BYTES", "256M", "arena_bytes", 256 << 20),
+        ("DITRON_ARENA_BYTES", "1.5GiB", "arena_bytes", 3 << 29),
+        ("DITRON_PP_LOANS", "0", "pp_loans", 0),
+        ("DITRON_MUON_OPT_INS", "gram, batched", "muon_opt_ins", ("gram", "batched")),
+        ("DITRON_POLICY", "bits", "policy", "bits"),
+    ],
+)
+def test_good_values(variable: str, text: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, text)
+    assert getattr(get_settings(), field) == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "texts"),
+    [
+        ("DITRON_TRANSPORT", ["tcp"]),
+        ("DITRON_TIMEOUT_S", ["soon", "0", "-1", "inf", "nan"]),
+        ("DITRON_ARENA_BYTES", ["much", "0", "-5M", "1T", "inf", "nan"]),
+        ("DITRON_PP_SLOTS", ["0", "two"]),
+        ("DITRON_PP_LOANS", ["-1", "1.5"]),
+        ("DITRON_MUON_OPT_INS", ["gram;batched", ","]),
+        ("DITRON_EP_CAPACITY", ["0"]),
+    ],
+)
+def test_bad_values_are_refused_by_name(variable: str, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in texts:
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(SettingError, match=f"{variable}='{text}': "):
+            get_settings()
+
+
+def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DITRON_TIMOUT_S", "5")
+    assert unknown_variables() == ["DITRON_TIMOUT_S"]
+    assert unknown_variables(["DITRON_TEST_STEPS", "DITRON_POLICY", "PATH"]) == []
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", ["a shape went native"]), ("1", [])])
+def test_a_line_is_logged_once_and_on_rank_0_alone(
+    rank: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(logs, "_seen", set())
+    with caplog.at_level(logging.INFO, "ditron_train"):
+        for _ in range(3):
+            logs.log_once("a key", "a shape went native")
+    assert caplog.messages == lines
