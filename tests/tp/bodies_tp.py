@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from ditron_train.tp import (
     GatherPlan,
-    ScatterPlan,
     TPContext,
     ag_gemm,
     all_gather,
@@ -22,6 +21,7 @@ from ditron_train.tp import (
     start_reduce_scatter,
 )
 
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp.context import FLAGS_PER_RANK
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dty
 
 
 def check_gemm_rs(
-    counts: list[int], n: int, k: int, layout: str, plan: ScatterPlan, dtype_name: str, repeats: int
+    counts: list[int], n: int, k: int, layout: str, scatter: str, dtype_name: str, repeats: int
 ) -> None:
     """gemm_rs against partial products folded in ring order (real numbers in bf16: the order of roundings shows)."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -89,7 +89,7 @@ def check_gemm_rs(
         scale = torch.tensor(1.0 + rank / 8, dtype=dtype)  # partials of several magnitudes, exact in themselves
         time.sleep(rng.random() * 0.02)
         row_counts = None if len(set(counts)) == 1 else counts
-        y = gemm_rs(x * scale, weight, context=context, layout=layout, row_counts=row_counts, plan=plan)
+        y = gemm_rs(x * scale, weight, context=context, layout=layout, row_counts=row_counts, scatter=scatter)
         partial = ((x * scale).float() @ (weight.float().t() if layout == "nt" else weight.float())).to(dtype)
         parts = [torch.empty_like(partial) for _ in range(world)]
         dist.all_gather(parts, partial)
@@ -151,7 +151,7 @@ def check_wrap() -> int:
         x = integers((32, 32), repeat + dist.get_rank())
         y = all_gather(x, context=context)
         assert torch.equal(y, gather_rows(x, [32] * dist.get_world_size()))
-        gemm_rs(x, x, context=context, plan=ScatterPlan("copy" if repeat % 2 else "store"))
+        gemm_rs(x, x, context=context, scatter="copy" if repeat % 2 else "store")
     peer = (dist.get_rank() + 1) % dist.get_world_size()
     epoch = int(context.gather_channel.signals.local[peer * FLAGS_PER_RANK])
     context.arena.close()
@@ -188,8 +188,8 @@ def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     context = get_context(None, CPU)
     x, weight = integers((32 if op == "ag_gemm" else 32 * world, 32), rank), integers((16, 32), 2)
-    plan = {} if op == "ag_gemm" else {"plan": ScatterPlan(op.split()[1])}
-    run = functools.partial(ag_gemm if op == "ag_gemm" else gemm_rs, context=context, **plan)
+    options = {} if op == "ag_gemm" else {"scatter": op.split()[1]}
+    run = functools.partial(ag_gemm if op == "ag_gemm" else gemm_rs, context=context, **options)
     for _ in range(2):
         run(x, weight)
     if rank == 2:
@@ -203,3 +203,41 @@ def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
     except PeerTimeoutError as error:
         return type(error).__name__, time.monotonic() - begin_s, str(error)
     return "no error", time.monotonic() - begin_s, ""
+
+
+def bad_calls() -> list[str]:
+    """Calls that every rank refuses by itself; a good one works behind each, so nothing was signalled."""
+    context = get_context(None, CPU)
+    x, weight = integers((4, 16), 1), integers((8, 16), 2)
+    meta = torch.empty(4, 16, device="meta")
+    calls = {
+        "ag_gemm": [
+            ((x, integers((8, 17), 2)), {}),
+            ((x, weight), {"layout": "tn"}),
+            ((x[0], weight), {}),
+            ((x, weight[0]), {}),
+            ((meta, weight), {}),
+            ((x, meta), {}),
+            ((x.int(), weight.int()), {}),
+            ((x, weight.bfloat16()), {}),
+            ((x, weight[:0]), {}),
+            ((x, weight), {"row_counts": (4,) * 3}),
+            ((x, weight), {"row_counts": (5,) * 2}),
+            ((x, weight), {"row_counts": (-4, 12)}),
+        ],
+        "gemm_rs": [((x[:3], weight), {}), ((x, integers((8, 17), 2)), {}), ((meta, weight), {})],
+        "all_gather": [((meta,), {}), ((x[:0],), {}), ((x[0],), {})],
+        "start_reduce_scatter": [((x[:3],), {}), ((meta,), {}), ((x[:, :0],), {})],
+    }
+    ops = {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "all_gather": all_gather, "start_reduce_scatter": start_reduce_scatter}
+    words = []
+    for name, bad in calls.items():
+        for arguments, options in bad:
+            try:
+                ops[name](*arguments, context=context, **options)
+                words.append("accepted")
+            except NotSupportedError as error:
+                words.append(str(error))
+            everything = torch.cat([integers((4, 16), 1)] * dist.get_world_size())
+            assert torch.equal(ag_gemm(x, weight, context=context), everything @ weight.t())
+    return words

@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bodies_tp as bodies  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
-from ditron_train.tp import ScatterPlan  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", ["push", "copy"])
@@ -28,7 +27,7 @@ def test_ag_gemm_equals_gather_then_matmul(counts, n, k, layout, dtype, mode):
     run_workers(2, bodies.check_ag_gemm, counts, n, k, layout, mode, dtype, 3)
 
 
-@pytest.mark.parametrize("mode", ["store", "copy"])
+@pytest.mark.parametrize("scatter", ["store", "copy"])
 @pytest.mark.parametrize(
     "counts, n, k, layout, dtype",
     [
@@ -38,17 +37,16 @@ def test_ag_gemm_equals_gather_then_matmul(counts, n, k, layout, dtype, mode):
         ([0, 50], 20, 17, "nn", "float32"),
     ],
 )
-def test_gemm_rs_equals_matmul_then_ring(counts, n, k, layout, dtype, mode):
-    run_workers(2, bodies.check_gemm_rs, counts, n, k, layout, ScatterPlan(mode), dtype, 3)
+def test_gemm_rs_equals_matmul_then_ring(counts, n, k, layout, dtype, scatter):
+    run_workers(2, bodies.check_gemm_rs, counts, n, k, layout, scatter, dtype, 3)
 
 
 def test_four_ranks():
     run_workers(4, bodies.check_ag_gemm, [32, 10, 0, 90], 40, 32, "nt", "push", "float32", 2)
     run_workers(4, bodies.check_ag_gemm, [64] * 4, 40, 32, "nn", "copy", "bfloat16", 2)
-    for mode, ranks_per_chunk in (("store", 1), ("copy", 1), ("copy", 2)):
-        plan = ScatterPlan(mode, ranks_per_chunk)
-        run_workers(4, bodies.check_gemm_rs, [32, 10, 0, 90], 40, 32, "nt", plan, "bfloat16", 2)
-        run_workers(4, bodies.check_gemm_rs, [64] * 4, 40, 32, "nn", plan, "bfloat16", 2)
+    for scatter in ("store", "copy"):
+        run_workers(4, bodies.check_gemm_rs, [32, 10, 0, 90], 40, 32, "nt", scatter, "bfloat16", 2)
+        run_workers(4, bodies.check_gemm_rs, [64] * 4, 40, 32, "nn", scatter, "bfloat16", 2)
 
 
 @pytest.mark.parametrize("world_size, shape, dtype", [(2, (6, 3, 10), "bfloat16"), (4, (64, 33), "bfloat16"), (4, (8, 2, 5), "float32")])
@@ -70,3 +68,9 @@ def test_mismatch_is_the_same_error_on_every_rank(field):
     assert words[0] == words[1]
     assert words[0].startswith("MismatchError: tp.gather")
     assert "rank 0: total_rows=64" in words[0] and "rank 1:" in words[0]
+
+
+def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled():
+    words, words_1 = run_workers(2, bodies.bad_calls)
+    assert words == words_1 and len(words) == 21
+    assert [text for text in words if not text.startswith(("ag_gemm: ", "gemm_rs: ", "all_gather: ", "reduce_scatter: "))] == []
