@@ -3,12 +3,11 @@
 from ditron_train.tp.context import RowPartition, TPContext, get_context
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.ops import ag_gemm, all_gather, gemm_rs, start_all_gather, start_reduce_scatter
-from ditron_train.tp.tuning import GatherPlan, ScatterPlan
+from ditron_train.tp.tuning import GatherPlan
 
 __all__ = [
     "GatherPlan",
     "RowPartition",
-    "ScatterPlan",
     "TPContext",
     "ag_gemm",
     "all_gather",

@@ -8,12 +8,11 @@ epilogue / this: 8192x4096x2752 434 / 245 / 332 / 285, 8192x4096x3584 508 / 314 
 437, 8192x8192x7168 1619 / 1263 / 1371 / 1292; at 2048x4096x1024 no difference (98 / 30 / 74 / 75).
 
 Tried: GEMMs on two streams, so that one fills the last wave of the other: 1 % less at most, 1 % more at the largest;
-holding copies back until the next GEMM is enqueued: equal; cuBLAS for the chunks: equal within 1 %.
+holding copies back until the next GEMM is enqueued: equal; cuBLAS for the chunks: equal within 1 %; chunks of two
+neighbours: 391 us instead of 354 (8192x4096x3584), since the order of a rank whose neighbours wrap around ends with a pair.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
@@ -26,29 +25,6 @@ from ditron_train.tp.scatter import PreparedScatter
 from ditron_train.tp.tuning import Choice, Layout
 
 __all__ = ["PreparedChunkedGemmRs"]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Rows of neighbouring ranks that are computed by one launch, and their positions in the order of delivery."""
-
-    first_row: int
-    end_row: int
-    positions: tuple[int, ...]
-
-
-def _chunks(partition: RowPartition, rank: int, ranks_per_chunk: int) -> list[_Chunk]:
-    """All rows in the order of delivery, own rows last and alone; ranks without rows are in a chunk of no rows."""
-    world_size = len(partition.starts) - 1
-    chunks: list[_Chunk] = []
-    for position, owner in enumerate(delivery_order(rank, world_size).tolist()):
-        start, end = partition.starts[owner], partition.starts[owner + 1]
-        last = chunks[-1] if chunks else None
-        if last and last.end_row == start and len(last.positions) < ranks_per_chunk and owner != rank:
-            chunks[-1] = _Chunk(last.first_row, end, (*last.positions, position))
-        else:
-            chunks.append(_Chunk(start, end, (position,)))
-    return chunks
 
 
 class PreparedChunkedGemmRs:
@@ -70,16 +46,12 @@ class PreparedChunkedGemmRs:
         assert self.covers(n, dtype), f"rows of {n} x {dtype} are not whole 16 bytes"
         self.context = context
         self.m, self.n, self.k = partition.num_rows, n, k
-        self._num_own_rows = partition.count(context.rank)
         self._scatter = PreparedScatter(context, partition, n, dtype)
-        self._chunks: list[tuple[_Chunk, GemmLaunch | None]] = []
-        for chunk in _chunks(partition, context.rank, choice.scatter.ranks_per_chunk):
-            num_rows = chunk.end_row - chunk.first_row
-            launch = None
-            if num_rows:
-                options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
-                launch = gemm_launch(num_rows, n, *options)
-            self._chunks.append((chunk, launch))
+        self._chunks: list[tuple[slice, GemmLaunch | None]] = []
+        for owner in delivery_order(context.rank, context.world_size).tolist():
+            rows, num_rows = slice(partition.starts[owner], partition.starts[owner + 1]), partition.count(owner)
+            options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
+            self._chunks.append((rows, gemm_launch(num_rows, n, *options) if num_rows else None))
 
     @staticmethod
     def covers(n: int, dtype: torch.dtype) -> bool:
@@ -97,19 +69,17 @@ class PreparedChunkedGemmRs:
         partial = x.new_empty(self.m, self.n)
         x, weight = aligned_operand(x), aligned_operand(weight)
         scatter.begin()
-        for chunk, launch in self._chunks:
+        for position, (rows, launch) in enumerate(self._chunks):
             if launch is not None:
-                rows = slice(chunk.first_row, chunk.end_row)
                 launch(x[rows], launch.b_descriptors(weight), partial[rows], self.k)
-            if chunk.positions[-1] < len(scatter.peers):
+            if position < len(scatter.peers):
                 context.fork()
-                scatter.send(partial, chunk.positions)
+                scatter.send(partial, position)
         scatter.finish(partial, out)
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         """Compiles what a call with these would run, without running it."""
         x, weight = aligned_operand(x), aligned_operand(weight)
         partial = x.new_empty(self.m, self.n)
-        for launch in {launch for _, launch in self._chunks if launch is not None}:
-            num_rows = next(c.end_row - c.first_row for c, other in self._chunks if other is launch)
-            launch.compile(x[:num_rows], launch.b_descriptors(weight), partial[:num_rows], self.k)
+        for rows, launch in {launch: (rows, launch) for rows, launch in self._chunks if launch is not None}.values():
+            launch.compile(x[rows], launch.b_descriptors(weight), partial[rows], self.k)

@@ -25,6 +25,7 @@ _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
 _DEEP_STAGES = 4
 _OVERLAP_LOSS = 0.04  # of the time that transfers run beside the GEMM: they share memory and power
+_PUSH_BESIDE_GEMM = 0.3  # of its rate alone is what a multiprocessor pushes while the others multiply
 _PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next granule
 _STORE_STALL = 0.4  # of the time that the links take for the stores of one wave, whatever the tile's products take
 _LAUNCH_US = 4.0
@@ -104,7 +105,7 @@ def _send_rate(plan: GatherPlan, rates: MachineRates) -> float:
     """Bytes per us that leave a rank."""
     if plan.mode == "copy":
         return rates.link_gbps * 1e3
-    return min(plan.push_programs * rates.push_sm_gbps, rates.link_gbps) * 1e3
+    return min(_PUSH_BESIDE_GEMM * plan.push_programs * rates.push_sm_gbps, rates.link_gbps) * 1e3
 
 
 def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
@@ -114,13 +115,17 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     num_programs = max(1, machine.num_sms - (plan.push_programs if by_push else 1))
     waves = _num_waves(problem.m, problem.n, config, num_programs)
     tile_us = _tile_us(problem.k, config, machine.num_sms, rates)
-    num_tiles = config.num_tiles(problem.m, problem.n)
+    tiles_n = -(-problem.n // config.block_n)
+    shard_tiles_m = problem.m / config.block_m / world_size
     shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / _send_rate(plan, rates)
     sent_us = rates.start_us
     end_us = waves * tile_us
     for chunk in range(num_chunks, world_size * num_chunks):
         sent_us += shard_us / num_chunks + (0.0 if by_push else rates.chunk_us)
-        waves_before = num_tiles * chunk // (world_size * num_chunks) // num_programs
+        step, part = divmod(chunk, num_chunks)
+        # All row tiles of a group are wanted at its start.
+        tiles_m_before = step * shard_tiles_m + part * shard_tiles_m / num_chunks // config.group_m * config.group_m
+        waves_before = tiles_m_before * tiles_n // num_programs
         end_us = max(end_us, sent_us + (waves - waves_before) * tile_us)
     return _LAUNCH_US + end_us + _OVERLAP_LOSS * min(waves * tile_us, (world_size - 1) * shard_us)
 
@@ -129,7 +134,7 @@ def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     world_size = problem.world_size
     fold_bytes = (world_size + 1) * problem.m / world_size * problem.n * problem.dtype.itemsize
     fold_us = fold_bytes / (rates.memory_gbps * 1e3)
-    sent = _stored_us if choice.scatter.mode == "store" else _chunked_us
+    sent = _stored_us if choice.scatter == "store" else _chunked_us
     return sent(problem, choice, machine, rates) + fold_us
 
 
@@ -145,13 +150,10 @@ def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: Machin
 def _chunked_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     world_size, own_rows = problem.world_size, problem.m // problem.world_size
     rank_bytes = own_rows * problem.n * problem.dtype.itemsize
-    end_us = 0.0
+    rank_us = _LAUNCH_US + gemm_us(
+        own_rows, problem.n, problem.k, choice.config, machine.num_sms, machine.num_sms, rates
+    )
     sent_us = rates.start_us
-    for first in range(0, world_size - 1, choice.scatter.ranks_per_chunk):
-        ranks = min(choice.scatter.ranks_per_chunk, world_size - 1 - first)
-        end_us += _LAUNCH_US + gemm_us(
-            ranks * own_rows, problem.n, problem.k, choice.config, machine.num_sms, machine.num_sms, rates
-        )
-        sent_us = max(sent_us, end_us) + ranks * rank_bytes / (rates.link_gbps * 1e3) + rates.chunk_us
-    own_us = gemm_us(own_rows, problem.n, problem.k, choice.config, machine.num_sms, machine.num_sms, rates)
-    return max(end_us + _LAUNCH_US + own_us, sent_us) + _LAUNCH_US
+    for position in range(1, world_size):
+        sent_us = max(sent_us, position * rank_us) + rank_bytes / (rates.link_gbps * 1e3) + rates.chunk_us
+    return max(world_size * rank_us, sent_us) + _LAUNCH_US

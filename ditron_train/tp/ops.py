@@ -19,7 +19,7 @@ from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs, padded_columns
 from ditron_train.tp.scatter import PreparedScatter
-from ditron_train.tp.tuning import Choice, GatherPlan, Op, Problem, ScatterPlan, choose
+from ditron_train.tp.tuning import Choice, GatherPlan, Op, Problem, ScatterMode, choose
 
 __all__ = [
     "StartedGather",
@@ -187,7 +187,7 @@ def gemm_rs(
     context: TPContext,
     layout: Layout = "nt",
     row_counts: Sequence[int] | None = None,
-    plan: ScatterPlan | None = None,
+    scatter: ScatterMode | None = None,
 ) -> torch.Tensor:
     """``x`` times ``weight``, reduce-scattered along dimension 0: Megatron's row-linear forward and column-linear dgrad.
 
@@ -199,7 +199,7 @@ def gemm_rs(
         context: The group's context.
         layout: How ``weight`` lies.
         row_counts: Rows that each rank gets where they differ.
-        plan: How to move partial sums; chosen by the shape where None (``tp.tuning``). Without ``cuda-bindings``, or where
+        scatter: How to move partial sums; chosen by the shape where None (``tp.tuning``). Without ``cuda-bindings``, or where
             rows of the result are not whole 16 bytes, they are stored by the GEMM whatever is said here.
 
     Returns:
@@ -210,7 +210,7 @@ def gemm_rs(
     """
     context.enter("gemm_rs", x.shape, weight.shape, x.dtype)
     key = ("gemm_rs", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
-           row_counts and tuple(row_counts), plan)  # fmt: skip
+           row_counts and tuple(row_counts), scatter)  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         n, k = _check("gemm_rs", context, x, weight, layout)
@@ -218,8 +218,8 @@ def gemm_rs(
         if partition.num_rows == 0:
             return x.new_empty(0, *x.shape[1:-1], n) if row_counts is None else x.new_empty(0, n)
         choice = _choose("gemm_rs", context, partition.num_rows, n, k, x.dtype, layout)
-        if plan is not None:
-            choice = replace(choice, scatter=plan)
+        if scatter is not None:
+            choice = replace(choice, scatter=scatter)
         prepared = context.prepared[key] = prepare_gemm_rs(context, partition, n, k, x.dtype, layout, choice)
     if row_counts is None:
         out = x.new_empty(x.shape[0] // context.world_size, *x.shape[1:-1], prepared.n)
@@ -233,7 +233,7 @@ def prepare_gemm_rs(
     context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout, choice: Choice
 ) -> PreparedChunkedGemmRs | PreparedGemmRs:
     """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
-    by_copy = choice.scatter.mode == "copy" and can_copy(context) and PreparedChunkedGemmRs.covers(n, dtype)
+    by_copy = choice.scatter == "copy" and can_copy(context) and PreparedChunkedGemmRs.covers(n, dtype)
     kind = PreparedChunkedGemmRs if by_copy else PreparedGemmRs
     return kind(context, partition, n, k, dtype, layout, choice)
 

@@ -9,8 +9,6 @@ share the links under one GEMM, and native hides its scatter under wgrad too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from ditron_train.runtime.launch import KernelLaunch
@@ -65,7 +63,8 @@ class PreparedScatter:
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
         self.begin()
-        self.send(partial, range(len(self.peers)))
+        for position in range(len(self.peers)):
+            self.send(partial, position)
 
     def begin(self) -> None:
         """Start signals, behind what the current stream has done; ``send`` follows."""
@@ -75,15 +74,13 @@ class PreparedScatter:
             channel.control, stream=context.fork(),
         )  # fmt: skip
 
-    def send(self, partial: torch.Tensor, positions: Iterable[int]) -> None:
-        """Sends the rows of ``peers[position]`` for each of ``positions``, behind what the communication stream has."""
+    def send(self, partial: torch.Tensor, position: int) -> None:
+        """Sends the rows of ``peers[position]``, behind what the communication stream has."""
         stream = self.context.comm_stream
-        base, epoch = partial.data_ptr(), self.context.reduce_epoch.data_ptr()
-        for position in positions:
-            destination, offset, num_bytes, flag = self._copies[position]
-            if num_bytes:
-                copy_bytes(destination, base + offset, num_bytes, stream)
-            copy_bytes(flag, epoch, 4, stream)
+        destination, offset, num_bytes, flag = self._copies[position]
+        if num_bytes:
+            copy_bytes(destination, partial.data_ptr() + offset, num_bytes, stream)
+        copy_bytes(flag, self.context.reduce_epoch.data_ptr(), 4, stream)
 
     def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
         """``out`` [rows of this rank, N], contiguous: the sum over ranks, when all have arrived.

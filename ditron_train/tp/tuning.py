@@ -24,7 +24,7 @@ __all__ = [
     "Machine",
     "Op",
     "Problem",
-    "ScatterPlan",
+    "ScatterMode",
     "choose",
     "default_choice",
     "entry_of",
@@ -36,6 +36,8 @@ __all__ = [
 
 Op = Literal["ag_gemm", "gemm_rs"]
 Layout = Literal["nt", "nn"]
+# How partial sums of a GEMM-RS travel: stored by its epilogue, or by copy engines behind a GEMM for the rows of each rank.
+ScatterMode = Literal["store", "copy"]
 
 
 @dataclass(frozen=True)
@@ -49,21 +51,8 @@ class GatherPlan:
     """
 
     mode: Literal["push", "copy"]
-    push_programs: int = 8
+    push_programs: int = 16
     num_chunks: int = 1
-
-
-@dataclass(frozen=True)
-class ScatterPlan:
-    """One way to move the partial sums of a GEMM-RS.
-
-    Attributes:
-        mode: ``store`` (from the GEMM's epilogue) or ``copy`` (copy engines, behind a GEMM for each chunk of rows).
-        ranks_per_chunk: With ``copy``, ranks whose rows are computed by one launch.
-    """
-
-    mode: Literal["store", "copy"]
-    ranks_per_chunk: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,7 @@ class Choice:
     config: GemmConfig
     gather: GatherPlan = GatherPlan("copy")
     fold_rows: int = 32
-    scatter: ScatterPlan = ScatterPlan("store")
+    scatter: ScatterMode = "store"
     use_native: bool = False
     source: str = "default"
 
@@ -133,8 +122,7 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
     if problem.op == "gemm_rs":
         rows = (16, 32, 64) if machine.target != "interpreter" else (16, 32)
         variants = [replace(base, fold_rows=count) for count in rows if count <= base.config.block_m and count != base.fold_rows]
-        ranks = [count for count in (1, 2) if count < problem.world_size]
-        return variants + [replace(base, scatter=ScatterPlan("copy", count)) for count in ranks]
+        return [*variants, replace(base, scatter="copy")] if problem.world_size > 1 else variants
     plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
     plans += [GatherPlan("push", push_programs=programs) for programs in ((1,) if machine.target == "interpreter" else (8, 16))]
     return [replace(base, gather=plan) for plan in plans if plan != base.gather]
@@ -201,8 +189,8 @@ def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
         "stages": config.num_stages,
         "group_m": config.group_m,
     }
-    if problem.op == "gemm_rs" and choice.scatter.mode == "copy":
-        entry.update(scatter="copy engine", ranks_per_chunk=choice.scatter.ranks_per_chunk)
+    if problem.op == "gemm_rs" and choice.scatter == "copy":
+        entry.update(scatter="copy engine")
     elif problem.op == "gemm_rs":
         entry.update(scatter="SM store", fold_rows=choice.fold_rows)
     elif choice.gather.mode == "copy":
@@ -235,7 +223,7 @@ def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
         choice = Choice(config, use_native=bool(entry.get("native")), source="table")
         if problem.op == "gemm_rs":
             if entry["scatter"] == "copy engine":
-                return replace(choice, scatter=ScatterPlan("copy", _count(entry["ranks_per_chunk"])))
+                return replace(choice, scatter="copy")
             if entry["scatter"] == "SM store":
                 return replace(choice, fold_rows=min(_power_of_two(entry["fold_rows"], 16), block_m))
             raise ValueError(f"scatter is {entry['scatter']!r}")
