@@ -29,7 +29,7 @@ class MachineRates:
     memory_gbps: float
     push_sm_gbps: float
     start_us: float = 10.0
-    chunk_us: float = 3.0
+    chunk_us: float = 5.0
 
     @property
     def gemm_flop_per_us(self) -> float:
