@@ -45,7 +45,7 @@ def _plan(layout: Layout, context: EPContext, tiles: RowTiles, *, by_arrival: bo
 def _gemm_constants(operands: GemmOperands, tiles: RowTiles, context: EPContext) -> dict[str, object]:
     config = operands.config
     return dict(
-        STRIP=context.fused.strip, GROUP_M=config.group_m, BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        GROUP_M=config.group_m, BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         SPLIT_STORE=config.split_store, TARGET=context.target,
     )  # fmt: skip
 
@@ -102,7 +102,7 @@ def dispatch_gemm(
         WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TOPK=shape.topk, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size,
         RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows,
         PLACE_ROWS=move_tile(hidden, fused.place_elements)[0], BLOCK_H=columns, NUM_SENDERS=fused.num_senders,
-        NUM_PLACERS=fused.num_placers, **gemm,
+        NUM_PLACERS=fused.num_placers, STRIP=fused.strip, **gemm,
     )  # fmt: skip
     config = operands.config
     launch(
@@ -172,7 +172,7 @@ def gemm_combine(
         ROUND_EACH=order == "ascending_rounded", DESCENDING=order == "descending", WORLD_SIZE=shape.world_size,
         NUM_CHUNKS=shape.num_chunks, ROWS=rows, SUM_ROWS=move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
         ITEM_TOKENS=context.move.item_tokens, NUM_SENDERS=0 if num_programs == 1 else fused.num_senders,
-        **_gemm_constants(operands, tiles, context),
+        TILE_COUNT=operands.config.num_warps if context.target.startswith("sm_") else 1, **_gemm_constants(operands, tiles, context),
     )  # fmt: skip
     grads_like = row_grads.contiguous() if with_grads else x
     config = operands.config

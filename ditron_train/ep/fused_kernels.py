@@ -27,7 +27,7 @@ import ditron_train.lang as dl
 from ditron_train.ep.group_gemm_kernels import group_product, store_block
 from ditron_train.ep.kernels import place_rows, send_entries, send_tokens
 from ditron_train.ep.return_kernels import scatter_grads, sum_rows
-from ditron_train.ep.task_kernels import complete, need, num_strips, serve, strip_of
+from ditron_train.ep.task_kernels import complete, complete_stored, need, num_strips, serve, strip_of
 from ditron_train.schedule.tiles import ordered_tile
 
 __all__ = ["dispatch_gemm_kernel", "gemm_combine_kernel", "plan_tiles"]
@@ -166,22 +166,21 @@ def _place_chunk(
 @triton.jit
 def _gemm_strip(
     ticket, a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n, num_k_tiles, num_programs,
-    WAITS: tl.constexpr, COUNTS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
+    STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: a strip of output tiles, once their rows are in place."""
     first, count = strip_of(ticket, num_row_tiles * num_tiles_n, num_programs, STRIP)
-    if WAITS:
-        if tl.load(board + TOTAL, volatile=True) < 0:  # warps may differ here: no barrier inside
-            for nth in range(count):
-                row_tile, _ = ordered_tile(first + nth * num_programs, order, num_row_tiles, num_tiles_n, GROUP_M)
-                entry = tiles + 4 + row_tile * 4
-                row = tl.load(entry + 1)
-                last_row = tl.minimum(row + BLOCK_M, tl.load(entry + 2)) - 1
-                for block in range(row // BLOCK_M, last_row // BLOCK_M + 1):
-                    need(board + COUNTERS + block, BLOCK_M, control, block, TARGET)
-        dl.fence(TARGET)
-        dl.fence_async_proxy(TARGET)
+    if tl.load(board + TOTAL, volatile=True) < 0:  # warps may differ here: no barrier inside
+        for nth in range(count):
+            row_tile, _ = ordered_tile(first + nth * num_programs, order, num_row_tiles, num_tiles_n, GROUP_M)
+            entry = tiles + 4 + row_tile * 4
+            row = tl.load(entry + 1)
+            last_row = tl.minimum(row + BLOCK_M, tl.load(entry + 2)) - 1
+            for block in range(row // BLOCK_M, last_row // BLOCK_M + 1):
+                need(board + COUNTERS + block, BLOCK_M, control, block, TARGET)
+    dl.fence(TARGET)
+    dl.fence_async_proxy(TARGET)
     for tile in tl.range(first, first + count * num_programs, num_programs, flatten=True):
         row_tile, col_tile = ordered_tile(tile, order, num_row_tiles, num_tiles_n, GROUP_M)
         entry = tiles + 4 + row_tile * 4
@@ -191,11 +190,6 @@ def _gemm_strip(
         col = col_tile * BLOCK_N
         acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    if COUNTS:
-        dl.bulk_store_wait(TARGET)
-        for nth in range(count):
-            row_tile, _ = ordered_tile(first + nth * num_programs, order, num_row_tiles, num_tiles_n, GROUP_M)
-            complete(board + COUNTERS + row_tile, 1, TARGET)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -246,7 +240,7 @@ def dispatch_gemm_kernel(
     num_row_tiles = tl.load(tiles)
     serve(board + HEAD_THIRD, num_strips(num_row_tiles * num_tiles_n, num_programs, STRIP), _gemm_strip, (
         a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n, tl.cdiv(hidden, BLOCK_K),
-        num_programs, True, False, STRIP, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
+        num_programs, STRIP, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
     ))  # fmt: skip
 
 
@@ -254,11 +248,12 @@ def dispatch_gemm_kernel(
 def _return_tile(
     task, y, row_grads, origins, tiles, order, board, buffer_addresses, grad_addresses, signal_addresses, control, rank, epoch,
     num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TILE_COUNT: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: rows of one row tile to their tokens, once all its columns are there; the last one tells every rank."""
     tile = tl.load(order + task)
-    need(board + COUNTERS + tile, num_tiles_n, control, tile, TARGET)
+    need(board + COUNTERS + tile, num_tiles_n * TILE_COUNT, control, tile, TARGET)
     first = tl.load(tiles + 4 + tile * 4 + 1)
     end = tl.minimum(first + BLOCK_M, tl.load(tiles + 4 + tile * 4 + 2))
     for start in range(first, end, ROWS):
@@ -308,14 +303,16 @@ def gemm_combine_kernel(
     WITH_GRADS: tl.constexpr, TRANSPOSE_B: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     ROWS: tl.constexpr, SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, NUM_SENDERS: tl.constexpr,
-    STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE_COUNT: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """y[r, :] = A[r, :] @ B[e(r)] as ``group_gemm_kernel`` does, and out[t] = sum over e of y[row(t, e)] as ``return_rows``.
 
-    Queues: strips of tiles (all but the last NUM_SENDERS programs), row tiles to return (those first, the others when no
-    strips are left), tokens to sum (all). Nearly every token has a row in the last tiles, so a rank is told once, when all
-    of a peer's rows have left: one flag a source.
+    All but the last NUM_SENDERS programs compute tiles, in one pipelined loop as the grouped GEMM alone; a finished tile adds
+    TILE_COUNT to its row tile's counter while the next one is being computed (``complete_stored``). Queues: row tiles to
+    return (those programs first, the others when they have no tiles left), tokens to sum (all). Nearly every token has a
+    row in the last tiles, so a rank is told once, when all of a peer's rows have left: one flag a source. Tiles are dealt
+    out, not drawn: it ends as long as no more than NUM_SENDERS multiprocessors are withheld for good.
 
     Waits: returning programs for every rank's start signal, then for a row tile's counter (acquire; its tiles are stored
     through descriptors and waited for before they count); sums (acquire, system scope) for the flag of every rank that has
@@ -331,16 +328,26 @@ def gemm_combine_kernel(
     if program == 0:
         dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
     if program < num_programs - NUM_SENDERS:
-        computers = num_programs - NUM_SENDERS
-        serve(board + HEAD_FIRST, num_strips(num_row_tiles * num_tiles_n, computers, STRIP), _gemm_strip, (
-            a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n,
-            tl.cdiv(K, BLOCK_K), computers, False, True, STRIP, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
-        ))  # fmt: skip
+        num_k_tiles = tl.cdiv(K, BLOCK_K)
+        stored = tl.cast(0, tl.int64)  # counter of the tile before: its stores are complete by the time this one is computed
+        for tile in tl.range(program, num_row_tiles * num_tiles_n, num_programs - NUM_SENDERS, flatten=True):
+            row_tile, col_tile = ordered_tile(tile, order, num_row_tiles, num_tiles_n, GROUP_M)
+            entry = tiles + 4 + row_tile * 4
+            place = tl.load(places + tl.load(entry))
+            row = tl.load(entry + 1)
+            valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
+            col = col_tile * BLOCK_N
+            acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+            complete_stored(stored, TARGET)
+            store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+            stored = (board + COUNTERS + row_tile).to(tl.int64)
+        complete_stored(stored, TARGET)
     for peer in tl.static_range(WORLD_SIZE):
         dl.await_ready(ready, epoch, control, peer, WORLD_SIZE, TARGET)
     serve(board + HEAD_SECOND, num_row_tiles, _return_tile, (
         y, row_grads, origins, tiles, order, board, buffer_addresses, grad_addresses, signal_addresses, control, rank, epoch,
-        num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS, WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, BLOCK_M, TARGET,
+        num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS, WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, BLOCK_M,
+        TILE_COUNT, TARGET,
     ))  # fmt: skip
     if program == 0:
         for step in tl.static_range(WORLD_SIZE):

@@ -26,7 +26,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["complete", "draw", "need", "serve", "strip_of"]
+__all__ = ["complete", "complete_stored", "draw", "need", "serve", "strip_of"]
 
 
 @triton.jit
@@ -63,6 +63,42 @@ def complete(counter, amount, TARGET: tl.constexpr):
     """
     tl.debug_barrier()
     return tl.atomic_add(counter, amount, sem="acq_rel", scope="sys")
+
+
+@triton.constexpr_function
+def _is_cuda(target):
+    return target.startswith("sm_")
+
+
+@triton.jit
+def complete_stored(counter_address, TARGET: tl.constexpr):
+    """Counts a tile whose descriptor stores were issued a while ago; nothing for address 0 (an int64).
+
+    Adds 1 for each warp (elsewhere than on NVIDIA: 1), since the stores of a tile are issued by several warps: each waits
+    for its own, then its first lane releases (fence) and counts. No block barrier, which would drain the pipeline of the
+    loop that this stands in.
+    """
+    if _is_cuda(TARGET):
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred counts, first;
+                .reg .b32 lane;
+                cp.async.bulk.wait_group 0;
+                bar.warp.sync 0xffffffff;
+                mov.u32 lane, %laneid;
+                setp.ne.s64 counts, $1, 0;
+                setp.eq.and.u32 first, lane, 0, counts;
+                @first fence.acq_rel.gpu;
+                @first red.relaxed.gpu.global.add.s32 [$1], 1;
+                mov.u32 $0, 0;
+            }
+            """,
+            "=r,l", [counter_address], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        if counter_address != 0:
+            complete(counter_address.to(tl.pointer_type(tl.int32)), 1, TARGET)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ def _signature(*groups: tuple[str, str]) -> dict[str, str]:
 
 _CHANNEL = ("signal_addresses ready_addresses", "*i64"), ("signals ready signature", _INT), ("tickets control", "*i64")
 _TABLES = ("places tiles order board limits", _INT)
-_WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "SPLIT_STORE": True, "STRIP": 2, "GROUP_M": 8}
+_WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "SPLIT_STORE": True, "GROUP_M": 8}
 _MOVE = {"WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "NUM_SENDERS": 16}
 _UNALIGNED = ("num_tokens", "limits", "order", "board", "list_base", "entry_base", "recv_offsets")
 
@@ -57,7 +57,7 @@ SPECS = [
             signature={**_DISPATCH, **_descriptors(forward)},
             constexprs={
                 **_MOVE, **_WIDE, "RANKS": 8, "SEND_ROWS": 2, "PLACE_ROWS": 4, "WITH_ENTRIES": forward,
-                "ZERO_PROBS": forward, "TOPK": 8, "TRANSPOSE_B": forward, "NUM_PLACERS": 24,
+                "ZERO_PROBS": forward, "TOPK": 8, "TRANSPOSE_B": forward, "NUM_PLACERS": 24, "STRIP": 2,
             },  # fmt: skip
             num_warps=8,
             num_stages=4,
@@ -74,7 +74,8 @@ SPECS = [
             signature={**_COMBINE, **_descriptors(forward)},
             constexprs={
                 **_MOVE, **_WIDE, "ROWS": 4, "WITH_GRADS": not forward, "TOPK": 8, "TOPK_LANES": 8,
-                "ROUND_EACH": forward, "DESCENDING": not forward, "SUM_ROWS": 1, "ITEM_TOKENS": 8, "TRANSPOSE_B": forward,
+                "ROUND_EACH": forward, "DESCENDING": not forward, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
+                "TRANSPOSE_B": forward, "TILE_COUNT": 8,
             },  # fmt: skip
             num_warps=8,
             num_stages=4,
