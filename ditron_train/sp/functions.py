@@ -132,10 +132,15 @@ class _OutputProjection(torch.autograd.Function):
         weight, gathered = ctx.saved_tensors
         needs_attended, needs_weight = ctx.needs_input_grad[:2]
         grad_attended = grad_weight = None
+
+        def compute_wgrad() -> None:
+            nonlocal grad_weight
+            grad_weight = ctx.wgrad(_rows(grad_out), gathered) if needs_weight else None
+
         if needs_attended:
-            (grad_attended,) = gemm_a2a(grad_out, weight, weight_layout="nn", **ctx.options)
-        if needs_weight:
-            grad_weight = ctx.wgrad(_rows(grad_out), gathered)
+            (grad_attended,) = gemm_a2a(grad_out, weight, weight_layout="nn", meanwhile=compute_wgrad, **ctx.options)
+        else:
+            compute_wgrad()
         return grad_attended, grad_weight, None, None, None, None
 
 

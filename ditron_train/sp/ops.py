@@ -7,7 +7,7 @@ at the first call of a new shape, and give the bits of GEMM, all-to-all and reor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -103,6 +103,7 @@ def gemm_a2a(
     weight_layout: WeightLayout = "nt",
     row_table: torch.Tensor | None = None,
     config: GemmConfig | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Projects ``x`` and gives every rank its heads of the whole sequence: QKV's forward, the output projection's dgrad.
 
@@ -117,6 +118,8 @@ def gemm_a2a(
         row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its two
             chunks of one sequence.
         config: Tile sizes; chosen by the shape where None. They do not change bits.
+        meanwhile: Called when all is enqueued; what it enqueues runs beside the last transfers, and may use what is given here
+            but not what is returned.
 
     Returns:
         One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -143,7 +146,7 @@ def gemm_a2a(
         prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return prepared(rows, weight, (x.shape[0] * context.world_size, *x.shape[1:-1]), row_table)
+    return prepared(rows, weight, (x.shape[0] * context.world_size, *x.shape[1:-1]), row_table, meanwhile)
 
 
 def a2a_gemm(

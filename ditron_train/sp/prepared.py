@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -225,9 +225,10 @@ class PreparedGemmA2A:
         )
 
     def __call__(
-        self, rows: torch.Tensor, weight: torch.Tensor, lead: Sequence[int], table: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """``rows`` [m, k]; ``lead``: leading dimensions of the parts."""
+        self, rows: torch.Tensor, weight: torch.Tensor, lead: Sequence[int], table: torch.Tensor | None,
+        meanwhile: Callable[[], object] | None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """``rows`` [m, k]; ``lead``: leading dimensions of the parts; ``meanwhile``: enqueued while the last ones arrive."""
         transfer, config = self._transfer, self.config
         context, channel = transfer.context, transfer.channel
         parts = self._receive.empty(lead)
@@ -249,6 +250,8 @@ class PreparedGemmA2A:
             transfer.slot_rows,
         )
         self._receive(parts, table, side)
+        if meanwhile is not None:
+            meanwhile()
         context.join()
         context.leave(channel)
         return parts
