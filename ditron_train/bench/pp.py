@@ -61,17 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
         limited = {} if arguments.no_limited or not on_gpu else _limited_groups(session)
         if "send_recv" in parts or "gemm_beside_transfer" in parts:
             context = get_pipeline_context(dist.group.WORLD, session.device)
+            context.reserve(max(sizes))
         if "send_recv" in parts:
-            rows: dict[str, list[Row]] = {pattern: [] for pattern in _PATTERNS}
-            for num_bytes in sorted(sizes):
-                context.reserve(num_bytes)  # slots as a job with such messages has them: they only grow
-                for pattern in _PATTERNS:
-                    rows[pattern].append(_send_recv_row(session, context, pattern, num_bytes, limited))
-            for row in (row for pattern in _PATTERNS for row in rows[pattern]):
-                session.add(row)
+            for pattern in _PATTERNS:
+                for num_bytes in sizes:
+                    session.add(_send_recv_row(session, context, pattern, num_bytes, limited))
         if "gemm_beside_transfer" in parts:
             for num_bytes in [size for size in sizes if size >= 8 * _MB] or sizes[-1:]:
-                context.reserve(num_bytes)
                 for row in _beside_rows(session, context, num_bytes, limited):
                     session.add(row)
         if "pipeline_step" in parts:

@@ -123,7 +123,6 @@ def exchange(
         tensor = sends[lane]
         if tensor is not None:
             handles[name] = _send(context, lane, tensor, batches[lane], lend)
-    context.return_loans()
     for name, lane in _RECEIVES:
         far = _exchange_far_headers(context, lane, sends[lane], expected[lane]) if variable_shapes else None
         header = expected[lane]

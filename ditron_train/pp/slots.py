@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ditron_train.pp.mailbox import MAX_LOANS
 from ditron_train.pp.messages import LANE_NAMES
 from ditron_train.symm.arena import SymmetricArena
 
 __all__ = ["Slots"]
 
 _NAME = "pp/slots"
-_CHEAP_BYTES = 32 << 20  # of a lane: so much its slots to lend may take, be they more than its least number
 
 
 class Slots:
@@ -23,27 +21,17 @@ class Slots:
 
     Args:
         count: Slots in each lane's ring.
-        least_loans: Slots to lend, by lane; of small messages there are more, so that a host that is some messages ahead of
-            its device still finds a slot which it knows to be free. A lane of 0 has none.
-        exact: Make it so many, whatever their size.
-
-    Attributes:
         loans: Slots to lend, by lane.
     """
 
-    def __init__(self, arena: SymmetricArena, count: int, least_loans: Sequence[int], *, exact: bool = False) -> None:
+    def __init__(self, arena: SymmetricArena, count: int, loans: Sequence[int]) -> None:
         self._arena = arena
         self.count = count
-        self.loans = tuple(least_loans)
-        self._least_loans = self.loans
-        self._exact = exact
+        self.loans = tuple(loans)
         self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
         """Collective: makes every slot hold ``num_bytes``; no message may be under way. What is lent stays where it is."""
-        if not self._exact:
-            cheap = min(_CHEAP_BYTES // max(num_bytes, 1), MAX_LOANS)
-            self.loans = tuple(max(least, cheap) if least else 0 for least in self._least_loans)
         total = len(LANE_NAMES) * self.count + sum(self.loans)
         if self.num_bytes:  # other memory, even if the arena has that much: tensors are lent out of the present one
             num_bytes = max(num_bytes, self._arena.capacity_bytes(_NAME) // total + 1)

@@ -126,8 +126,7 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "count",
         "Buffers between pipeline stages that received activations stay in until they are let go of, instead of being copied "
-        "(gradients: at most 3). Unset: as many as the first stage of the schedule holds, and 2; of small messages, also gradients, "
-        "as many as 32 MiB hold, at most 32. 0: every message is copied.",
+        "(gradients: at most 3). Unset: as many as the first stage of the schedule holds, and 2. 0: every message is copied.",
     ),
     Setting(
         "muon_sharding",

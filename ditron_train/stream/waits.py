@@ -2,8 +2,7 @@
 
 A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory, wait
 for the flag, write "done"; where the flag lies in host memory it says itself that the wait is over, and the last write is
-left out (it takes 1.6 us or more of the stream's time). "Begun" is a call of its own: in a batch with the wait it was not seen before
-the wait was over (driver 580, H200), so that nothing was ever released. A watchdog thread reads these words (no CUDA call while all is
+left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call while all is
 well, so it cannot disturb a graph capture); when a wait has begun and is not done within the deadline, it records the failure
 in the channel and releases the wait by writing the flag itself: from the host where the flag lies in host memory, else
 from a stream of its own. The host then raises at the next ``Channel.check``.
@@ -108,7 +107,7 @@ def _wait_on_cpu(channel: Channel, address: int, epoch: int, peer: int, chunk: i
     channel.check()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Wait:
     channel: Channel
     address: int
@@ -123,13 +122,19 @@ class _Wait:
 
 
 class _Watchdog:
-    """Releases stream waits that pass their deadline. One daemon thread a process, started at the first wait."""
+    """Releases stream waits that pass their deadline. One daemon thread a process, started at the first wait.
+
+    The thread never lets go of an entry, which may be the last to hold a channel and its symmetric memory: freeing that waits
+    for the device, and so for a wait that this very thread has to release (seen: nothing was released any more). Who enqueues
+    the next wait lets go of what is over.
+    """
 
     def __init__(self) -> None:
         self._words = torch.zeros(2 * _SLOTS, dtype=torch.int32, pin_memory=True)
         self._progress = self._words.numpy()  # [slot] begun ticket, [_SLOTS + slot] done ticket
         self._lock = threading.Lock()
         self._waits: list[_Wait] = []
+        self._over: list[_Wait] = []
         self._ticket = 0
         self._release_streams: dict[torch.device, torch.cuda.Stream] = {}
         threading.Thread(target=self._run, name="ditron-watchdog", daemon=True).start()
@@ -154,22 +159,29 @@ class _Watchdog:
             if len(self._waits) >= _SLOTS:
                 raise NotSupportedError(f"more than {_SLOTS} stream waits in flight")
             self._waits.append(entry)
+            over, self._over = self._over, []
+        del over
         base = self._words.data_ptr()
-        operations = [("wait", address, epoch)]
+        operations = [("write", base + 4 * slot, entry.ticket), ("wait", address, epoch)]
         if host_address is None:
             operations.append(("write", base + 4 * (_SLOTS + slot), entry.ticket))
-        driver.stream_memory_ops(stream.cuda_stream, [("write", base + 4 * slot, entry.ticket)])
         driver.stream_memory_ops(stream.cuda_stream, operations)
 
     def _run(self) -> None:
         while True:
             time.sleep(_POLL_S)
-            with self._lock:
-                self._waits = [entry for entry in self._waits if not self._is_done(entry)]
-                pending = list(self._waits)
-            now_s = time.monotonic()
-            for entry in pending:
-                self._look_at(entry, now_s)
+            self._poll(time.monotonic())
+
+    def _poll(self, now_s: float) -> None:
+        with self._lock:
+            waits, self._waits = self._waits, []
+            entry = None
+            for entry in waits:
+                (self._over if self._is_done(entry) else self._waits).append(entry)
+            del waits, entry  # held by the lists alone once the lock is free
+            pending = list(self._waits)
+        for entry in pending:
+            self._look_at(entry, now_s)
 
     def _is_done(self, entry: _Wait) -> bool:
         if entry.host_address is not None:

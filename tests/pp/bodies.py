@@ -130,9 +130,7 @@ def received_tensors_are_kept(seed: int, num_slots: int, num_loans: int) -> tupl
 
     rank, world = dist.get_rank(), dist.get_world_size()
     draw = random.Random(seed * 31 + rank)
-    os.environ["DITRON_PP_LOANS"] = str(num_loans)  # so many, small as the messages are
-    context = make_context(1 << 10, num_slots)
-    del os.environ["DITRON_PP_LOANS"]
+    context = make_context(1 << 10, num_slots, num_loans=num_loans)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     right = True
     for index in range(60):

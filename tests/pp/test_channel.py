@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditron_train.pp.messages import Header, fragment_ends
-from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.testing.processes import run_workers, run_workers_once
 
@@ -81,17 +79,6 @@ def test_received_tensors_lie_in_their_slots_until_let_go_of(num_slots, num_loan
         assert right
         assert (lent > 0) == (num_loans > 0)
         assert lent < 120  # some had to be copied
-
-
-@pytest.mark.parametrize("least, num_bytes, loans", [((6, 3), 1 << 20, (32, 32)), ((6, 3), 4 << 20, (8, 8)), ((6, 3), 64 << 20, (6, 3)),
-                                                     ((0, 0), 64, (0, 0)), ((40, 3), 64, (40, 32))])  # fmt: skip
-def test_small_messages_have_more_slots_to_lend(least, num_bytes, loans):
-    arena = SimpleNamespace(tensor=lambda name, shape, dtype: SimpleNamespace(host_addresses=[0], shape=shape), capacity_bytes=lambda name: 0)
-    for exact in (False, True):
-        slots = Slots(arena, 2, least, exact=exact)
-        slots.reserve(num_bytes)
-        assert slots.loans == (least if exact else loans)
-        assert slots._tensor.shape == (4 + sum(slots.loans), num_bytes if num_bytes > 64 else 256)
 
 
 @pytest.mark.parametrize("num_slots", [1, 3])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -76,6 +78,7 @@ class _FakeChannel:
 def _watchdog_without_a_gpu() -> waits._Watchdog:
     watchdog = object.__new__(waits._Watchdog)
     watchdog._progress = np.zeros(2 * waits._SLOTS, dtype=np.int32)
+    watchdog._lock, watchdog._waits, watchdog._over = threading.Lock(), [], []
     return watchdog
 
 
@@ -132,3 +135,18 @@ def test_what_says_that_a_wait_is_over():
     assert watchdog._is_done(unseen)
     flag.value = 6
     assert watchdog._is_done(seen)
+
+
+def test_the_watchdogs_thread_lets_go_of_nothing():
+    """What it would free could wait for the device."""
+    watchdog, flags = _watchdog_without_a_gpu(), [ctypes.c_int32(1), ctypes.c_int32(0)]
+    watchdog._waits = [_entry(_FakeChannel(), flag, 1, ticket) for ticket, flag in enumerate(flags)]
+    channels = [weakref.ref(entry.channel) for entry in watchdog._waits]
+    for now_s in (1.0, 2.0):
+        watchdog._poll(now_s)
+        assert [len(watchdog._over), len(watchdog._waits)] == [1, 1]
+    flags[1].value = 1
+    watchdog._poll(3.0)
+    assert not watchdog._waits and all(channel() is not None for channel in channels)
+    watchdog._over.clear()
+    assert all(channel() is None for channel in channels)
