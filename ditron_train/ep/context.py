@@ -102,6 +102,7 @@ class EPContext:
         self.senders_beside = 12
         self.fused = FusedConfig()
         self._side_stream: torch.cuda.Stream | None = None
+        self._side_is_ahead = False
         if is_interpreter():
             self.move.num_senders = self.senders_beside = 1
         name = f"ep_e{num_experts}_k{topk}"
@@ -124,12 +125,14 @@ class EPContext:
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(self.device, priority=-1)
         self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._side_is_ahead = True
         return self._side_stream
 
     def join_side(self) -> None:
-        """The current stream goes on behind the side stream."""
-        if self._side_stream is not None:
+        """The current stream goes on behind the side stream, if that was forked since (a graph's capture asks for no less)."""
+        if self._side_is_ahead:
             torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
+            self._side_is_ahead = False
 
     def check(self) -> None:
         """Raises what any kernel of this context recorded (host memory only)."""

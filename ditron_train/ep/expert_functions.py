@@ -67,12 +67,18 @@ class ExpertCall:
         return group_gemm(rows, weights, fused.layout_tiles(self.layout), transpose=transpose)
 
     def weight_grads(
-        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor], own: bool = False
+        self,
+        grad: torch.Tensor,
+        rows: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        *,
+        own: bool = False,
+        spare_sms: int = 0,
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients, with ``own`` by our GEMM in any case."""
+        """The weight gradients, with ``own`` by our GEMM in any case, which leaves ``spare_sms`` to others."""
         if self.wgrad is not None and not own:
             return self.wgrad(grad, rows, weights)
-        return group_wgrad(grad, rows, fused.layout_tiles(self.layout)).unbind(0)
+        return group_wgrad(grad, rows, fused.layout_tiles(self.layout), spare_sms=spare_sms).unbind(0)
 
 
 def forward_in(
@@ -104,7 +110,7 @@ def backward_in(
     if with_wgrad and "beside_wgrad" in call.fused:
         pending = ops.begin_combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
         try:
-            weight_grads = call.weight_grads(grad_y, rows, weights)
+            weight_grads = call.weight_grads(grad_y, rows, weights, spare_sms=call.context.senders_beside)
         finally:
             grads = pending.finish()  # in any case: the side stream must not outlive its tensors
         return (*grads, weight_grads)
@@ -137,7 +143,7 @@ def wgrad_out(
     grad_rows: torch.Tensor, h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
 ) -> Sequence[torch.Tensor | None]:
     """The weights' gradients of ``linear_combine``."""
-    return call.weight_grads(grad_rows, h, weights, "own_wgrad" in call.fused)
+    return call.weight_grads(grad_rows, h, weights, own="own_wgrad" in call.fused)
 
 
 class _DispatchLinear(torch.autograd.Function):

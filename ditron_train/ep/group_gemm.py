@@ -209,13 +209,14 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
     return operands.y
 
 
-def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_sms: int = 0) -> torch.Tensor:
     """dw[e] = grad[rows of e].T @ x[rows of e]: one sum over the expert's rows in order; zeros where it has none.
 
     Args:
         grad: [num_rows, N].
         x: [num_rows, K] of the same type.
         tiles: Of the rows.
+        spare_sms: Multiprocessors that another kernel holds meanwhile: a program that waited for one would end last.
 
     Returns:
         [num_experts, N, K].
@@ -240,7 +241,7 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> torch.T
         NUM_EXPERTS=tiles.num_experts, EXPERTS=_power_of_two(tiles.num_experts), BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT_STORE=config.split_store,
     )  # fmt: skip
-    num_programs = min(num_sms(x.device), tiles.num_experts * config.num_tiles(n, k))
+    num_programs = min(max(num_sms(x.device) - spare_sms, 1), tiles.num_experts * config.num_tiles(n, k))
     _launch(group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(
         _clipped_rows(grad, config.block_k, config.block_m),
         _clipped_rows(x, config.block_k, config.block_n),

@@ -125,7 +125,8 @@ def fused_pairs_here(
         group: The expert-parallel group.
     """
     first, second = experts.linear_fc1.weight0, experts.linear_fc2.weight0
-    key = (context, tuple(first.shape), tuple(second.shape), hidden_states.dtype, order)
+    into_main_grad = experts.linear_fc2.fuse_wgrad_accumulation
+    key = (context, tuple(first.shape), tuple(second.shape), hidden_states.dtype, order, into_main_grad)
     if key not in _pairs:
         with torch.no_grad():
             _pairs[key] = _ask_for_pairs(experts, layout, context, hidden_states, order, group)
