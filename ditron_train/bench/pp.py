@@ -66,10 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
             for pattern in _PATTERNS:
                 for num_bytes in sizes:
                     session.add(_send_recv_row(session, context, pattern, num_bytes, limited))
+            session.save()
         if "gemm_beside_transfer" in parts:
             for num_bytes in [size for size in sizes if size >= 8 * _MB] or sizes[-1:]:
                 for row in _beside_rows(session, context, num_bytes, limited):
                     session.add(row)
+                session.save()
         if "pipeline_step" in parts:
             _step_rows(session, arguments.picture)
         return session.finish()
@@ -85,6 +87,7 @@ def _step_rows(session: BenchSession, picture: Path | None) -> None:
 
     for row in step_rows(session, picture):
         session.add(row)
+        session.save()
 
 
 def _limited_groups(session: BenchSession) -> dict[str, dist.ProcessGroup]:
