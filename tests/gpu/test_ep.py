@@ -22,7 +22,15 @@ from ditron_train.bench.megatron_ep import (  # noqa: E402
 )
 from megatron.core.activations import squared_relu  # noqa: E402
 
-from ditron_train.ep import PAIRS, begin_layout, combine, combine_rows, dispatch, dispatch_tokens  # noqa: E402
+from ditron_train.ep import (  # noqa: E402
+    PAIRS,
+    begin_layout,
+    combine,
+    combine_rows,
+    dispatch,
+    dispatch_ahead,
+    dispatch_tokens,
+)
 
 NEEDS_TE = pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 FUSED = [False, pytest.param(True, marks=NEEDS_TE)]
@@ -136,7 +144,10 @@ def test_changing_counts_stragglers_and_poisoned_buffers():
         x = torch.randint(-4, 5, (tokens, hidden), device="cuda").bfloat16()
         if random.Random(step).randrange(world_size) == rank:
             torch.cuda._sleep(2_000_000)
-        layout = begin_layout(routed, probs, hidden, torch.bfloat16, context).finish()
+        pending = begin_layout(routed, probs, hidden, torch.bfloat16, context)
+        if step % 3:
+            dispatch_ahead(x, pending)
+        layout = pending.finish()
         rows, row_probs = dispatch(x, layout, context)
         back, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(back, x * topk) and torch.equal(grads, probs), step
