@@ -111,7 +111,7 @@ def step_graph(
     if torch.cuda.is_current_stream_capturing():
         return None
     stream = torch.cuda.current_stream(device).cuda_stream
-    key = (m, n, dtype, device, is_view, tuple(coefficients), plan.uses, stream)
+    key = (m, n, dtype, device, is_view, tuple(coefficients), plan.uses, plan.configs, stream)
     if key not in _graphs:
         total = sum(graph.storage.numel() for graph in _graphs.values() if graph is not None)
         fits = total + m * n <= _MAX_TOTAL_ELEMENTS

@@ -62,7 +62,8 @@ def symmetric_kernel(
     are square, BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
 
     With HAS_QUARTERS ``num_quarters`` square blocks of half a (square) tile's side follow, read and written through the
-    ``quarter`` descriptors (else they stand in and are not used): together they are the tiles of the last wave.
+    ``quarter`` descriptors (else they stand in and are not used): together they are the tiles of the last wave. Their steps
+    are twice as deep: a step of a small tile takes as long as its synchronisation.
 
     Nobody waits: no signals. A block that two programs store gets the same bits from both.
     """
@@ -79,10 +80,11 @@ def symmetric_kernel(
             _store_and_mirror(c_desc, add_desc, acc, row, col, alpha, beta, HAS_ADD)
     if HAS_QUARTERS:
         SIDE: tl.constexpr = BLOCK_M // 2
+        DEPTH: tl.constexpr = BLOCK_K * 2
         for index in range(tl.program_id(0), num_quarters, tl.num_programs(0)):
             row = tl.load(order_ptr + 2 * (num_tiles + index)) * SIDE
             col = tl.load(order_ptr + 2 * (num_tiles + index) + 1) * SIDE
-            acc = tile_product(quarter_a_desc, quarter_b_desc, row, col, num_k_tiles, SIDE, SIDE, BLOCK_K, True)
+            acc = tile_product(quarter_a_desc, quarter_b_desc, row, col, tl.cdiv(K, DEPTH), SIDE, SIDE, DEPTH, True)
             _store_and_mirror(quarter_c_desc, quarter_add_desc, acc, row, col, alpha, beta, HAS_ADD)
 
 

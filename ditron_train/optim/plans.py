@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from ditron_train.optim.graphs import MAX_GRAPH_ELEMENTS, make_graph
-from ditron_train.optim.products import ProductPlan, addmm, gram, newton_schulz_step, scaled_square
+from ditron_train.optim.products import (
+    ProductPlan,
+    addmm,
+    addmm_choices,
+    gram,
+    newton_schulz_step,
+    scaled_square,
+    symmetric_choices,
+)
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
@@ -18,7 +27,7 @@ __all__ = ["ProductMode", "plan_products"]
 
 ProductMode = Literal["strict", "force", "native"]
 
-_MIN_ROWS = 1024  # below, the whole product is less than a wave of tiles: half of it takes as long
+_MIN_ROWS = 512  # below, launches take longer than the products
 _ALIGNED_ELEMENTS = 8  # rows of 16 bytes: other shapes would need padded copies, at which cuBLAS chooses otherwise
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond of the GPU's clock
 _MIN_GAIN = 1.02  # a kernel must win by more than the timer's noise
@@ -63,9 +72,11 @@ def _wall_us(function: Callable[[], torch.Tensor], device: torch.device, repetit
     return min(times)
 
 
-def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[list[bool], list[str], float]:
-    """Compares bits, then times, of each product on random data: which run by our kernels, words for the log, time in us."""
+def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[ProductPlan, list[str], float]:
+    """Compares bits, then times, of each product on random data, over the tile sizes worth trying: which run by our kernels,
+    words for the log, time of all three in us."""
     device = x.device
+    m, n = x.shape
     a, b, c = _COEFFICIENTS
     a_matrix = x @ x.mT
     natives = (
@@ -74,23 +85,27 @@ def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[l
         lambda x: torch.addmm(x, a_matrix, x, beta=a),
     )
     ours = (
-        lambda: gram(x),
-        lambda: scaled_square(a_matrix, b, c),
-        lambda: addmm(x, a_matrix, x, alpha=1.0, beta=a),
+        lambda config: gram(x, config=config),
+        lambda config: scaled_square(a_matrix, b, c, config=config),
+        lambda config: addmm(x, a_matrix, x, alpha=1.0, beta=a, config=config),
     )
-    uses, words, step_us = [], [], 0.0
-    for name, native, our in zip(("gram", "square", "update"), natives, ours):
-        result = our()
-        if not all(torch.equal(native(native_x), result) for native_x in native_xs):
-            uses.append(False)
-            words.append(f"{name}: other bits")
-            continue
-        our_us = _device_us(our, device)
-        gain = _device_us(lambda: native(x), device) / our_us  # noqa: B023  (called in this turn)
-        step_us += our_us
+    of_square = symmetric_choices(m, m, x.dtype, device)
+    choices = (symmetric_choices(m, n, x.dtype, device), of_square, addmm_choices(m, n, m, x.dtype, device))
+    uses, configs, words, step_us = [], [], [], 0.0
+    for name, native, our, tried in zip(("gram", "square", "update"), natives, ours, choices):
+        expected = [native(native_x) for native_x in native_xs]
+        equal = [config for config in tried if all(torch.equal(our(config), result) for result in expected)]
+        del expected
+        native_us = _device_us(lambda: native(x), device)  # noqa: B023  (called in this turn)
+        times_us = {config: _device_us(lambda: our(config), device) for config in equal}  # noqa: B023
+        best = min(equal, key=times_us.get, default=None)
+        gain = native_us / times_us[best] if equal else 0.0
         uses.append(gain >= _MIN_GAIN)
-        words.append(f"{name}: {gain:.2f}x")
-    return uses, words, step_us
+        configs.append(best)
+        step_us += min(native_us, times_us.get(best, native_us))
+        tile = f"{best.block_m}x{best.block_n} by {best.num_warps} warps" if equal else ""
+        words.append(f"{name}: {gain:.2f}x ({tile})" if equal else f"{name}: other bits")
+    return ProductPlan(*uses, reason="", configs=tuple(configs)), words, step_us
 
 
 def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> ProductPlan:
@@ -102,10 +117,10 @@ def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transpose
     """
     generator = torch.Generator(device=device).manual_seed(1)
     x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
-    uses, words, step_us = [False] * 3, ["cuBLAS serves this type, size or alignment better"], 0.0
+    plan, words, step_us = _NATIVE, ["cuBLAS serves this type, size or alignment better"], 0.0
     if _has_kernels(m, n, dtype):
-        uses, words, step_us = _measure_products(x, [x, x.t().contiguous().t()] if transposed else [x])
-    plan = ProductPlan(*uses, reason=", ".join(words))
+        plan, words, step_us = _measure_products(x, [x, x.t().contiguous().t()] if transposed else [x])
+    plan = replace(plan, reason=", ".join(words))
     if step_us > _HOST_BOUND_US or m * n > MAX_GRAPH_ELEMENTS:
         return plan
     steps = [_COEFFICIENTS] * _NUM_STEPS
@@ -117,15 +132,15 @@ def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transpose
         return y
 
     native_us = _wall_us(lambda: run(_NATIVE), device)
-    single_us = _wall_us(lambda: run(plan), device) if any(uses) else native_us
+    single_us = _wall_us(lambda: run(plan), device) if any(plan.uses) else native_us
     words.append(f"with the host: {native_us / single_us:.2f}x")
     graph = make_graph(m, n, dtype, device, False, steps, plan)
     graph_us = _wall_us(graph.replay, device) if graph is not None else float("inf")
     if graph is not None:
         words.append(f"as a graph: {native_us / graph_us:.2f}x")
     if graph_us < min(single_us, native_us):
-        return ProductPlan(*uses, reason=", ".join(words), use_graph=True)
-    return ProductPlan(*(use and single_us < native_us for use in uses), reason=", ".join(words))
+        return replace(plan, reason=", ".join(words), use_graph=True)
+    return replace(plan if single_us < native_us else _NATIVE, reason=", ".join(words))
 
 
 def _has_kernels(m: int, n: int, dtype: torch.dtype) -> bool:

@@ -20,11 +20,21 @@ from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_desc
 from ditron_train.gemm.ops import check_operands, on_device
 from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
-from ditron_train.runtime.device import num_sms
+from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.schedule import lower_triangle_tile_order
 
-__all__ = ["ProductPlan", "addmm", "gram", "newton_schulz_step", "scaled_square", "symmetric_addmm"]
+__all__ = [
+    "ProductPlan",
+    "addmm",
+    "addmm_choices",
+    "gram",
+    "newton_schulz_step",
+    "scaled_square",
+    "symmetric_addmm",
+    "symmetric_choices",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class ProductPlan:
         use_update: a * X + B @ X by the tile GEMM.
         reason: Why, in words for the log.
         use_graph: All steps as one CUDA graph.
+        configs: Tile sizes of each product; by shape where None.
     """
 
     use_gram: bool
@@ -44,6 +55,7 @@ class ProductPlan:
     use_update: bool
     reason: str
     use_graph: bool = False
+    configs: tuple[GemmConfig | None, GemmConfig | None, GemmConfig | None] = (None, None, None)
 
     @property
     def uses(self) -> tuple[bool, bool, bool]:
@@ -54,7 +66,11 @@ class ProductPlan:
 @lru_cache(maxsize=256)
 def _triangle(size: int, config: GemmConfig, num_programs: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
     """``triangle_tiles`` on the device, made once for a shape: tiles, how many of them whole, how many quarters."""
-    tiles, num_whole = triangle_tiles(size, config.block_m, config.block_n, config.group_m, num_programs)
+    if config == _SMALL:  # quarters of these would take other instructions, with other bits
+        tiles = lower_triangle_tile_order(size, config.block_m, config.block_n, config.group_m)
+        num_whole = len(tiles)
+    else:
+        tiles, num_whole = triangle_tiles(size, config.block_m, config.block_n, config.group_m, num_programs)
     return torch.from_numpy(tiles).to(device), num_whole, len(tiles) - num_whole
 
 
@@ -62,6 +78,13 @@ def _triangle(size: int, config: GemmConfig, num_programs: int, device: torch.de
 _WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
 _SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
 _SQUARE_RATE = 0.9
+_SQUARE_OF_4_WARPS = replace(_SQUARE, num_warps=4)  # fewer to synchronise: a third faster where a tile has an SM to itself
+# Two run on a multiprocessor at a time, and wait for memory less in step: a 1024 x 1024 result took 0.56 of the time of 36
+# square tiles on 132 multiprocessors. Steps of 128 are worth 8 % over 64, four warps 50 % over eight.
+_SMALL = GemmConfig(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3)
+_SMALL_PER_SM = 2
+_SMALL_ADDMM = GemmConfig(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)
+_FEW_WAVES_ROWS = 4096  # below, which tiles are quickest hangs on how they fill the last wave: worth a measurement
 
 
 @lru_cache(maxsize=1024)
@@ -71,10 +94,32 @@ def _symmetric_config(size: int, k: int, dtype: torch.dtype, target: str, sms: i
         block = min(config.block_m, config.block_n)
         return GemmConfig(block, block, config.block_k, config.num_warps, config.num_stages, config.group_m)
 
+    rows = -(-size // _SMALL.block_m)
+    if rows * (rows + 1) // 2 <= _SMALL_PER_SM * sms:
+        return _SMALL
+
     def waves(config: GemmConfig) -> float:
         return triangle_waves(size, config.block_m, config.block_n, config.group_m, sms)
 
     return _WIDE if 2 * waves(_WIDE) <= waves(_SQUARE) / _SQUARE_RATE else _SQUARE
+
+
+def symmetric_choices(size: int, k: int, dtype: torch.dtype, device: torch.device) -> list[GemmConfig]:
+    """Tile sizes for a symmetric [size, size] result that are worth timing, the likeliest first."""
+    target = kernel_target(device)
+    first = _symmetric_config(size, k, dtype, target, num_sms(device))
+    if target not in ("sm_90", "sm_100") or size >= _FEW_WAVES_ROWS:
+        return [first]
+    return [first, *(config for config in (_SQUARE, _SQUARE_OF_4_WARPS, _SMALL) if config != first)]
+
+
+def addmm_choices(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> list[GemmConfig]:
+    """Likewise for an [m, n] result of ``addmm``."""
+    target = kernel_target(device)
+    first = _addmm_config(m, n, k, dtype, target, num_sms(device))
+    if target not in ("sm_90", "sm_100") or m >= _FEW_WAVES_ROWS // 2:
+        return [first]
+    return [first, *(config for config in (_SQUARE_OF_4_WARPS, _SMALL_ADDMM) if config != first)]
 
 
 def _symmetric(
@@ -93,7 +138,8 @@ def _symmetric(
     has_add = add is not None
     add = aligned_operand(add) if has_add else a  # a stand-in that is not read
     out = empty_aligned(m, m, a.dtype, a.device)
-    _launch_symmetric(a, b, add, out, float(alpha), float(beta), config, has_add, sms)
+    num_programs = _SMALL_PER_SM * sms if config == _SMALL else sms
+    _launch_symmetric(a, b, add, out, float(alpha), float(beta), config, has_add, num_programs)
     return out
 
 
@@ -115,8 +161,8 @@ def _launch_symmetric(
     )
     if num_quarters:
         descriptors = (
-            make_descriptor(a, (half, config.block_k)),
-            make_descriptor(b, (half, config.block_k)),
+            make_descriptor(a, (half, 2 * config.block_k)),
+            make_descriptor(b, (half, 2 * config.block_k)),
             make_descriptor(add, (half, half)),
             make_descriptor(out, (half, half)),
         )
@@ -227,14 +273,21 @@ def addmm(
     if tuple(a.shape) != (m, k) or tuple(b.shape) != (k, n) or min(m, n, k) == 0:
         raise NotSupportedError(f"addmm of shapes {tuple(add.shape)}, {tuple(a.shape)} and {tuple(b.shape)}")
     sms = num_sms(a.device)
-    if config is None:
-        config = choose_config(m, n, k, a.dtype, target, sms)
-        if config.split_store:  # the block of ``add`` takes the shared memory of a stage
-            config = replace(config, num_stages=min(config.num_stages, 3))
+    config = config or _addmm_config(m, n, k, a.dtype, target, sms)
     add, a, b = aligned_operand(add), aligned_operand(a), aligned_operand(b)
     out = empty_aligned(m, n, a.dtype, a.device)
     _launch_addmm(add, a, b, out, float(alpha), float(beta), config, sms)
     return out
+
+
+@lru_cache(maxsize=1024)
+def _addmm_config(m: int, n: int, k: int, dtype: torch.dtype, target: str, sms: int) -> GemmConfig:
+    if target in ("sm_90", "sm_100") and _SMALL_ADDMM.num_tiles(m, n) <= sms:
+        return _SMALL_ADDMM
+    config = choose_config(m, n, k, dtype, target, sms)
+    if config.split_store:  # the block of ``add`` takes the shared memory of a stage
+        config = replace(config, num_stages=min(config.num_stages, 3))
+    return config
 
 
 def _launch_addmm(
@@ -278,12 +331,13 @@ def _addmm_launcher(
 
 def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, plan: ProductPlan) -> torch.Tensor:
     """One step on X [m, n], m <= n; each product by our kernel or by torch, as the plan says. Equal bits either way."""
-    a_matrix = gram(x) if plan.use_gram else x @ x.mT
+    of_gram, of_square, of_update = plan.configs
+    a_matrix = gram(x, config=of_gram) if plan.use_gram else x @ x.mT
     if plan.use_square:
-        b_matrix = scaled_square(a_matrix, b, c)
+        b_matrix = scaled_square(a_matrix, b, c, config=of_square)
     else:
         b_matrix = torch.addmm(a_matrix, a_matrix, a_matrix, alpha=c, beta=b)
     del a_matrix  # so that the result can take its place
     if plan.use_update:
-        return addmm(x, b_matrix, x, alpha=1.0, beta=a)
+        return addmm(x, b_matrix, x, alpha=1.0, beta=a, config=of_update)
     return torch.addmm(x, b_matrix, x, alpha=1.0, beta=a)

@@ -3,8 +3,8 @@
 from ditron_train.testing.compile_check import KernelSpec
 
 
-def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype="bf16", quarters=False):
-    a, b, c = ((f"{block_m // 2},{block_k}",) * 2 + (f"{block_m // 2},{block_m // 2}",)) if quarters else (
+def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype="bf16", quarters=False, num_warps=8):
+    a, b, c = ((f"{block_m // 2},{2 * block_k}",) * 2 + (f"{block_m // 2},{block_m // 2}",)) if quarters else (
         f"{block_m},{block_k}", f"{block_n},{block_k}", f"{block_m},{block_m}"
     )  # fmt: skip
     blocks = {"a": a, "b": b, "add": c, "c": c}
@@ -31,14 +31,14 @@ def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype=
             "SPLIT_STORE": block_n > block_m,
             "HAS_QUARTERS": quarters,
         },
-        num_warps=8,
+        num_warps=num_warps,
         num_stages=stages,
         targets=targets,
         aligned=("order_ptr",),
     )
 
 
-def _addmm(name, block_m, block_n, block_k, stages, targets, halve_tail=False):
+def _addmm(name, block_m, block_n, block_k, stages, targets, halve_tail=False, num_warps=8):
     split = block_n >= 256
     half = block_n // 2 if halve_tail else block_n
     store = f"{block_m},{block_n // 2 if split else block_n}"
@@ -62,7 +62,7 @@ def _addmm(name, block_m, block_n, block_k, stages, targets, halve_tail=False):
             "SPLIT_STORE": split,
             "HALVE_TAIL": halve_tail,
         },
-        num_warps=8,
+        num_warps=num_warps,
         num_stages=stages,
         targets=targets,
     )
@@ -78,6 +78,8 @@ SPECS = [
             _symmetric(f"symmetric_wide_add{add:d}", add, 128, 256, 64, 3, ("sm_90", "sm_100")),
             _symmetric(f"symmetric_square_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100")),
             _symmetric(f"symmetric_quarters_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100"), quarters=True),
+            _symmetric(f"symmetric_small_add{add:d}", add, 64, 64, 128, 3, ("sm_90", "sm_100"), num_warps=4),
+            _symmetric(f"symmetric_quarters_4_warps_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100"), quarters=True, num_warps=4),
             _symmetric(f"symmetric_ampere_add{add:d}", add, 128, 128, 32, 3, ("sm_80",)),
             _symmetric(f"symmetric_cdna_add{add:d}", add, 128, 128, 64, 2, ("hip",)),
         )
@@ -86,6 +88,7 @@ SPECS = [
     _addmm("addmm_wide", 128, 256, 64, 3, ("sm_90", "sm_100")),
     _addmm("addmm_wide_halved_tail", 128, 256, 64, 3, ("sm_90", "sm_100"), halve_tail=True),
     _addmm("addmm_square", 128, 128, 64, 4, ("sm_90", "sm_100")),
+    _addmm("addmm_small", 64, 128, 64, 4, ("sm_90", "sm_100"), num_warps=4),
     _addmm("addmm_ampere", 128, 128, 32, 3, ("sm_80",)),
     _addmm("addmm_cdna", 128, 128, 64, 2, ("hip",)),
     *(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ditron_train.optim import Muon, addmm, gram, newton_schulz, scaled_square
 from ditron_train.optim.graphs import make_graph
-from ditron_train.optim.products import ProductPlan
+from ditron_train.optim.products import ProductPlan, addmm_choices, symmetric_choices
 from ditron_train.testing import reference_muon as reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,15 +28,25 @@ def matrix(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, dtype=dtype, device="cuda", generator=generator)
 
 
-@pytest.mark.parametrize("m, n", [(2048, 2048), (3072, 8192), (4096, 4096), (4096, 11008), (4096, 14336), (8192, 8192)])
+@pytest.mark.parametrize(
+    "m, n",
+    [
+        (512, 2048), (1024, 1024), (1024, 4096), (1536, 4096), (2048, 2048), (2048, 8192), (3072, 8192), (4096, 4096),
+        (4096, 11008), (4096, 14336), (8192, 8192),
+    ],
+)  # fmt: skip
 def test_products_have_the_bits_of_cublas(m, n):
+    """By every choice of tiles that a plan may make."""
     x = matrix(m, n, dtype=torch.bfloat16) * (m * n) ** -0.5
     a = x @ x.mT
-    assert torch.equal(gram(x), a)
+    tiles = symmetric_choices(m, n, x.dtype, x.device)
+    assert all(torch.equal(gram(x, config=config), a) for config in tiles)
     for factor_a, factor_b, factor_c in reference.QUINTIC:
         b = torch.addmm(a, a, a, alpha=factor_c, beta=factor_b)
-        assert torch.equal(scaled_square(a, factor_b, factor_c), b)
-        assert torch.equal(addmm(x, b, x, alpha=1.0, beta=factor_a), torch.addmm(x, b, x, alpha=1.0, beta=factor_a))
+        assert all(torch.equal(scaled_square(a, factor_b, factor_c, config=config), b) for config in tiles)
+        y = torch.addmm(x, b, x, alpha=1.0, beta=factor_a)
+        for config in addmm_choices(m, n, m, x.dtype, x.device):
+            assert torch.equal(addmm(x, b, x, alpha=1.0, beta=factor_a, config=config), y)
 
 
 def equal_to_reference(shape, seed, mode="strict"):

@@ -100,12 +100,12 @@ def test_half_products_give_the_weights_of_whole_tile_products(monkeypatch):
     assert losses[-1] < 0.5 * losses[0]
     calls = []
 
-    def whole_gram(x):
+    def whole_gram(x, config=None):
         calls.append("gram")
         block = products._symmetric_config(x.shape[0], x.shape[1], x.dtype, "interpreter", 1)
         return matmul_nt(x, x, config=block)
 
-    def whole_square(a, b, c):
+    def whole_square(a, b, c, config=None):
         calls.append("square")
         block = products._symmetric_config(a.shape[0], a.shape[1], a.dtype, "interpreter", 1)
         return matmul_nt(a, a, config=block) * c + a * b  # fp32: no rounding between product and epilogue

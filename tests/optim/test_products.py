@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditron_train.gemm import GemmConfig, matmul_nt
-from ditron_train.optim import products
+from ditron_train.optim import plans, products
 from ditron_train.optim.plans import plan_products
-from ditron_train.optim.products import addmm, gram, scaled_square
+from ditron_train.optim.products import ProductPlan, addmm, gram, newton_schulz_step, scaled_square
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
@@ -122,6 +122,43 @@ def test_plans():
     assert not plan_products(4096, 4096, torch.bfloat16, cpu).use_gram
     assert plan_products(8, 8, torch.float32, cpu, "force").use_square
     assert not plan_products(8, 8, torch.float32, cpu, "native").use_update
+
+
+def test_the_quickest_tiles_with_equal_bits_are_planned(monkeypatch):
+    """Of three tiles the quickest has other bits; the products' own kernels run, their times are made up."""
+    other = GemmConfig(64, 64, 32, 4, 1)
+    cost_us = {None: 10.0, SQUARE: 8.0, WIDE: 5.0, other: 1.0}
+    asked = []
+
+    def gram_of(x, config=None):
+        asked.append(config)
+        return gram(x, config=config) + (config == other)
+
+    def device_us(function, device):
+        asked.clear()
+        function()
+        return cost_us[asked[0] if asked else None]
+
+    monkeypatch.setattr(plans, "gram", gram_of)
+    monkeypatch.setattr(plans, "_COEFFICIENTS", (4.0, -0.5, 0.25))  # every sum is exact
+    monkeypatch.setattr(plans, "_device_us", device_us)
+    monkeypatch.setattr(plans, "symmetric_choices", lambda *shape: [SQUARE, WIDE, other])
+    x = integers(40, 64, dtype=torch.float32, seed=1)
+    plan, words, step_us = plans._measure_products(x, [x, x.t().contiguous().t()])
+    assert plan.uses == (True, False, False) and plan.configs[:2] == (WIDE, SQUARE)
+    assert words[0] == "gram: 2.00x (32x64 by 4 warps)" and step_us == 5.0 + 10.0 + 10.0
+    steps = [newton_schulz_step(x, 2.0, 0.5, 0.25, p) for p in (plan, ProductPlan(False, False, False, ""))]
+    assert torch.equal(*steps)
+
+
+def test_choices_of_tiles():
+    assert products.symmetric_choices(4096, 4096, torch.bfloat16, torch.device("cpu")) == [
+        products._symmetric_config(4096, 4096, torch.bfloat16, "interpreter", 1)
+    ]
+    small = [products._symmetric_config(size, size, torch.bfloat16, "sm_90", 132) for size in (512, 1024, 1408, 1536)]
+    assert small == [products._SMALL] * 3 + [products._SQUARE]
+    of_addmm = [products._addmm_config(m, n, m, torch.bfloat16, "sm_90", 132) for m, n in ((512, 2048), (1024, 1024), (1024, 2688))]
+    assert of_addmm[:2] == [products._SMALL_ADDMM] * 2 != of_addmm[2:]
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 4, 5, 8, 9, 11, 14, 16, 40])
