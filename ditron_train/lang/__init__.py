@@ -24,6 +24,7 @@ from ditron_train.lang.memory import (
 from ditron_train.lang.waits import (
     announce,
     await_ready,
+    last_epoch,
     next_epoch,
     notify,
     record_failure,
@@ -43,6 +44,7 @@ __all__ = [
     "fence_async_proxy",
     "getmem",
     "lane_id",
+    "last_epoch",
     "next_epoch",
     "notify",
     "num_ranks",

@@ -35,6 +35,7 @@ TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
 __all__ = [
     "announce",
     "await_ready",
+    "last_epoch",
     "next_epoch",
     "notify",
     "record_failure",
@@ -68,6 +69,12 @@ def next_epoch(tickets_ptr):
     draw = tl.where(tl.program_id(0) == 0, unit - others, 1)
     ticket = tl.atomic_add(tickets_ptr, draw, sem="relaxed", scope="gpu")
     return ((ticket >> TICKET_UNIT_LOG2) + 1).to(tl.int32)
+
+
+@triton.jit
+def last_epoch(tickets_ptr):
+    """Epoch of the last launch that drew from this slot, for a kernel behind it in the stream (none is drawn)."""
+    return (tl.load(tickets_ptr) >> TICKET_UNIT_LOG2).to(tl.int32)
 
 
 @triton.jit

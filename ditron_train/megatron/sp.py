@@ -33,7 +33,7 @@ from ditron_train.megatron.sp_linears import calling, linears_of
 from ditron_train.megatron.sp_output import LeftInHeads, output_fused
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp import SPContext
+from ditron_train.sp import LateWgrad, SPContext
 
 __all__ = ["DitronDotProductAttention", "DitronMLASelfAttention", "DitronSelfAttention", "class_map", "stop"]
 
@@ -240,7 +240,9 @@ class DitronSelfAttention(SelfAttention):
         self, hidden_states: torch.Tensor, rotary_pos_emb: Any, context: SPContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         linears, shape = linears_of(self.linear_proj), self._shape()
-        with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape)) as project:
+        weight_out = self.linear_proj.weight
+        late = LateWgrad(weight_out) if torch.is_grad_enabled() and weight_out.requires_grad else None
+        with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, late)) as project:
             query, key, value = project(hidden_states)
         query, key = self._rotated(query, key, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
@@ -248,7 +250,7 @@ class DitronSelfAttention(SelfAttention):
         else:
             attended = self.core_attention.attend(query, key, value)
         attended = attended.view(*query.shape[:3], shape.value_head_dim)
-        with calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape)) as project:
+        with calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape, late=late)) as project:
             return project(attended)
 
     def _rotated(self, query: torch.Tensor, key: torch.Tensor, rotary_pos_emb: Any) -> tuple[torch.Tensor, torch.Tensor]:

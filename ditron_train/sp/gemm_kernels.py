@@ -9,7 +9,7 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
 from ditron_train.schedule.tiles import grouped_tile
-from ditron_train.sp.kernels import push_item
+from ditron_train.sp.kernels import next_work, push_item
 
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
 
@@ -91,6 +91,7 @@ def gemm_a2a_kernel(
     rank = dl.rank(control_ptr)
     if tl.program_id(0) == 0:
         dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))  # where the next launch's pulls are counted
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
@@ -134,11 +135,6 @@ def _num_behind(signals_ptr, num_flags, epoch):
         seen = tl.load(signals_ptr + flags, mask=flags < num_flags, other=epoch, volatile=True)
         behind += tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
     return behind
-
-
-@triton.jit
-def _next_work(counter_ptr):
-    return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @triton.jit
@@ -229,10 +225,10 @@ def a2a_gemm_kernel(
             dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
         counter_ptr = tickets_ptr + 2 + (epoch & 1)
         num_items = num_granules * WORLD_SIZE
-        work = _next_work(counter_ptr)
+        work = next_work(counter_ptr)
         while work < num_items:
             item = work
-            work = _next_work(counter_ptr)
+            work = next_work(counter_ptr)
             push_item(
                 item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
                 M, half_rows, M, buffer_stride, num_groups, width0, width1, width2,

@@ -135,7 +135,15 @@ SPECS = [
         for spec in (  # fmt: skip
             _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts),
             _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, FLAGS=8,
-                  PULL=towards_heads),
+                  PULL=towards_heads, BEHIND=towards_heads and num_parts == 1),
         )
+    ),
+    KernelSpec(
+        name="sp_arrived",
+        kernel="ditron_train.sp.kernels:arrived_kernel",
+        signature={"signals_ptr": "*i32", **_CHANNEL, "num_granules": "i32"},
+        constexprs={"WORLD_SIZE": 8},
+        num_warps=1,
+        signals=None,
     ),
 ]
