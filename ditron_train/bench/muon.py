@@ -66,9 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         if "newton_schulz" in parts and session.world_size == 1:
             for name, rows, columns in _matrices(arguments, session):
                 session.add(_newton_schulz_row(session, name, rows, columns, with_peer=not arguments.no_peer))
+                session.save()
         if "muon_step" in parts:
             for model, (layer, num_layers) in _models(arguments, session).items():
                 session.add(_step_row(session, model, layer, arguments.layers or num_layers))
+                session.save()
         return session.finish()
 
 
