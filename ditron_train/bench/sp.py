@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             if "backward" in parts:
                 for row in _backward_rows(session, case, context, native):
                     session.add(row)
+            session.save()
         if "layer" in parts and session.device.type == "cuda":
             _layer_rows(session)
         return session.finish()
@@ -109,6 +110,7 @@ def _layer_rows(session: BenchSession) -> None:
 
     for row in attention_rows(session):
         session.add(row)
+        session.save()
 
 
 def _known_cases(world_size: int) -> list[Case]:
