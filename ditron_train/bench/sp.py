@@ -82,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with bench_session("sp", arguments) as session:
         parts = arguments.part or _PARTS
+        if "layer" in parts and session.device.type == "cuda":
+            _layer_rows(session)
         context = get_context(dist.group.WORLD, session.device)
         native = NativeUlysses(context.group, session.device)
         for case in _cases(arguments, session):
@@ -93,8 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
                 for row in _backward_rows(session, case, context, native):
                     session.add(row)
             session.save()
-        if "layer" in parts and session.device.type == "cuda":
-            _layer_rows(session)
         return session.finish()
 
 
