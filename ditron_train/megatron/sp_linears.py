@@ -1,4 +1,4 @@
-"""The projections of an attention with Ulysses' exchanges in them, as megatron-core's local layers compute them (feature ``sp``)."""
+"""An attention's projections with Ulysses' exchanges in them, as megatron-core's local layers compute them (feature ``sp``)."""
 
 from __future__ import annotations
 

@@ -172,9 +172,8 @@ class TELinears:
             x = normed.view(x.shape)
         bias = layer.bias if layer.use_bias and layer.apply_bias else None
         layout = shape.qkv_layout(context.world_size)
-        return qkv_projection(
-            x, layer.weight, context=context, layout=layout, bias=bias, wgrad=tp_te._wgrad(layer), shards=shards_of(layer), late=late
-        )
+        options = dict(bias=bias, wgrad=tp_te._wgrad(layer), shards=shards_of(layer), late=late)
+        return qkv_projection(x, layer.weight, context=context, layout=layout, **options)
 
     @staticmethod
     def project_out(

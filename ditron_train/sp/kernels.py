@@ -1,7 +1,8 @@
 """Kernels of Ulysses sequence parallelism that move data (those that multiply: ``gemm_kernels``).
 
 Rows are (position, batch) pairs. Rank r of a group of W holds two of the 2 W chunks of the sequence (or of each of several
-packed ones), r and 2 W - 1 - r: its rows before attention ("local rows"); around attention it holds all positions, in order ("global rows"), of its heads.
+packed ones), r and 2 W - 1 - r: its rows before attention ("local rows"); around attention it holds all positions, in order
+("global rows"), of its heads.
 Columns of one rank's heads: ``num_groups`` groups, each with one slice of every part (q, k, v; or one part).
 
 Three single buffers a rank: ``to_heads`` [W * slot_rows, columns] (slot: source rank, its local rows), ``staged`` of the same

@@ -204,7 +204,10 @@ class PreparedGather:
     def __call__(
         self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, meanwhile: Callable[[], object]
     ) -> torch.Tensor:
-        """[m, world * columns], until the next op of the context (a copy where rows are padded); ``meanwhile``: enqueued while they arrive."""
+        """[m, world * columns], until the next op of the context (a copy where rows are padded).
+
+        ``meanwhile``: enqueued while they arrive.
+        """
         transfer = self._transfer
         context, channel = transfer.context, transfer.channel
         parts = [part.contiguous() for part in parts]
