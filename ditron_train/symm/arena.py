@@ -121,11 +121,6 @@ class SymmetricArena:
         held = self._segments.get(name)
         return held[0].num_bytes if held else 0
 
-    def would_fit(self, name: str, num_bytes: int) -> bool:
-        """Whether ``tensor(name, ...)`` of that size stays under the cap (no communication)."""
-        cap = get_settings().arena_bytes
-        return cap is None or self._size_after(name, num_bytes) <= cap
-
     def _size_after(self, name: str, num_bytes: int) -> int:
         held = self._segments.get(name)
         have = held[0].num_bytes if held else 0

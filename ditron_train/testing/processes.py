@@ -278,7 +278,7 @@ def run_workers(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run ``fn(*args)`` on `world_size` processes and return its results, indexed by rank.
@@ -304,7 +304,7 @@ def run_workers_once(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     env: Mapping[str, str] | None = None,
 ) -> list[WorkerOutcome]:
     """Run ``fn(*args)`` on fresh processes that end with the call; never raises for a worker.
