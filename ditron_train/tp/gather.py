@@ -9,13 +9,14 @@ from ditron_train.schedule.orders import chunk_order
 from ditron_train.stream.copies import copy_bytes
 from ditron_train.stream.driver import has_driver
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
-from ditron_train.tp.gather_kernels import gather_start_kernel, gather_wait_kernel, push_shard_kernel
+from ditron_train.tp.gather_kernels import copy_rows_kernel, gather_start_kernel, gather_wait_kernel, push_shard_kernel
 from ditron_train.tp.tuning import GatherPlan
 
 __all__ = ["PreparedGather"]
 
 _PUSH_WARPS = 32  # a program of 32 warps moves some 42 GB/s, a third of it beside a GEMM
 _PUSH_BLOCK = 16384
+_COPY_BLOCK = 4096
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us: at 64 KB a granule pushes ran at a third of their rate
 
 
@@ -91,6 +92,11 @@ class PreparedGather:
         )
         self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
         self._wait = KernelLaunch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
+        self._copy = None
+        if context.is_cuda:
+            self._copy = KernelLaunch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK, **target}, num_warps=4)
+        start = partition.starts[context.rank]
+        self._own_rows = self.buffer.local[start : start + partition.count(context.rank)]
         self._copies = [] if self.by_push else self._list_copies()
 
     def _list_copies(self) -> list[tuple[int, int, int]]:
@@ -133,12 +139,23 @@ class PreparedGather:
         else:
             self._send_by_copies(x, stream)
         if copies_own:
-            # By the current stream: between buffers of one device it needs SMs, which the GEMM will take. Behind the sends
-            # it keeps the GEMM waiting for them where a device has one connection (CUDA_DEVICE_MAX_CONNECTIONS=1: the row
-            # layer's backward took 694 us instead of 550, nothing hidden, at 8192x4096x11008 on 4 H200s). In front of the
-            # sends, on a stream of its own, or behind the GEMM it gained nothing (within 2 %).
-            start = self.partition.starts[context.rank]
-            self.buffer.local[start : start + x.shape[0]].copy_(x)
+            # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
+            self._own_rows.copy_(x)
+
+    def copy_own(self, x: torch.Tensor) -> None:
+        """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that has been
+        launched, reads own rows elsewhere, and leaves room on its multiprocessors.
+
+        Enqueued before the consumer it would keep it waiting for the sends where a device has one connection
+        (CUDA_DEVICE_MAX_CONNECTIONS=1: the row layer's backward took 694 us instead of 550, nothing hidden, at
+        8192x4096x11008 on 4 H200s). The driver's copy kernel finds no room beside a GEMM: in front of the sends, on a stream of
+        its own, or behind the GEMM it gained nothing over a copy in front. This one takes dgrad with its gather from 276 / 342 /
+        1341 us to 270 / 335 / 1332 at N x K = 2752x4096 / 3584x4096 / 7168x8192; without any copy it is 267 / 332 / 1322.
+        """
+        if self._copy is None:
+            self._own_rows.copy_(x)
+        else:
+            self._copy(x, self._own_rows, x.numel(), stream=self.context.comm_stream)
 
     def _send_by_copies(self, x: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Each chunk, then its flag, peer after peer on one stream.

@@ -8,7 +8,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["gather_start_kernel", "gather_wait_kernel", "push_shard_kernel"]
+__all__ = ["copy_rows_kernel", "gather_start_kernel", "gather_wait_kernel", "push_shard_kernel"]
 
 
 @triton.jit(do_not_specialize=["K", "granule_rows"])
@@ -109,3 +109,12 @@ def gather_wait_kernel(
         num_rows = tl.load(row_starts_ptr + peer + 1) - tl.load(row_starts_ptr + peer)
         for flag in range(0, tl.cdiv(num_rows, granule_rows)):
             dl.wait(signals_ptr + peer * FLAGS_PER_RANK + flag, epoch, control_ptr, peer, flag, TARGET)
+
+
+@triton.jit
+def copy_rows_kernel(source_ptr, destination_ptr, num_elements, BLOCK: tl.constexpr, TARGET: tl.constexpr):
+    """Copies ``num_elements`` inside own memory, both contiguous and whole 16 bytes. Few warps, few registers and no shared
+    memory: it runs on multiprocessors that a GEMM holds."""
+    if TARGET != "interpreter":
+        num_elements = tl.multiple_of(num_elements, 8)
+    dl.putmem(destination_ptr, source_ptr, num_elements, tl.program_id(0), tl.num_programs(0), BLOCK)

@@ -80,7 +80,7 @@ class PreparedAgGemm(_PreparedGemm):
         self._a = make_descriptor(self.gathered, self.a_block)
         num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
         self._reads_own = even
-        self._copies_own = keeps_gathered or not even
+        self._keeps_gathered = keeps_gathered
         self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
         halve_tail = self._num_whole_tiles < config.num_tiles(self.m, n)
         half_n = config.block_n // 2 if halve_tail else config.block_n
@@ -102,9 +102,11 @@ class PreparedAgGemm(_PreparedGemm):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
-        self.gather.start(x, copies_own=self._copies_own)
+        self.gather.start(x, copies_own=not self._reads_own)
         out = empty_aligned(self.m, self.n, x.dtype, x.device)
         self._launch(*self._arguments(x, aligned_operand(weight), out))
+        if self._keeps_gathered and self._reads_own:
+            self.gather.copy_own(x)
         self.gather.finish()
         return out.contiguous()
 

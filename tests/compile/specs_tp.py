@@ -126,6 +126,13 @@ SPECS = [
         signals=True,
     ),
     KernelSpec(
+        name="tp_copy_rows",
+        kernel="ditron_train.tp.gather_kernels:copy_rows_kernel",
+        signature={"source_ptr": "*bf16", "destination_ptr": "*bf16", "num_elements": "i32"},
+        constexprs={"BLOCK": 4096},
+        num_warps=4,
+    ),
+    KernelSpec(
         name="tp_gather_wait",
         kernel="ditron_train.tp.gather_kernels:gather_wait_kernel",
         signature={"signals_ptr": "*i32", "row_starts_ptr": "*i32", **_CHANNEL, "granule_rows": "i32"},
