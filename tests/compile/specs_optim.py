@@ -76,10 +76,9 @@ SPECS = [
         for add in (False, True)
         for spec in (
             _symmetric(f"symmetric_wide_add{add:d}", add, 128, 256, 64, 3, ("sm_90", "sm_100")),
-            _symmetric(f"symmetric_square_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100")),
-            _symmetric(f"symmetric_quarters_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100"), quarters=True),
+            _symmetric(f"symmetric_square_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100"), num_warps=4),
+            _symmetric(f"symmetric_quarters_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100"), quarters=True, num_warps=4),
             _symmetric(f"symmetric_small_add{add:d}", add, 64, 64, 128, 3, ("sm_90", "sm_100"), num_warps=4),
-            _symmetric(f"symmetric_quarters_4_warps_add{add:d}", add, 128, 128, 64, 4, ("sm_90", "sm_100"), quarters=True, num_warps=4),
             _symmetric(f"symmetric_ampere_add{add:d}", add, 128, 128, 32, 3, ("sm_80",)),
             _symmetric(f"symmetric_cdna_add{add:d}", add, 128, 128, 64, 2, ("hip",)),
         )
@@ -88,6 +87,7 @@ SPECS = [
     _addmm("addmm_wide", 128, 256, 64, 3, ("sm_90", "sm_100")),
     _addmm("addmm_wide_halved_tail", 128, 256, 64, 3, ("sm_90", "sm_100"), halve_tail=True),
     _addmm("addmm_square", 128, 128, 64, 4, ("sm_90", "sm_100")),
+    _addmm("addmm_square_4_warps", 128, 128, 64, 4, ("sm_90", "sm_100"), num_warps=4),
     _addmm("addmm_small", 64, 128, 64, 4, ("sm_90", "sm_100"), num_warps=4),
     _addmm("addmm_ampere", 128, 128, 32, 3, ("sm_80",)),
     _addmm("addmm_cdna", 128, 128, 64, 2, ("hip",)),
