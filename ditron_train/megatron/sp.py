@@ -241,7 +241,8 @@ class DitronSelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         linears, shape = linears_of(self.linear_proj), self._shape()
         weight_out = self.linear_proj.weight
-        late = LateWgrad(weight_out) if torch.is_grad_enabled() and weight_out.requires_grad else None
+        is_sharded = hasattr(weight_out, "__fsdp_param__")  # its gradient is reduced when its own module's backward is done
+        late = LateWgrad(weight_out) if torch.is_grad_enabled() and weight_out.requires_grad and not is_sharded else None
         with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, late)) as project:
             query, key, value = project(hidden_states)
         query, key = self._rotated(query, key, rotary_pos_emb)

@@ -39,9 +39,9 @@ PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole
 
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
 _GEMM_FLOP_PER_US = 750e6
-_PUSH_COUNTS = (24,)  # 1.14 and 1.43 of the GEMM alone where that lasts 2.5 and 1.2 times as long as the push, 16: 1.25 and 1.51
-_PUSH_COUNTS_OF_LONG = (16,)  # 1.09 of the GEMM alone where that lasts 5 times as long as the push, 24: 1.18
-_LONG = 4.0
+# A2A-GEMM by 16 and 24 programs that push, in us (4 H200, rows x heads of 128: 8192 x 64, 4096 x 64, 16384 x 32, 32768 x 16):
+# 1757, 822, 860, 519 and 1772, 842, 871, 541; 8: 1841, 907, 957, 832; 32: 1710, 872, 872, 558.
+_NUM_PUSH = 16
 _PUSH_BYTES_PER_US = 14e3  # one program of a GEMM, which has 8 warps
 _PULL_BYTES_PER_US = 24e3
 _LINK_BYTES_PER_US = 340e3
@@ -71,30 +71,28 @@ def deal_of(
 ) -> tuple[int, int]:
     """(programs that push first, tiles dealt to the others alone) of an A2A-GEMM [m, k] @ [k, n].
 
-    The programs that push come to the GEMM when the push is done. Some numbers of them are weighed with all numbers of
-    whole waves without them: the last tile should be done early.
+    The programs that push come to the GEMM when the push is done. All numbers of whole waves without them are weighed: the last
+    tile should be done early.
     """
     num_tiles = config.num_tiles(m, n)
     row_bytes = m * k * element_bytes
     wave_us = 2 * config.block_m * config.block_n * k / (_GEMM_FLOP_PER_US / num_programs)
     group_share = min(config.group_m * config.block_m / m, 1.0)  # of the rows: a group of row tiles is walked together
-    best = None
     link_us = row_bytes * (world_size - 1) / world_size / _LINK_BYTES_PER_US
-    for num_push in _PUSH_COUNTS_OF_LONG if _gemm_us(m, n, k) > _LONG * link_us else _PUSH_COUNTS:
-        push_us = _START_US + max(row_bytes / (num_push * _PUSH_BYTES_PER_US), link_us)
-        num_early = num_programs - num_push
-        early_us, early_tiles = 0.0, 0
-        while True:
-            shared_us = -(-(num_tiles - early_tiles) // num_programs) * wave_us
-            end_us = max(early_us, push_us) + shared_us
-            if best is None or end_us < best[0]:
-                best = end_us, num_push, early_tiles
-            if early_tiles == num_tiles or num_early <= 0:  # nobody is left to work early
-                break
-            early_tiles = min(early_tiles + num_early, num_tiles)
-            needed_share = min(early_tiles / num_tiles + group_share, 1.0)
-            early_us = max(early_us, needed_share * push_us) + wave_us
-    return best[1:]
+    push_us = _START_US + max(row_bytes / (_NUM_PUSH * _PUSH_BYTES_PER_US), link_us)
+    num_early = num_programs - _NUM_PUSH
+    best = None
+    early_us, early_tiles = 0.0, 0
+    while True:
+        shared_us = -(-(num_tiles - early_tiles) // num_programs) * wave_us
+        end_us = max(early_us, push_us) + shared_us
+        if best is None or end_us < best[0]:
+            best = end_us, early_tiles
+        if early_tiles == num_tiles or num_early <= 0:  # nobody is left to work early
+            return _NUM_PUSH, best[1]
+        early_tiles = min(early_tiles + num_early, num_tiles)
+        needed_share = min(early_tiles / num_tiles + group_share, 1.0)
+        early_us = max(early_us, needed_share * push_us) + wave_us
 
 
 def receive_programs(m: int, n: int, k: int, element_bytes: int) -> int:
