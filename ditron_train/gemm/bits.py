@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from ditron_train.gemm.ops import matmul_nn, matmul_nt, matmul_tn
-from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 
@@ -26,9 +26,11 @@ def known_bits(m: int, n: int, k: int, layout: Layout, dtype: torch.dtype, targe
     """What measurements say about C [m, n] = A @ B with sums of length k, against ``torch.matmul``.
 
     Returns:
-        True: equal at every measured shape of this kind. False: known to differ at shapes of this kind. None: not
-        known, so ``probe_bits`` must decide (every unaligned shape, type or device that was not measured).
+        True: equal at every measured shape of this kind. False: known to differ at shapes of this kind, or sums too short for
+        ``probe_bits`` to see. None: not known, so ``probe_bits`` must decide (every unaligned shape, type or device that was not measured).
     """
+    if m * n and 0 < k <= HIDDEN_TERMS and target != "interpreter":
+        return False
     if target != "sm_90" or dtype != torch.bfloat16 or layout not in ("nt", "nn") or m % 8 or n % 8 or k % 8:
         return None
     if m * n == 0 or k == 0:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 
-from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
 from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -115,6 +115,8 @@ def _why_not(
         return f"the sequence of {x.shape[0]} does not divide by {world_size}"
     if x.device.type == "cuda" and x.shape[:-1].numel() < 2 * (world_size if kind == "row" else 1):
         return "with one row a rank the order of the weight gradient's sums cannot be compared"
+    if x.device.type == "cuda" and min(weight.shape) <= HIDDEN_TERMS:
+        return f"the order of sums of at most {HIDDEN_TERMS} terms cannot be compared"
     return None
 
 

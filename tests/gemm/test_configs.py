@@ -43,6 +43,7 @@ def test_known_bits_says_only_what_was_measured():
     assert known_bits(8192, 3584, 8192, "nt", torch.bfloat16) is True
     assert known_bits(8192, 8192, 3584, "nn", torch.bfloat16) is True
     assert known_bits(256, 1024, 8192, "nt", torch.bfloat16) is False
+    assert known_bits(8192, 8192, 16, "nn", torch.bfloat16) is False  # what no probe could see
     for unknown in (
         (8192, 3583, 8192, "nt", torch.bfloat16),
         (8192, 3584, 8192, "tn", torch.bfloat16),
