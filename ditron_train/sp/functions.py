@@ -12,10 +12,6 @@ P^T is the exchange after it:
 ``sequence_exchange``  P^T(o)                      P(do)
 =====================  ==========================  =================================  ====================
 
-An attention that has both projections may leave the output projection's dW to the other one's backward (``LateWgrad``): there it
-hides the exchange of dq, dk and dv, for which nothing else stands ready, and dx is a plain GEMM. Its y^T and dy live that much
-longer. In us, 4 H200, 16384 tokens, 64 heads, 8 groups: that exchange fused with the GEMM behind it 1231, the GEMM alone 870.
-
 wgrad is one GEMM over all local rows in order, as native computes it; the bias c is added after the product was rounded,
 and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does.
 """
@@ -30,9 +26,9 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
-from ditron_train.sp.ops import a2a_gemm, gather_sequence, gemm_a2a, to_heads, to_sequence
+from ditron_train.sp.ops import a2a_gemm, gemm_a2a, to_heads, to_sequence
 
-__all__ = ["InputShards", "LateWgrad", "Wgrad", "heads_exchange", "output_projection", "qkv_projection", "sequence_exchange"]
+__all__ = ["InputShards", "Wgrad", "heads_exchange", "output_projection", "qkv_projection", "sequence_exchange"]
 
 class InputShards(Protocol):
     """How a tensor parallel rank holds the input of its QKV projection: what stands between ``x`` and the GEMM."""
@@ -46,27 +42,6 @@ class InputShards(Protocol):
 
 #: Takes grad_output [rows, N] and input [rows, K]; returns the weight's gradient [N, K] (None where it kept it itself).
 Wgrad = Callable[[torch.Tensor, torch.Tensor], "torch.Tensor | None"]
-
-
-class LateWgrad:
-    """The output projection's weight gradient on its way to the backward of the QKV projection in the same graph.
-
-    Args:
-        weight: The output projection's.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-        self._compute: Callable[[], torch.Tensor | None] | None = None
-
-    def leave(self, compute: Callable[[], torch.Tensor | None]) -> None:
-        """The first backward: ``compute`` returns the gradient."""
-        self._compute = compute
-
-    def take(self) -> Callable[[], torch.Tensor | None] | None:
-        """The later backward: what was left, once."""
-        compute, self._compute = self._compute, None
-        return compute
 
 
 def _plain_wgrad(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
@@ -91,11 +66,8 @@ class _QkvProjection(torch.autograd.Function):
         row_table: torch.Tensor | None,
         wgrad: Wgrad,
         shards: InputShards | None,
-        late: LateWgrad | None,
-        late_weight: torch.Tensor | None,  # an input, so that its gradient is a result of this backward
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(x, weight)
-        ctx.late = late
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
         ctx.shards = shards
         parts = gemm_a2a(x if shards is None else shards.start_gather(x)(), weight, **ctx.options)
@@ -109,32 +81,30 @@ class _QkvProjection(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = grad_rows = grad_late = None
-        compute_late = None if ctx.late is None else ctx.late.take()
+        grad_x = grad_weight = grad_bias = grad_rows = None
         total_x = ctx.shards.start_gather(x) if needs_weight and ctx.shards is not None else lambda: x
-
-        def meanwhile() -> None:
-            nonlocal grad_late
-            grad_late = None if compute_late is None else compute_late()
-
-        if needs_x and compute_late is None:
+        if needs_x:
             keep = "borrow" if needs_weight or needs_bias else "no"  # used up before the next op
             result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=keep, **ctx.options)
             grad_x, grad_rows = (result, None) if keep == "no" else result
-        else:
-            grad_rows = gather_sequence(grads, meanwhile=meanwhile, **ctx.options)
-            if needs_x:
-                lead = grads[0].shape[0] // ctx.options["context"].world_size, *grads[0].shape[1:-2]
-                grad_x = torch.matmul(grad_rows, weight).view(*lead, -1)
-        if needs_x and ctx.shards is not None:
-            grad_x = ctx.shards.start_reduce(grad_x)
+            if ctx.shards is not None:
+                grad_x = ctx.shards.start_reduce(grad_x)
+        elif needs_weight or needs_bias:
+            grad_rows = _mixed(to_sequence(grads, **ctx.options), ctx.options["layout"], ctx.options["context"].world_size)
         if needs_weight:
             grad_weight = ctx.wgrad(grad_rows, _rows(total_x()))
         if needs_bias:
             grad_bias = grad_rows.sum(dim=0)
         if needs_x and ctx.shards is not None:
             grad_x = grad_x()
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, grad_late
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _mixed(parts: Sequence[torch.Tensor], layout: HeadsLayout, world_size: int) -> torch.Tensor:
+    """Parts of all heads side by side, group by group: [rows, world_size * layout.num_columns]."""
+    groups = world_size * layout.num_groups
+    slices = [part.reshape(-1, groups, width) for part, width in zip(parts, layout.widths)]
+    return torch.cat(slices, dim=-1).flatten(1)
 
 
 class _OutputProjection(torch.autograd.Function):
@@ -149,10 +119,8 @@ class _OutputProjection(torch.autograd.Function):
         layout: HeadsLayout,
         row_table: torch.Tensor | None,
         wgrad: Wgrad,
-        late: LateWgrad | None,
     ) -> torch.Tensor:
-        ctx.late = late
-        keep = ctx.needs_input_grad[1] or late is not None
+        keep = ctx.needs_input_grad[1]
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
         result = a2a_gemm((attended,), weight, return_gathered="copy" if keep else "no", **ctx.options)
         out, gathered = result if keep else (result, None)
@@ -165,19 +133,15 @@ class _OutputProjection(torch.autograd.Function):
         needs_attended, needs_weight = ctx.needs_input_grad[:2]
         grad_attended = grad_weight = None
 
-        def compute_wgrad() -> torch.Tensor | None:
+        def compute_wgrad() -> None:
             nonlocal grad_weight
-            grad_weight = ctx.wgrad(_rows(grad_out), gathered)
-            return grad_weight
+            grad_weight = ctx.wgrad(_rows(grad_out), gathered) if needs_weight else None
 
-        if ctx.late is not None:
-            ctx.late.leave(compute_wgrad)
         if needs_attended:
-            meanwhile = compute_wgrad if needs_weight else None
-            (grad_attended,) = gemm_a2a(grad_out, weight, weight_layout="nn", meanwhile=meanwhile, **ctx.options)
-        elif needs_weight:
+            (grad_attended,) = gemm_a2a(grad_out, weight, weight_layout="nn", meanwhile=compute_wgrad, **ctx.options)
+        else:
             compute_wgrad()
-        return grad_attended, grad_weight, None, None, None, None, None
+        return grad_attended, grad_weight, None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -211,7 +175,6 @@ def qkv_projection(
     row_table: torch.Tensor | None = None,
     wgrad: Wgrad | None = None,
     shards: InputShards | None = None,
-    late: LateWgrad | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v of this rank's heads for the whole sequence; differentiable.
 
@@ -225,7 +188,6 @@ def qkv_projection(
         wgrad: Computes the weight's gradient; ``grad.T @ x`` where None.
         shards: How x is held by the ranks of a tensor parallel group; None where this rank has all of it and no other needs its
             gradient.
-        late: What the output projection of the same attention is given, too: its weight's gradient is computed here.
 
     Returns:
         One tensor a part, [s, b, heads of this rank, head size].
@@ -235,10 +197,7 @@ def qkv_projection(
     """
     if bias is not None and bias.shape != (context.world_size * layout.num_columns,):
         raise NotSupportedError(f"qkv_projection: bias {tuple(bias.shape)} for {context.world_size * layout.num_columns} columns")
-    late_weight = None if late is None else late.weight
-    return _QkvProjection.apply(
-        x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, late_weight
-    )
+    return _QkvProjection.apply(x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards)
 
 
 def output_projection(
@@ -249,7 +208,6 @@ def output_projection(
     layout: HeadsLayout,
     row_table: torch.Tensor | None = None,
     wgrad: Wgrad | None = None,
-    late: LateWgrad | None = None,
 ) -> torch.Tensor:
     """The attention's output of all heads, for this rank's two chunks, projected; differentiable.
 
@@ -260,7 +218,6 @@ def output_projection(
         layout: Columns of one rank, one part.
         row_table: As ``gemm_a2a``.
         wgrad: As ``qkv_projection``.
-        late: Where the weight's gradient is left to the backward of the QKV projection; None: it is computed here.
 
     Returns:
         [s / world, b, hidden].
@@ -268,9 +225,7 @@ def output_projection(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``a2a_gemm``.
     """
-    if late is not None:
-        weight = weight.detach()
-    return _OutputProjection.apply(attended, weight, context, layout, row_table, wgrad or _plain_wgrad, late)
+    return _OutputProjection.apply(attended, weight, context, layout, row_table, wgrad or _plain_wgrad)
 
 
 def heads_exchange(

@@ -19,7 +19,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["arrived_kernel", "next_work", "push_item", "push_kernel", "receive_kernel"]
+__all__ = ["next_work", "push_item", "push_kernel", "receive_kernel"]
 
 
 @triton.jit
@@ -215,19 +215,6 @@ def receive_kernel(
                 GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
                 FLAGS, TO_HEADS, PULL, HAS_TABLE, WORLD_SIZE, TARGET,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_granules"])
-def arrived_kernel(
-    signals_ptr, tickets_ptr, control_ptr, num_granules, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
-):
-    """One program behind a push whose rows are read where they arrive: waits (acquire) for all granules of all sources.
-
-    What follows on the stream reads them plainly.
-    """
-    epoch = dl.next_epoch(tickets_ptr + 1)
-    for source in range(WORLD_SIZE):
-        dl.wait_many(signals_ptr + source * num_granules, num_granules, epoch, control_ptr, source, 0, 32, TARGET)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ from ditron_train.gemm.configs import GemmConfig
 
 __all__ = [
     "EXCHANGE_PROGRAMS",
-    "GATHER_PROGRAMS",
     "GRANULE_ROWS",
     "PULL",
     "PUSH",
@@ -34,7 +33,6 @@ PULL = CopyShape(rows=128, width=512)  # reads from a peer take longer; spills a
 
 GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
 EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives
-GATHER_PROGRAMS = 16  # of a push under a GEMM that is longer than it
 PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole sooner (2 to 4 % faster than 8)
 
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
