@@ -7,7 +7,7 @@
                fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another; then the fold
 
 A GEMM is counted in waves of tiles. ``bench tp --model`` shows the error at every shape; on 4 H200s, at the 12 published
-shapes, predictions were 5 % too short to 9 % too long of ours, and within 7 % of native.
+shapes, predictions were 3 % too short to 7 % too long of ours, and within 7 % of native.
 """
 
 from __future__ import annotations
