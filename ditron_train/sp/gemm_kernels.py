@@ -82,10 +82,11 @@ def gemm_a2a_kernel(
     (``bulk_store_wait``), by a release after a block barrier; tiles and K blocks are one flattened, pipelined loop all the
     same (``_notify_stored``). Waits for nothing but start signals, which every rank sends first: all launches make progress.
 
-    Tried (4 H200, m x n x k a rank 8192 x 10240 x 8192, the GEMM alone 1.76 ms, as this kernel; with the last pulls by
-    4 SMs 1.88 to 1.97 ms, by all of them behind the GEMM 1.84): tiles stored to the peers by the epilogue, whose bursts stall the loop at every tile: 2.03 ms, flattened 2.51 ms;
-    local stores in a loop that is not flattened 2.03 ms; pulls by small programs (4 warps, 64 registers) that share all SMs
-    with the GEMM: 1.91 ms, no better than 4 SMs, and the GEMM's programs may find no registers left.
+    Tried (4 H200, m x n x k a rank 8192 x 10240 x 8192, the GEMM alone 1.76 ms, as this kernel; with the last pulls by 4 SMs 1.88
+    to 1.97 ms, by all of them behind the GEMM 1.84): tiles stored to the peers by the epilogue, whose bursts stall the loop at
+    every tile: 2.03 ms, flattened 2.51 ms; local stores in a loop that is not flattened 2.03 ms; pulls by small programs (4
+    warps, 64 registers) that share all SMs with the GEMM: 1.91 ms, no better than 4 SMs, and the GEMM's programs may find no
+    registers left.
     """
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
