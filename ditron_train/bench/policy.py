@@ -164,7 +164,7 @@ def _row(session: BenchSession, times: dict[str, list[float]], shape: dict[str, 
         for name, values in times.items()
     ]
     return Row(
-        op="transformer_layer",
+        op="layer_under_strict",
         direction="forward_backward",
         model="LLaMA3.1-70B",
         world_size=session.world_size,
