@@ -98,8 +98,7 @@ def _gains(root: Path) -> str:
             found = [(stamp, rows) for stamp, rows in found if rows]
             if not found:
                 continue
-            stamp = found[-1][0]
-            rows = [row for other, rows in found if other.count == stamp.count for row in rows]
+            stamp, rows = found[-1]
             speedups = sorted(row.speedup for row in rows)
             span = f"{speedups[0]:.2f}x" if len(rows) == 1 else f"{speedups[0]:.2f}x to {speedups[-1]:.2f}x"
             shown.append(f"`{op}` {'' if direction == 'forward' else 'forward + backward '}{span}")
@@ -128,9 +127,8 @@ def render_results(root: Path) -> str:
 
 
 def _title(path: Path, stamp: Stamp) -> str:
-    name, _, part = path.stem.partition("-")
-    command = name if name == "verify" else f"bench {name}"
-    return f"{stamp.count} x {stamp.device}: `{command}`" + (f", {part.replace('-', ' ')}" if part else "")
+    command = path.stem if path.stem == "verify" else f"bench {path.stem}"
+    return f"{stamp.count} x {stamp.device}: `{command}`"
 
 
 def _section(path: Path, root: Path) -> str:
