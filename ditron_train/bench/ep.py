@@ -158,15 +158,23 @@ def _rows(session: BenchSession, case: Case, parts: tuple[str, ...]) -> Iterator
             yield from _layer_rows(session, case, config, dtype)
 
 
+def busiest_link(amounts: torch.Tensor) -> float:
+    """What the rank that sends or receives most has on its links, of ``[source, destination]`` amounts; its own do not count."""
+    others = amounts * (1 - torch.eye(len(amounts), dtype=amounts.dtype, device=amounts.device))
+    return float(torch.maximum(others.sum(0).max(), others.sum(1).max()))
+
+
 def _bytes_moved(case: Case, routed: torch.Tensor, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Bytes of the rank that moves most: distinct (token, rank) rows over links, the same with its own rank, copies over links."""
-    w, rank = dist.get_world_size(), dist.get_rank()
+    """Bytes of distinct (token, rank) rows on the busiest link; the most that one rank has of them, its own included; bytes of
+    (token, expert) copies on the busiest link."""
+    w = dist.get_world_size()
     per_rank = routed.view(len(routed), w, -1).sum(2)
-    sent = (per_rank > 0).sum(0)
-    copies = per_rank.sum()
-    amounts = torch.stack([sent.sum() - sent[rank], sent.sum(), copies - per_rank[:, rank].sum()]).double()
-    dist.all_reduce(amounts, op=dist.ReduceOp.MAX)
-    return tuple(float(amount) * case.hidden * dtype.itemsize for amount in amounts)
+    mine = torch.stack([(per_rank > 0).sum(0), per_rank.sum(0)])
+    everyone = [torch.empty_like(mine) for _ in range(w)]
+    dist.all_gather(everyone, mine)
+    distinct, copies = torch.stack(everyone, 1).double()
+    rows = busiest_link(distinct), float(distinct.sum(1).max()), busiest_link(copies)
+    return tuple(number * case.hidden * dtype.itemsize for number in rows)
 
 
 def _movement_rows(

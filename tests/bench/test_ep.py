@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+import torch
 
 from ditron_train.bench import ep
 from ditron_train.bench.rows import read_results
@@ -35,3 +36,8 @@ def test_rows_of_parts_and_routings(tmp_path: Path) -> None:
 def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(SettingError, match="unknown model"):
         run_workers(2, _run, "--model", "none")
+
+
+def test_the_busiest_link_may_be_one_that_receives() -> None:
+    assert ep.busiest_link(torch.tensor([[9.0, 1.0, 2.0], [4.0, 9.0, 1.0], [4.0, 1.0, 9.0]])) == 8.0
+    assert ep.busiest_link(torch.tensor([[0.0, 4.0], [1.0, 50.0]])) == 4.0
