@@ -9,7 +9,7 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
 from ditron_train.schedule.tiles import grouped_tile
-from ditron_train.sp.kernels import next_work, push_item
+from ditron_train.sp.kernels import await_peers, next_work, push_item, verify_peers
 
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
 
@@ -109,18 +109,14 @@ def gemm_a2a_kernel(
         if pending != 0:
             _notify_stored(pending, epoch, TARGET)
         else:
-            for step in tl.static_range(1, WORLD_SIZE):
-                dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+            await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
             dl.fence_async_proxy(TARGET)
         store_tile(c_desc, acc, peer * slot_rows + row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
         flags = dl.symm_at(signals_addresses, peer, tl.int32)
         pending = (flags + rank * tiles_per_rank + tile_m * num_tiles_n + tile_n).to(tl.int64)
     if pending != 0:
         _notify_stored(pending, epoch, TARGET)
-    if tl.program_id(0) == 0:
-        for step in tl.static_range(1, WORLD_SIZE):
-            peer = (rank + step) % WORLD_SIZE
-            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+    verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
 
 
 @triton.jit
@@ -139,9 +135,16 @@ def _num_behind(signals_ptr, num_flags, epoch):
 
 
 @triton.jit
-def _tile_of_turn(turn, early_turns, first_early, num_early, first_late, num_programs):
-    """Tile that a program computes in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
-    return tl.where(turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs)
+def _place_of_turn(
+    turn, early_turns, first_early, num_early, first_late, num_programs, num_tiles_m, num_tiles_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """First row and column of a program's tile in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
+    tile_id = tl.where(
+        turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs
+    )
+    tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+    return tile_m * BLOCK_M, tile_n * BLOCK_N
 
 
 @triton.jit(do_not_specialize=["num_push", "num_early_tiles"])
@@ -206,8 +209,8 @@ def a2a_gemm_kernel(
     The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push takes its
     SMs for as long as it lasts.
 
-    Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.48 ms, this kernel 1.62 ms): a push kernel beside the
-    GEMM, with SMs of its own to the end, 1.68 ms, and with less room than it needs, ranks that wait for one another; a push by
+    Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.43 to 1.48 ms, this kernel 1.60 to 1.62): a push kernel beside
+    the GEMM, with SMs of its own to the end, 1.68 ms, and with less room than it needs, ranks that wait for one another; a push by
     small programs (4 warps, 64 registers) that share SMs with the GEMM's: they can take the registers that a program of the
     GEMM needs, and then ranks hang; the copy of what arrived by the pushing programs, 1.81 to 2.37 ms (a program of 8 warps
     moves 13 GB/s, of 32 warps 45): it is made behind the GEMM. A push by copy engines, one 2-D copy (4 KB rows, 200 GB/s a rank
@@ -226,8 +229,7 @@ def a2a_gemm_kernel(
         dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
         tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
     if program < num_push:
-        for step in tl.static_range(1, WORLD_SIZE):
-            dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+        await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
         counter_ptr = tickets_ptr + 2 + (epoch & 1)
         num_items = num_granules * WORLD_SIZE
         work = next_work(counter_ptr)
@@ -252,10 +254,10 @@ def a2a_gemm_kernel(
     turn = tl.cast(0, tl.int32)
     behind = tl.cast(1, tl.int32)
     while (turn < num_turns) & (behind > 0):
-        tile_id = _tile_of_turn(turn, early_turns, first_early, num_early, first_late, num_programs)
-        tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
-        row = tile_m * BLOCK_M
-        col = tile_n * BLOCK_N
+        row, col = _place_of_turn(
+            turn, early_turns, first_early, num_early, first_late, num_programs, num_tiles_m, num_tiles_n,
+            BLOCK_M, BLOCK_N, GROUP_M,
+        )  # fmt: skip
         granule = row // GRANULE_ROWS
         dl.wait_ranks(
             signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
@@ -268,13 +270,10 @@ def a2a_gemm_kernel(
     dl.fence(TARGET)  # the acquire of what _num_behind saw
     dl.fence_async_proxy(TARGET)
     for late_turn in tl.range(turn, num_turns, 1, flatten=True):
-        tile_id = _tile_of_turn(late_turn, early_turns, first_early, num_early, first_late, num_programs)
-        tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
-        row = tile_m * BLOCK_M
-        col = tile_n * BLOCK_N
+        row, col = _place_of_turn(
+            late_turn, early_turns, first_early, num_early, first_late, num_programs, num_tiles_m, num_tiles_n,
+            BLOCK_M, BLOCK_N, GROUP_M,
+        )  # fmt: skip
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    if program == 0:
-        for step in tl.static_range(1, WORLD_SIZE):
-            peer = (rank + step) % WORLD_SIZE
-            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+    verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)

@@ -19,7 +19,24 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["next_work", "push_item", "push_kernel", "receive_kernel"]
+__all__ = ["await_peers", "next_work", "push_item", "push_kernel", "receive_kernel", "verify_peers"]
+
+
+@triton.jit
+def await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """Waits for the start signals of all peers: after them, their buffers of this op may be written."""
+    for step in tl.static_range(1, WORLD_SIZE):
+        dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+
+
+@triton.jit
+def verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """The first program compares the signatures of all peers with this rank's."""
+    if tl.program_id(0) == 0:
+        for step in tl.static_range(1, WORLD_SIZE):
+            dl.verify_ready(
+                ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET
+            )
 
 
 @triton.jit
@@ -196,25 +213,16 @@ def receive_kernel(
     epoch = dl.last_epoch(tickets_ptr) if BEHIND else dl.next_epoch(tickets_ptr + 1)
     rank = dl.rank(control_ptr)
     num_items = WORLD_SIZE * tl.cdiv(M, GRANULE_ROWS) * (GRANULE_ROWS // ROWS)
-    if PULL:
-        counter_ptr = tickets_ptr + 2 + (epoch & 1)
-        item = next_work(counter_ptr)
-        while item < num_items:
-            _receive_item(
-                item, buffer_addresses, part0_ptr, part1_ptr, part2_ptr, signals_ptr, table_ptr, control_ptr, rank, epoch,
-                M, half_rows, slot_rows, buffer_stride, num_groups, width0, width1, width2, flags_per_granule,
-                GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
-                FLAGS, TO_HEADS, PULL, HAS_TABLE, WORLD_SIZE, TARGET,
-            )  # fmt: skip
-            item = next_work(counter_ptr)
-    else:
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            _receive_item(
-                item, buffer_addresses, part0_ptr, part1_ptr, part2_ptr, signals_ptr, table_ptr, control_ptr, rank, epoch,
-                M, half_rows, slot_rows, buffer_stride, num_groups, width0, width1, width2, flags_per_granule,
-                GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
-                FLAGS, TO_HEADS, PULL, HAS_TABLE, WORLD_SIZE, TARGET,
-            )  # fmt: skip
+    counter_ptr = tickets_ptr + 2 + (epoch & 1)
+    item = next_work(counter_ptr) if PULL else tl.program_id(0)
+    while item < num_items:
+        _receive_item(
+            item, buffer_addresses, part0_ptr, part1_ptr, part2_ptr, signals_ptr, table_ptr, control_ptr, rank, epoch,
+            M, half_rows, slot_rows, buffer_stride, num_groups, width0, width1, width2, flags_per_granule,
+            GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
+            FLAGS, TO_HEADS, PULL, HAS_TABLE, WORLD_SIZE, TARGET,
+        )  # fmt: skip
+        item = next_work(counter_ptr) if PULL else item + tl.num_programs(0)
 
 
 @triton.jit
@@ -333,8 +341,7 @@ def push_kernel(
     if tl.program_id(0) == 0:
         dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
         tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))  # where the next launch counts its work
-    for step in tl.static_range(1, WORLD_SIZE):
-        dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+    await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
     for item in range(tl.program_id(0), tl.cdiv(M, GRANULE_ROWS) * WORLD_SIZE, tl.num_programs(0)):
         push_item(
             item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
@@ -342,7 +349,4 @@ def push_kernel(
             GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
             TO_HEADS, HAS_TABLE, WORLD_SIZE, TARGET,
         )  # fmt: skip
-    if tl.program_id(0) == 0:
-        for step in tl.static_range(1, WORLD_SIZE):
-            peer = (rank + step) % WORLD_SIZE
-            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+    verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)

@@ -110,7 +110,9 @@ CASES = {
     "fused_rope": ({"apply_rope_fusion": True}, BOTH),
     "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, BOTH),
     "norms": ({"qk_layernorm": True}, LAST),
-    "norms_recompute": ({"qk_layernorm": True, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [0, 1, 0]),
+    "norms_recompute": (
+        {"qk_layernorm": True, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [0, 1, 0]
+    ),
     "qkv_bias": ({"add_qkv_bias": True}, LAST),
 }
 

@@ -102,7 +102,9 @@ def check_projections(
     assert torch.equal(weight.grad, weight_native.grad)
 
 
-def check_exchanges(rank: int, world: int, context: SPContext, *, heads, groups, head_dim, length, batch, dtype, seed, device="cpu"):
+def check_exchanges(
+    rank: int, world: int, context: SPContext, *, heads, groups, head_dim, length, batch, dtype, seed, device="cpu"
+):
     """Both exchanges on real-valued data, bit for bit, and their gradients."""
     layout = qkv_layout(heads, groups, head_dim, world)
     generator = torch.Generator().manual_seed(seed + rank)
