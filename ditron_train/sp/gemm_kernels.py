@@ -209,15 +209,15 @@ def a2a_gemm_kernel(
     The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push takes its
     SMs for as long as it lasts.
 
-    Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.43 to 1.48 ms, this kernel 1.60 to 1.62): a push kernel beside
-    the GEMM, with SMs of its own to the end, 1.68 ms, and with less room than it needs, ranks that wait for one another; a push by
-    small programs (4 warps, 64 registers) that share SMs with the GEMM's: they can take the registers that a program of the
-    GEMM needs, and then ranks hang; the copy of what arrived by the pushing programs, 1.81 to 2.37 ms (a program of 8 warps
-    moves 13 GB/s, of 32 warps 45): it is made behind the GEMM. A push by copy engines, one 2-D copy (4 KB rows, 200 GB/s a rank
-    while all send; 80 GB/s at 256 B) for each peer and 1, 2, 4 or 8 granules of a half, bits equal: 1613, 1558, 1534 and 1588 us
-    at m = 8192 where this kernel took 1618 to 1757 us in the same run; at m = 4096 841, 809, 858 and 940 against 813 to 822; at
-    32768 x 2048 x 2048 565 at best against 519 to 544. It takes 32 driver calls, fits one part without a table only, and is
-    not worth a second way yet.
+    Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.43 to 1.48 ms, this kernel 1.60 to 1.62): a push kernel
+    beside the GEMM, with SMs of its own to the end, 1.68 ms, and with less room than it needs, ranks that wait for one another;
+    a push by small programs (4 warps, 64 registers) that share SMs with the GEMM's: they can take the registers that a program
+    of the GEMM needs, and then ranks hang; the copy of what arrived by the pushing programs, 1.81 to 2.37 ms (a program of 8
+    warps moves 13 GB/s, of 32 warps 45): it is made behind the GEMM. A push by copy engines, one 2-D copy (4 KB rows, 200 GB/s
+    a rank while all send; 80 GB/s at 256 B) for each peer and 1, 2, 4 or 8 granules of a half, bits equal: 1613, 1558, 1534 and
+    1588 us at m = 8192 where this kernel took 1618 to 1757 us in the same run; at m = 4096 841, 809, 858 and 940 against 813 to
+    822; at 32768 x 2048 x 2048 565 at best against 519 to 544. It takes 32 driver calls, fits one part without a table only,
+    and is not worth a second way yet.
     """
     epoch = dl.next_epoch(tickets_ptr)
     dl.next_epoch(tickets_ptr + 1)  # the exchange's receiving kernel counts there: in step
