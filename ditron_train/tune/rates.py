@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ditron_train.runtime.rates import MachineRates, default_rates
-from ditron_train.tp.cost_model import gemm_us, wire_bytes
+from ditron_train.tp.cost_model import gemm_us, nccl_bytes, wire_bytes
 from ditron_train.tp.tuning import Machine, Problem, default_choice
 
 __all__ = ["Observed", "fit_rates"]
@@ -28,13 +28,8 @@ def fit_rates(observed: Sequence[Observed], machine: Machine) -> MachineRates:
     rates = default_rates(machine.target)
     if not observed:
         return rates
-    ratios = []
-    for seen in observed:
-        p = seen.problem
-        expected = gemm_us(p.m, p.n, p.k, default_choice(p, machine).config, machine.num_sms, machine.num_sms, rates)
-        ratios.append(expected / seen.gemm_us)
-    rates = replace(rates, gemm_tflops=_rounded(rates.gemm_tflops * statistics.median(ratios)))
-    line = _line([(wire_bytes(seen.problem), seen.comm_us) for seen in observed])
+    rates = replace(rates, gemm_tflops=_rounded(_gemm_tflops(observed, machine, rates)))
+    line = _line([(nccl_bytes(seen.problem), seen.comm_us) for seen in observed])
     if line is not None:
         latency_us, gbps = line
         rates = replace(rates, nccl_gbps=_rounded(gbps), nccl_latency_us=_rounded(max(latency_us, 1.0)))
@@ -42,6 +37,18 @@ def fit_rates(observed: Sequence[Observed], machine: Machine) -> MachineRates:
     if line is not None:
         rates = replace(rates, link_gbps=_rounded(line[1]))
     return rates
+
+
+def _gemm_tflops(observed: Sequence[Observed], machine: Machine, rates: MachineRates) -> float:
+    """In steps: a long GEMM's time is not in proportion to the rate, since it is slowed down."""
+    for _ in range(4):
+        ratios = []
+        for seen in observed:
+            p = seen.problem
+            expected = gemm_us(p.m, p.n, p.k, default_choice(p, machine).config, machine.num_sms, machine.num_sms, rates)
+            ratios.append(expected / seen.gemm_us)
+        rates = replace(rates, gemm_tflops=rates.gemm_tflops * statistics.median(ratios))
+    return rates.gemm_tflops
 
 
 def _rounded(value: float) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
 
 from ditron_train.data import load_workloads
 from ditron_train.runtime.tuning import active_table, forget_tables, shape_class, shipped_name
-from ditron_train.tp.tuning import Machine, Problem, choose
+from ditron_train.tp.cost_model import predict
+from ditron_train.tp.tuning import Machine, Problem, choose, rates_of
 
 _FOLDER = resources.files("ditron_train.data").joinpath("tuning")  # not there as long as no table ships
 _FILES = sorted(file.name for file in _FOLDER.iterdir() if file.name.endswith(".json")) if _FOLDER.is_dir() else []
@@ -63,6 +65,23 @@ def test_the_h200_table_holds_published_shapes(op: str) -> None:
 
 
 def _published(op: str, shape: dict[str, int]) -> Problem:
+    return _sharded(op, shape["M"], shape["N"], shape["K"], 4)
+
+
+def _sharded(op: str, m: int, n: int, k: int, num_ranks: int) -> Problem:
     if op == "ag_gemm":
-        return Problem(op, shape["M"], shape["N"] // 4, shape["K"], "nt", torch.bfloat16, 4)
-    return Problem(op, shape["M"], shape["N"], shape["K"] // 4, "nt", torch.bfloat16, 4)
+        return Problem(op, m, n // num_ranks, k, "nt", torch.bfloat16, num_ranks)
+    return Problem(op, m, n, k // num_ranks, "nt", torch.bfloat16, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_was_measured_on_h200s_is_what_the_model_predicts(num_ranks: int) -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / f"H200x{num_ranks}" / "tp.json"
+    machine = Machine("NVIDIA H200", "sm_90", 132)
+    rows = [row for row in json.loads(results.read_text())["rows"] if row["op"] in ("ag_gemm", "gemm_rs") and row["pass"] == "forward"]
+    assert len(rows) >= 12
+    for row in rows:
+        problem = _sharded(row["op"], row["m"], row["n"], row["k"], num_ranks)
+        seen = predict(problem, choose(problem, machine), machine, rates_of(machine))
+        for estimate, measured in ((seen.ditron_us, row["ditron_us"]), (seen.native_us, row["native_us"])):
+            assert abs(estimate / measured - 1) < 0.09, (problem, estimate, measured)
