@@ -111,6 +111,20 @@ def store_block(
 
 
 @triton.jit
+def _short_product(
+    g_pointer, x_pointer, row_ends, expert, row, col, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """One tile of G.T @ X of an expert that ends within the first BLOCK_K rows, in fp32."""
+    rows = (tl.load(row_ends + expert - 1, mask=expert > 0, other=0) + tl.arange(0, BLOCK_K))[:, None]
+    inside = rows < tl.load(row_ends + expert)
+    columns = (row + tl.arange(0, BLOCK_M))[None, :]
+    g = tl.load(g_pointer + rows * N + columns, mask=inside & (columns < N), other=0.0)
+    columns = (col + tl.arange(0, BLOCK_N))[None, :]
+    x = tl.load(x_pointer + rows * K + columns, mask=inside & (columns < K), other=0.0)
+    return tl.dot(g.T, x, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), input_precision="ieee")
+
+
+@triton.jit
 def group_wgrad_kernel(
     g_desc, x_desc, w_desc, g_pointer, x_pointer, row_ends, N, K, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr,
@@ -173,11 +187,5 @@ def group_wgrad_kernel(
         row_tile, col_tile = grouped_tile(short_tile % tiles_of_expert, num_tiles_m, num_tiles_n, GROUP_M)
         row = row_tile * BLOCK_M
         col = col_tile * BLOCK_N
-        rows = (tl.load(row_ends + expert - 1, mask=expert > 0, other=0) + tl.arange(0, BLOCK_K))[:, None]
-        inside = rows < tl.load(row_ends + expert)
-        columns = (row + tl.arange(0, BLOCK_M))[None, :]
-        g = tl.load(g_pointer + rows * N + columns, mask=inside & (columns < N), other=0.0)
-        columns = (col + tl.arange(0, BLOCK_N))[None, :]
-        x = tl.load(x_pointer + rows * K + columns, mask=inside & (columns < K), other=0.0)
-        acc = tl.dot(g.T, x, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), input_precision="ieee")
+        acc = _short_product(g_pointer, x_pointer, row_ends, expert, row, col, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
         store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)

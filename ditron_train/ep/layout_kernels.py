@@ -60,6 +60,84 @@ def count_chunks(
     tl.store(chunk_widest + chunk + tl.arange(0, 1), widest)
 
 
+@triton.jit
+def _make_message(
+    chunk_counts, chunk_dests, chunk_widest, chunk_entries, mine, num_tokens, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Turns the counts of chunks into exclusive sums, in place, and writes what every rank is told alike to ``mine``."""
+    COLUMNS: tl.constexpr = RANKS * SLOTS
+    chunks = tl.arange(0, NUM_CHUNKS)
+    ranks = tl.arange(0, RANKS)
+    for owner in tl.static_range(RANKS):
+        places = chunk_counts + chunks[:, None] * COLUMNS + owner * SLOTS + tl.arange(0, SLOTS)[None, :]
+        tile = tl.load(places)
+        tl.store(places, tl.cumsum(tile, 0) - tile)
+        tl.store(mine + owner * SLOTS + tl.arange(0, SLOTS), tl.sum(tile, axis=0))
+        entries = chunk_entries + owner * (NUM_CHUNKS + 1)
+        tl.store(entries + 1 + chunks, tl.cumsum(tl.sum(tile, axis=1), 0))
+        tl.store(entries + tl.arange(0, 1), tl.zeros((1,), tl.int32))
+    places = chunk_dests + chunks[:, None] * RANKS + ranks[None, :]
+    tile = tl.load(places)
+    tl.store(places, tl.cumsum(tile, 0) - tile)
+    tl.store(mine + COLUMNS + ranks, tl.sum(tile, axis=0))
+    tl.store(mine + COLUMNS + RANKS, tl.cast(num_tokens, tl.int32))
+    tl.store(mine + COLUMNS + RANKS + 1, tl.max(tl.load(chunk_widest + chunks), axis=0))
+
+
+@triton.jit
+def _trade_messages(
+    mine, chunk_entries, message_addresses, signals, signal_addresses, ready, signature, control, rank, epoch,
+    WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, COMMON_WORDS: tl.constexpr, MESSAGE_WORDS: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Sends every rank its message once it has started, and waits for theirs."""
+    chunks = tl.arange(0, NUM_CHUNKS)
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        dl.verify_ready(ready, signature, epoch, control, peer, WORLD_SIZE, TARGET)
+        theirs = dl.symm_at(message_addresses, peer, tl.int32) + rank * MESSAGE_WORDS
+        if step > 0:
+            dl.putmem(theirs, mine, COMMON_WORDS, 0, 1, 256)
+        tl.store(theirs + COMMON_WORDS + chunks, tl.load(chunk_entries + peer * (NUM_CHUNKS + 1) + 1 + chunks))
+        dl.notify(dl.symm_at(signal_addresses, peer, tl.int32) + rank, epoch, TARGET)
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        dl.wait(signals + peer, epoch, control, peer, -2, TARGET)
+
+
+@triton.jit
+def _set_limits(
+    limits, totals, rows_of, slots_of, messages, control, rank, row_capacity, slot_capacity, place_capacity,
+    WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TOPK: tl.constexpr, MESSAGE_WORDS: tl.constexpr,
+    HAS_CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """The first four ``limits``, and the record of an overflow."""
+    COLUMNS: tl.constexpr = RANKS * SLOTS
+    ranks = tl.arange(0, RANKS)
+    if HAS_CAPACITY:
+        tl.store(limits, tl.cast(row_capacity, tl.int32))
+        tl.store(limits + 1, tl.cast(row_capacity, tl.int32))
+        tl.store(limits + 2, tl.cast(slot_capacity, tl.int32))
+        tl.store(limits + 3, tl.cast(place_capacity, tl.int32))
+        columns = tl.arange(0, COLUMNS)
+        flat = tl.reshape(totals, (COLUMNS,))
+        for owner in tl.static_range(WORLD_SIZE):
+            rows = tl.sum(tl.where(ranks == owner, rows_of, 0), axis=0)
+            slots = tl.sum(tl.where(ranks == owner, slots_of, 0), axis=0)
+            fullest = tl.argmax(tl.where(columns // SLOTS == owner, flat, -1), axis=0)
+            if rows > row_capacity:
+                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % SLOTS, row_capacity, rows)
+            if slots > slot_capacity:
+                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % SLOTS, slot_capacity, slots)
+    else:
+        tokens_of = tl.load(messages + ranks * MESSAGE_WORDS + COLUMNS + RANKS, mask=ranks < WORLD_SIZE, other=0)
+        tl.store(limits, tl.sum(tl.where(ranks == rank, rows_of, 0), axis=0))
+        tl.store(limits + 1, tl.max(rows_of, axis=0))
+        tl.store(limits + 2, tl.max(slots_of, axis=0))
+        tl.store(limits + 3, tl.max(tokens_of, axis=0) * TOPK)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "row_capacity", "slot_capacity", "place_capacity"])
 def exchange_counts(
     chunk_counts, chunk_dests, chunk_widest, chunk_entries, row_base, slot_base, entry_base, list_base, recv_offsets,
@@ -97,33 +175,12 @@ def exchange_counts(
     ranks = tl.arange(0, RANKS)
     mine = messages + rank * MESSAGE_WORDS
 
-    for owner in tl.static_range(RANKS):
-        places = chunk_counts + chunks[:, None] * COLUMNS + owner * SLOTS + tl.arange(0, SLOTS)[None, :]
-        tile = tl.load(places)
-        tl.store(places, tl.cumsum(tile, 0) - tile)
-        tl.store(mine + owner * SLOTS + tl.arange(0, SLOTS), tl.sum(tile, axis=0))
-        entries = chunk_entries + owner * (NUM_CHUNKS + 1)
-        tl.store(entries + 1 + chunks, tl.cumsum(tl.sum(tile, axis=1), 0))
-        tl.store(entries + tl.arange(0, 1), tl.zeros((1,), tl.int32))
-    places = chunk_dests + chunks[:, None] * RANKS + ranks[None, :]
-    tile = tl.load(places)
-    tl.store(places, tl.cumsum(tile, 0) - tile)
-    tl.store(mine + COLUMNS + ranks, tl.sum(tile, axis=0))
-    tl.store(mine + COLUMNS + RANKS, tl.cast(num_tokens, tl.int32))
-    tl.store(mine + COLUMNS + RANKS + 1, tl.max(tl.load(chunk_widest + chunks), axis=0))
+    _make_message(chunk_counts, chunk_dests, chunk_widest, chunk_entries, mine, num_tokens, RANKS, SLOTS, NUM_CHUNKS)
     tl.debug_barrier()
-
-    for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        dl.verify_ready(ready, signature, epoch, control, peer, WORLD_SIZE, TARGET)
-        theirs = dl.symm_at(message_addresses, peer, tl.int32) + rank * MESSAGE_WORDS
-        if step > 0:
-            dl.putmem(theirs, mine, COMMON_WORDS, 0, 1, 256)
-        tl.store(theirs + COMMON_WORDS + chunks, tl.load(chunk_entries + peer * (NUM_CHUNKS + 1) + 1 + chunks))
-        dl.notify(dl.symm_at(signal_addresses, peer, tl.int32) + rank, epoch, TARGET)
-    for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        dl.wait(signals + peer, epoch, control, peer, -2, TARGET)
+    _trade_messages(
+        mine, chunk_entries, message_addresses, signals, signal_addresses, ready, signature, control, rank, epoch, WORLD_SIZE,
+        NUM_CHUNKS, COMMON_WORDS, MESSAGE_WORDS, TARGET,
+    )  # fmt: skip
     tl.debug_barrier()
 
     columns = tl.arange(0, COLUMNS)
@@ -163,28 +220,10 @@ def exchange_counts(
     )
     tl.store(sources + ranks[:, None] * SLOTS + local[None, :], from_ranks)
     tl.store(limits + 4, ((tl.load(dispatch_tickets) >> TICKET_UNIT_LOG2) + 1).to(tl.int32))
-    rows_of = tl.sum(totals, axis=1)
-    slots_of = tl.sum(dests, axis=0)
-    if HAS_CAPACITY:
-        tl.store(limits, tl.cast(row_capacity, tl.int32))
-        tl.store(limits + 1, tl.cast(row_capacity, tl.int32))
-        tl.store(limits + 2, tl.cast(slot_capacity, tl.int32))
-        tl.store(limits + 3, tl.cast(place_capacity, tl.int32))
-        flat = tl.reshape(totals, (COLUMNS,))
-        for owner in tl.static_range(WORLD_SIZE):
-            rows = tl.sum(tl.where(ranks == owner, rows_of, 0), axis=0)
-            slots = tl.sum(tl.where(ranks == owner, slots_of, 0), axis=0)
-            fullest = tl.argmax(tl.where(columns // SLOTS == owner, flat, -1), axis=0)
-            if rows > row_capacity:
-                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % SLOTS, row_capacity, rows)
-            if slots > slot_capacity:
-                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % SLOTS, slot_capacity, slots)
-    else:
-        tokens_of = tl.load(messages + ranks * MESSAGE_WORDS + COLUMNS + RANKS, mask=ranks < WORLD_SIZE, other=0)
-        tl.store(limits, tl.sum(tl.where(ranks == rank, rows_of, 0), axis=0))
-        tl.store(limits + 1, tl.max(rows_of, axis=0))
-        tl.store(limits + 2, tl.max(slots_of, axis=0))
-        tl.store(limits + 3, tl.max(tokens_of, axis=0) * TOPK)
+    _set_limits(
+        limits, totals, tl.sum(totals, axis=1), tl.sum(dests, axis=0), messages, control, rank, row_capacity, slot_capacity,
+        place_capacity, WORLD_SIZE, RANKS, SLOTS, TOPK, MESSAGE_WORDS, HAS_CAPACITY,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
