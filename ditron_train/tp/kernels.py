@@ -218,6 +218,33 @@ def _fold(
         tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _store_to_owners(
+    acc, tile_m, tile_n, rank, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7, slots_addresses,
+    signals_addresses, ready_ptr, row_starts_ptr, epoch, control_ptr, M, N, slot_rows, slot_stride, flags_per_rank,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    USE_DESCRIPTORS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile to every rank that owns rows of it, and signals it at once: it may go to several."""
+    row = tile_m * BLOCK_M
+    last_row = tl.minimum(row + BLOCK_M, M) - 1
+    for owner in range(0, WORLD_SIZE):
+        start = tl.load(row_starts_ptr + owner)
+        end = tl.load(row_starts_ptr + owner + 1)
+        if tl.maximum(start, row) < tl.minimum(end, last_row + 1):
+            dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
+            local_tile = tile_m - start // BLOCK_M
+            store_tile_to_peer(
+                owner, acc, rank * slot_rows + local_tile * BLOCK_M, tile_n * BLOCK_N,
+                slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
+                slots_addresses, slot_stride, WORLD_SIZE * slot_rows, N,
+                BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS,
+            )  # fmt: skip
+            dl.bulk_store_wait(TARGET)
+            flags = dl.symm_at(signals_addresses, owner, tl.int32)
+            dl.notify(flags + rank * flags_per_rank + local_tile * tl.cdiv(N, BLOCK_N) + tile_n, epoch, TARGET)
+
+
 @triton.jit(do_not_specialize=["M", "K", "slot_rows", "flags_per_rank"])
 def gemm_rs_kernel(
     a_desc,
@@ -324,23 +351,11 @@ def gemm_rs_kernel(
             flags = dl.symm_at(signals_addresses, owner, tl.int32)
             pending = (flags + rank * flags_per_rank + local_tile * num_tiles_n + tile_n).to(tl.int64)
         else:
-            last_row = tl.minimum(row + BLOCK_M, M) - 1
-            for owner in range(0, WORLD_SIZE):
-                start = tl.load(row_starts_ptr + owner)
-                end = tl.load(row_starts_ptr + owner + 1)
-                if tl.maximum(start, row) < tl.minimum(end, last_row + 1):
-                    dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
-                    local_tile = tile_m - start // BLOCK_M
-                    store_tile_to_peer(
-                        owner, acc, rank * slot_rows + local_tile * BLOCK_M, col,
-                        slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
-                        slots_addresses, slot_stride, num_slot_rows, N,
-                        BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS,
-                    )  # fmt: skip
-                    dl.bulk_store_wait(TARGET)
-                    flags = dl.symm_at(signals_addresses, owner, tl.int32)
-                    flag = flags + rank * flags_per_rank + local_tile * num_tiles_n + tile_n
-                    dl.notify(flag, epoch, TARGET)
+            _store_to_owners(
+                acc, tile_m, tile_n, rank, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7, slots_addresses,
+                signals_addresses, ready_ptr, row_starts_ptr, epoch, control_ptr, M, N, slot_rows, slot_stride, flags_per_rank,
+                BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS, TARGET,
+            )  # fmt: skip
     if pending != 0:
         dl.bulk_store_wait(TARGET)
         dl.notify(pending.to(tl.pointer_type(tl.int32)), epoch, TARGET)
