@@ -109,4 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SettingError as error:
+        sys.exit(f"error: {error}")

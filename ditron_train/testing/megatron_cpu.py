@@ -23,6 +23,7 @@ __all__ = [
     "allow_torch_norm_with_sequence_parallel",
     "install",
     "is_installed",
+    "leave_uncompiled",
     "megatron_on_cpu",
     "model_parallel",
     "seed",
@@ -41,6 +42,14 @@ CPU_CONFIG: dict[str, Any] = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
+
+
+def leave_uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Stands for ``torch.compile``, to which megatron-core hands its fusions on import; returns `function` as it is.
+
+    Importing the compiler takes two seconds of every process, and it needs a C++ compiler on the CPU.
+    """
+    return function if function is not None else lambda decorated: decorated
 
 
 class _Event:
@@ -125,6 +134,7 @@ def _torch_stand_ins() -> list[tuple[Any, str, Any]]:
     )
     cuda = torch.cuda
     return [
+        (torch, "compile", leave_uncompiled),
         (cuda, "current_device", lambda: _CPU),
         (cuda, "set_device", lambda device: None),
         (cuda, "device_count", lambda: 1),

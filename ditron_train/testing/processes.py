@@ -5,10 +5,10 @@
 
     assert run_workers(2, body, 10) == [0, 10]
 
-Starting a worker takes seconds (torch and triton are imported), so the workers of a world size
-stay alive and serve the following calls; after a failure they are killed and the next call
-starts new ones. In every worker ``TRITON_INTERPRET=1``, ``OMP_NUM_THREADS=1`` and torchrun's
-variables are set before torch and triton are imported, Triton's interpreter is repaired, and
+Importing torch, triton and megatron-core takes seconds, so one process does it for all: workers are
+forked from it. The workers of a world size stay alive and serve the following calls; after a failure
+they are killed and the next call starts new ones. In every worker Triton's interpreter is on
+(``TRITON_INTERPRET=1``, ``OMP_NUM_THREADS=1``) and repaired, torchrun's variables are set and
 ``torch.distributed`` is initialised. `run_workers_once` uses processes of its own and reports
 what became of every rank: for tests in which a worker dies.
 """
@@ -65,6 +65,72 @@ class WorkerOutcome:
         return self.error is None and self.exit_code is None and not self.timed_out
 
 
+class _Template:
+    """The process that workers are forked from (`ditron_train.testing.worker`); started by the first of them.
+
+    It imports what this process has imported of ``ditron_train``, and megatron-core where that is imported here.
+    """
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        modules = [name for name in sys.modules if name == "megatron.core" or name.startswith("ditron_train.")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "ditron_train.testing.worker", str(theirs.fileno()), *modules],
+            env={**os.environ, **_FIXED_ENV, "PYTHONPATH": os.pathsep.join(_search_path())},
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked for workers."""
+        return self._process.poll() is None
+
+    def ask(self, message: tuple, descriptors: Sequence[int] = ()) -> Any:
+        """Its answer to one message."""
+        socket.send_fds(self._socket, [pickle.dumps(message)], descriptors)
+        answer = self._socket.recv(1 << 12)
+        if not answer:
+            raise WorkerError("the process that workers are forked from has ended")
+        return pickle.loads(answer)
+
+    def close(self) -> None:
+        """End it, by the end of its socket; its workers end with it."""
+        self._socket.close()
+        self._process.wait()
+
+
+_template: _Template | None = None
+
+
+def _get_template() -> _Template:
+    global _template
+    if _template is None or not _template.is_alive:
+        _template = _Template()
+    return _template
+
+
+class _ForkedProcess:
+    """A worker's process, as far as ``subprocess.Popen`` is used of it."""
+
+    def __init__(self, environment: Mapping[str, str], pipe: int, log: int) -> None:
+        self._template = _get_template()
+        self.pid: int = self._template.ask((dict(environment), _search_path()), (pipe, log))
+        self.returncode: int | None = None
+
+    def poll(self, wait: bool = False) -> int | None:
+        """Its exit status, reaped if it has ended; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._template.ask((self.pid, wait)) if self._template.is_alive else -signal.SIGKILL
+        return self.returncode
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        return self.poll(wait=True)
+
+
 class _Worker:
     """One child process, its pipe and its log file."""
 
@@ -73,18 +139,9 @@ class _Worker:
         self.log_path = os.path.join(directory, f"rank{rank}.log")
         self._log_offset = 0
         ours, theirs = socket.socketpair()
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ditron_train.testing.worker", str(theirs.fileno())],
-                env=_worker_env(rank, world_size, directory, path, env),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own, so that what it starts ends with it
-            )
-        theirs.close()
+        with open(self.log_path, "wb") as log, theirs:
+            environment = _worker_env(rank, world_size, directory, env)
+            self.process = _ForkedProcess(environment, theirs.fileno(), log.fileno())
         self.connection = Connection(ours.detach())
 
     def new_output(self) -> str:
@@ -103,19 +160,24 @@ class _Worker:
         self.process.wait()
 
 
-def _worker_env(
-    rank: int, world_size: int, directory: str, path: str, extra: Mapping[str, str]
-) -> dict[str, str]:
-    env = dict(os.environ)
+_FIXED_ENV = {
+    "PYTHONUNBUFFERED": "1",
+    "TRITON_INTERPRET": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+
+
+def _search_path() -> list[str]:
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+def _worker_env(rank: int, world_size: int, directory: str, extra: Mapping[str, str]) -> dict[str, str]:
+    env = {**os.environ, **_FIXED_ENV, "PYTHONPATH": os.pathsep.join(_search_path())}
     env.update(
-        PYTHONPATH=path,
-        PYTHONUNBUFFERED="1",
-        TRITON_INTERPRET="1",
-        OMP_NUM_THREADS="1",
-        OPENBLAS_NUM_THREADS="1",
-        MKL_NUM_THREADS="1",
-        CUDA_VISIBLE_DEVICES="",
-        CUDA_DEVICE_MAX_CONNECTIONS="1",
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank),
@@ -133,7 +195,7 @@ class WorkerPool:
     """`world_size` live processes in one gloo group. A context manager; not thread-safe."""
 
     def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:
-        """Start the processes; `env` is set before torch and triton are imported in them."""
+        """Start the processes; `env` is set in them before they join their group."""
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
@@ -249,7 +311,7 @@ def _receive(worker: _Worker, outcome: WorkerOutcome, starting: bool) -> None:
 def _stack_of(worker: _Worker) -> str:
     """Ask a stuck worker for the stacks of its threads; best effort."""
     if worker.process.poll() is None:
-        worker.process.send_signal(signal.SIGUSR1)
+        os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.5)
     return worker.new_output()[-_LOG_TAIL_CHARS:]
 
@@ -284,8 +346,7 @@ def run_workers(
     """Run ``fn(*args)`` on `world_size` processes and return its results, indexed by rank.
 
     `fn` must be defined at module level; arguments and results are pickled (tensors by value).
-    `env` is set in the workers during this call only (not early enough for variables that torch
-    or triton read on import: use `run_workers_once` for those).
+    `env` is set in the workers during this call only: too late for variables that are read on import.
 
     Raises the exception of the first rank that failed, its traceback as the cause; `WorkerError`
     when a rank dies or the call takes longer than `timeout_s`. All workers are killed then.
@@ -309,17 +370,21 @@ def run_workers_once(
 ) -> list[WorkerOutcome]:
     """Run ``fn(*args)`` on fresh processes that end with the call; never raises for a worker.
 
-    `env` is set before torch and triton are imported. Every rank gets the whole `timeout_s`
-    even if another one died: for tests of dead and stalled peers.
+    `env` is set from their start on. Every rank gets the whole `timeout_s` even if another one died:
+    for tests of dead and stalled peers.
     """
     with WorkerPool(world_size, env) as pool:
         return pool.run(fn, args, timeout_s, stop_after_error_s=None)
 
 
 def shutdown_pools() -> None:
-    """Kill the workers kept for reuse (also done when the interpreter exits)."""
+    """Kill the workers kept for reuse, and what they are forked from (also done when the interpreter exits)."""
+    global _template
     while _pools:
         _pools.popitem()[1].close()
+    if _template is not None:
+        _template.close()
+        _template = None
 
 
 atexit.register(shutdown_pools)

@@ -1,8 +1,9 @@
-"""The child process of `ditron_train.testing.processes`: receives functions, runs them, answers.
+"""The processes behind `ditron_train.testing.processes`: one imports torch once, the workers are forked from it.
 
-Started as ``python -m ditron_train.testing.worker FD`` with its rank, world size and store file
-in the environment, so that variables such as ``TRITON_INTERPRET`` are in place before torch or
-triton is imported. Exits when its pipe closes or its parent is gone.
+``python -m ditron_train.testing.worker FD [MODULE ...]`` imports torch, triton and the modules named, then forks a
+worker for every request that comes through the socket FD. It starts no thread and runs no tensor operation, so that
+forking it is safe. A worker finds its rank, world size and store file in the environment of its request; it receives
+functions through a pipe of its own, runs them and answers. All exit when their sockets close or their parent is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,7 +23,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 __all__ = ["main"]
 
@@ -106,15 +108,10 @@ def _run_one(request: bytes) -> bytes:
             channels.forget_failed()  # what one test provoked must not stop the next one's optimizer step
 
 
-def main() -> None:
-    """Serve requests from the pipe whose file descriptor is the first argument, until it closes."""
+def _serve(connection: Connection) -> None:
+    """A worker's life: joins its group, then runs what comes through its pipe, until that closes."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    connection = Connection(int(sys.argv[1]))
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from ditron_train.testing import interpreter
-
-        interpreter.install()
     _init_process_group(
         os.environ["DITRON_TEST_STORE"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     )
@@ -128,7 +125,64 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(answer)
-    os._exit(0)  # no collective teardown: a peer may be gone already
+
+
+def _become_worker(pipe: int, log: int, environment: Mapping[str, str], path: Sequence[str]) -> None:
+    """What a forked process does; never returns."""
+    try:
+        os.setsid()  # a group of its own, so that what it starts ends with it
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = path
+        _serve(Connection(pipe))
+        os._exit(0)  # no collective teardown: a peer may be gone already
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _import_all(modules: Sequence[str]) -> None:
+    import torch
+    import triton  # noqa: F401
+
+    from ditron_train.testing import interpreter, megatron_cpu
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.install()
+    torch.compile = megatron_cpu.leave_uncompiled
+    for name in modules:
+        importlib.import_module(name)
+
+
+def main() -> None:
+    """Import, then fork a worker or report one's exit status for each message of the socket, until it closes.
+
+    Messages are pickled: ``(environment, path)`` with the worker's pipe and log file attached is answered by its process
+    number, ``(number, wait)`` by its exit status or None.
+    """
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _import_all(sys.argv[2:])
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 2)
+        if not message:
+            return
+        first, second = pickle.loads(message)
+        if not descriptors:
+            number, status = os.waitpid(first, 0 if second else os.WNOHANG)
+            control.send(pickle.dumps(os.waitstatus_to_exitcode(status) if number else None))
+            continue
+        number = os.fork()
+        if number == 0:
+            control.close()
+            _become_worker(*descriptors, first, second)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(pickle.dumps(number))
 
 
 if __name__ == "__main__":

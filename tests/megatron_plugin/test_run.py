@@ -9,7 +9,11 @@ import sys
 
 import pytest
 
+from ditron_train.runtime.errors import SettingError
+from ditron_train.testing.processes import run_workers_once
+
 pytest.importorskip("megatron.core")
+from ditron_train.megatron.run import main  # noqa: E402
 
 ARGUMENTS = '''
 import argparse
@@ -54,51 +58,64 @@ def script(tmp_path):
     return path
 
 
+def _launch(words):
+    try:
+        main(words)
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
 def _run(*words):
+    """Exit status of the launcher in a process of its own that has megatron-core imported already."""
+    (outcome,) = run_workers_once(1, _launch, list(map(str, words)), timeout_s=120)
+    assert outcome.error is None, outcome.traceback
+    return outcome.value
+
+
+def test_as_torchrun_starts_it(script, tmp_path):
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), TRITON_INTERPRET="1")
-    command = [sys.executable, "-W", "ignore", "-m", "ditron_train.megatron.run", *map(str, words)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-
-
-def test_features_are_on_once_arguments_are_parsed(script):
-    done = _run(script, "--num-layers", 3, "--ditron", "tp", "--ditron-timeout-s", 5)
+    command = [sys.executable, "-W", "ignore", "-m", "ditron_train.megatron.run"]
+    words = [script, "--num-layers", "3", "--ditron", "tp", "--ditron-timeout-s", "5"]
+    done = subprocess.run([*command, *map(str, words)], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "RESULT 3 ('tp',) True True" in done.stdout
     assert "tp: on for models built from now on" in done.stderr
+    done = subprocess.run([*command, str(tmp_path / "missing.py")], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr == f"error: cannot read the script {tmp_path / 'missing.py'}\n"
 
 
-def test_without_the_flag_nothing_is_changed(script):
-    done = _run(script, "--num-layers", 3)
-    assert "RESULT 3 () False True" in done.stdout, done.stderr
+def test_without_the_flag_nothing_is_changed(script, capsys):
+    assert _run(script, "--num-layers", 3) == 0
+    assert "RESULT 3 () False True" in capsys.readouterr().out
 
 
-def test_a_namespace_that_lost_the_command_line(script):
-    done = _run(script, "--num-layers", 99, "--ditron", "tp")
-    assert "RESULT 99 ('tp',) True True" in done.stdout, done.stderr
+def test_a_namespace_that_lost_the_command_line(script, capsys):
+    assert _run(script, "--num-layers", 99, "--ditron", "tp") == 0
+    assert "RESULT 99 ('tp',) True True" in capsys.readouterr().out
 
 
-def test_help_shows_the_group(script):
-    done = _run(script, "--help")
-    assert done.returncode == 0
-    assert "--num-layers" in done.stdout and "--ditron NAME[,NAME]" in done.stdout and "--ditron-transport" in done.stdout
+def test_help_shows_the_group(script, capsys):
+    assert _run(script, "--help") == 0
+    said = capsys.readouterr().out
+    assert "--num-layers" in said and "--ditron NAME[,NAME]" in said and "--ditron-transport" in said
 
 
-def test_unknown_names_are_an_error(script):
-    done = _run(script, "--ditron", "tp,warp")
-    assert done.returncode == 2
-    assert "does not know 'warp'; it takes a comma-separated list of: tp" in done.stderr
+def test_unknown_names_are_an_error(script, capsys):
+    assert _run(script, "--ditron", "tp,warp") == 2
+    said = " ".join(capsys.readouterr().out.replace("[rank 0]", "").split())
+    assert "does not know 'warp'; it takes a comma-separated list of: tp" in said
 
 
-def test_a_script_that_cannot_be_read(tmp_path):
-    for words in ([tmp_path / "missing.py"], [], ["--ditron", "tp"]):
-        done = _run(*words)
-        assert done.returncode != 0
-        assert "SettingError: cannot read the script" in done.stderr or "SettingError: usage: torchrun" in done.stderr
+@pytest.mark.parametrize("words, says", [(["missing.py"], "cannot read"), ([], "usage: torchrun"), (["--ditron", "tp"], "usage: torchrun")])
+def test_a_script_that_cannot_be_read(words, says):
+    with pytest.raises(SettingError, match=says):
+        main(words)
 
 
-def test_a_script_that_never_parses(tmp_path):
+def test_a_script_that_never_parses(tmp_path, capsys):
     path = tmp_path / "other.py"
     path.write_text("print('ran')")
-    done = _run(path)
-    assert done.returncode == 0 and "ran" in done.stdout
-    assert "--ditron had no effect" in done.stderr
+    assert _run(path) == 0
+    said = capsys.readouterr().out
+    assert "ran" in said and "--ditron had no effect" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import random
 import time
@@ -195,13 +196,16 @@ def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
     if rank == 2:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(float(os.environ["DITRON_TIMEOUT_S"]) + 5)
+        late_by = datetime.timedelta(seconds=float(os.environ["DITRON_TIMEOUT_S"]) + 5)
+        dist.distributed_c10d._get_default_store().wait(["rank 0 has raised", "rank 1 has raised"], late_by)
         return "stalled", 0.0, ""
     begin_s = time.monotonic()
     try:
         run(x, weight)
     except PeerTimeoutError as error:
-        return type(error).__name__, time.monotonic() - begin_s, str(error)
+        waited_s = time.monotonic() - begin_s
+        dist.distributed_c10d._get_default_store().set(f"rank {rank} has raised", "")
+        return type(error).__name__, waited_s, str(error)
     return "no error", time.monotonic() - begin_s, ""
 
 
