@@ -172,7 +172,8 @@ def gemm_combine(
         ROUND_EACH=order == "ascending_rounded", DESCENDING=order == "descending", WORLD_SIZE=shape.world_size,
         NUM_CHUNKS=shape.num_chunks, ROWS=rows, SUM_ROWS=move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
         ITEM_TOKENS=context.move.item_tokens, NUM_SENDERS=0 if num_programs == 1 else fused.num_senders,
-        TILE_COUNT=operands.config.num_warps if context.target.startswith("sm_") else 1, **_gemm_constants(operands, tiles, context),
+        TILE_COUNT=operands.config.num_warps if context.target.startswith("sm_") else 1,
+        **_gemm_constants(operands, tiles, context),
     )  # fmt: skip
     grads_like = row_grads.contiguous() if with_grads else x
     config = operands.config

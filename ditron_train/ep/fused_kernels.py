@@ -143,7 +143,8 @@ def _send_chunk(
 def _place_chunk(
     item, x, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_tokens,
     num_rows, slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """Task: rows of one source's chunk from their slots to their places; then they count in their blocks."""
     chunk = item // WORLD_SIZE
