@@ -113,10 +113,10 @@ def _why_not(
         return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
     if kind == "row" and x.shape[0] % world_size:
         return f"the sequence of {x.shape[0]} does not divide by {world_size}"
-    if x.device.type == "cuda" and x.shape[:-1].numel() < 2 * (world_size if kind == "row" else 1):
-        return "with one row a rank the order of the weight gradient's sums cannot be compared"
-    if x.device.type == "cuda" and min(weight.shape) <= HIDDEN_TERMS:
-        return f"the order of sums of at most {HIDDEN_TERMS} terms cannot be compared"
+    rows_of_a_rank = x.shape[:-1].numel() // (world_size if kind == "row" else 1)
+    # The partners of wgrad's sums are among the rows of one rank, those of forward's and dgrad's among the features.
+    if x.device.type == "cuda" and min(rows_of_a_rank, *weight.shape) <= HIDDEN_TERMS:
+        return f"the order of sums of at most {HIDDEN_TERMS} features, or tokens a rank, cannot be compared"
     return None
 
 
