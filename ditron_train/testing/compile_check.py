@@ -10,7 +10,9 @@ one for each of its targets and run ``check_report``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import re
@@ -165,8 +167,8 @@ def _gpu_target(target: str):
     return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
 
 
-def _assembler_facts(ptx: str, target: str) -> tuple[int, int]:
-    """(registers, spilled bytes) that ptxas states for a PTX text."""
+def _assemble(ptx: str, target: str) -> str:
+    """What ptxas says of a PTX text."""
     from triton import knobs
 
     arch = int(target.removeprefix("sm_"))
@@ -177,7 +179,11 @@ def _assembler_facts(ptx: str, target: str) -> tuple[int, int]:
         with open(source, "w") as file:
             file.write(ptx)
         command = [tool.path, "-v", f"--gpu-name={name}", source, "-o", source + ".cubin"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _assembler_facts(said: str) -> tuple[int, int]:
+    """(registers, spilled bytes) in what ptxas said."""
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     return max(int(n) for n in re.findall(r"Used (\d+) registers", said)), spills
 
@@ -204,10 +210,13 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
             constexprs[name] = kernel.params[index].default
     options = dict(num_warps=_by_target(spec.num_warps, target), num_stages=_by_target(spec.num_stages, target))
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    compiled = triton.compile(source, target=_gpu_target(target), options=options)
+    triton.knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        compiled = triton.compile(source, target=_gpu_target(target), options=options)
     if target == "hip":
         return CompileReport(spec.name, target, None, compiled.asm["amdgcn"], shared_bytes=compiled.metadata.shared)
-    registers, spills = _assembler_facts(compiled.asm["ptx"], target)
+    # Triton has assembled it just now, or has it from its cache and says nothing.
+    registers, spills = _assembler_facts(said.getvalue() or _assemble(compiled.asm["ptx"], target))
     return CompileReport(spec.name, target, None, compiled.asm["ptx"], registers, spills, compiled.metadata.shared)
 
 

@@ -157,11 +157,14 @@ SPECS = [
         signals=None,
     ),
     *(
-        build(f"tp_{build.__name__[1:]}_{layout}_{size}_{'even' if even else 'uneven'}", layout == "nt", even, *shape)
+        build(
+            f"tp_{build.__name__[1:]}_{layout}_{size}_{'even' if even else 'uneven'}", layout == "nt", even, block, stages,
+            targets if even == (layout == "nt") else ("sm_90",),  # all combinations there, elsewhere each choice
+        )  # fmt: skip
         for build in (_ag_gemm, _gemm_rs)
         for layout in ("nt", "nn")
         for even in (True, False)
-        for size, shape in (("wide", _WIDE), ("square", _SQUARE))
+        for size, (block, stages, targets) in (("wide", _WIDE), ("square", _SQUARE))
     ),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),
