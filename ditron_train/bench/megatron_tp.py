@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession
 from ditron_train.megatron import apply, restore
+from ditron_train.megatron.routing import native_column, native_row
 from ditron_train.testing import megatron_cpu
 
 __all__ = ["LAYER_SHAPE", "layer_contenders", "layer_rows", "megatron_world", "native_linear"]
@@ -53,22 +53,8 @@ def megatron_world(session: BenchSession) -> Iterator[None]:
 
 def native_linear(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Megatron's column-parallel (``ag_gemm``) or row-parallel (``gemm_rs``) linear under sequence parallelism."""
-    group = parallel_state.get_tensor_model_parallel_group()
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
-        return linear_with_grad_accumulation_and_async_allreduce(
-            input=x,
-            weight=weight,
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=False,
-            sequence_parallel=sequence_parallel,
-            tp_group=group,
-        )
-
-    if op == "ag_gemm":
-        return lambda x, weight: linear(x, weight, True)
-    return lambda x, weight: reduce_scatter_to_sequence_parallel_region(linear(x, weight, False), group=group)
+    native = native_column if op == "ag_gemm" else native_row
+    return partial(native, group=parallel_state.get_tensor_model_parallel_group())
 
 
 def _layer_config(world_size: int) -> TransformerConfig:

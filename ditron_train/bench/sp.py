@@ -52,6 +52,7 @@ class Case:
 
     @property
     def hidden(self) -> int:
+        """Width of the model."""
         return self.heads * self.head_size
 
     @property

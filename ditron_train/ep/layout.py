@@ -57,6 +57,7 @@ class LayoutShape:
 
     @property
     def experts_per_rank(self) -> int:
+        """Experts that each rank holds."""
         return self.num_experts // self.world_size
 
     @property

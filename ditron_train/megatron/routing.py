@@ -27,7 +27,7 @@ from ditron_train.tp.context import TPContext, get_context
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.tuning import prefers_native
 
-__all__ = ["Kind", "forget_routes", "log_native", "route", "swap_routes"]
+__all__ = ["Kind", "forget_routes", "log_native", "native_column", "native_row", "route", "swap_routes"]
 
 Kind = Literal["column", "row"]
 
@@ -160,7 +160,7 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
             y.backward(grad_y)
         return [y.detach(), *(leaf.grad for leaf in leaves)]
 
-    native = functools.partial(_native_column if kind == "column" else _native_row, group=context.group)
+    native = functools.partial(native_column if kind == "column" else native_row, group=context.group)
     ours = functools.partial(column_linear if kind == "column" else row_linear, context=context)
     if get_settings().policy == "strict" and _table_prefers_native(kind, x, weight, context):
         return f"at {tuple(x.shape)} x {tuple(weight.shape)} by the tuning table: nothing that was tried is faster"
@@ -182,12 +182,12 @@ def _table_prefers_native(kind: Kind, x: torch.Tensor, weight: torch.Tensor, con
     return prefers_native("gemm_rs", rows, n, k, "nt", *seen) and prefers_native("ag_gemm", rows, k, n, "nn", *seen)
 
 
-def _native_column(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+def native_column(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
     """megatron-core's gather, GEMM, and their overlapped backward."""
     return _native_linear(x, weight, group, sequence_parallel=True)
 
 
-def _native_row(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+def native_row(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
     """megatron-core's GEMM and reduce-scatter, and their backward."""
     partial = _native_linear(x, weight, group, sequence_parallel=False)
     return reduce_scatter_to_sequence_parallel_region(partial, group=group)

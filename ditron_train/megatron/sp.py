@@ -9,11 +9,10 @@ that is passed with them is not looked at, as Transformer Engine does.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch

@@ -10,6 +10,7 @@ import torch
 
 from ditron_train.pp.messages import LANE_NAMES
 from ditron_train.symm.arena import SymmetricArena
+from ditron_train.symm.device_bytes import DeviceBytes
 
 __all__ = ["Slots"]
 
@@ -58,7 +59,7 @@ class Slots:
         device = self._arena.device
         address = self.to_lend(self._arena.rank, lane, loan)
         if device.type == "cuda":
-            owner = _DeviceBytes(address, num_bytes)
+            owner = DeviceBytes(address, num_bytes)
             lent = torch.as_tensor(owner, device=device)
         else:
             owner = (ctypes.c_uint8 * num_bytes).from_address(address)
@@ -67,15 +68,3 @@ class Slots:
         assert lent.data_ptr() == address
         weakref.finalize(owner, on_return).atexit = False
         return lent
-
-
-class _DeviceBytes:
-    """Device memory as torch takes it from elsewhere: the tensor's storage holds this object until it is freed."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }

@@ -41,6 +41,7 @@ class SymmetricTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of each rank's copy."""
         return self._shape
 
     @property
@@ -91,6 +92,7 @@ class SymmetricArena:
 
     @property
     def transport_name(self) -> str:
+        """Where the memory comes from: ``shm``, ``torch`` or ``nvshmem``."""
         return self._transport.name
 
     @property

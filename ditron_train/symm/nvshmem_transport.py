@@ -13,24 +13,13 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.device_bytes import DeviceBytes
 from ditron_train.symm.transport import Segment, all_ranks_or_raise, exchange
 
 __all__ = ["NvshmemTransport"]
 
 _ALIGNMENT_BYTES = 4096
 _DEFAULT_RESERVE_BYTES = 2 << 30
-
-
-class _DeviceMemory:
-    """Lets ``torch.as_tensor`` view ``num_bytes`` at a device address."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class NvshmemTransport:
@@ -83,7 +72,7 @@ class NvshmemTransport:
             base = nvshmem.bindings.ptr(self._reserve.data_ptr(), dist.get_global_rank(group, peer))
             address = local.data_ptr() if peer == rank else (base + offset if base else 0)
             addresses.append(address)
-            mapped = torch.as_tensor(_DeviceMemory(address, num_bytes), device=device) if address else None
+            mapped = torch.as_tensor(DeviceBytes(address, num_bytes), device=device) if address else None
             peers.append(local if peer == rank else mapped)
         torch.cuda.synchronize(device)
         dist.barrier(group)

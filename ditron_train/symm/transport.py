@@ -37,6 +37,7 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
+        """Size of each rank's part."""
         return self.local.numel()
 
 
