@@ -99,8 +99,7 @@ def _gains(root: Path) -> str:
             if not found:
                 continue
             stamp, rows = found[-1]
-            speedups = sorted(row.speedup for row in rows)
-            span = f"{speedups[0]:.2f}x" if len(rows) == 1 else f"{speedups[0]:.2f}x to {speedups[-1]:.2f}x"
+            span = _span([row.speedup for row in rows])
             shown.append(f"`{op}` {'' if direction == 'forward' else 'forward + backward '}{span}")
             machines.append(f"{stamp.count} x {stamp.device}")
             equal = equal and all(row.bitwise_equal for row in rows)
@@ -157,6 +156,12 @@ def _conditions(stamp: Stamp) -> str:
     return f"{stamp.date}, commit `{stamp.commit}`, {listed}."
 
 
+def _span(speedups: Sequence[float]) -> str:
+    """From the least to the greatest."""
+    ends = [f"{speedup:.2f}x" for speedup in (min(speedups), max(speedups))]
+    return " to ".join(dict.fromkeys(ends))
+
+
 def _summary(rows: Sequence[Row]) -> str:
     """Geometric mean and worst case of each op and pass, and whether all bits were equal."""
     lines = []
@@ -167,7 +172,7 @@ def _summary(rows: Sequence[Row]) -> str:
         bits = "bits equal" if all(row.bitwise_equal for row in chosen) else "**BITS DIFFER**"
         text = f"- `{op}` {direction.replace('_', ' + ')}: {mean:.2f}x native"
         if len(chosen) > 1:
-            text += f" (geometric mean of {len(chosen)} shapes, {min(speedups):.2f}x to {max(speedups):.2f}x)"
+            text += f" (geometric mean of {len(chosen)} shapes, {_span(speedups)})"
         peers = [row.peer_speedup for row in chosen if row.peer_speedup]
         if peers:
             text += f", {math.exp(sum(map(math.log, peers)) / len(peers)):.2f}x {chosen[0].peer}"
