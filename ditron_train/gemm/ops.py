@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -78,10 +79,16 @@ class GemmLaunch:
         return whole, whole if self.half_b_block == self.b_block else make_descriptor(b, self.half_b_block)
 
     def __call__(
-        self, a: torch.Tensor, b_descriptors: tuple[TensorDescriptor, TensorDescriptor], out: torch.Tensor, k: int
+        self,
+        a: torch.Tensor,
+        b_descriptors: tuple[TensorDescriptor, TensorDescriptor],
+        out: torch.Tensor,
+        k: int,
+        *,
+        key: Hashable = None,
     ) -> None:
-        """Launches on aligned, not empty 2-D operands of the current device."""
-        self.launch(*self._arguments(a, b_descriptors, out, k))
+        """Launches on aligned, not empty 2-D operands of the current device; ``key`` as ``KernelLaunch`` takes it."""
+        self.launch(*self._arguments(a, b_descriptors, out, k), key=key)
 
     def compile(
         self, a: torch.Tensor, b_descriptors: tuple[TensorDescriptor, TensorDescriptor], out: torch.Tensor, k: int

@@ -3,11 +3,17 @@
 Triton binds, specialises and hashes every argument at every launch, and compares the globals that a kernel read: 50 to
 150 us of host time for a kernel with descriptors. A ``KernelLaunch`` goes that way once and then calls the compiled
 kernel directly: what the specialisation depended on is remembered and compared.
+
+That still encodes every descriptor and looks at every pointer. Who can name a launch by what its arguments depend on
+(``key``: addresses and strides) calls ``repeat`` first: the arguments as the driver takes them are kept, and a launch is one
+lookup and one call. Host time of a whole op, H200, with that and without: AG-GEMM by copy engines 50 instead of 127 us, by
+pushes 30 instead of 103, GEMM-RS in four chunks 82 instead of 275, by stores 18 instead of 68 (NCCL and cuBLAS: 61).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from ditron_train.runtime.device import is_interpreter
 __all__ = ["KernelLaunch"]
 
 _MAX_KEPT = 256  # an integer that differs from call to call would be kept for ever
+_MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same addresses again and again
 
 
 def _specialization(arguments: tuple) -> tuple:
@@ -52,19 +59,41 @@ class KernelLaunch:
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._values = tuple(constants.values())
         self._compiled: dict[tuple, Any] = {}
+        self._repeated: dict[Hashable, tuple[Callable, tuple]] = {}
 
-    def __call__(self, *arguments: Any, stream: torch.cuda.Stream | None = None) -> None:
-        """Launches on ``stream`` (default: the current stream of the current device)."""
-        key = _specialization(arguments)
-        compiled = self._compiled.get(key)
+    def repeat(self, key: Hashable, stream: int) -> bool:
+        """Launches on the stream of this handle what was launched with ``key`` before; False where that is not known."""
+        kept = self._repeated.get(key)
+        if kept is None:
+            return False
+        launch, arguments = kept
+        launch(self._num_programs, 1, 1, stream, *arguments)
+        return True
+
+    def __call__(self, *arguments: Any, stream: torch.cuda.Stream | None = None, key: Hashable = None) -> None:
+        """Launches on ``stream`` (default: the current stream of the current device).
+
+        ``key``: says for ``repeat`` what these arguments are; everything that can differ between two calls must be in it.
+        """
+        specialization = _specialization(arguments)
+        compiled = self._compiled.get(specialization)
         if compiled is None:
-            self._first(key, arguments, stream)
+            self._first(specialization, arguments, stream)
             return
+        if key is not None:
+            self._remember(key, compiled, arguments)
         handle = stream.cuda_stream if stream is not None else _current_stream()
         compiled.run(
             self._num_programs, 1, 1, handle, compiled.function, compiled.packed_metadata, None, None, None,
             *arguments, *self._values,
         )  # fmt: skip
+
+    def _remember(self, key: Hashable, compiled: Any, arguments: tuple) -> None:
+        direct = _direct_call(compiled, (*arguments, *self._values))
+        if direct is not None:
+            if len(self._repeated) >= _MAX_REPEATED:
+                self._repeated.clear()
+            self._repeated[key] = direct
 
     def compile(self, *arguments: Any) -> None:
         """Compiles for such arguments without launching; inside ``triton``'s ``AsyncCompileMode`` it does not wait for it."""
@@ -86,6 +115,7 @@ class KernelLaunch:
         if not is_interpreter() and _runs_directly(compiled):
             if len(self._compiled) >= _MAX_KEPT:
                 self._compiled.clear()
+                self._repeated.clear()
             self._compiled[key] = compiled
 
 
@@ -102,3 +132,33 @@ def _runs_directly(compiled: Any) -> bool:
         if getattr(hook, "calls", hook):
             return False
     return all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
+
+
+def _direct_call(compiled: Any, arguments: tuple) -> tuple[Callable, tuple] | None:
+    """The launcher behind this Triton's wrappers, and what it takes behind grid and stream; None where they are others.
+
+    Descriptors are encoded once, and tensors are given as their addresses: nothing here keeps memory alive.
+    """
+    run = compiled.run
+    launch = getattr(run, "launch", None)
+    if launch is None or getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return None
+    if inspect.isbuiltin(launch):  # a kernel without descriptors
+        expanded: list = list(arguments)
+    else:
+        names = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
+        expand = getattr(launch, "__globals__", {}).get("make_tensordesc_arg")
+        if expand is None or not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= names.keys():
+            return None
+        launch, metas = names["launcher"], iter(names["tensordesc_meta"])
+        expanded = []
+        for index, argument in enumerate(arguments):
+            if index in names["tensordesc_indices"]:
+                expanded.extend(expand(argument, next(metas)))
+            else:
+                expanded.append(argument)
+    addresses = (value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expanded)
+    return launch, (
+        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None,
+        *addresses,
+    )  # fmt: skip

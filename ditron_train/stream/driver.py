@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "event_record",
     "has_driver",
     "memcpy_async",
+    "memcpys_async",
     "memset_u32_async",
     "register_host_memory",
     "stream_memory_ops",
@@ -53,13 +55,20 @@ def _require() -> ModuleType:
 
 
 def _check(result: tuple) -> None:
-    if int(result[0]) != 0:
+    if result[0]:  # 0: success
         raise DitronError(f"CUDA driver call failed: {result[0]!r}")
 
 
 def memcpy_async(destination: int, source: int, num_bytes: int, stream: int) -> None:
     """Copies between device addresses, peers' included, by a copy engine; stream-ordered, capturable."""
     _check(_require().cuMemcpyAsync(destination, source, num_bytes, stream))
+
+
+def memcpys_async(copies: Iterable[tuple[int, int, int]], stream: int) -> None:
+    """``memcpy_async`` of several (destination, source, bytes), in this order."""
+    copy = _require().cuMemcpyAsync
+    for destination, source, num_bytes in copies:
+        _check(copy(destination, source, num_bytes, stream))
 
 
 def memset_u32_async(destination: int, value: int, count: int, stream: int) -> None:

@@ -8,9 +8,14 @@ import torch
 
 from ditron_train.stream import driver
 
-__all__ = ["EventPool", "StreamEvent", "current_stream"]
+__all__ = ["EventPool", "StreamEvent", "current_handle", "current_stream"]
 
 _streams: dict[int, torch.cuda.Stream] = {}
+
+
+def current_handle(device: torch.device) -> int:
+    """The driver's handle of the current stream of a GPU; 0 on the CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:

@@ -84,6 +84,7 @@ class Channel:
         self.tickets[:2] = first_epoch << TICKET_UNIT_LOG2
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._record_words = self._record.numpy()
+        self._record_view = memoryview(self._record_words)  # the same; reading a word takes a quarter of numpy's time
         words = [0] * CONTROL_WORDS
         words[CONTROL_TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[CONTROL_RECORD_ADDRESS] = self._record.data_ptr()
@@ -131,7 +132,7 @@ class Channel:
             PeerTimeoutError: A wait passed its deadline.
             MismatchError: The ranks' signatures differ.
         """
-        if self._error is None and self._record_words[RECORD_STATE] != 0:
+        if self._error is None and self._record_view[RECORD_STATE]:
             self._error = self._build_error()
             note_error(self._error, self.arena.group_name)
         if self._error is not None:
@@ -156,7 +157,7 @@ class Channel:
     @property
     def failed(self) -> bool:
         """Whether a failure is recorded (host memory only)."""
-        return bool(self._record_words[RECORD_STATE])
+        return bool(self._record_view[RECORD_STATE])
 
     def abort(self) -> None:
         """Makes every wait of this channel return at once (for a watchdog; results are discarded)."""

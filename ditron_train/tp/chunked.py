@@ -14,17 +14,35 @@ neighbours: 391 us instead of 354 (8192x4096x3584), since the order of a rank wh
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+
 import torch
 
 from ditron_train.gemm.operands import aligned_operand
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.schedule.orders import delivery_order
+from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.prepared import padded_columns
 from ditron_train.tp.scatter import PreparedScatter
 from ditron_train.tp.tuning import Choice, Layout
 
 __all__ = ["PreparedChunkedGemmRs"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Rows of one owner, and the GEMM for them; None where it owns none. Compared by identity: part of a launch's key."""
+
+    rows: slice
+    k: int
+    gemm: GemmLaunch | None
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, key: Hashable) -> None:
+        """On aligned operands; see ``KernelLaunch`` for ``key``."""
+        assert self.gemm is not None
+        self.gemm(x[self.rows], self.gemm.b_descriptors(weight), partial[self.rows], self.k, key=key)
 
 
 class PreparedChunkedGemmRs:
@@ -47,11 +65,11 @@ class PreparedChunkedGemmRs:
         self.context = context
         self.m, self.n, self.k = partition.num_rows, n, k
         self._scatter = PreparedScatter(context, partition, n, dtype)
-        self._chunks: list[tuple[slice, GemmLaunch | None]] = []
+        self._chunks: list[_Chunk] = []
         for owner in delivery_order(context.rank, context.world_size).tolist():
             rows, num_rows = slice(partition.starts[owner], partition.starts[owner + 1]), partition.count(owner)
             options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
-            self._chunks.append((rows, gemm_launch(num_rows, n, *options) if num_rows else None))
+            self._chunks.append(_Chunk(rows, k, gemm_launch(num_rows, n, *options) if num_rows else None))
 
     @staticmethod
     def covers(n: int, dtype: torch.dtype) -> bool:
@@ -61,17 +79,21 @@ class PreparedChunkedGemmRs:
     @property
     def identity(self) -> tuple:
         """Of two with the same one the same kernels are compiled."""
-        return tuple(launch.launch.identity for _, launch in self._chunks if launch is not None)
+        return tuple(chunk.gemm.launch.identity for chunk in self._chunks if chunk.gemm is not None)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
         context, scatter = self.context, self._scatter
         partial = x.new_empty(self.m, self.n)
-        x, weight = aligned_operand(x), aligned_operand(weight)
+        key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), partial.data_ptr())
+        stream = current_handle(context.device)
+        operands = None
         scatter.begin()
-        for position, (rows, launch) in enumerate(self._chunks):
-            if launch is not None:
-                launch(x[rows], launch.b_descriptors(weight), partial[rows], self.k)
+        for position, chunk in enumerate(self._chunks):
+            if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
+                a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
+                is_as_given = a is x and b is weight
+                chunk.multiply(a, b, partial, key=(chunk, *key) if is_as_given else None)
             if position < len(scatter.peers):
                 context.fork()
                 scatter.send(partial, position)
@@ -81,5 +103,5 @@ class PreparedChunkedGemmRs:
         """Compiles what a call with these would run, without running it."""
         x, weight = aligned_operand(x), aligned_operand(weight)
         partial = x.new_empty(self.m, self.n)
-        for rows, launch in {launch: (rows, launch) for rows, launch in self._chunks if launch is not None}.values():
-            launch.compile(x[rows], launch.b_descriptors(weight), partial[rows], self.k)
+        for chunk in {chunk.gemm: chunk for chunk in self._chunks if chunk.gemm is not None}.values():
+            chunk.gemm.compile(x[chunk.rows], chunk.gemm.b_descriptors(weight), partial[chunk.rows], self.k)

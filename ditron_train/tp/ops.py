@@ -73,8 +73,11 @@ def _partition(
 
 def _sendable_rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, K] with rows of whole 16 bytes, contiguous: symmetric memory must be describable as it is."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    missing = padded_columns(x.shape[-1], x.dtype) - x.shape[-1]
+    columns = x.shape[-1]
+    if x.is_contiguous() and x.data_ptr() % 16 == 0 and columns * x.dtype.itemsize % 16 == 0:
+        return x if x.dim() == 2 else x.view(-1, columns)
+    rows = x if x.dim() == 2 else x.reshape(-1, columns)
+    missing = padded_columns(columns, x.dtype) - columns
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing))
     rows = rows.contiguous()

@@ -181,6 +181,27 @@ def test_graph_replay_mixed_with_eager_calls(context, all_equal, plan, scatter):
         assert all_equal(ag_gemm(x, weight, context=context, plan=plan), expected)
 
 
+@pytest.mark.parametrize("plan, scatter", [(GatherPlan("copy"), "copy"), (GatherPlan("push", 16), "store")], ids=str)
+def test_the_same_shape_in_other_memory(context, all_equal, plan, scatter):
+    """What is kept of a launch belongs to addresses and strides, in turn here: other rows, strides, one that is not aligned."""
+    size, rows = 1024, 512
+    memory = normals(3 * rows * size, seed=31)
+    xs = [memory[first : first + rows * size].view(rows, size) for first in (0, rows * size, 8, 1)]
+    wide, square = normals(size, 2 * size, seed=32), normals(size, size, seed=33)
+    weights = [square, square.t(), wide[:, :size], wide[:, size:]]
+    tall = normals(context.world_size * rows, 2 * size, seed=34)
+    shares = [tall[:, :size], tall[:, size:], tall[:, size:].contiguous(), tall[:, 1 : size + 1]]
+    expected = [
+        (matmul_nt(gathered(x.contiguous()), weight), scattered(matmul_nt(share, weight)))
+        for x, weight, share in zip(xs, weights, shares)
+    ]
+    for _ in range(4):
+        for x, weight, share, (product, total) in zip(xs, weights, shares, expected):
+            assert all_equal(ag_gemm(x, weight, context=context, plan=plan), product)
+            assert all_equal(gemm_rs(share, weight, context=context, scatter=scatter), total)
+    context.synchronize()
+
+
 def test_epochs_wrap(device, all_equal):
     context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device, first_epoch=2**31 - 6)
     weight = normals(512, 512, seed=9)
