@@ -101,6 +101,7 @@ class EPContext:
         self.move = MoveConfig(num_programs=num_sms(self.device))
         self.senders_beside = 12
         self.fused = FusedConfig()
+        self.only_compiles = False
         self._side_stream: torch.cuda.Stream | None = None
         self._side_is_ahead = False
         if is_interpreter():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any
 
@@ -12,7 +15,9 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.symm.channel import Channel
 
-__all__ = ["DTYPES", "Kind", "check_tokens", "launch", "move_tile", "signature"]
+__all__ = ["DTYPES", "Kind", "check_tokens", "compiling", "launch", "move_tile", "signature"]
+
+_COMPILER_THREADS = 8
 
 #: Types of tokens, and their code in a signature.
 DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -37,7 +42,8 @@ def signature(
 ) -> torch.Tensor:
     """What travels with the start signal of an op of kind ``kind``; every call of an op asks for it once."""
     shape = context.shape
-    context.records.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
+    if not context.only_compiles:
+        context.records.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
     return channel.signature((hidden, DTYPES[dtype], shape.num_experts, shape.topk, int(kind), row_capacity))
 
 
@@ -49,16 +55,43 @@ def launch(
     num_warps: int,
     *dtypes: torch.dtype,
     num_stages: int = 3,
-) -> KernelLaunch:
+) -> Callable[..., None]:
     """The launch of a kernel with these constants and types of arguments; kept, so that only the first one goes all the
-    way through Triton."""
+    way through Triton. Inside ``compiling`` it does not launch."""
     key = (kernel.__name__, num_programs, num_warps, num_stages, dtypes, *constants.values())
     launch = context.launches.get(key)
     if launch is None:
         launch = context.launches[key] = KernelLaunch(
             kernel, num_programs, constants, num_warps=num_warps, num_stages=num_stages
         )
+    if context.only_compiles:
+        return lambda *arguments, stream=None: launch.compile(*arguments)
     return launch
+
+
+@contextmanager
+def compiling(context: EPContext) -> Iterator[None]:
+    """Inside, ops of the context compile their kernels, several at a time, and launch none: their results are not to be used.
+
+    At the end the kernels are loaded, for which Triton compiles a launcher each (1 s). The grouped GEMMs without movement are
+    no ops of a context: they run. A kernel that does not compile raises when it is launched.
+    """
+    from triton import AsyncCompileMode
+
+    def load(future: Any) -> None:
+        if context.device.type == "cuda":
+            torch.cuda.set_device(context.device)  # of this thread
+        with suppress(Exception):  # it is raised again by the launch, on every rank
+            _ = future.result().run
+
+    context.only_compiles = True
+    try:
+        with ThreadPoolExecutor(_COMPILER_THREADS) as executor:
+            with AsyncCompileMode(executor, ignore_errors=True) as mode:
+                yield
+            list(executor.map(load, mode.future_kernels.values()))
+    finally:
+        context.only_compiles = False
 
 
 def check_tokens(name: str, tensor: torch.Tensor, context: EPContext) -> None:

@@ -12,6 +12,7 @@ from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, get_ep_
 from ditron_train.ep import fused, ops
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.group_gemm import group_gemm, group_linear
+from ditron_train.ep.launching import compiling
 from ditron_train.ep.layout import plan_on_host
 
 
@@ -210,7 +211,8 @@ def fixed_capacity(steps, factor):
             out = combine_rows(rows * row_probs[:, None], layout, context, "ascending")
             out.backward(torch.ones_like(out))
             used = int(layout.tokens_per_expert.sum())
-            results.append([layout.tokens_per_expert.long(), rows[:used].detach(), row_probs[:used].detach(), out.detach(), x.grad, probs.grad])
+            seen = [layout.tokens_per_expert.long(), rows[:used], row_probs[:used], out, x.grad, probs.grad]
+            results.append([tensor.detach() for tensor in seen])
         assert layout.num_rows == context.room_for(10, factor).rows >= used
         assert all(torch.equal(a, b) for a, b in zip(*results)), step
     context.check()
@@ -267,6 +269,28 @@ def fused_forms(kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype,
     names = ("rows", "row_probs", "y", "out", "grad rows", "dy", "dx", "grads")
     for name, a, b in zip(names, *results):
         assert torch.equal(a, b), name
+
+
+def compiling_alone():
+    """Inside ``compiling`` one rank calls what the others do not: nothing is launched, waited for or recorded."""
+    world_size, rank, maps, x, probs = _case("random", (9, 14), 6, 2, 16, torch.float32, 8)
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 6, 2)
+    generator = torch.Generator().manual_seed(rank)
+    weights = [torch.randn(24, 16, generator=generator) for _ in range(6 // world_size)]
+    layout = begin_layout(maps[rank], probs, 16, torch.float32, context).finish()
+    rows, row_probs = ops.dispatch(x, layout, context)
+    tickets = [channel.tickets.clone() for channel in (context.dispatch_channel, context.combine_channel)]
+    if rank == 0:
+        with compiling(context):
+            fused.dispatch_gemm(x, layout, context, weights)
+            fused.gemm_combine(torch.zeros(layout.num_rows, 24), layout, context, weights, order="ascending", transpose=False)
+            ops.begin_combine(rows, layout, context, order="ascending", row_grads=row_probs).finish()
+            ops.dispatch(x, layout, context)
+    now = (context.dispatch_channel.tickets, context.combine_channel.tickets)
+    assert all(torch.equal(a, b) for a, b in zip(tickets, now))
+    out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
+    assert torch.equal(out, x * maps[rank].sum(1, keepdim=True)) and torch.equal(grads, probs)
+    context.check()
 
 
 def expert_functions(tokens_by_rank, dtype, order):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_ep import expert_functions, fused_forms  # noqa: E402
+from bodies_ep import compiling_alone, expert_functions, fused_forms  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
@@ -33,3 +33,7 @@ def test_fused_forms_without_a_host_sync():
 
 def test_expert_functions_and_their_gradients():
     run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")
+
+
+def test_compiling_launches_nothing():
+    run_workers(2, compiling_alone)
