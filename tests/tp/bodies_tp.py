@@ -144,6 +144,46 @@ def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:
     assert torch.equal(weight.grad, total.t() @ x.detach().view(-1, k // world))
 
 
+def check_launch_keys() -> None:
+    """Every launch of every op is named by where its operands lie; one whose operand had to be copied first has no name."""
+    from ditron_train.runtime.launch import KernelLaunch
+
+    context = get_context(None, CPU)
+    world, launched = context.world_size, []
+    call = KernelLaunch.__call__
+
+    def recording(self, *arguments, key=None, **options):
+        launched.append(key)
+        call(self, *arguments, **options)
+
+    x, other = integers((32, 64), 1), integers((32, 64), 2)
+    weight, unaligned = integers((64, 64), 3), integers((64, 65), 4)[:, 1:]
+    whole = integers((32 * world, 64), 5)
+    ops = {
+        "ag_gemm": lambda x, weight, mode: ag_gemm(x, weight, context=context, plan=GatherPlan(mode, 1), return_gathered=True),
+        "gemm_rs": lambda x, weight, mode: gemm_rs(whole, weight, context=context, scatter={"push": "store"}.get(mode, mode)),
+        "reduce_scatter": lambda x, weight, mode: start_reduce_scatter(whole, context=context).wait(),
+        "all_gather": lambda x, weight, mode: all_gather(x, context=context),
+    }
+    KernelLaunch.__call__ = recording
+    try:
+        for name, op in ops.items():
+            for mode in ("push", "copy"):
+                launched.clear()
+                op(x, weight, mode)
+                assert launched and None not in launched and len(set(launched)) == len(launched), (name, mode, launched)
+                before = set(launched)
+                launched.clear()
+                op(other, integers((64, 64), 6), mode)
+                if name.endswith(("gemm", "rs")):
+                    assert set(launched) - before, (name, mode)
+                    launched.clear()
+                    op(x, unaligned, mode)
+                    assert None in launched, (name, mode)
+    finally:
+        KernelLaunch.__call__ = call
+
+
 def check_wrap() -> int:
     """Epochs across 2**31: a context that starts just below it, on a group of its own."""
     group = dist.new_group(list(range(dist.get_world_size())))

@@ -58,6 +58,10 @@ def test_linear_layers_and_all_gradients():
     run_workers(2, bodies.check_linear_layers, (64, 2), 64, 48)
 
 
+def test_launches_are_named_by_where_their_operands_lie():
+    run_workers(2, bodies.check_launch_keys)
+
+
 def test_epochs_wrap():
     assert run_workers(2, bodies.check_wrap) == [-(2**31) + 5] * 2
 
