@@ -33,6 +33,7 @@ from ditron_train.ep import (
 )
 from ditron_train.ep import rails
 from ditron_train.megatron import ep_policy
+from ditron_train.megatron.ep_tensor import MOST_SLICES, ExpertSlices, all_alike, exchange_counts
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
@@ -49,8 +50,8 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
     config = dispatcher.config
     if dispatcher.ep_size == 1:
         return "the expert parallel group has one rank"
-    if dispatcher.tp_size > 1:
-        return f"experts are split over {dispatcher.tp_size} tensor parallel ranks"
+    if dispatcher.tp_size > MOST_SLICES:
+        return f"experts are split over {dispatcher.tp_size} tensor parallel ranks ({MOST_SLICES} are covered)"
     if dispatcher.drop_and_pad:
         return "moe_pad_expert_input_to_capacity is on"
     if config.moe_router_padding_for_quantization:
@@ -95,6 +96,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._experts: list[torch.nn.Module] = []
         self._pairs: frozenset[Pair] | None = None
         self._call: ExpertCall | None = None
+        self._slices: ExpertSlices | None = None
+        self._slices_agree = self.tp_size == 1
         self._log_native()
 
     def meet_experts(self, experts: torch.nn.Module) -> None:
@@ -108,7 +111,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if factor is None:
             return
         reason = "Transformer Engine is not installed"
-        if HAVE_TE:
+        if self.tp_size > 1:
+            reason = f"experts are split over {self.tp_size} tensor parallel ranks"
+        elif HAVE_TE:
             from ditron_train.megatron.ep_te import why_not_capacity
 
             reason = why_not_capacity(experts)
@@ -123,7 +128,16 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             log_once(f"native ep {self._native_because}", f"ep: native dispatcher, {self._native_because}")
 
     def _context_for(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | RailContext | None:
-        """The context of this call, or None for the native path; every rank of the group gets the same answer."""
+        """The context of this call, or None for the native path; every rank that holds these experts gets the same answer."""
+        context = self._context_of_group(hidden_states, probs)
+        if not self._slices_agree:  # expert parallel groups side by side decide each for itself
+            self._slices_agree = True
+            if not all_alike(context is not None, self.tp_group, hidden_states.device) and context is not None:
+                self._native_because, context = "another tensor parallel rank's expert parallel group is native", None
+                self._log_native()
+        return context
+
+    def _context_of_group(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | RailContext | None:
         if self._native_because is None:
             self._native_because = _why_not_tensors(hidden_states, probs)
         device = hidden_states.device
@@ -166,7 +180,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             dispatcher._native_because = _COMPARED if native else None
             return dispatcher
 
-        return ep_policy.why_not_here(make, hidden_states, probs, topk=topk, fused=fused, group=self.ep_group)
+        group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
+        return ep_policy.why_not_here(make, hidden_states, probs, topk=topk, fused=fused, group=group)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -198,17 +213,33 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._ep_context is None:
             return super().token_dispatch(hidden_states, probs)
         pending, self._pending = self._pending, None
+        reason = None
         try:
             self._layout = pending.finish()
-        except ArenaError as error:  # raised by every rank alike
-            return self._dispatch_natively(hidden_states, probs, str(error))
+        except ArenaError as error:  # raised by every rank of the expert parallel group alike
+            self._layout, reason = None, str(error)
+        if self.tp_size > 1:
+            reason = self._meet_slices(hidden_states.device, reason)
+        if reason is not None:
+            return self._dispatch_natively(hidden_states, probs, reason)
         self._call = self._expert_call(hidden_states)
         if self._call is not None:
             return hidden_states, probs  # the experts dispatch them
         return dispatch_tokens(hidden_states, probs, self._layout, self._ep_context, self._order)
 
+    def _meet_slices(self, device: torch.device, reason: str | None) -> str | None:
+        """Learns the counts of the other tensor parallel ranks; returns why this step is native, of any of them."""
+        mine = None if self._layout is None else self._layout.tokens_per_expert
+        counts = exchange_counts(mine, self.num_local_experts, self.tp_group, device)
+        if counts is None:
+            return reason or "another tensor parallel rank has no room for its rows"
+        self._slices = ExpertSlices(counts, self.tp_group, fused=self.config.moe_permute_fusion, device=device)
+        return None
+
     def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
         """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
+        if self._slices is not None:
+            return None
         if self._pairs is None:
             self._pairs = self._fused_pairs(hidden_states)
         if not self._pairs:
@@ -240,7 +271,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor, reason: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Goes over to the native path between preprocessing and dispatch, for good."""
-        self._native_because, self._ep_context = reason, None
+        self._native_because, self._ep_context, self._layout = reason, None, None
         self._log_native()
         shared_experts, self.shared_experts = self.shared_experts, None  # they have begun already
         try:
@@ -258,6 +289,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
         if self._call is not None:
             return hidden_states, self._call, probs
+        if self._slices is not None:
+            rows, probs = self._slices.gather(hidden_states, probs)
+            return rows, self._slices.tokens_per_expert, probs
         if self._capacity_factor is None:
             return hidden_states, self._layout.tokens_per_expert, probs
         from ditron_train.megatron.ep_te import DeviceCounts
@@ -267,7 +301,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._ep_context is None:
             return super().combine_preprocess(hidden_states)
-        return hidden_states
+        slices, self._slices = self._slices, None
+        return hidden_states if slices is None else slices.scatter(hidden_states, self.probs.dtype)
 
     def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._ep_context is None:

@@ -325,3 +325,28 @@ def test_two_posed_nodes(monkeypatch):
     for ours in results[1:]:
         wrong = [index for index, (a, b) in enumerate(zip(results[0], ours)) if not torch.equal(a, b)]
         assert not wrong, wrong
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused):
+    """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by megatron-core."""
+    from megatron.core import parallel_state
+
+    if dist.get_world_size() != 4:
+        pytest.skip("needs four GPUs")
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    sizes = dict(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    try:
+        options = config(8, 3, 512, fused=fused, sequence_parallel=True, num_attention_heads=2, **sizes)
+        layers, tokens = layer_pair(options, torch.device("cuda")), (700, 1, 400, 900)[dist.get_rank()]
+        x, grad = (normals(tokens, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
+        results = [one_step(layers[kind], x, grad, False) for kind in ("native", "native", "ditron")]
+        assert layers["ditron"].token_dispatcher._ep_context is not None, layers["ditron"].token_dispatcher._native_because
+        assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
+        wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
+        assert not wrong, wrong
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())

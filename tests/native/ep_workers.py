@@ -83,10 +83,47 @@ def sizes_of(options):
     return {"expert_model_parallel_size": dist.get_world_size(), **{n: options[n] for n in names if n in options}}
 
 
-def why_native(options):
-    """Why the dispatcher of such a layer is native."""
-    with groups(**sizes_of(options)):
-        return build({**options, "params_dtype": torch.float32}, True).token_dispatcher._native_because
+@contextlib.contextmanager
+def uneven_collectives():
+    """Gathers and reduce-scatters of uneven parts, which gloo refuses and megatron-core asks for."""
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def gather(parts, mine, group=None):
+        if len({part.shape for part in parts}) == 1:
+            return all_gather(parts, mine, group=group)
+        parts[dist.get_rank(group)].copy_(mine)
+        for source, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, group_src=source, group=group)
+
+    def scatter(mine, parts, group=None):
+        for rank, part in enumerate(parts):
+            summed = part.clone()
+            if part.numel():
+                dist.all_reduce(summed, group=group)
+            if rank == dist.get_rank(group):
+                mine.copy_(summed)
+
+    dist.all_gather, dist.reduce_scatter = gather, scatter
+    try:
+        yield
+    finally:
+        dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
+def sliced_layers_agree(*arguments):
+    """``layers_agree`` where experts are split over tensor parallel ranks."""
+    with uneven_collectives():
+        layers_agree(*arguments)
+
+
+def why_split_over_four_is_native():
+    """What such a dispatcher would say."""
+    from types import SimpleNamespace
+
+    from ditron_train.megatron.ep import _why_not_config
+
+    return _why_not_config(SimpleNamespace(config=None, ep_size=2, tp_size=4))
 
 
 def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
@@ -137,10 +174,10 @@ def policy_is_asked_once():
         return answers, kept
 
 
-def falls_back_when_memory_is_capped():
+def falls_back_when_memory_is_capped(options=None):
     """A cap that holds the signals but not the rows: the call goes on natively, later ones start natively."""
-    with groups(expert_model_parallel_size=dist.get_world_size()):
-        options = {"params_dtype": torch.float32, "num_moe_experts": 6}
+    options = {"params_dtype": torch.float32, "num_moe_experts": 6, **(options or {})}
+    with groups(**sizes_of(options)), uneven_collectives():
         native, ours = build(options, False), build(options, True)
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(2):

@@ -15,7 +15,8 @@ from ep_workers import (  # noqa: E402
     layers_agree,
     layers_agree_over_two_nodes,
     policy_is_asked_once,
-    why_native,
+    sliced_layers_agree,
+    why_split_over_four_is_native,
 )
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
@@ -64,10 +65,26 @@ def test_groups_beside_data_and_tensor_parallelism(options):
     run_workers(4, layers_agree, {"num_moe_experts": 8, **options}, (6, 6, 6, 6), torch.bfloat16)
 
 
-def test_experts_split_over_tensor_parallel_ranks_stay_native():
-    sizes = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    for reason in run_workers(4, why_native, {**sizes, "sequence_parallel": True}):  # gloo cannot gather unevenly: not run
-        assert "split over 2 tensor parallel ranks" in reason
+SLICED = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_moe_experts": 6, "moe_router_topk": 3}, {"num_moe_experts": 2, "moe_router_topk": 2}],
+    ids=["several_experts", "one_expert"],
+)
+def test_experts_split_over_tensor_parallel_ranks(options):
+    run_workers(4, sliced_layers_agree, {**SLICED, **options}, (8, 5, 1, 9), torch.bfloat16)
+
+
+def test_split_experts_go_over_to_native_together():
+    reasons = run_workers(4, falls_back_when_memory_is_capped, SLICED, env={"DITRON_ARENA_BYTES": "20000"})
+    assert all("DITRON_ARENA_BYTES" in reason for reason in reasons), reasons
+
+
+def test_experts_split_over_more_ranks_stay_native():
+    (reason,) = run_workers(1, why_split_over_four_is_native)
+    assert "split over 4 tensor parallel ranks" in reason
 
 
 @pytest.mark.parametrize(
