@@ -12,6 +12,7 @@ from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.planning import PendingLayout, SentAhead
 from ditron_train.ep.return_kernels import return_rows, sum_returned
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.symm.arena import SymmetricTensor
 
 __all__ = ["PendingCombine", "begin_combine", "combine", "dispatch", "dispatch_ahead"]
 
@@ -52,20 +53,11 @@ def dispatch(
     out_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
     buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
-    rows, columns = move_tile(hidden, context.move.push_elements)
     if layout.ahead is not None:
         assert layout.ahead.data_ptr() == x.data_ptr() and layout.ahead.shape == x.shape, "other tokens were sent ahead"
-        constants = dict(
-            ZERO_PROBS=zero_probs, TOPK=shape.topk, WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
-            BLOCK_H=columns, TARGET=context.target,
-        )  # fmt: skip
-        num_programs = max(context.move.num_programs - context.move.num_senders, 1)  # those still run
-        launch(context, place_arrived, num_programs, constants, context.move.num_warps, x.dtype, probs_dtype)(
-            x, out, out_probs, layout.entries, layout.origins, layout.recv_offsets, buffer.local, arrived.local,
-            channel.signals.local, channel.control, layout.limits, layout.num_tokens, hidden,
-        )  # fmt: skip
-        context.join_side()
+        _place_ahead(x, layout, context, out, out_probs, buffer, arrived, zero_probs=zero_probs)
     else:
+        rows, columns = move_tile(hidden, context.move.push_elements)
         constants = dict(
             WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TOPK=shape.topk, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
             NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns, NUM_SENDERS=context.move.num_senders,
@@ -81,6 +73,32 @@ def dispatch(
         )  # fmt: skip
     layout.send_list = layout.ahead = None
     return out, out_probs if first else None
+
+
+def _place_ahead(
+    x: torch.Tensor,
+    layout: Layout,
+    context: EPContext,
+    out: torch.Tensor,
+    out_probs: torch.Tensor,
+    buffer: SymmetricTensor,
+    arrived: SymmetricTensor,
+    *,
+    zero_probs: bool,
+) -> None:
+    """Moves tokens that were sent ahead, and those of this rank, to their rows; the senders still run beside it."""
+    channel, shape = context.dispatch_channel, layout.shape
+    rows, columns = move_tile(x.shape[1], context.move.push_elements)
+    constants = dict(
+        ZERO_PROBS=zero_probs, TOPK=shape.topk, WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
+        BLOCK_H=columns, TARGET=context.target,
+    )  # fmt: skip
+    num_programs = max(context.move.num_programs - context.move.num_senders, 1)
+    launch(context, place_arrived, num_programs, constants, context.move.num_warps, x.dtype, out_probs.dtype)(
+        x, out, out_probs, layout.entries, layout.origins, layout.recv_offsets, buffer.local, arrived.local,
+        channel.signals.local, channel.control, layout.limits, layout.num_tokens, x.shape[1],
+    )  # fmt: skip
+    context.join_side()
 
 
 def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
