@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -75,11 +76,51 @@ def _pair(session: BenchSession, deterministic: bool) -> dict[str, torch.nn.Modu
     return layers
 
 
+class _Given(torch.autograd.Function):
+    """Stands where an exchange is: hands ``outputs`` on, and backwards ``grad``, and moves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, grad: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.grad, ctx.num_outputs = grad, len(outputs)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.grad, *(None,) * (1 + ctx.num_outputs)
+
+
+class _WithoutExchanges:
+    """The native layer with nothing moved between ranks: its norm, projections and attention, on data of their own.
+
+    Args:
+        layers: Native and ours, whose attention of the whole sequence is called.
+        values: Makes a random tensor of a shape.
+        length: Tokens of all ranks.
+        world_size: Ranks.
+    """
+
+    def __init__(
+        self, layers: dict[str, torch.nn.Module], values: Callable[..., torch.Tensor], length: int, world_size: int
+    ) -> None:
+        self._native, self._attend = layers["native"], layers["ditron"].core_attention.attend
+        self.parameters = self._native.parameters
+        self._parts = [values(length, 1, heads // world_size, 128) for heads in (64, 8, 8)]
+        self._gathered = values(length // world_size, 1, 8192)
+        self._grad_mixed = values(length // world_size, 1, 10240)
+        self._grad_attended = values(length, 1, 8192 // world_size)
+
+    def __call__(self, x: torch.Tensor, attention_mask: None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parts = _Given.apply(self._native.linear_qkv(x)[0], self._grad_mixed, *self._parts)
+        (gathered,) = _Given.apply(self._attend(*parts), self._grad_attended, self._gathered)
+        return self._native.linear_proj(gathered)
+
+
 def attention_rows(session: BenchSession) -> Iterator[Row]:
     """Forward, and forward + backward, of the layer at each length that fits.
 
     Bits are compared with deterministic attention (its backward takes memory that grows with the square of the length:
-    where it does not fit, the length is left out), times with the attention that Megatron uses by default.
+    where it does not fit, the length is left out), times with the attention that Megatron uses by default. The limit is
+    the time of the same layer without any exchange.
     """
     parallel_state.initialize_model_parallel(context_parallel_size=session.world_size)
     try:
@@ -106,13 +147,17 @@ def _rows_of(
 ) -> Iterator[Row]:
     generator = torch.Generator(session.device).manual_seed(session.rank)
     shape = (length // session.world_size, 1, 8192)
-    x, grad = (torch.empty(shape, device=session.device, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
 
-    def forward(layer: torch.nn.Module) -> list[torch.Tensor]:
+    def values(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=session.device, dtype=torch.bfloat16).normal_(generator=generator)
+
+    x, grad = values(*shape), values(*shape)
+
+    def forward(layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
         with torch.no_grad():
             return [layer(x, attention_mask=None)[0]]
 
-    def forward_backward(layer: torch.nn.Module) -> list[torch.Tensor]:
+    def forward_backward(layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
         leaf = x.detach().requires_grad_()
         y, _ = layer(leaf, attention_mask=None)
         return [y.detach(), *torch.autograd.grad(y, [leaf, *layer.parameters()], grad)]
@@ -124,7 +169,8 @@ def _rows_of(
             continue
         equal = session.equal(body(exact["ditron"]), body(exact["native"]))
         torch.cuda.empty_cache()
-        timings = session.measure({name: lambda index, one=layer: body(one) for name, layer in fast.items()})
+        contenders = {**fast, "limit": _WithoutExchanges(fast, values, length, session.world_size)}
+        timings = session.measure({name: lambda index, one=layer: body(one) for name, layer in contenders.items()})
         yield Row(
             op="attention_layer",
             direction=direction,
@@ -136,5 +182,6 @@ def _rows_of(
             ditron_us=timings["ditron"].median_us,
             bitwise_equal=equal,
             comm_sms=_comm_sms(session, shape[0]),
+            limit_us=timings["limit"].median_us,
             spread=max(timing.spread for timing in timings.values()),
         )

@@ -32,7 +32,7 @@ from ditron_train.megatron.sp_linears import calling, linears_of
 from ditron_train.megatron.sp_output import LeftInHeads, output_fused
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp import SPContext
+from ditron_train.sp import SPContext, late_wgrad
 
 __all__ = ["DitronDotProductAttention", "DitronMLASelfAttention", "DitronSelfAttention", "class_map", "stop"]
 
@@ -239,7 +239,10 @@ class DitronSelfAttention(SelfAttention):
         self, hidden_states: torch.Tensor, rotary_pos_emb: Any, context: SPContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         linears, shape = linears_of(self.linear_proj), self._shape()
-        with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape)) as project:
+        # A sharded weight's gradient is reduced when its own module's backward is done.
+        is_sharded = hasattr(self.linear_proj.weight, "__fsdp_param__")
+        late = None if is_sharded else late_wgrad(self.linear_qkv.weight, self.linear_proj.weight)
+        with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, late)) as project:
             query, key, value = project(hidden_states)
         query, key = self._rotated(query, key, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
@@ -247,7 +250,7 @@ class DitronSelfAttention(SelfAttention):
         else:
             attended = self.core_attention.attend(query, key, value)
         attended = attended.view(*query.shape[:3], shape.value_head_dim)
-        with calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape)) as project:
+        with calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape, late=late)) as project:
             return project(attended)
 
     def _rotated(self, query: torch.Tensor, key: torch.Tensor, rotary_pos_emb: Any) -> tuple[torch.Tensor, torch.Tensor]:

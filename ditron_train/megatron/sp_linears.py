@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 from ditron_train.megatron.patching import is_redirected
 from ditron_train.megatron.sp_routing import AttentionShape
 from ditron_train.megatron.wgrad import NativeWgrad
-from ditron_train.sp import InputShards, SPContext, output_projection, qkv_projection
+from ditron_train.sp import InputShards, LateWgrad, SPContext, output_projection, qkv_projection
 
 __all__ = ["LocalLinears", "calling", "linears_of", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
 
@@ -141,22 +141,29 @@ class LocalLinears:
         return None
 
     @staticmethod
-    def project_qkv(layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
-        """q, k and v of this rank's heads."""
+    def project_qkv(
+        layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape, late: LateWgrad | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """q, k and v of this rank's heads; ``late``: as ``qkv_projection``."""
         wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
         layout = shape.qkv_layout(context.world_size)
         return qkv_projection(
-            x, layer.weight, context=context, layout=layout, bias=layer.bias, wgrad=wgrad, shards=shards_of(layer)
+            x, layer.weight, context=context, layout=layout, bias=layer.bias, wgrad=wgrad, shards=shards_of(layer), late=late
         )
 
     @staticmethod
     def project_out(
-        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape, row_table: torch.Tensor | None = None
+        layer: Any,
+        attended: torch.Tensor,
+        context: SPContext,
+        shape: AttentionShape,
+        row_table: torch.Tensor | None = None,
+        late: LateWgrad | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's (output, bias) for [s, b, heads of this rank, d]."""
         wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
         layout = shape.output_layout(context.world_size)
-        out = output_projection(attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=wgrad)
+        out = output_projection(attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=wgrad, late=late)
         out = reduced_output(layer, out)
         if layer.skip_bias_add:
             return out, layer.bias

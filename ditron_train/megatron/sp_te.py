@@ -24,7 +24,7 @@ from ditron_train.megatron.sp import config_of_one_rank, exchanged, shape_of
 from ditron_train.megatron.sp_linears import overlaps_tensor_parallelism, reduced_output, shards_of
 from ditron_train.megatron.sp_output import LeftInHeads
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, route_exchange
-from ditron_train.sp import SPContext, output_projection, packed_rows, qkv_projection
+from ditron_train.sp import LateWgrad, SPContext, output_projection, packed_rows, qkv_projection
 
 __all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
 
@@ -161,8 +161,10 @@ class TELinears:
         return tp_te._why_not(out, x)
 
     @staticmethod
-    def project_qkv(layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
-        """q, k and v of this rank's heads."""
+    def project_qkv(
+        layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape, late: LateWgrad | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """q, k and v of this rank's heads; ``late``: as ``qkv_projection``."""
         if isinstance(layer, TELayerNormColumnParallelLinear):
             rows = x.contiguous().view(-1, x.shape[-1])
             sm_margin = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
@@ -170,18 +172,22 @@ class TELinears:
             x = normed.view(x.shape)
         bias = layer.bias if layer.use_bias and layer.apply_bias else None
         layout = shape.qkv_layout(context.world_size)
-        return qkv_projection(
-            x, layer.weight, context=context, layout=layout, bias=bias, wgrad=tp_te._wgrad(layer), shards=shards_of(layer)
-        )
+        options = dict(bias=bias, wgrad=tp_te._wgrad(layer), shards=shards_of(layer), late=late)
+        return qkv_projection(x, layer.weight, context=context, layout=layout, **options)
 
     @staticmethod
     def project_out(
-        layer: Any, attended: torch.Tensor, context: SPContext, shape: AttentionShape, row_table: torch.Tensor | None = None
+        layer: Any,
+        attended: torch.Tensor,
+        context: SPContext,
+        shape: AttentionShape,
+        row_table: torch.Tensor | None = None,
+        late: LateWgrad | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's (output, bias) for [s, b, heads of this rank, d]."""
         layout = shape.output_layout(context.world_size)
         out = output_projection(
-            attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=tp_te._wgrad(layer)
+            attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=tp_te._wgrad(layer), late=late
         )
         out = reduced_output(layer, out)
         if layer.gemm_bias_unfused_add:

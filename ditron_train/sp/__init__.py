@@ -1,18 +1,29 @@
 """Floor 3: Ulysses sequence parallelism (Megatron's context parallelism with ``a2a``), its projections fused with its exchanges."""
 
 from ditron_train.sp.context import SPContext, get_context
-from ditron_train.sp.functions import InputShards, heads_exchange, output_projection, qkv_projection, sequence_exchange
+from ditron_train.sp.functions import (
+    InputShards,
+    LateWgrad,
+    heads_exchange,
+    late_wgrad,
+    output_projection,
+    qkv_projection,
+    sequence_exchange,
+)
 from ditron_train.sp.layouts import HeadsLayout, output_layout, packed_rows, qkv_layout
-from ditron_train.sp.ops import a2a_gemm, gemm_a2a, to_heads, to_sequence
+from ditron_train.sp.ops import a2a_gemm, gather_sequence, gemm_a2a, to_heads, to_sequence
 
 __all__ = [
     "HeadsLayout",
     "InputShards",
+    "LateWgrad",
     "SPContext",
     "a2a_gemm",
+    "gather_sequence",
     "gemm_a2a",
     "get_context",
     "heads_exchange",
+    "late_wgrad",
     "output_layout",
     "output_projection",
     "packed_rows",

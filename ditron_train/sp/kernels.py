@@ -19,7 +19,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["await_peers", "next_work", "push_item", "push_kernel", "receive_kernel", "verify_peers"]
+__all__ = ["arrived_kernel", "await_peers", "next_work", "push_item", "push_kernel", "receive_kernel", "verify_peers"]
 
 
 @triton.jit
@@ -223,6 +223,19 @@ def receive_kernel(
             FLAGS, TO_HEADS, PULL, HAS_TABLE, WORLD_SIZE, TARGET,
         )  # fmt: skip
         item = next_work(counter_ptr) if PULL else item + tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["num_granules"])
+def arrived_kernel(
+    signals_ptr, tickets_ptr, control_ptr, num_granules, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """One program behind a push whose rows are read where they arrive: waits (acquire) for all granules of all sources.
+
+    What follows on the stream reads them plainly.
+    """
+    epoch = dl.next_epoch(tickets_ptr + 1)
+    for source in range(WORLD_SIZE):
+        dl.wait_many(signals_ptr + source * num_granules, num_granules, epoch, control_ptr, source, 0, 32, TARGET)
 
 
 @triton.jit

@@ -19,9 +19,9 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import tuning
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
-from ditron_train.sp.prepared import DTYPES, PreparedA2AGemm, PreparedExchange, PreparedGemmA2A, WeightLayout
+from ditron_train.sp.prepared import DTYPES, PreparedA2AGemm, PreparedExchange, PreparedGather, PreparedGemmA2A, WeightLayout
 
-__all__ = ["WeightLayout", "a2a_gemm", "gemm_a2a", "to_heads", "to_sequence"]
+__all__ = ["WeightLayout", "a2a_gemm", "gather_sequence", "gemm_a2a", "to_heads", "to_sequence"]
 
 
 def _check_parts(
@@ -202,6 +202,38 @@ def a2a_gemm(
     lead = parts[0].shape[:-2]
     y = out.view(lead[0] // context.world_size, *lead[1:], prepared.n)
     return (y, gathered) if gathered is not None else y
+
+
+def gather_sequence(
+    parts: Sequence[torch.Tensor],
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    row_table: torch.Tensor | None = None,
+    meanwhile: Callable[[], object],
+) -> torch.Tensor:
+    """Gives every rank all heads of its chunks, as ``a2a_gemm`` multiplies them, under other work.
+
+    Args:
+        parts, context, layout, row_table: As ``a2a_gemm``.
+        meanwhile: Enqueues what runs while they arrive, on the current stream.
+
+    Returns:
+        [local rows, world * layout.num_columns], in the context's buffer: until its next op.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``a2a_gemm``.
+    """
+    name = "gather_sequence"
+    context.enter(name, parts[0].shape, parts[0].dtype)
+    key = (name, layout, row_table is None or row_table.shape, *((part.shape, part.dtype, part.device) for part in parts))
+    prepared = context.prepared.get(key)
+    if prepared is None:
+        _check_parts(name, context, layout, parts, row_table, whole_sequence=True)
+        m = parts[0].shape[:-2].numel() // context.world_size
+        prepared = PreparedGather(context, layout, m, parts[0].dtype, packed=row_table is not None)
+        context.prepared[key] = prepared
+    return prepared(parts, row_table, meanwhile)
 
 
 def _exchange(

@@ -13,14 +13,14 @@ from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.sp import tuning
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.gemm_kernels import a2a_gemm_kernel, gemm_a2a_kernel
-from ditron_train.sp.kernels import push_kernel, receive_kernel
+from ditron_train.sp.kernels import arrived_kernel, push_kernel, receive_kernel
 from ditron_train.sp.layouts import HeadsLayout
 
-__all__ = ["DTYPES", "PreparedA2AGemm", "PreparedExchange", "PreparedGemmA2A", "WeightLayout"]
+__all__ = ["DTYPES", "PreparedA2AGemm", "PreparedExchange", "PreparedGather", "PreparedGemmA2A", "WeightLayout"]
 
 WeightLayout = Literal["nt", "nn"]
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_GEMM_A2A, _TO_HEADS, _A2A_GEMM, _TO_SEQUENCE = 1, 2, 3, 4  # first word of a signature
+_GEMM_A2A, _TO_HEADS, _A2A_GEMM, _TO_SEQUENCE, _GATHER = 1, 2, 3, 4, 5  # first word of a signature
 
 
 def _next_power_of_2(value: int) -> int:
@@ -187,6 +187,40 @@ class PreparedExchange:
         context.join()
         context.leave(channel)
         return results
+
+
+class PreparedGather:
+    """All heads of the local rows, as an A2A-GEMM multiplies them, left in the context's buffer."""
+
+    def __init__(self, context: SPContext, layout: HeadsLayout, m: int, dtype: torch.dtype, *, packed: bool) -> None:
+        self._transfer = transfer = _Transfer(
+            context, _GATHER, layout, m, dtype, k=0, granule_rows=tuning.GRANULE_ROWS, block_n=0, packed=packed
+        )
+        self._columns = context.world_size * layout.num_columns
+        self._push = transfer.copy_kernel(push_kernel, tuning.GATHER_PROGRAMS, TO_HEADS=False)
+        constants = {"WORLD_SIZE": context.world_size, "TARGET": context.target}
+        self._arrived = KernelLaunch(arrived_kernel, 1, constants, num_warps=1)
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, meanwhile: Callable[[], object]
+    ) -> torch.Tensor:
+        """[m, world * columns], until the next op of the context (a copy where rows are padded).
+
+        ``meanwhile``: enqueued while they arrive.
+        """
+        transfer = self._transfer
+        context, channel = transfer.context, transfer.channel
+        parts = [part.contiguous() for part in parts]
+        self._push(
+            *(*parts, parts[0], parts[0])[:3], transfer.buffer.addresses, channel.signals.addresses, channel.ready.addresses,
+            channel.ready.local, transfer.signature, channel.signals.local if table is None else table, channel.tickets,
+            channel.control, *transfer.shape_arguments(), stream=context.fork(),
+        )  # fmt: skip
+        meanwhile()
+        self._arrived(channel.signals.local, channel.tickets, channel.control, transfer.num_granules)
+        context.join()
+        context.leave(channel)
+        return transfer.buffer.local[:, : self._columns].contiguous()
 
 
 class PreparedGemmA2A:

@@ -9,12 +9,14 @@ from ditron_train.gemm.configs import GemmConfig
 
 __all__ = [
     "EXCHANGE_PROGRAMS",
+    "GATHER_PROGRAMS",
     "GRANULE_ROWS",
     "PULL",
     "PUSH",
     "CopyShape",
     "deal_of",
     "granule_rows",
+    "hides_gather",
     "receive_programs",
     "tiles_of_program",
 ]
@@ -33,6 +35,7 @@ PULL = CopyShape(rows=128, width=512)  # reads from a peer take longer; spills a
 
 GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
 EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives
+GATHER_PROGRAMS = 16  # of a push under a weight gradient; 8, 16, 32: a layer of 32768 tokens 41413, 41354, 41616 us
 PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole sooner (2 to 4 % faster than 8)
 
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
@@ -42,6 +45,7 @@ _GEMM_FLOP_PER_US = 750e6
 _NUM_PUSH = 16
 _PUSH_BYTES_PER_US = 14e3  # one program of a GEMM, which has 8 warps
 _PULL_BYTES_PER_US = 24e3
+_GATHER_BYTES_PER_US = GATHER_PROGRAMS * 12.7e3  # 168 MB in 824 us
 _LINK_BYTES_PER_US = 340e3
 _START_US = 20.0  # start signals, and the first granules' way
 
@@ -97,3 +101,8 @@ def receive_programs(m: int, n: int, k: int, element_bytes: int) -> int:
     """SMs that pull what a GEMM [m, k] @ [k, n] computes, whose whole output changes places: they keep up with it."""
     rate = m * n * element_bytes / max(_gemm_us(m, n, k), 1.0)
     return min(max(math.ceil(rate / _PULL_BYTES_PER_US), 2), 16)
+
+
+def hides_gather(n: int, k: int, num_columns: int, element_bytes: int) -> bool:
+    """Whether a weight gradient [n, k] takes longer than the push of as many rows of ``num_columns`` by GATHER_PROGRAMS."""
+    return _gemm_us(1, n, k) >= num_columns * element_bytes / _GATHER_BYTES_PER_US

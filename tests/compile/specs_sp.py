@@ -138,4 +138,12 @@ SPECS = [
                   PULL=towards_heads, BEHIND=towards_heads and num_parts == 1),
         )
     ),
+    KernelSpec(
+        name="sp_arrived",
+        kernel="ditron_train.sp.kernels:arrived_kernel",
+        signature={"signals_ptr": "*i32", **_CHANNEL, "num_granules": "i32"},
+        constexprs={"WORLD_SIZE": 8},
+        num_warps=1,
+        signals=None,
+    ),
 ]

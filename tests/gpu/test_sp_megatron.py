@@ -86,6 +86,14 @@ def assert_same_bits(ours, native):
     assert (ours[3] is None) == (native[3] is None)
 
 
+@pytest.fixture
+def set_late(monkeypatch):
+    """Whether the output projection's weight gradient hides the exchange of dq, dk and dv, whatever its size."""
+    from ditron_train.sp import functions
+
+    return lambda is_late: monkeypatch.setattr(functions, "hides_gather", lambda *sizes: is_late)
+
+
 def num_routes(kind):
     from ditron_train.megatron.sp_routing import _routes
 
@@ -119,7 +127,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("length, batch", [(4096, 1), (2048, 2)])
-def test_bits_of_transformer_engine(world, name, length, batch):
+def test_bits_of_transformer_engine(world, name, length, batch, set_late):
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     import ditron_train.megatron as plugin
@@ -131,6 +139,7 @@ def test_bits_of_transformer_engine(world, name, length, batch):
     assert native.state_dict().keys() == ours.state_dict().keys()
     try:
         for rope in (True, False):
+            set_late(rope)
             assert_same_bits(run(ours, world, length, batch, rope), run(native, world, length, batch, rope))
         assert [num_routes(one) for one in ("projections", "exchange", "output")] == expected
     finally:
@@ -138,7 +147,7 @@ def test_bits_of_transformer_engine(world, name, length, batch):
 
 
 @pytest.mark.parametrize("options", [{}, {"add_qkv_bias": True}, {"qk_layernorm": True}], ids=["plain", "bias", "norms"])
-def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch):
+def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch, set_late):
     import ditron_train.megatron as plugin
     from ditron_train.testing import megatron_cpu
 
@@ -147,7 +156,9 @@ def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch):
     try:
         with native_routes(monkeypatch):
             native = run(attention, world, 2048, 2)
-        assert_same_bits(run(attention, world, 2048, 2), native)
+        for is_late in (True, False):
+            set_late(is_late)
+            assert_same_bits(run(attention, world, 2048, 2), native)
         assert num_routes("projections") + num_routes("output") == 1
     finally:
         plugin.restore()
@@ -231,7 +242,7 @@ def test_multi_latent_attention_has_the_bits_of_all_to_alls(world, monkeypatch):
 
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "local"])
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicas"])
-def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeypatch):
+def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeypatch, set_late):
     """Fused projections in groups of 2 x 2 against native ones; the local spec's exchanges by all-to-alls are its native."""
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -253,7 +264,9 @@ def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeyp
         native = build(world // 2, use_te, not use_te, **options)
         with contextlib.nullcontext() if use_te else native_routes(monkeypatch):
             expected = run(native, **sizes)
-        assert_same_bits(run(ours, **sizes), expected)
+        for is_late in (True, False):
+            set_late(is_late)
+            assert_same_bits(run(ours, **sizes), expected)
         assert num_routes("projections") == 1
     finally:
         plugin.restore()

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ditron_train.sp import (
     HeadsLayout,
+    LateWgrad,
     SPContext,
     heads_exchange,
     output_layout,
@@ -102,6 +103,33 @@ def check_projections(
     assert torch.equal(weight.grad, weight_native.grad)
 
 
+def check_late_gradient(rank: int, world: int, context: SPContext, case: dict) -> None:
+    """Both projections in one graph, the output projection's weight gradient left to the other one's backward."""
+    heads, length, batch, dtype = (case[name] for name in ("heads", "length", "batch", "dtype"))
+    layout = qkv_layout(heads, case["groups"], case["head_dim"], world)
+    out_layout = output_layout(heads, case["head_dim"], world)
+    inputs = [
+        integers(length // world, batch, case["hidden"], dtype=dtype, seed=1 + rank),
+        integers(world * layout.num_columns, case["hidden"], dtype=dtype, seed=2),
+        integers(case["hidden"], heads * case["head_dim"], dtype=dtype, seed=3),
+    ]
+    grad = integers(length // world, batch, case["hidden"], dtype=dtype, seed=4 + rank)
+
+    def results(is_late: bool, trained: tuple[bool, bool, bool]) -> list[torch.Tensor | None]:
+        leaves = [leaf(one).requires_grad_(one_trained) for one, one_trained in zip(inputs, trained)]
+        late = LateWgrad(leaves[2]) if is_late else None
+        query, key, value = qkv_projection(*leaves[:2], context=context, layout=layout, late=late)
+        attended = query + (key + value).sum(dim=2, keepdim=True)
+        y = output_projection(attended, leaves[2], context=context, layout=out_layout, late=late)
+        y.backward(grad)
+        return [y.detach(), *(one.grad for one in leaves)]
+
+    for trained in ((True, True, True), (False, True, True), (True, False, True), (True, True, False)):
+        for ours, native, expected in zip(results(True, trained), results(False, trained), (True, *trained)):
+            assert (ours is not None) == (native is not None) == expected
+            assert not expected or torch.equal(ours, native)
+
+
 def check_exchanges(
     rank: int, world: int, context: SPContext, *, heads, groups, head_dim, length, batch, dtype, seed, device="cpu"
 ):
@@ -139,6 +167,8 @@ def run_projections(cases: list[dict], first_epoch: int = 0) -> None:
     context = SPContext(None, torch.device("cpu"), first_epoch=first_epoch)
     for index, case in enumerate(cases):
         check_projections(rank, world, context, seed=1000 * index, **case)
+    if cases[0]["dtype"] == torch.float32:  # sums of 16-bit results would not be exact
+        check_late_gradient(rank, world, context, cases[0])
     context.arena.close()
 
 
@@ -218,7 +248,7 @@ def different_calls(known: bool) -> str:
 
 def absent_peer(op: str) -> str:
     """Rank 1 does not come; the others give up by the deadline and name it."""
-    from ditron_train.sp import a2a_gemm, gemm_a2a
+    from ditron_train.sp import a2a_gemm, gather_sequence, gemm_a2a
 
     context = SPContext(None, torch.device("cpu"))
     world = context.world_size
@@ -229,6 +259,8 @@ def absent_peer(op: str) -> str:
         parts = (torch.zeros(4 * world, 1, 2, 8),)
         if op == "gemm_a2a":
             gemm_a2a(context=context, **_small(context))
+        elif op == "gather_sequence":
+            gather_sequence(parts, context=context, layout=out, meanwhile=lambda: None)
         else:
             a2a_gemm(parts, weight, context=context, layout=out)
 

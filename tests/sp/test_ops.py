@@ -78,7 +78,7 @@ def test_different_calls_are_the_same_error_on_every_rank(known):
     assert "rows=8" in errors[0] and "rows=16" in errors[0]
 
 
-@pytest.mark.parametrize("op", ["gemm_a2a", "a2a_gemm"])
+@pytest.mark.parametrize("op", ["gemm_a2a", "a2a_gemm", "gather_sequence"])
 def test_an_absent_peer_is_named(op):
     outcomes = run_workers_once(2, bodies_sp.absent_peer, op, env={"DITRON_TIMEOUT_S": "3"})
     assert outcomes[1].value == "absent"
