@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -84,6 +85,22 @@ def _init_process_group(store_path: str, rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def _leave_groups() -> None:
+    """Destroy the groups that the last call has left: each has threads that wake a hundred times a second."""
+    import torch.distributed as dist
+
+    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if not left:
+        return
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()
+    for group in left:
+        dist.destroy_process_group(group)
+    del left, group
+    gc.collect()
+
+
 def _run_one(request: bytes) -> bytes:
     """Run one pickled request; the answer is a pickled ``(status, payload, traceback text)``."""
     try:
@@ -121,6 +138,7 @@ def _serve(connection: Connection) -> None:
             request = connection.recv_bytes()
         except EOFError:
             break
+        _leave_groups()  # now every rank has answered, so none uses them
         answer = _run_one(request)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -119,7 +119,7 @@ def memory_is_full(what: str) -> tuple[str, str]:
         shm_transport._map_file = right
     arena.tensor("test.full", (16,), torch.float32)
     arena.close()
-    return words, ", ".join(os.path.basename(path) for path in glob.glob("/dev/shm/ditron-*"))
+    return words, ", ".join(os.path.basename(path) for path in glob.glob(f"/dev/shm/ditron-{os.getpid()}-*"))
 
 
 def peers_out_of_reach() -> tuple[str, str]:

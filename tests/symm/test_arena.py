@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ditron_train.testing.processes import run_workers  # noqa: E402
 
 def test_peers_see_writes_and_no_file_is_left():
     assert run_workers(4, bodies.peers_see_writes) == [True] * 4
-    assert not glob.glob("/dev/shm/ditron-*")
+    assert not [path for pid in run_workers(4, os.getpid) for path in glob.glob(f"/dev/shm/ditron-{pid}-*")]
 
 
 def test_a_buffer_grows_collectively():
