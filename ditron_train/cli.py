@@ -62,7 +62,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 512,512,256") from None
 
 
 def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

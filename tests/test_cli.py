@@ -29,6 +29,9 @@ def test_unknown_command_and_arguments(capsys: pytest.CaptureFixture) -> None:
     assert stopped.value.code == 2
     assert main(["doctor", "--loud"]) == 2
     assert "unknown arguments: --loud" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["trace", "--schedule", "gemm_rs", "--rows", "1,x"])
+    assert "'1,x' is not a list of whole numbers" in capsys.readouterr().err
 
 
 def test_doctor_json(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

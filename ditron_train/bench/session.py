@@ -164,7 +164,9 @@ def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSes
         from ditron_train.runtime.device import is_interpreter
 
         if not is_interpreter():
-            raise DitronError("no GPU here: set TRITON_INTERPRET=1 to run the benchmark in Triton's interpreter")
+            raise DitronError(
+                "no GPU here: TRITON_INTERPRET=1 runs it on CPU processes, in Triton's interpreter (several of them under torchrun)"
+            )
         from ditron_train.testing import interpreter
 
         interpreter.install()

@@ -9,7 +9,7 @@ from typing import Literal
 from ditron_train.doctor.facts import Facts
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import get_settings, unknown_variables
-from ditron_train.runtime.versions import SUPPORTED, is_supported, specifier_here
+from ditron_train.runtime.versions import SUPPORTED, is_supported, pip_command, specifier_here
 
 __all__ = ["Finding", "find_problems"]
 
@@ -43,9 +43,7 @@ def _versions(facts: Facts) -> list[Finding]:
         version = facts.versions.get(entry.name)
         if version is None:
             level: Level = "error" if entry.required else "note"
-            pip = entry.distributions[0] if entry.distributions else entry.name
-            fix = f"pip install '{pip}{specifier_here(entry)}'"
-            findings.append(Finding("versions", level, f"{entry.name} is not installed", fix))
+            findings.append(Finding("versions", level, f"{entry.name} is not installed", pip_command(entry.name)))
         elif is_supported(entry, version):
             findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {specifier_here(entry)})"))
         else:
@@ -146,10 +144,10 @@ def _nvshmem(facts: Facts) -> list[Finding]:
         return []
     if facts.versions.get("nvshmem4py") is None:
         text = "nvshmem4py is not installed: peer memory inside a node, NCCL between nodes"
-        return [Finding("NVSHMEM", "note", text, "pip install 'ditron_train[nvshmem]' for groups across nodes")]
+        return [Finding("NVSHMEM", "note", text, f"{pip_command('nvshmem4py')} for groups across nodes")]
     if facts.nvshmem_library is None:
         text = f"nvshmem4py {facts.versions['nvshmem4py']} is installed, but its library (libnvshmem_host.so.3) is not there"
-        return [Finding("NVSHMEM", "warning", text, "pip install 'ditron_train[nvshmem]'")]
+        return [Finding("NVSHMEM", "warning", text, pip_command("nvidia-nvshmem"))]
     text = f"nvshmem4py {facts.versions['nvshmem4py']}, library {facts.versions.get('nvidia-nvshmem') or facts.nvshmem_library}"
     findings = [Finding("NVSHMEM", "ok", f"{text}; started at the first group that spans nodes")]
     return findings + _nvshmem_bootstrap(facts)
@@ -208,7 +206,7 @@ def _tools(facts: Facts) -> list[Finding]:
         findings.append(Finding("tools", "error", text, "install gcc, or name one with CC"))
     if not facts.has_cuda_bindings:
         text = "cuda-bindings is not installed: no copy engine signals"
-        findings.append(Finding("tools", "warning", text, "pip install 'ditron_train[cuda]'"))
+        findings.append(Finding("tools", "warning", text, pip_command("cuda-bindings")))
     return findings or [Finding("tools", "ok", f"C compiler {facts.compiler}, cuda-bindings")]
 
 

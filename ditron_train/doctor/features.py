@@ -8,6 +8,7 @@ from typing import Literal
 
 from ditron_train.doctor.facts import Facts
 from ditron_train.megatron.arguments import FEATURES, available_features
+from ditron_train.runtime.versions import pip_command
 
 __all__ = ["FeatureState", "judge_features"]
 
@@ -40,13 +41,13 @@ def _on_gpus(facts: Facts) -> tuple[str, str | None] | None:
 
 def _copy_engines(facts: Facts) -> tuple[str, str | None] | None:
     if not facts.has_cuda_bindings:
-        return "cuda-bindings is missing: no signals behind copies", "pip install 'ditron_train[cuda]'"
+        return "cuda-bindings is missing: no signals behind copies", pip_command("cuda-bindings")
     return None
 
 
 def _te(facts: Facts) -> tuple[str, str | None] | None:
     if facts.versions.get("transformer-engine") is None:
-        return "Megatron's own cp_comm_type=a2a needs Transformer Engine", "pip install 'ditron_train[te]'"
+        return "Megatron's own cp_comm_type=a2a needs Transformer Engine", pip_command("transformer-engine")
     return None
 
 
@@ -68,8 +69,8 @@ def judge_features(facts: Facts) -> list[FeatureState]:
 def _judge(name: str, facts: Facts) -> FeatureState:
     about = FEATURES[name]
     if facts.versions.get("megatron-core") is None:
-        fix = "pip install 'ditron_train[megatron]'"
-        return FeatureState(name, about, "native", "megatron-core is not installed; ops can be called directly", fix)
+        reason = "megatron-core is not installed; ops can be called directly"
+        return FeatureState(name, about, "native", reason, pip_command("megatron-core"))
     if not facts.gpus:
         if facts.environment.get("TRITON_INTERPRET") == "1":
             return FeatureState(name, about, "interpreted", "CPU processes over shared memory, Triton's interpreter")

@@ -1,4 +1,4 @@
-"""``python -m ditron_train postmortem DIR``: merges the records of all ranks and names the first that diverged."""
+"""Merges the last calls of all ranks, as they stand in a folder, and names the first rank that went another way."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ __all__ = [
     "find_version",
     "find_versions",
     "is_supported",
+    "pip_command",
     "specifier_here",
     "version_problems",
 ]
@@ -116,6 +117,16 @@ def specifier_here(entry: Supported) -> str:
     """The range of ``entry`` that holds in this process: the narrower one where kernels are interpreted."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     return entry.interpreted if entry.interpreted and interpreted else entry.specifier
+
+
+def pip_command(name: str) -> str:
+    """How ``name`` is installed in its supported range: one of ``SUPPORTED``, or what pip calls it."""
+    entry = next((entry for entry in SUPPORTED if entry.name == name), None)
+    if entry is None:
+        return f"pip install {name}"
+    distribution = entry.distributions[0] if entry.distributions else name
+    extra = "[pytorch]" if name == "transformer-engine" else ""
+    return f"pip install '{distribution}{extra}{specifier_here(entry)}'"
 
 
 def version_problems(versions: dict[str, str | None] | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m ditron_train verify``: every case, one table, exit status 1 where a single bit differs."""
+"""Compares every op with native, forward and backward, on every rank: one table, exit status 1 where a single bit differs."""
 
 from __future__ import annotations
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from gpt_builders import gpt_builder
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from model_provider import model_provider
-from pretrain_gpt import forward_step, get_embedding_ranks, train_valid_test_datasets_provider
+try:
+    from gpt_builders import gpt_builder
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from model_provider import model_provider
+    from pretrain_gpt import forward_step, get_embedding_ranks, train_valid_test_datasets_provider
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: no module {error.name}: PYTHONPATH has to name the Megatron-LM repository") from None
 
 from ditron_train.megatron import add_ditron_args, wrap_model_provider
 

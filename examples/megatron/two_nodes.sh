@@ -5,7 +5,8 @@
 # On two real machines run one of the two commands on each, with --node-rank, and the first one's address.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python3}
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 half=$((gpus / 2))
 if [ "$half" = 0 ]; then
