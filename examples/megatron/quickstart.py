@@ -176,6 +176,8 @@ def main() -> int:
     """Runs the whole comparison; returns the exit status."""
     warnings.filterwarnings("ignore")  # megatron-core's, on what is not installed
     arguments = _arguments()
+    if "RANK" not in os.environ:
+        raise SystemExit("error: start it as bash scripts/quickstart.sh does, or by torchrun")
     on_gpu = _start(arguments.optimizer)
     from comparison import Comparison, median_time_ms, plot_losses, print_table, write_json
     from corpus import CorpusError, load_corpus

@@ -26,6 +26,8 @@ from ditron_train.testing import interpreter, megatron_cpu
 
 def main() -> None:
     """Builds the model twice, from the native spec and from the rewritten one, and compares one step."""
+    if "RANK" not in os.environ:
+        raise SystemExit("error: start it by torchrun --standalone --nproc-per-node 2")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ditron_train").setLevel(logging.INFO)
     on_gpu = torch.cuda.is_available()
