@@ -66,7 +66,7 @@ def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
 
 
 class DitronP2PCommunicator(P2PCommunicator):
-    """``P2PCommunicator`` by copy engine inside a node and by a communicator of its own between nodes."""
+    """``P2PCommunicator`` by the paths of ``pp.paths``: by default copy engines inside a node, a communicator of its own beyond."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
@@ -205,7 +205,7 @@ def _reason_by_policy(context: PipelineContext, num_bytes: int) -> str | None:
     key = f"pp send_recv {num_bytes} bytes"
     decision = decide(key, native, ours, group=context.group, device=context.device)
     if decision.use_ditron:
-        log_once(f"{key} {context.world_size}", f"pp: messages of {num_bytes} bytes by copy engine: {decision.reason}", name="pp")
+        log_once(f"{key} {context.world_size}", f"pp: messages of {num_bytes} bytes are ours (links: {context.how}): {decision.reason}", name="pp")
         return None
     return f"messages of {num_bytes} bytes: {decision.reason}"
 

@@ -12,13 +12,14 @@ from ditron_train.pp.messages import LANE_NAMES
 from ditron_train.runtime.errors import DitronError, MismatchError, PeerTimeoutError
 from ditron_train.runtime.records import note_error
 from ditron_train.stream import stream_notify, stream_wait
+from ditron_train.stream.copies import copy_bytes
 from ditron_train.stream.waits import cyclic_difference
 from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["PipelineChannel"]
+__all__ = ["FAULT_TIMEOUT", "PipelineChannel"]
 
-_KIND_TIMEOUT, _KIND_MISMATCH = 1, 2
+FAULT_TIMEOUT, FAULT_MISMATCH = 1, 2
 _POLLS_BEFORE_SLEEP = 300
 
 
@@ -65,11 +66,26 @@ class PipelineChannel(Channel):
         """Sets flag ``index`` of ``rank`` once the stream has got there."""
         stream_notify(self, self.address(rank, index), epoch, stream)
 
+    def push(
+        self,
+        rank: int,
+        index: int,
+        epoch: int,
+        destination: int,
+        source: int,
+        num_bytes: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Copies bytes to an address of ``rank``'s memory, then sets its flag ``index``."""
+        if num_bytes:
+            copy_bytes(destination, source, num_bytes, stream)
+        self.notify(rank, index, epoch, stream)
+
     def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
         """See ``Channel``; tells the other ranks of the node, unless one of them has failed before."""
         if self.mailbox.failed:
             return
-        self.mailbox.post_fault([_KIND_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch])
+        self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch])
         super().record_timeout(peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
 
     @property
@@ -79,7 +95,7 @@ class PipelineChannel(Channel):
 
     def fail_mismatch(self, text: str) -> None:
         """Records on all ranks of the node that neighbours disagree, and raises it here."""
-        self.mailbox.post_fault([_KIND_MISMATCH, self.arena.rank], text)
+        self.mailbox.post_fault([FAULT_MISMATCH, self.arena.rank], text)
         self.check()
 
     def check(self) -> None:
@@ -98,7 +114,7 @@ class PipelineChannel(Channel):
 
     def _error_of_all(self) -> DitronError:
         (kind, reporter, *fields), text = self.mailbox.fault()
-        if kind == _KIND_MISMATCH:
+        if kind == FAULT_MISMATCH:
             return MismatchError(text)
         peer, chunk, expected, seen = fields
         return PeerTimeoutError(

@@ -8,8 +8,11 @@ import socket
 import torch
 import torch.distributed as dist
 
+from ditron_train.pp import paths
 from ditron_train.pp.channel import PipelineChannel
+from ditron_train.pp.far import FarChannel, FarReceiver, FarSender, FarSlots, NvshmemPuts, make_far_arena
 from ditron_train.pp.groups import make_group
+from ditron_train.pp.kernel_channel import KernelChannel
 from ditron_train.pp.lanes import Receiver, Sender
 from ditron_train.pp.mailbox import MAX_LOANS, Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
@@ -19,7 +22,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.records import records_of
 from ditron_train.runtime.settings import get_settings
-from ditron_train.stream import driver, waits_can_be_released
+from ditron_train.stream import driver
 from ditron_train.symm.arena import get_arena
 from ditron_train.symm.transport import exchange
 
@@ -37,11 +40,11 @@ class PipelineContext:
     """Senders and receivers to the neighbours in a pipeline group (collective to make).
 
     The ring is closed: the last stage's next is the first, which interleaved schedules use. How a neighbour is reached is
-    chosen here, once: through its memory inside a node, through the network between nodes.
+    chosen here, once (``paths``): through its memory inside a node, by NVSHMEM or the network between nodes.
 
     Attributes:
         next_rank, previous_rank: Group ranks of the neighbours.
-        local_senders, local_receivers: By lane, ends whose neighbour's memory is in reach; None for the others.
+        local_senders, local_receivers: By lane, ends through symmetric memory; None for those through ``network``.
         network: Lanes through ``torch.distributed``; None where nothing needs them.
 
     Args:
@@ -74,24 +77,39 @@ class PipelineContext:
         self.records = records_of(group.group_name, dist.get_process_group_ranks(group))
         self.next_rank = (self.rank + 1) % self.world_size
         self.previous_rank = (self.rank - 1) % self.world_size
-        nodes = exchange(group, _node())
+        settings = get_settings()
+        asked, nodes = paths.asked_by_all(group, settings, _node())
         self._nodes = [nodes.index(node) for node in nodes]
+        self._far_path = paths.far_path(asked, settings.transport)
+        self._near_path = asked if asked in (paths.NVSHMEM, paths.NCCL) else paths.COPY
         self.network = None
-        if with_network or len(set(self._nodes)) > 1:
+        if with_network or paths.NCCL in self._paths():
             self.network = NetworkLanes(group, self.device)
         self._node_group: dist.ProcessGroup | None = None
+        self._far: FarChannel | None = None
+        self._far_slots: FarSlots | None = None
         self.channel: PipelineChannel | None = None
         self.slots: Slots | None = None
         self.local_senders: list[Sender | None] = [None, None]
         self.local_receivers: list[Receiver | None] = [None, None]
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
-        settings = get_settings()
-        self._make_local(
-            settings.pp_slots if num_slots is None else num_slots, num_loans if settings.pp_loans is None else settings.pp_loans
-        )
+        num_slots = settings.pp_slots if num_slots is None else num_slots
+        if self._near_path == paths.COPY:
+            self._make_local(num_slots, num_loans if settings.pp_loans is None else settings.pp_loans, asked)
+        if paths.NVSHMEM in self._paths():
+            self._make_far(num_slots)
         self._log_routes()
 
-    def _make_local(self, num_slots: int, num_loans: int | None) -> None:
+    def _path_to(self, rank: int) -> str:
+        """How this rank's messages reach a neighbour, and the neighbour's this rank."""
+        return self._near_path if self._nodes[rank] == self._nodes[self.rank] else self._far_path
+
+    def _paths(self) -> list[str]:
+        """Of every link of the ring."""
+        nodes = self._nodes
+        return [self._near_path if node == nodes[place - 1] else self._far_path for place, node in enumerate(nodes)]
+
+    def _make_local(self, num_slots: int, num_loans: int | None, asked: str) -> None:
         """Symmetric memory, flags and ends among this group's ranks of this node."""
         members = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[self.rank]]
         local_group = self.group
@@ -101,11 +119,9 @@ class PipelineContext:
             return
         self.arena = get_arena(local_group, self.device)
         self.channel = PipelineChannel(self.arena, Mailbox(local_group, self.device))
-        if not (self.channel.mailbox.has_flags or waits_can_be_released()):
-            raise NotSupportedError(
-                "CUDA refuses to register shared host memory, and with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits for "
-                "a flag in device memory could not be released if its peer died"
-            )
+        if asked == paths.KERNEL or not paths.streams_can_signal(self.channel, local_group, asked):
+            self._near_path = paths.KERNEL
+            self.channel = KernelChannel(self.arena, self.channel.mailbox)
         self.slots = Slots(self.arena, num_slots, self._loans(num_loans))
         place = {member: place for place, member in enumerate(members)}
         neighbours = [(FORWARD, self.next_rank, self.previous_rank), (BACKWARD, self.previous_rank, self.next_rank)]
@@ -115,12 +131,24 @@ class PipelineContext:
             if source in place:
                 self.local_receivers[lane] = Receiver(self.channel, self.slots, lane, place[source])
 
+    def _make_far(self, num_slots: int) -> None:
+        """Symmetric memory of the whole group, and ends to the neighbours that NVSHMEM reaches."""
+        arena = make_far_arena(self.group, self.device)
+        self._far = FarChannel(arena, NvshmemPuts(self.group))
+        self._far_slots = FarSlots(arena, num_slots)
+        neighbours = [(FORWARD, self.next_rank, self.previous_rank), (BACKWARD, self.previous_rank, self.next_rank)]
+        for lane, target, source in neighbours:
+            if self._path_to(target) == paths.NVSHMEM:
+                self.local_senders[lane] = FarSender(self._far, self._far_slots, lane, target)
+            if self._path_to(source) == paths.NVSHMEM:
+                self.local_receivers[lane] = FarReceiver(self._far, self._far_slots, lane, source)
+
     def _loans(self, asked: int | None) -> tuple[int, int]:
         """Slots to lend, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is on its
         way, and the model holds on to the last one. nvshmem frees memory though a tensor may lie in it.
         """
         assert self.channel is not None
-        if not self.channel.mailbox.has_flags or self.arena.transport_name == "nvshmem":
+        if self._near_path != paths.COPY or not self.channel.mailbox.has_flags or self.arena.transport_name == "nvshmem":
             return (0, 0)
         forward = min(self.world_size + 2 if asked is None else asked, MAX_LOANS)
         return (forward, min(forward, _BACKWARD_LOANS))
@@ -131,13 +159,18 @@ class PipelineContext:
             self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self.device)
         return self._placeholders[dtype]
 
+    @property
+    def how(self) -> str:
+        """How messages go, in words, with the number of the ring's links that take each path."""
+        taken = self._paths()
+        return ", ".join(f"{taken.count(path)} {words}" for path, words in paths.WORDS.items() if path in taken)
+
     def _log_routes(self) -> None:
-        near = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[(rank + 1) % self.world_size]]
-        flags = "no" if self.channel is None else "host" if self.channel.mailbox.has_flags else "device"
+        in_host = self._near_path == paths.COPY and self.channel is not None and self.channel.mailbox.has_flags
+        flags = "host" if in_host else "device" if self.channel is not None or self._far is not None else "no"
         log_once(
-            f"pp routes {self._nodes} {flags}",
-            f"pp: {len(near)} of {self.world_size} links of the pipeline's ring by copy engine"
-            f"{'' if self.network is None else ', the others by the network'}; flags of stage {self.rank} in {flags} memory",
+            f"pp routes {self._nodes} {self.how} {flags}",
+            f"pp: links of the pipeline's ring: {self.how}; flags of stage {self.rank} in {flags} memory",
             name="pp",
         )
 
@@ -151,18 +184,18 @@ class PipelineContext:
 
     @property
     def in_one_node(self) -> bool:
-        """Whether all ranks of the group are in reach."""
-        return len(set(self._nodes)) == 1
+        """Whether all ranks of the group share a mailbox."""
+        return len(set(self._nodes)) == 1 and self.channel is not None
 
     @property
     def closed(self) -> bool:
         """Whether the symmetric memory was given back; the context cannot be used any more."""
-        return self.channel is not None and self.arena.closed
+        return any(channel is not None and channel.arena.closed for channel in (self.channel, self._far))
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the largest message that fits into a slot; 0 before the first ``reserve``."""
-        return self.slots.num_bytes if self.slots is not None else 0
+        return min((slots.num_bytes for slots in (self.slots, self._far_slots) if slots is not None), default=0)
 
     def reserve(self, num_bytes: int) -> bool:
         """Makes the slots hold messages of ``num_bytes``; collective over the ranks of the node, between two steps.
@@ -177,8 +210,14 @@ class PipelineContext:
             MismatchError: Some ranks do not ask for larger slots, so the stages disagree on the size of messages.
             ArenaError: The memory is not there; on every rank alike.
         """
+        same = True
+        if self._far_slots is not None:
+            asked_by_all = exchange(self.group, num_bytes)
+            num_bytes, same = max(asked_by_all), len(set(asked_by_all)) == 1
+            if num_bytes > self._far_slots.num_bytes:
+                self._far_slots.reserve(num_bytes)
         if self.channel is None or self.slots is None:
-            return True
+            return same
         asked = self.channel.mailbox.agree(num_bytes, self.channel.timeout_s, self.channel.check)
         if any(value is None for value in asked):
             listed = ", ".join(f"rank {rank}: {value or 'not heard'}" for rank, value in enumerate(asked))
@@ -190,17 +229,18 @@ class PipelineContext:
         if largest > self.slots.num_bytes:
             self.slots.reserve(largest)
             for end in (*self.local_senders, *self.local_receivers):
-                if end is not None:
+                if end is not None and end.channel is self.channel:
                     end.forget_loans()
-        return len(set(asked)) == 1
+        return same and len(set(asked)) == 1
 
     def close(self) -> None:
         """Gives back the memory and the groups that were made for this context; collective, explicit, at most once needed.
 
         The context must not be used afterwards; `get_pipeline_context` makes a new one.
         """
-        if self.channel is not None:
-            self.arena.close()
+        for channel in (self.channel, self._far):
+            if channel is not None:
+                channel.arena.close()
         for made in (*(self.network.groups if self.network is not None else ()), self._node_group):
             if made is not None:
                 dist.destroy_process_group(made)
@@ -209,8 +249,9 @@ class PipelineContext:
     def check(self) -> None:
         """Raises what any rank of the node has recorded; compares headers, drops what has been sent and gives lent
         slots back (no wait)."""
-        if self.channel is not None:
-            self.channel.check()
+        for channel in (self.channel, self._far):
+            if channel is not None:
+                channel.check()
         for end in self.local_senders:
             if end is not None:
                 end.release_sent()

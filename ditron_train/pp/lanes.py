@@ -45,7 +45,7 @@ import torch
 
 from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.mailbox import MAX_LOANS
-from ditron_train.pp.messages import LANE_NAMES, Header, fragment_ends, num_bytes_of
+from ditron_train.pp.messages import Header, disagreement, fragment_ends, num_bytes_of
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.copies import copy_bytes
@@ -75,7 +75,10 @@ class Sender:
 
     Attributes:
         messages: Sent so far; ``lent`` of them into slots that the receiver lends.
+        tells_host: Whether the receiver's host learns what is coming.
     """
+
+    tells_host = True
 
     def __init__(self, channel: PipelineChannel, slots: Slots, lane: int, peer: int) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
@@ -121,16 +124,19 @@ class Sender:
             slot, ends = self._slot_of_ring(stream), fragment_ends(num_bytes)
         else:
             slot = self._slot_to_lend(loan, stream)
-        source, begin = data.data_ptr(), 0
-        for end in ends:
-            if end > begin:
-                copy_bytes(slot + begin, source + begin, end - begin, stream)
-            self._fragments += 1
-            self.channel.notify(self.peer, _DATA + self.lane, self._fragments, stream)
-            begin = end
+        self._push(slot, data.data_ptr(), ends, stream)
         if stream is None:
             return None
         return self._hold(data, stream, current)
+
+    def _push(self, slot: int, source: int, ends: list[int], stream: torch.cuda.Stream | None) -> None:
+        begin = 0
+        for end in ends:
+            self._fragments += 1
+            self.channel.push(
+                self.peer, _DATA + self.lane, self._fragments, slot + begin, source + begin, end - begin, stream
+            )
+            begin = end
 
     def _choose_loan(self) -> int | None:
         """A slot that has come back, best one whose last use is known to be over; the others in the order of their use."""
@@ -210,7 +216,9 @@ class _Loan:
 
 
 class Receiver:
-    """The receiving end of a lane, from group rank ``peer``."""
+    """The receiving end of a lane, from group rank ``peer``; ``told_on_host``: whether its host learns what is coming."""
+
+    told_on_host = True
 
     def __init__(self, channel: PipelineChannel, slots: Slots, lane: int, peer: int) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
@@ -261,10 +269,9 @@ class Receiver:
             if sent != expected:
                 own = self.channel.arena.rank
                 how = " through the network" if sent.by_network else ""
+                group = self.channel.arena.group_name
                 self.channel.fail_mismatch(
-                    f"pp on group {self.channel.arena.group_name}: rank {self.peer} sent {sent}{how} as "
-                    f"{LANE_NAMES[self.lane]} message {message}, rank {own} expected {expected}; the stages of a pipeline "
-                    "must agree on the shape and type of what they exchange"
+                    disagreement(group, self.lane, message, (self.peer, f"{sent}{how}"), (own, str(expected)))
                 )
         needed = [self.messages, *(entry[0] for entry in list(self._unverified)[:1])]
         needed += [incoming.message for incoming in list(self._posted)[:1]]

@@ -10,7 +10,7 @@ import torch
 from ditron_train.pp.mailbox import HEADER_WORDS
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["BACKWARD", "FORWARD", "LANE_NAMES", "Header", "fragment_ends", "num_bytes_of"]
+__all__ = ["BACKWARD", "FORWARD", "LANE_NAMES", "Header", "disagreement", "fragment_ends", "num_bytes_of"]
 
 FORWARD, BACKWARD = 0, 1
 LANE_NAMES = ("forward", "backward")
@@ -74,6 +74,14 @@ class Header:
         """Inverse of ``to_words``."""
         code, by_network, loan, num_dims = words[:4]
         return cls(tuple(words[4 : 4 + num_dims]), _DTYPES[code], bool(by_network), loan - 1 if loan else None)
+
+
+def disagreement(group: str, lane: int, message: int, sent: tuple[int, str], expected: tuple[int, str]) -> str:
+    """The error's words where a rank sent one thing and another expected something else, each given with its rank."""
+    return (
+        f"pp on group {group}: rank {sent[0]} sent {sent[1]} as {LANE_NAMES[lane]} message {message}, rank {expected[0]} "
+        f"expected {expected[1]}; the stages of a pipeline must agree on the shape and type of what they exchange"
+    )
 
 
 def fragment_ends(num_bytes: int) -> list[int]:

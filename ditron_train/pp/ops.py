@@ -156,7 +156,7 @@ def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Bat
 
 def _shape_from_sender(context: PipelineContext, lane: int, far: Header | None) -> tuple[int, ...]:
     receiver = context.local_receivers[lane]
-    header = far if receiver is None else receiver.next_header()
+    header = far if receiver is None or not receiver.told_on_host else receiver.next_header()
     assert header is not None
     return header.shape
 
@@ -183,13 +183,15 @@ def _require_network(context: PipelineContext, num_bytes: int) -> None:
 def _exchange_far_headers(
     context: PipelineContext, lane: int, tensor: torch.Tensor | None, expected: Header | None
 ) -> Header | None:
-    """Headers to and from neighbours on other nodes, which no mailbox reaches."""
+    """Headers to and from neighbours that no mailbox reaches."""
     send, source = None, None
-    if tensor is not None and context.local_senders[lane] is None:
+    sender, receiver = context.local_senders[lane], context.local_receivers[lane]
+    if tensor is not None and (sender is None or not sender.tells_host):
         send = (Header(tuple(tensor.shape), tensor.dtype), context.target(lane))
-    if expected is not None and context.local_receivers[lane] is None:
+    if expected is not None and (receiver is None or not receiver.told_on_host):
         source = context.source(lane)
     if send is None and source is None:
         return None
-    assert context.network is not None
+    if context.network is None:
+        raise NotSupportedError("shapes that only the sender knows need a context with a network on this path")
     return context.network.exchange_headers(lane, send, source)

@@ -129,6 +129,16 @@ SETTINGS: tuple[Setting, ...] = (
         "(gradients: at most 3). Unset: as many as the first stage of the schedule holds, and 2. 0: every message is copied.",
     ),
     Setting(
+        "pp_path",
+        "DITRON_PP_PATH",
+        _one_of("auto", "copy", "kernel", "nvshmem", "nccl"),
+        "auto",
+        "auto, copy, kernel, nvshmem, nccl",
+        "How messages reach a neighbouring pipeline stage. copy: copy engines; kernel: at most 8 programs that store into its "
+        "memory (both inside a node); nvshmem: put-with-signal; nccl: one block. auto: copy inside a node, kernel where streams "
+        "cannot signal there; between nodes nvshmem with `DITRON_TRANSPORT=nvshmem`, else nccl.",
+    ),
+    Setting(
         "muon_sharding",
         "DITRON_MUON_SHARDING",
         _one_of("auto", "native", "cost"),
@@ -213,6 +223,7 @@ class Settings:
     arena_bytes: int | None
     pp_slots: int
     pp_loans: int | None
+    pp_path: str
     muon_sharding: str
     muon_opt_ins: tuple[str, ...] | None
     ep_capacity: float | None

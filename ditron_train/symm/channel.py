@@ -56,6 +56,7 @@ class Channel:
     Args:
         signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``).
         first_epoch: Epoch before the first launch; tests start near the wrap.
+        by_address: Kernels write the peers' flags; False where NVSHMEM's calls do, on whichever node they are.
 
     Raises:
         NotSupportedError: Ranks of the group lie on other nodes, where kernels cannot write flags; on every rank alike.
@@ -69,6 +70,7 @@ class Channel:
         *,
         signature_fields: Sequence[str] = (),
         first_epoch: int = 0,
+        by_address: bool = True,
     ) -> None:
         assert len(signature_fields) < READY_WORDS
         self.arena = arena
@@ -77,7 +79,7 @@ class Channel:
         self.timeout_s = get_settings().timeout_s
         device = arena.device
         self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
-        if 0 in self.signals.host_addresses:  # so it is on every rank: each lacks the ranks of the other nodes
+        if by_address and 0 in self.signals.host_addresses:  # so it is on every rank: each lacks the ranks of the other nodes
             raise NotSupportedError(f"{op_name}: the group has ranks on other nodes, whose memory cannot be addressed from here")
         self.ready = self._filled(f"{op_name}/ready", (2, arena.world_size, READY_WORDS), first_epoch)
         self.tickets = torch.zeros(TICKET_ROLES, dtype=torch.int64, device=device)

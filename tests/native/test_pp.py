@@ -84,6 +84,14 @@ def test_any_number_of_slots(slots):
     run_workers(4, workers.equal_to_native, case, ALL_WAYS, timeout_s=300, env=env)
 
 
+@pytest.mark.parametrize("case", [Case(2, 4), Case(2, 3, variable=True, batched=True), Case(3, 6, chunks=2, batched=True)], ids=str)
+def test_by_kernels(case):
+    ways = IN_ORDER if case.chunks is None else ALL_WAYS
+    env = {"DITRON_PP_PATH": "kernel"}
+    for counts in run_workers(case.pipeline, workers.equal_to_native, case, ways, timeout_s=300, env=env)[:-1]:
+        assert all(count > 0 for count in counts)
+
+
 def test_inside_data_and_tensor_parallel_groups():
     for case in (Case(2, 3), Case(2, 3, tensor=2)):
         counts = run_workers(4, workers.equal_to_native, case, IN_ORDER, timeout_s=200)

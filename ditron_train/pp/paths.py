@@ -1,0 +1,68 @@
+"""Which path messages between neighbours take: chosen once a context, for neighbours of a node and for those beyond it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.pp.channel import PipelineChannel
+from ditron_train.pp.kernels import MAX_PROGRAMS
+from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingError
+from ditron_train.runtime.settings import Settings
+from ditron_train.stream import driver, waits_can_be_released
+from ditron_train.symm.transport import exchange
+
+__all__ = ["COPY", "KERNEL", "NCCL", "NVSHMEM", "WORDS", "asked_by_all", "far_path", "streams_can_signal"]
+
+COPY, KERNEL, NVSHMEM, NCCL = "copy", "kernel", "nvshmem", "nccl"
+WORDS = {
+    COPY: "by copy engine",
+    KERNEL: f"by a kernel of at most {MAX_PROGRAMS} programs",
+    NVSHMEM: "by NVSHMEM's put-with-signal",
+    NCCL: "by the network",
+}
+
+
+def asked_by_all(group: dist.ProcessGroup, settings: Settings, node: tuple) -> tuple[str, list[tuple]]:
+    """``DITRON_PP_PATH`` of all ranks and their nodes, by group rank (collective).
+
+    Raises:
+        SettingError: The ranks do not ask for the same; on every rank alike.
+    """
+    told = exchange(group, (settings.pp_path, settings.transport, node))
+    if len({entry[:2] for entry in told}) > 1:
+        raise SettingError(f"ranks differ in DITRON_PP_PATH or DITRON_TRANSPORT: {[entry[:2] for entry in told]}")
+    return settings.pp_path, [entry[2] for entry in told]
+
+
+def far_path(asked: str, transport: str) -> str:
+    """To another node: NVSHMEM where it is asked for, also as what symmetric memory comes from, else NCCL."""
+    return NVSHMEM if asked == NVSHMEM or (asked != NCCL and transport == "nvshmem") else NCCL
+
+
+def streams_can_signal(channel: PipelineChannel, group: dist.ProcessGroup, asked: str) -> bool:
+    """Whether streams of all ranks can write and await flags, so that copy engines alone carry messages (collective).
+
+    Raises:
+        NotSupportedError: They cannot, and ``DITRON_PP_PATH=copy`` says that they have to.
+    """
+    device = channel.arena.device
+    if device.type != "cuda":
+        return True
+    refused = None
+    if not (channel.mailbox.has_flags or waits_can_be_released()):
+        refused = (
+            "CUDA refuses to register shared host memory, and with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits for "
+            "a flag in device memory could not be released if its peer died"
+        )
+    else:
+        try:
+            stream = torch.cuda.current_stream(device).cuda_stream
+            driver.stream_memory_ops(stream, [("write", channel.address(channel.arena.rank, 0), 0)])
+            torch.cuda.synchronize(device)
+        except DitronError as error:
+            refused = f"streams cannot write flags: {error}"
+    said = [text for text in exchange(group, refused) if text]
+    if said and asked == COPY:
+        raise NotSupportedError(said[0])
+    return not said

@@ -1,0 +1,206 @@
+"""Bodies of the tests of the paths that take no copy engine: those of ``bodies``, with another path under them."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _bodies() -> Any:
+    name = "ditron_pp_test_bodies"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("bodies.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+class _SharedMemoryPuts:
+    """Stands in for NVSHMEM between processes of one machine: the same calls on memory that all of them have mapped."""
+
+    def __init__(self, arena: Any) -> None:
+        self._arena = arena
+
+    def _there(self, rank: int, address: int) -> int:
+        for segment, _ in self._arena._segments.values():
+            offset = address - segment.local.data_ptr()
+            if 0 <= offset < segment.num_bytes:
+                return segment.addresses[rank] + offset
+        raise AssertionError("not a symmetric address")
+
+    def put(self, rank, destination, source, num_bytes, signal, value, stream) -> None:
+        assert stream is None and self._there(rank, source)
+        ctypes.memmove(self._there(rank, destination), source, num_bytes)
+        self.signal(rank, signal, value, stream)
+
+    def signal(self, rank, signal, value, stream) -> None:
+        ctypes.c_uint64.from_address(self._there(rank, signal)).value = value
+
+
+@contextmanager
+def _far_on_cpu():
+    from ditron_train.pp import context
+    from ditron_train.symm.arena import SymmetricArena
+
+    made: list[Any] = []
+
+    def make_arena(group, device):
+        made.append(SymmetricArena(group, device, "shm"))
+        return made[-1]
+
+    before = context.make_far_arena, context.NvshmemPuts
+    context.make_far_arena, context.NvshmemPuts = make_arena, lambda group: _SharedMemoryPuts(made[-1])
+    try:
+        yield
+    finally:
+        context.make_far_arena, context.NvshmemPuts = before
+
+
+def on_path(path: str, body: str, *arguments: Any) -> Any:
+    """The body of that name with ``DITRON_PP_PATH=path``."""
+    os.environ["DITRON_PP_PATH"] = path
+    try:
+        with _far_on_cpu():
+            return (globals().get(body) or getattr(_bodies(), body))(*arguments)
+    finally:
+        del os.environ["DITRON_PP_PATH"]
+
+
+def ends() -> tuple[list[str], bool]:
+    """Kinds of this rank's channels and ends, and whether anything is lent."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    context = _bodies().make_context(256)
+    exchange(context, send_next=torch.ones(8), recv_prev=Header((8,), torch.float32))["recv_prev"].wait()
+    dist.barrier()
+    names = [type(end).__name__ for end in (*context.local_senders, *context.local_receivers)]
+    return names, any(sender is not None and sender.lent for sender in context.local_senders)
+
+
+def ahead(num_slots: int) -> tuple[int, bool]:
+    """Rank 0 sends as fast as it can while rank 1 is slow; how many messages it ever was ahead."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    bodies, rank = _bodies(), dist.get_rank()
+    context = bodies.make_context(4000, num_slots)
+    channel, most, right = context.channel or context._far, 0, True
+    words_a_flag = 1 if context.channel is not None else 2
+    for index in range(12):
+        if rank == 0:
+            exchange(context, send_next=bodies.payload(0, 0, index, (1000,), torch.float32))
+            most = max(most, index + 1 - int(channel.signals.local[2 * words_a_flag]))
+        else:
+            time.sleep(0.02)
+            handle = exchange(context, recv_prev=Header((1000,), torch.float32))["recv_prev"]
+            handle.wait()
+            right &= bodies.same_bits(handle.tensor, bodies.payload(0, 0, index, (1000,), torch.float32))
+    dist.barrier()
+    return most, right
+
+
+def wrap() -> bool:
+    """Counters that pass 2**31 and, the lower halves of NVSHMEM's signals, 2**32."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    bodies, rank, world = _bodies(), dist.get_rank(), dist.get_world_size()
+    right = True
+    for start in (2**31 - 5, 2**32 - 5):
+        context = bodies.make_context(4096, 2)
+        channel = context.channel or context._far
+        for lane in (0, 1):
+            context.local_senders[lane].messages = context.local_receivers[lane].messages = start
+            for end in (context.local_senders[lane], context.local_receivers[lane]):
+                end._fragments = end._ring_messages = start
+            if context.channel is not None:
+                context.channel.mailbox.acknowledge(lane, start)
+        words_a_flag = 1 if context.channel is not None else 2
+        channel.signals.local[: 4 * words_a_flag : words_a_flag] = (start + 2**31) % 2**32 - 2**31
+        dist.barrier()
+        for index in range(20):
+            data = bodies.payload(rank, 0, index, (9,), torch.float32)
+            handle = exchange(context, send_next=data, recv_prev=Header((9,), torch.float32))["recv_prev"]
+            handle.wait()
+            right &= bodies.same_bits(handle.tensor, bodies.payload((rank - 1) % world, 0, index, (9,), torch.float32))
+        dist.barrier()
+    return right
+
+
+def every_size() -> bool:
+    """Sizes and addresses that are not multiples of 16, the smallest, and none."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+
+    bodies, rank, world = _bodies(), dist.get_rank(), dist.get_world_size()
+    context = bodies.make_context(1 << 18, 2)
+    right = True
+    for index, (size, offset) in enumerate([(1, 0), (0, 0), (15, 0), (16, 0), (1000, 3), (65_536, 0), (65_551, 0), (70_001, 1)]):
+        data = bodies.payload(rank, 0, index, (size + offset,), torch.uint8)[offset:]
+        handle = exchange(context, send_next=data, recv_prev=Header((size,), torch.uint8))["recv_prev"]
+        handle.wait()
+        expected = bodies.payload((rank - 1) % world, 0, index, (size + offset,), torch.uint8)[offset:]
+        right &= torch.equal(handle.tensor, expected)
+    dist.barrier()
+    return right
+
+
+def mixed_nodes(near: str) -> tuple[bool, list[str]]:
+    """Four ranks on two nodes: one neighbour by ``near``, the other by NVSHMEM."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp import paths
+    from ditron_train.pp.messages import Header
+
+    bodies, rank = _bodies(), dist.get_rank()
+    os.environ["NCCL_HOSTID"] = str(rank // 2)
+    far_path, paths.far_path = paths.far_path, lambda asked, transport: paths.NVSHMEM
+    os.environ["DITRON_PP_PATH"] = near
+    try:
+        with _far_on_cpu():
+            context = bodies.make_context(100)
+        header = Header((25,), torch.float32)
+        right = True
+        for index in range(20):
+            if index == 10:
+                context.reserve(1000)
+                header = Header((125,), torch.float32)
+            handles = exchange(
+                context,
+                send_next=bodies.payload(rank, 0, index, header.shape, header.dtype),
+                send_prev=bodies.payload(rank, 1, index, header.shape, header.dtype),
+                recv_prev=header,
+                recv_next=header,
+            )
+            for handle in handles.values():
+                handle.wait()
+            for name, lane, source in (("recv_prev", 0, (rank - 1) % 4), ("recv_next", 1, (rank + 1) % 4)):
+                right &= bodies.same_bits(handles[name].tensor, bodies.payload(source, lane, index, header.shape, header.dtype))
+            dist.barrier()
+        names = [type(end).__name__ for end in context.local_senders]
+        context.close()
+        return right and context.closed and context.network is None, names
+    finally:
+        paths.far_path = far_path
+        del os.environ["NCCL_HOSTID"], os.environ["DITRON_PP_PATH"]
+
+
+def different_paths() -> str:
+    """The ranks do not ask for the same path."""
+    os.environ["DITRON_PP_PATH"] = ("kernel", "copy")[dist.get_rank() % 2]
+    try:
+        _bodies().make_context(64)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        del os.environ["DITRON_PP_PATH"]
+    return "no error"

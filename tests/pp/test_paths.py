@@ -1,0 +1,104 @@
+"""Pipeline messages by kernels and by put-with-signal, on CPU processes: what holds by copy engine holds there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ditron_train.testing.processes import run_workers, run_workers_once
+
+
+def _bodies():
+    name = "ditron_pp_test_bodies_paths"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("bodies_paths.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+on_path = _bodies().on_path
+PATHS = ["kernel", "nvshmem"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ends_of_the_path_that_is_asked_for(path):
+    prefix = "Far" if path == "nvshmem" else ""
+    expected = [f"{prefix}Sender"] * 2 + [f"{prefix}Receiver"] * 2
+    assert run_workers(2, on_path, path, "ends") == [(expected, False)] * 2
+    assert run_workers(2, on_path, "nccl", "ends") == [(["NoneType"] * 4, False)] * 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_message_arrives_each_way(path):
+    for world_size, num_slots, messages in ((2, 2, 200), (3, 1, 60)):
+        results = run_workers(world_size, on_path, path, "ring", messages, num_slots, (33,), torch.float32, True)
+        assert results == [2 * messages] * world_size
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_messages_of_several_fragments(path):
+    assert run_workers(2, on_path, path, "ring", 2, 2, (3, 4 << 20), torch.bfloat16, False) == [4, 4]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sizes_and_addresses_of_all_kinds(path):
+    assert run_workers(2, on_path, path, "every_size") == [True, True]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_random_programs_with_prefetched_receives(path, num_slots):
+    for seed in range(2):
+        assert run_workers(2, on_path, path, "random_program", seed, num_slots, timeout_s=60) == [True] * 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_sender_is_never_more_than_the_slots_ahead_of_a_slow_neighbour(path, num_slots):
+    (most, _), (_, right) = run_workers(2, on_path, path, "ahead", num_slots)
+    assert right
+    assert most == num_slots
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_counters_wrap(path):
+    assert run_workers(2, on_path, path, "wrap") == [True, True]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_dead_neighbour_becomes_an_error(path):
+    outcomes = run_workers_once(2, on_path, path, "dead_neighbour", 0, 2, timeout_s=40, env={"DITRON_TIMEOUT_S": "3"})
+    assert outcomes[0].exit_code is not None
+    assert outcomes[1].error is None, outcomes[1].traceback
+    assert outcomes[1].value < 3 + 5
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")])
+def test_neighbours_that_disagree_raise(path, case, words):
+    outcomes = run_workers_once(2, on_path, path, "disagree", case, timeout_s=60, env={"DITRON_TIMEOUT_S": "3"})
+    text = str(outcomes[1].value)
+    assert text.startswith("MismatchError") and words in text and "rank 0 sent [8, 4] float32" in text
+
+
+@pytest.mark.parametrize("path, with_network", [("kernel", False), ("kernel", True), ("nvshmem", True), ("nccl", True)])
+def test_shapes_that_only_the_sender_knows(path, with_network):
+    num_bytes = 400 if with_network else 2000
+    assert run_workers(2, on_path, path, "variable", [1, 50, 7, 0, 3], with_network, num_bytes) == [True] * 2
+
+
+@pytest.mark.parametrize("near, name", [("auto", "Sender"), ("kernel", "Sender")])
+def test_two_nodes_on_one_machine(near, name):
+    results = run_workers(4, _bodies().mixed_nodes, near)
+    assert [right for right, _ in results] == [True] * 4
+    assert [names for _, names in results] == [[name, "FarSender"], ["FarSender", name]] * 2
+
+
+def test_ranks_that_ask_for_different_paths_are_told_so():
+    said = run_workers(2, _bodies().different_paths)
+    assert said[0] == said[1] and said[0].startswith("SettingError: ranks differ in DITRON_PP_PATH")
