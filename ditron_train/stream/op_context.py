@@ -17,7 +17,7 @@ from ditron_train.stream.events import current_handle, current_stream
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["MAX_KNOWN_SHAPES", "OpContext", "SideStream", "context_of"]
+__all__ = ["MAX_KNOWN_SHAPES", "OpContext", "context_of"]
 
 #: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new lengths
 #: must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
@@ -153,32 +153,6 @@ class OpContext:
         self._prepared.clear()
         for channel in self._channels:
             channel.forget_signatures()
-
-
-class SideStream:
-    """``with SideStream(context):`` enqueues on the communication stream, behind the current one; on the CPU nothing.
-
-    ``join`` orders the current stream behind it.
-    """
-
-    def __init__(self, context: OpContext) -> None:
-        self._context = context
-        self._stream = context.comm_stream
-        self._scope = torch.cuda.stream(self._stream) if self._stream is not None else None
-
-    def __enter__(self) -> torch.cuda.Stream | None:
-        self._context.fork()
-        if self._scope is not None:
-            self._scope.__enter__()
-        return self._stream
-
-    def __exit__(self, *error: object) -> None:
-        if self._scope is not None:
-            self._scope.__exit__(*error)
-
-    def join(self) -> None:
-        """Holds the current stream until what was enqueued here is done."""
-        self._context.join()
 
 
 def _fork_join_events(device: torch.device) -> tuple[Any, Any]:

@@ -40,4 +40,5 @@ SPECS = [
         constexprs={"WORLD_SIZE": 4},
         signals=None,
     ),
+    KernelSpec(name="lang_threads", kernel="kernels_lang:threads", signature={"out": "*i32", "token": "*i32"}),
 ]

@@ -58,3 +58,11 @@ def put_get(
     dl.signal_wait_until(signals, epoch, control, (rank + WORLD_SIZE - 1) % WORLD_SIZE, TARGET)
     dl.getmem(back, buffer, num_elements, tl.cast(0, tl.int32), 1, BLOCK)
     dl.barrier_all(ready_addresses, ready, epoch, control, rank, WORLD_SIZE, TARGET)
+
+
+@triton.jit
+def threads(out, token, TARGET: tl.constexpr):
+    """What the storing thread is called in its block and in its warp."""
+    names = dl.consume_token(dl.thread_id(TARGET) * 64 + dl.lane_id(TARGET), tl.load(token))
+    dl.sync_threads()
+    tl.store(out, names)

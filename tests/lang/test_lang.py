@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_lang as bodies  # noqa: E402
+import kernels_lang  # noqa: E402
 
 from ditron_train.testing.processes import run_workers, run_workers_once  # noqa: E402
 
@@ -41,3 +43,9 @@ def test_a_wait_ends_at_the_deadline_and_says_whom_it_waited_for():
 
 def test_puts_gets_and_signals():
     assert run_workers(2, bodies.shared_memory_calls) == [True, True]
+
+
+def test_the_interpreter_has_one_thread():
+    out = torch.full((1,), 7, dtype=torch.int32)
+    kernels_lang.threads[(1,)](out, torch.zeros(1, dtype=torch.int32), TARGET="interpreter")
+    assert out.item() == 0
