@@ -14,7 +14,8 @@ the next is on the wire. The sender's host chooses the slot and says which in th
 waits for the header before it enqueues the receive. The order of a stream is the order of its memory operations, and a stream's flag
 write is fenced at system scope, so no fragment is read before it is complete and no slot is overwritten while it is in use. All
 counters only grow and are compared cyclically. On the CPU the same code runs without streams: a copy is done when the
-call returns and a wait blocks the caller.
+call returns and a wait blocks the caller. What waits, copies and sets flags is the channel's: by kernels (``kernel_channel``)
+the same ends run with the ring alone, and ``far`` has ends whose headers travel with the data.
 
 Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
 wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
