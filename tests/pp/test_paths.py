@@ -81,7 +81,7 @@ def test_a_dead_neighbour_becomes_an_error(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")])
 def test_neighbours_that_disagree_raise(path, case, words):
-    outcomes = run_workers_once(2, on_path, path, "disagree", case, timeout_s=60, env={"DITRON_TIMEOUT_S": "3"})
+    outcomes = run_workers_once(2, on_path, path, "disagree", case, timeout_s=60, env={"DITRON_TIMEOUT_S": "1.5"})
     text = str(outcomes[1].value)
     assert text.startswith("MismatchError") and words in text and "rank 0 sent [8, 4] float32" in text
 
