@@ -22,12 +22,13 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection, wait
 from typing import Any, Callable, Mapping, Sequence
+
+from ditron_train.testing.forking import FIXED_ENV, ForkedProcess, close_template, search_path
 
 __all__ = [
     "WorkerError",
@@ -65,72 +66,6 @@ class WorkerOutcome:
         return self.error is None and self.exit_code is None and not self.timed_out
 
 
-class _Template:
-    """The process that workers are forked from (`ditron_train.testing.worker`); started by the first of them.
-
-    It imports what this process has imported of ``ditron_train``, and megatron-core where that is imported here.
-    """
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        modules = [name for name in sys.modules if name == "megatron.core" or name.startswith("ditron_train.")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "ditron_train.testing.worker", str(theirs.fileno()), *modules],
-            env={**os.environ, **_FIXED_ENV, "PYTHONPATH": os.pathsep.join(_search_path())},
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it can be asked for workers."""
-        return self._process.poll() is None
-
-    def ask(self, message: tuple, descriptors: Sequence[int] = ()) -> Any:
-        """Its answer to one message."""
-        socket.send_fds(self._socket, [pickle.dumps(message)], descriptors)
-        answer = self._socket.recv(1 << 12)
-        if not answer:
-            raise WorkerError("the process that workers are forked from has ended")
-        return pickle.loads(answer)
-
-    def close(self) -> None:
-        """End it, by the end of its socket; its workers end with it."""
-        self._socket.close()
-        self._process.wait()
-
-
-_template: _Template | None = None
-
-
-def _get_template() -> _Template:
-    global _template
-    if _template is None or not _template.is_alive:
-        _template = _Template()
-    return _template
-
-
-class _ForkedProcess:
-    """A worker's process, as far as ``subprocess.Popen`` is used of it."""
-
-    def __init__(self, environment: Mapping[str, str], pipe: int, log: int) -> None:
-        self._template = _get_template()
-        self.pid: int = self._template.ask((dict(environment), _search_path()), (pipe, log))
-        self.returncode: int | None = None
-
-    def poll(self, wait: bool = False) -> int | None:
-        """Its exit status, reaped if it has ended; None while it runs."""
-        if self.returncode is None:
-            self.returncode = self._template.ask((self.pid, wait)) if self._template.is_alive else -signal.SIGKILL
-        return self.returncode
-
-    def wait(self) -> int:
-        """Its exit status, once it has ended."""
-        return self.poll(wait=True)
-
-
 class _Worker:
     """One child process, its pipe and its log file."""
 
@@ -141,7 +76,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with open(self.log_path, "wb") as log, theirs:
             environment = _worker_env(rank, world_size, directory, env)
-            self.process = _ForkedProcess(environment, theirs.fileno(), log.fileno())
+            self.process = ForkedProcess(environment, theirs.fileno(), log.fileno())
         self.connection = Connection(ours.detach())
 
     def new_output(self) -> str:
@@ -160,23 +95,8 @@ class _Worker:
         self.process.wait()
 
 
-_FIXED_ENV = {
-    "PYTHONUNBUFFERED": "1",
-    "TRITON_INTERPRET": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
-
-
-def _search_path() -> list[str]:
-    return [entry or os.getcwd() for entry in sys.path]
-
-
 def _worker_env(rank: int, world_size: int, directory: str, extra: Mapping[str, str]) -> dict[str, str]:
-    env = {**os.environ, **_FIXED_ENV, "PYTHONPATH": os.pathsep.join(_search_path())}
+    env = {**os.environ, **FIXED_ENV, "PYTHONPATH": os.pathsep.join(search_path())}
     env.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -379,12 +299,9 @@ def run_workers_once(
 
 def shutdown_pools() -> None:
     """Kill the workers kept for reuse, and what they are forked from (also done when the interpreter exits)."""
-    global _template
     while _pools:
         _pools.popitem()[1].close()
-    if _template is not None:
-        _template.close()
-        _template = None
+    close_template()
 
 
 atexit.register(shutdown_pools)
