@@ -40,6 +40,7 @@ MODULES = {
     "setuptools": "setuptools",
     "cuda-bindings": "cuda.bindings",
 }
+_OLDEST = {"setuptools": 77}  # pyproject.toml asks for it; venv puts an older one beside pip on Python 3.11
 BASE = (*CORE, "packaging", "rich", "megatron-core", "matplotlib", "setuptools")
 PURPOSES = {"quickstart": BASE, "bench": BASE, "test": (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil")}
 # Run inside the environment: which of the modules named on the command line are there, and which version.
@@ -122,6 +123,10 @@ def installed(python: Path) -> dict[str, str]:
     return json.loads(_output([python, "-c", _LOOK, json.dumps(MODULES)]))
 
 
+def _is_too_old(name: str, version: str) -> bool:
+    return name in _OLDEST and int((version or "0").split(".")[0]) < _OLDEST[name]
+
+
 def install(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> None:
     """Installs ``names`` without touching what is there; megatron-core without its dependencies (they are ours)."""
     kept = installed(python)
@@ -190,7 +195,8 @@ def main() -> int:
         python, pins, gpu = make_venv(arguments.folder.absolute()), read_pins(), has_gpu()
         link_outside(python)
         wanted = [*PURPOSES[arguments.purpose], *(["cuda-bindings"] if gpu else [])]
-        missing = [name for name in wanted if name not in installed(python)]
+        found = installed(python)
+        missing = [name for name in wanted if name not in found or _is_too_old(name, found[name])]
         if missing:
             install(python, missing, pins, gpu)
         check(python, pins, gpu)
