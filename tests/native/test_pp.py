@@ -5,7 +5,6 @@ Native runs with ``overlap_p2p_comm=False``: with overlap megatron-core 0.16.1 f
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -15,18 +14,9 @@ import torch
 from ditron_train.testing.processes import run_workers
 
 pytest.importorskip("megatron.core")
+sys.path.insert(0, str(Path(__file__).parent))
+import pp_workers as workers  # noqa: E402
 
-
-def _workers():
-    name = "ditron_native_pp_workers"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("pp_workers.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-workers = _workers()
 Case = workers.Case
 IN_ORDER = [(False, False)]
 ALL_WAYS = [(False, False), (True, False), (True, True)]

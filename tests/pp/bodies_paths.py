@@ -1,27 +1,17 @@
-"""Bodies of the tests of the paths that take no copy engine: those of ``bodies``, with another path under them."""
+"""Bodies of the tests of the paths that take no copy engine: those of ``bodies_pp``, with another path under them."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
-import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-
-def _bodies() -> Any:
-    name = "ditron_pp_test_bodies"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("bodies.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+import bodies_pp as bodies
 
 
 class _SharedMemoryPuts:
@@ -70,7 +60,7 @@ def on_path(path: str, body: str, *arguments: Any) -> Any:
     os.environ["DITRON_PP_PATH"] = path
     try:
         with _far_on_cpu():
-            return (globals().get(body) or getattr(_bodies(), body))(*arguments)
+            return (globals().get(body) or getattr(bodies, body))(*arguments)
     finally:
         del os.environ["DITRON_PP_PATH"]
 
@@ -80,7 +70,7 @@ def ends() -> tuple[list[str], bool]:
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
-    context = _bodies().make_context(256)
+    context = bodies.make_context(256)
     exchange(context, send_next=torch.ones(8), recv_prev=Header((8,), torch.float32))["recv_prev"].wait()
     dist.barrier()
     names = [type(end).__name__ for end in (*context.local_senders, *context.local_receivers)]
@@ -92,7 +82,7 @@ def ahead(num_slots: int) -> tuple[int, bool]:
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
-    bodies, rank = _bodies(), dist.get_rank()
+    rank = dist.get_rank()
     context = bodies.make_context(4000, num_slots)
     channel, most, right = context.channel or context._far, 0, True
     words_a_flag = 1 if context.channel is not None else 2
@@ -114,7 +104,7 @@ def wrap() -> bool:
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
-    bodies, rank, world = _bodies(), dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     right = True
     for start in (2**31 - 5, 2**32 - 5):
         context = bodies.make_context(4096, 2)
@@ -142,7 +132,7 @@ def every_size() -> bool:
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
-    bodies, rank, world = _bodies(), dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     context = bodies.make_context(1 << 18, 2)
     right = True
     for index, (size, offset) in enumerate([(1, 0), (0, 0), (15, 0), (16, 0), (1000, 3), (65_536, 0), (65_551, 0), (70_001, 1)]):
@@ -161,7 +151,7 @@ def mixed_nodes(near: str) -> tuple[bool, list[str]]:
     from ditron_train.pp import paths
     from ditron_train.pp.messages import Header
 
-    bodies, rank = _bodies(), dist.get_rank()
+    rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = str(rank // 2)
     far_path, paths.far_path = paths.far_path, lambda asked, transport: paths.NVSHMEM
     os.environ["DITRON_PP_PATH"] = near
@@ -198,7 +188,7 @@ def different_paths() -> str:
     """The ranks do not ask for the same path."""
     os.environ["DITRON_PP_PATH"] = ("kernel", "copy")[dist.get_rank() % 2]
     try:
-        _bodies().make_context(64)
+        bodies.make_context(64)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:

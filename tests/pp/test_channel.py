@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -15,17 +14,8 @@ from ditron_train.pp.messages import Header, fragment_ends
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.testing.processes import run_workers, run_workers_once
 
-
-def _bodies():
-    name = "ditron_pp_test_bodies"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("bodies.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-bodies = _bodies()
+sys.path.insert(0, str(Path(__file__).parent))
+import bodies_pp as bodies  # noqa: E402
 
 
 @given(st.integers(0, 1 << 31))

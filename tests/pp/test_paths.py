@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,17 +10,10 @@ import torch
 
 from ditron_train.testing.processes import run_workers, run_workers_once
 
+sys.path.insert(0, str(Path(__file__).parent))
+import bodies_paths as bodies  # noqa: E402
 
-def _bodies():
-    name = "ditron_pp_test_bodies_paths"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("bodies_paths.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-on_path = _bodies().on_path
+on_path = bodies.on_path
 PATHS = ["kernel", "nvshmem"]
 
 
@@ -94,11 +86,11 @@ def test_shapes_that_only_the_sender_knows(path, with_network):
 
 @pytest.mark.parametrize("near, name", [("auto", "Sender"), ("kernel", "Sender")])
 def test_two_nodes_on_one_machine(near, name):
-    results = run_workers(4, _bodies().mixed_nodes, near)
+    results = run_workers(4, bodies.mixed_nodes, near)
     assert [right for right, _ in results] == [True] * 4
     assert [names for _, names in results] == [[name, "FarSender"], ["FarSender", name]] * 2
 
 
 def test_ranks_that_ask_for_different_paths_are_told_so():
-    said = run_workers(2, _bodies().different_paths)
+    said = run_workers(2, bodies.different_paths)
     assert said[0] == said[1] and said[0].startswith("SettingError: ranks differ in DITRON_PP_PATH")
