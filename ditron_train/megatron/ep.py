@@ -52,6 +52,8 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
         return "the expert parallel group has one rank"
     if dispatcher.tp_size > MOST_SLICES:
         return f"experts are split over {dispatcher.tp_size} tensor parallel ranks ({MOST_SLICES} are covered)"
+    if dispatcher.tp_size > 1 and get_settings().ep_slices == "off":
+        return f"experts are split over {dispatcher.tp_size} tensor parallel ranks and DITRON_EP_SLICES is off"
     if dispatcher.drop_and_pad:
         return "moe_pad_expert_input_to_capacity is on"
     if config.moe_router_padding_for_quantization:

@@ -335,6 +335,7 @@ def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused):
     if dist.get_world_size() != 4:
         pytest.skip("needs four GPUs")
     monkeypatch.setenv("DITRON_POLICY", "bits")
+    monkeypatch.setenv("DITRON_EP_SLICES", "on")
     sizes = dict(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)

@@ -117,13 +117,13 @@ def sliced_layers_agree(*arguments):
         layers_agree(*arguments)
 
 
-def why_split_over_four_is_native():
-    """What such a dispatcher would say."""
+def why_split_is_native(sizes):
+    """What dispatchers of experts that are split over so many ranks would say."""
     from types import SimpleNamespace
 
     from ditron_train.megatron.ep import _why_not_config
 
-    return _why_not_config(SimpleNamespace(config=None, ep_size=2, tp_size=4))
+    return [_why_not_config(SimpleNamespace(config=None, ep_size=2, tp_size=ranks)) for ranks in sizes]
 
 
 def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
@@ -161,12 +161,13 @@ def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours
         torch.use_deterministic_algorithms(False)
 
 
-def policy_is_asked_once():
+def policy_is_asked_once(options=None):
     """The policy's run of both dispatchers, of which the interpreter compares nothing; its answer is kept."""
     from ditron_train.megatron import ep_policy
 
-    with groups(expert_model_parallel_size=dist.get_world_size()):
-        layer = build({"params_dtype": torch.float32, "num_moe_experts": 8}, True)
+    options = {"params_dtype": torch.float32, "num_moe_experts": 8, **(options or {})}
+    with groups(**sizes_of(options)), uneven_collectives():
+        layer = build(options, True)
         probs = torch.rand(5 + dist.get_rank(), 8)
         answers = [layer.token_dispatcher._ask_policy(torch.randn(len(probs), 1, BASE["hidden_size"]), probs) for _ in range(2)]
         kept = len(ep_policy._answers)

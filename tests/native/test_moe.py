@@ -16,7 +16,7 @@ from ep_workers import (  # noqa: E402
     layers_agree_over_two_nodes,
     policy_is_asked_once,
     sliced_layers_agree,
-    why_split_over_four_is_native,
+    why_split_is_native,
 )
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
@@ -74,17 +74,21 @@ SLICED = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "exp
     ids=["several_experts", "one_expert"],
 )
 def test_experts_split_over_tensor_parallel_ranks(options):
-    run_workers(4, sliced_layers_agree, {**SLICED, **options}, (8, 5, 1, 9), torch.bfloat16)
+    run_workers(4, sliced_layers_agree, {**SLICED, **options}, (8, 5, 1, 9), torch.bfloat16, env={"DITRON_EP_SLICES": "on"})
 
 
 def test_split_experts_go_over_to_native_together():
-    reasons = run_workers(4, falls_back_when_memory_is_capped, SLICED, env={"DITRON_ARENA_BYTES": "20000"})
+    reasons = run_workers(4, falls_back_when_memory_is_capped, SLICED, env={"DITRON_ARENA_BYTES": "20000", "DITRON_EP_SLICES": "on"})
     assert all("DITRON_ARENA_BYTES" in reason for reason in reasons), reasons
 
 
-def test_experts_split_over_more_ranks_stay_native():
-    (reason,) = run_workers(1, why_split_over_four_is_native)
-    assert "split over 4 tensor parallel ranks" in reason
+def test_experts_split_over_more_ranks_stay_native_and_over_two_unless_asked_for():
+    (reasons,) = run_workers(1, why_split_is_native, (2, 4))
+    assert all(f"split over {ranks} tensor parallel ranks" in reason for ranks, reason in zip((2, 4), reasons))
+
+
+def test_the_policy_is_asked_by_all_slices_together():
+    assert run_workers(4, policy_is_asked_once, SLICED, env={"DITRON_EP_SLICES": "on"}) == [([None, None], 1)] * 4
 
 
 @pytest.mark.parametrize(
