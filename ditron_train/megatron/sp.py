@@ -239,8 +239,9 @@ class DitronSelfAttention(SelfAttention):
         self, hidden_states: torch.Tensor, rotary_pos_emb: Any, context: SPContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         linears, shape = linears_of(self.linear_proj), self._shape()
-        # A sharded weight's gradient is reduced when its own module's backward is done.
-        is_sharded = hasattr(self.linear_proj.weight, "__fsdp_param__")
+        # A weight sharded by FSDP has its gradient reduced when its own module's backward is done. Beside the collectives of a
+        # tensor parallel group the late gradient was not seen on GPUs.
+        is_sharded = hasattr(self.linear_proj.weight, "__fsdp_param__") or self.world_size > 1
         late = None if is_sharded else late_wgrad(self.linear_qkv.weight, self.linear_proj.weight)
         with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, late)) as project:
             query, key, value = project(hidden_states)

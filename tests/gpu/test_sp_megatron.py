@@ -242,7 +242,7 @@ def test_multi_latent_attention_has_the_bits_of_all_to_alls(world, monkeypatch):
 
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "local"])
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicas"])
-def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeypatch, set_late):
+def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeypatch):
     """Fused projections in groups of 2 x 2 against native ones; the local spec's exchanges by all-to-alls are its native."""
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -264,9 +264,7 @@ def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeyp
         native = build(world // 2, use_te, not use_te, **options)
         with contextlib.nullcontext() if use_te else native_routes(monkeypatch):
             expected = run(native, **sizes)
-        for is_late in (True, False):
-            set_late(is_late)
-            assert_same_bits(run(ours, **sizes), expected)
+        assert_same_bits(run(ours, **sizes), expected)
         assert num_routes("projections") == 1
     finally:
         plugin.restore()
