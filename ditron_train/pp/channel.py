@@ -27,16 +27,23 @@ class PipelineChannel(Channel):
     """The flags and the failure record of a pipeline group's messages; a failure of one rank is raised by all.
 
     Flags lie in the mailbox where streams can reach it, else in symmetric device memory.
+
+    Attributes:
+        flags_in_host: Whether they lie in the mailbox; ``in_host=False`` keeps them out of it.
     """
 
-    def __init__(self, arena: SymmetricArena, mailbox: Mailbox) -> None:
+    def __init__(self, arena: SymmetricArena, mailbox: Mailbox, *, in_host: bool = True) -> None:
         super().__init__(arena, "pp", 2 * len(LANE_NAMES))
         self.mailbox = mailbox
+        self.flags_in_host = in_host and mailbox.has_flags
+        if not self.flags_in_host:
+            self.signals.local.zero_()  # a context of this group before may have left them set
+            arena._quiesce()
         self._raised: DitronError | None = None
 
     def address(self, rank: int, index: int) -> int:
         """Address of flag ``index`` of ``rank`` for this rank's streams."""
-        if self.mailbox.has_flags:
+        if self.flags_in_host:
             return self.mailbox.flag_address(rank, index)
         return self.signals.host_addresses[rank] + 4 * index
 
@@ -51,14 +58,14 @@ class PipelineChannel(Channel):
         if self.is_set(index, epoch):
             return
         own = self.arena.rank
-        host_address = self.mailbox.flag_host_address(own, index) if self.mailbox.has_flags else None
+        host_address = self.mailbox.flag_host_address(own, index) if self.flags_in_host else None
         stream_wait(
             self, self.address(own, index), epoch, peer=peer, chunk=chunk, stream=stream, host_address=host_address
         )
 
     def is_set(self, index: int, epoch: int) -> bool:
         """Whether this rank's flag is known to the host to be ``epoch`` or later (no CUDA call)."""
-        if not self.mailbox.has_flags:
+        if not self.flags_in_host:
             return False
         return cyclic_difference(self.mailbox.flag_value(self.arena.rank, index), epoch) >= 0
 

@@ -124,8 +124,8 @@ class PipelineContext:
             self.channel = KernelChannel(self.arena, self.channel.mailbox)
         self.slots = Slots(self.arena, num_slots, self._loans(num_loans))
         place = {member: place for place, member in enumerate(members)}
-        neighbours = [(FORWARD, self.next_rank, self.previous_rank), (BACKWARD, self.previous_rank, self.next_rank)]
-        for lane, target, source in neighbours:
+        for lane in (FORWARD, BACKWARD):
+            target, source = self.target(lane), self.source(lane)
             if target in place:
                 self.local_senders[lane] = Sender(self.channel, self.slots, lane, place[target])
             if source in place:
@@ -136,8 +136,8 @@ class PipelineContext:
         arena = make_far_arena(self.group, self.device)
         self._far = FarChannel(arena, NvshmemPuts(self.group))
         self._far_slots = FarSlots(arena, num_slots)
-        neighbours = [(FORWARD, self.next_rank, self.previous_rank), (BACKWARD, self.previous_rank, self.next_rank)]
-        for lane, target, source in neighbours:
+        for lane in (FORWARD, BACKWARD):
+            target, source = self.target(lane), self.source(lane)
             if self._path_to(target) == paths.NVSHMEM:
                 self.local_senders[lane] = FarSender(self._far, self._far_slots, lane, target)
             if self._path_to(source) == paths.NVSHMEM:
@@ -148,7 +148,7 @@ class PipelineContext:
         way, and the model holds on to the last one. nvshmem frees memory though a tensor may lie in it.
         """
         assert self.channel is not None
-        if self._near_path != paths.COPY or not self.channel.mailbox.has_flags or self.arena.transport_name == "nvshmem":
+        if not self.channel.flags_in_host or self.arena.transport_name == "nvshmem":
             return (0, 0)
         forward = min(self.world_size + 2 if asked is None else asked, MAX_LOANS)
         return (forward, min(forward, _BACKWARD_LOANS))
@@ -166,7 +166,7 @@ class PipelineContext:
         return ", ".join(f"{taken.count(path)} {words}" for path, words in paths.WORDS.items() if path in taken)
 
     def _log_routes(self) -> None:
-        in_host = self._near_path == paths.COPY and self.channel is not None and self.channel.mailbox.has_flags
+        in_host = self.channel is not None and self.channel.flags_in_host
         flags = "host" if in_host else "device" if self.channel is not None or self._far is not None else "no"
         log_once(
             f"pp routes {self._nodes} {self.how} {flags}",

@@ -212,7 +212,6 @@ class FarReceiver(Receiver):
     """A ``Receiver`` of what a ``FarSender`` sends; headers are compared on the device, when a message is taken."""
 
     told_on_host = False
-    _expected: Header | None = None
 
     def next_header(self) -> Header:
         """Not known here.
@@ -227,19 +226,18 @@ class FarReceiver(Receiver):
         self._unverified.clear()
 
     def _take_next(self, stream: torch.cuda.Stream | None) -> None:
-        incoming: Incoming = self._posted.popleft()
-        self._expected = incoming.header
+        incoming = self._posted.popleft()
         num_bytes = num_bytes_of(incoming.header.shape, incoming.header.dtype)
         incoming.tensor = self._copy_out(incoming, num_bytes, stream)
         incoming.done_on = stream
 
-    def _wait_for_fragment(self, message: int, stream: torch.cuda.Stream | None) -> None:
-        if self._expected is None:
-            super()._wait_for_fragment(message, stream)
+    def _wait_for_fragment(self, incoming: Incoming, begin: int, stream: torch.cuda.Stream | None) -> None:
+        if begin:  # the header came with the first one
+            super()._wait_for_fragment(incoming, begin, stream)
             return
-        expected, self._expected = self._expected, None
         self._fragments += 1
         slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages - 1)
         self.channel.wait_for_message(
-            self.lane, self._fragments, slot - _HEAD_BYTES, expected, peer=self.peer, message=message, lane=self.lane, stream=stream
-        )
+            self.lane, self._fragments, slot - _HEAD_BYTES, incoming.header, peer=self.peer, message=incoming.message, lane=self.lane,
+            stream=stream,
+        )  # fmt: skip

@@ -60,10 +60,9 @@ class KernelChannel(PipelineChannel):
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox) -> None:
-        super().__init__(arena, mailbox)
+        super().__init__(arena, mailbox, in_host=False)
         self._target = kernel_target(arena.device)
         self._arrived = torch.zeros((len(LANE_NAMES), _WORDS_APART), dtype=torch.int64, device=arena.device)
-        self.signals.local.zero_()  # a context of this group before may have left them set
         self._load_kernels()
         arena._quiesce()
 
@@ -74,14 +73,6 @@ class KernelChannel(PipelineChannel):
         launch(notify_kernel, current_or_none(self), scratch, 0, TARGET=self._target)
         for source in (scratch, scratch + 1):
             self._launch_push(scratch, source, 0, scratch, 0, 0, current_or_none(self))
-
-    def address(self, rank: int, index: int) -> int:
-        """See ``PipelineChannel``: always in symmetric memory."""
-        return self.signals.host_addresses[rank] + 4 * index
-
-    def is_set(self, index: int, epoch: int) -> bool:
-        """Never: the host does not see these flags."""
-        return False
 
     def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
         """See ``PipelineChannel``."""

@@ -315,14 +315,15 @@ class Receiver:
             incoming.tensor = self._borrow(incoming, sent.loan, num_bytes, stream)
         incoming.done_on = stream
 
-    def _wait_for_fragment(self, message: int, stream: torch.cuda.Stream | None) -> None:
+    def _wait_for_fragment(self, incoming: Incoming, begin: int, stream: torch.cuda.Stream | None) -> None:
+        """For the next fragment of the lane, which starts at byte ``begin`` of ``incoming``."""
         self._fragments += 1
-        self.channel.wait_for(_DATA + self.lane, self._fragments, peer=self.peer, chunk=message, stream=stream)
+        self.channel.wait_for(_DATA + self.lane, self._fragments, peer=self.peer, chunk=incoming.message, stream=stream)
 
     def _borrow(
         self, incoming: Incoming, slot: int, num_bytes: int, stream: torch.cuda.Stream | None
     ) -> torch.Tensor:
-        self._wait_for_fragment(incoming.message, stream)
+        self._wait_for_fragment(incoming, 0, stream)
         self._uses[slot] += 1
         loan = self._lent[incoming] = _Loan(slot, self._uses[slot])
         lent = self.slots.lend(self.lane, slot, num_bytes, partial(self._let_go.append, loan))
@@ -339,7 +340,7 @@ class Receiver:
         self._ring_messages += 1
         target, begin = tensor.data_ptr(), 0
         for end in fragment_ends(num_bytes):
-            self._wait_for_fragment(incoming.message, stream)
+            self._wait_for_fragment(incoming, begin, stream)
             if end > begin:
                 copy_bytes(target + begin, slot + begin, end - begin, stream)
             begin = end

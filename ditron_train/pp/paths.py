@@ -54,7 +54,7 @@ def streams_can_signal(channel: PipelineChannel, group: dist.ProcessGroup, asked
     if device.type != "cuda":
         return True
     refused = None
-    if not (channel.mailbox.has_flags or waits_can_be_released()):
+    if not (channel.flags_in_host or waits_can_be_released()):
         refused = (
             "CUDA refuses to register shared host memory, and with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits for "
             "a flag in device memory could not be released if its peer died"

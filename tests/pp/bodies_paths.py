@@ -66,14 +66,15 @@ def on_path(path: str, body: str, *arguments: Any) -> Any:
 
 
 def ends() -> tuple[list[str], bool]:
-    """Kinds of this rank's channels and ends, and whether anything is lent."""
+    """Kinds of this rank's channels, then of its ends, and whether anything is lent."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
     context = bodies.make_context(256)
     exchange(context, send_next=torch.ones(8), recv_prev=Header((8,), torch.float32))["recv_prev"].wait()
     dist.barrier()
-    names = [type(end).__name__ for end in (*context.local_senders, *context.local_receivers)]
+    parts = (context.channel, context._far, *context.local_senders, *context.local_receivers)
+    names = [type(part).__name__ for part in parts]
     return names, any(sender is not None and sender.lent for sender in context.local_senders)
 
 
@@ -145,8 +146,20 @@ def every_size() -> bool:
     return right
 
 
+def flags_of_a_second_context() -> tuple[int, list[int]]:
+    """Flags in symmetric memory: messages that came right, and the flags once another context of the group is made."""
+    from ditron_train.pp.mailbox import Mailbox
+
+    register, Mailbox._register = Mailbox._register, lambda self, group, device: None
+    try:
+        right = bodies.ring(10, 2, (33,), torch.float32, False)
+        return right, bodies.make_context(64).channel.signals.local.tolist()
+    finally:
+        Mailbox._register = register
+
+
 def mixed_nodes(near: str) -> tuple[bool, list[str]]:
-    """Four ranks on two nodes: one neighbour by ``near``, the other by NVSHMEM."""
+    """Four ranks on two nodes: one neighbour by ``near``, the other by NVSHMEM; the channels to them, the next one's first."""
     from ditron_train.pp import exchange
     from ditron_train.pp import paths
     from ditron_train.pp.messages import Header
@@ -176,7 +189,7 @@ def mixed_nodes(near: str) -> tuple[bool, list[str]]:
             for name, lane, source in (("recv_prev", 0, (rank - 1) % 4), ("recv_next", 1, (rank + 1) % 4)):
                 right &= bodies.same_bits(handles[name].tensor, bodies.payload(source, lane, index, header.shape, header.dtype))
             dist.barrier()
-        names = [type(end).__name__ for end in context.local_senders]
+        names = [type(end.channel).__name__ for end in context.local_senders]
         context.close()
         return right and context.closed and context.network is None, names
     finally:

@@ -19,10 +19,10 @@ PATHS = ["kernel", "nvshmem"]
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ends_of_the_path_that_is_asked_for(path):
-    prefix = "Far" if path == "nvshmem" else ""
-    expected = [f"{prefix}Sender"] * 2 + [f"{prefix}Receiver"] * 2
+    channels, prefix = (["NoneType", "FarChannel"], "Far") if path == "nvshmem" else (["KernelChannel", "NoneType"], "")
+    expected = channels + [f"{prefix}Sender"] * 2 + [f"{prefix}Receiver"] * 2
     assert run_workers(2, on_path, path, "ends") == [(expected, False)] * 2
-    assert run_workers(2, on_path, "nccl", "ends") == [(["NoneType"] * 4, False)] * 2
+    assert run_workers(2, on_path, "nccl", "ends") == [(["NoneType"] * 6, False)] * 2
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -84,11 +84,16 @@ def test_shapes_that_only_the_sender_knows(path, with_network):
     assert run_workers(2, on_path, path, "variable", [1, 50, 7, 0, 3], with_network, num_bytes) == [True] * 2
 
 
-@pytest.mark.parametrize("near, name", [("auto", "Sender"), ("kernel", "Sender")])
+@pytest.mark.parametrize("path", ["auto", "kernel"])
+def test_a_second_context_finds_no_flags_of_the_first(path):
+    assert run_workers(2, on_path, path, "flags_of_a_second_context") == [(20, [0] * 4)] * 2
+
+
+@pytest.mark.parametrize("near, name", [("auto", "PipelineChannel"), ("kernel", "KernelChannel")])
 def test_two_nodes_on_one_machine(near, name):
     results = run_workers(4, bodies.mixed_nodes, near)
     assert [right for right, _ in results] == [True] * 4
-    assert [names for _, names in results] == [[name, "FarSender"], ["FarSender", name]] * 2
+    assert [names for _, names in results] == [[name, "FarChannel"], ["FarChannel", name]] * 2
 
 
 def test_ranks_that_ask_for_different_paths_are_told_so():
