@@ -198,13 +198,14 @@ class PipelineContext:
         return min((slots.num_bytes for slots in (self.slots, self._far_slots) if slots is not None), default=0)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Makes the slots hold messages of ``num_bytes``; collective over the ranks of the node, between two steps.
+        """Makes the slots hold messages of ``num_bytes``; collective over the ranks of the node (of the whole group where a link
+        of it takes NVSHMEM), between two steps.
 
         The largest of what the ranks ask for is taken. All messages sent before must have been received; received tensors
         may still be in use.
 
         Returns:
-            Whether all ranks of the node asked for the same.
+            Whether all of them asked for the same.
 
         Raises:
             MismatchError: Some ranks do not ask for larger slots, so the stages disagree on the size of messages.
