@@ -20,7 +20,7 @@ def current_handle(device: torch.device) -> int:
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """``torch.cuda.current_stream``, the object kept by its handle."""
-    handle = torch._C._cuda_getCurrentRawStream(device.index)
+    handle = current_handle(device)
     stream = _streams.get(handle)
     if stream is None or stream.device != device:
         stream = _streams[handle] = torch.cuda.current_stream(device)

@@ -101,33 +101,12 @@ def _gathered_product(
 
 @triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_whole_tiles"])
 def ag_gemm_kernel(
-    a_desc,
-    own_desc,
-    b_desc,
-    half_b_desc,
-    c_desc,
-    signals_ptr,
-    order_ptr,
-    row_starts_ptr,
-    tickets_ptr,
-    control_ptr,
-    M,
-    N,
-    K,
-    granule_rows,
-    num_whole_tiles,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    TRANSPOSE_B: tl.constexpr,
-    SPLIT_STORE: tl.constexpr,
-    FLAGS_PER_RANK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    EVEN: tl.constexpr,
-    HALVE_TAIL: tl.constexpr,
-    TARGET: tl.constexpr,
-):
+    a_desc, own_desc, b_desc, half_b_desc, c_desc, signals_ptr, order_ptr, row_starts_ptr, tickets_ptr, control_ptr,
+    M, N, K, granule_rows, num_whole_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    EVEN: tl.constexpr, HALVE_TAIL: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
     """C [M, N] = gathered A [M, K] @ B, persistent; a tile starts when the rows that it reads have arrived.
 
     It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch, which
@@ -245,49 +224,64 @@ def _store_to_owners(
             dl.notify(flags + rank * flags_per_rank + local_tile * tl.cdiv(N, BLOCK_N) + tile_n, epoch, TARGET)
 
 
+@triton.jit
+def _work_counter(tickets_ptr, epoch):
+    """Where this launch draws its work from; sets the next launch's counter, of the other epoch parity, to zero."""
+    counter_ptr = tickets_ptr + 2 + (epoch & 1)
+    if tl.program_id(0) == 0:
+        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
+    return counter_ptr
+
+
+@triton.jit
+def _signal_stored(pending, epoch, TARGET: tl.constexpr):
+    """Waits for the stores of the tile whose flag lies at ``pending``, if there is one, and sets the flag."""
+    if pending != 0:
+        dl.bulk_store_wait(TARGET)
+        dl.notify(pending.to(tl.pointer_type(tl.int32)), epoch, TARGET)
+
+
+@triton.jit
+def _store_to_owner(
+    acc, tile_m, tile_n, owner, ready_owner, rank, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
+    slots_addresses, signals_addresses, ready_ptr, epoch, control_ptr, M, N, slot_rows, num_slot_rows, slot_stride, flags_per_rank,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    USE_DESCRIPTORS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Begins to store a tile to its only owner, first waiting for it unless it is ``ready_owner``: the address of its flag."""
+    if owner != ready_owner:
+        dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
+    local_tile = tile_m % (tl.cdiv(M, BLOCK_M) // WORLD_SIZE)
+    store_tile_to_peer(
+        owner, acc, rank * slot_rows + local_tile * BLOCK_M, tile_n * BLOCK_N,
+        slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
+        slots_addresses, slot_stride, num_slot_rows, N,
+        BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS,
+    )  # fmt: skip
+    flags = dl.symm_at(signals_addresses, owner, tl.int32)
+    return (flags + rank * flags_per_rank + local_tile * tl.cdiv(N, BLOCK_N) + tile_n).to(tl.int64)
+
+
+@triton.jit
+def _verify_peers(
+    ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """Checks, in one program of a launch, that every peer's start signal of this epoch came with the same signature."""
+    if tl.program_id(0) == 0:
+        for step in tl.static_range(1, WORLD_SIZE):
+            peer = (rank + step) % WORLD_SIZE
+            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+
+
 @triton.jit(do_not_specialize=["M", "K", "slot_rows", "flags_per_rank"])
 def gemm_rs_kernel(
-    a_desc,
-    b_desc,
-    slots0,
-    slots1,
-    slots2,
-    slots3,
-    slots4,
-    slots5,
-    slots6,
-    slots7,
-    slots_addresses,
-    slots_ptr,
-    signals_addresses,
-    signals_ptr,
-    ready_addresses,
-    ready_ptr,
-    signature_ptr,
-    out_ptr,
-    order_ptr,
-    row_starts_ptr,
-    tickets_ptr,
-    control_ptr,
-    M,
-    N,
-    K,
-    slot_rows,
-    slot_stride,
-    flags_per_rank,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    TRANSPOSE_B: tl.constexpr,
-    SPLIT_STORE: tl.constexpr,
-    FOLD_ROWS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    RANKS_POW2: tl.constexpr,
-    EVEN: tl.constexpr,
-    USE_DESCRIPTORS: tl.constexpr,
-    TARGET: tl.constexpr,
-):
+    a_desc, b_desc, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7, slots_addresses, slots_ptr,
+    signals_addresses, signals_ptr, ready_addresses, ready_ptr, signature_ptr, out_ptr, order_ptr, row_starts_ptr,
+    tickets_ptr, control_ptr, M, N, K, slot_rows, slot_stride, flags_per_rank,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, FOLD_ROWS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    RANKS_POW2: tl.constexpr, EVEN: tl.constexpr, USE_DESCRIPTORS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
     """out [rows of this rank, N] = reduce-scatter over ranks of A [M, K] @ B, persistent, one launch.
 
     Tiles are computed in scatter order and stored straight into their owner's slots (slot ``rank``, rows aligned down to
@@ -316,9 +310,7 @@ def gemm_rs_kernel(
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     num_slot_rows = WORLD_SIZE * slot_rows
     num_tiles = num_tiles_m * num_tiles_n
-    counter_ptr = tickets_ptr + 2 + (epoch & 1)
-    if tl.program_id(0) == 0:
-        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
+    counter_ptr = _work_counter(tickets_ptr, epoch)
     ready_owner = rank
     pending = tl.cast(0, tl.int64)  # address of the flag of the tile that is still being stored
     work = _next_work(counter_ptr)
@@ -331,38 +323,25 @@ def gemm_rs_kernel(
             )
         else:
             tile_m, tile_n = ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M)
-        row = tile_m * BLOCK_M
-        col = tile_n * BLOCK_N
-        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-        if pending != 0:
-            dl.bulk_store_wait(TARGET)
-            dl.notify(pending.to(tl.pointer_type(tl.int32)), epoch, TARGET)
+        acc = tile_product(
+            a_desc, b_desc, tile_m * BLOCK_M, tile_n * BLOCK_N, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B
+        )
+        _signal_stored(pending, epoch, TARGET)
         if EVEN:
-            if owner != ready_owner:
-                dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
-                ready_owner = owner
-            local_tile = tile_m % (num_tiles_m // WORLD_SIZE)
-            store_tile_to_peer(
-                owner, acc, rank * slot_rows + local_tile * BLOCK_M, col,
-                slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
-                slots_addresses, slot_stride, num_slot_rows, N,
-                BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS,
+            pending = _store_to_owner(
+                acc, tile_m, tile_n, owner, ready_owner, rank, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
+                slots_addresses, signals_addresses, ready_ptr, epoch, control_ptr, M, N, slot_rows, num_slot_rows, slot_stride,
+                flags_per_rank, BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS, TARGET,
             )  # fmt: skip
-            flags = dl.symm_at(signals_addresses, owner, tl.int32)
-            pending = (flags + rank * flags_per_rank + local_tile * num_tiles_n + tile_n).to(tl.int64)
+            ready_owner = owner
         else:
             _store_to_owners(
                 acc, tile_m, tile_n, rank, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7, slots_addresses,
                 signals_addresses, ready_ptr, row_starts_ptr, epoch, control_ptr, M, N, slot_rows, slot_stride, flags_per_rank,
                 BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS, TARGET,
             )  # fmt: skip
-    if pending != 0:
-        dl.bulk_store_wait(TARGET)
-        dl.notify(pending.to(tl.pointer_type(tl.int32)), epoch, TARGET)
-    if tl.program_id(0) == 0:
-        for step in tl.static_range(1, WORLD_SIZE):
-            peer = (rank + step) % WORLD_SIZE
-            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+    _signal_stored(pending, epoch, TARGET)
+    _verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
     _fold(
         work, num_tiles, counter_ptr, slots_ptr, signals_ptr, out_ptr, row_starts_ptr, epoch, control_ptr, rank, N,
         slot_rows, slot_stride, flags_per_rank,

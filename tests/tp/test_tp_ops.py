@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_tp as bodies  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
+from ditron_train.tp.gather_kernels import copy_rows_kernel  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", ["push", "copy"])
@@ -78,3 +80,10 @@ def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled()
     words, words_1 = run_workers(2, bodies.bad_calls)
     assert words == words_1 and len(words) == 21
     assert [text for text in words if not text.startswith(("ag_gemm: ", "gemm_rs: ", "all_gather: ", "reduce_scatter: "))] == []
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 16, 75])
+def test_own_rows_are_copied_whole_and_nothing_behind_them(num_rows):
+    source, buffer = torch.arange(1.0, 76 * 8 + 1).view(76, 8), torch.zeros(76, 8)
+    copy_rows_kernel[(3,)](source, buffer, num_rows * 8, BLOCK=128, TARGET="interpreter")
+    assert torch.equal(buffer[:num_rows], source[:num_rows]) and not buffer[num_rows:].any()
