@@ -100,8 +100,8 @@ class Channel:
 
     def _filled(self, name: str, shape: tuple[int, ...], epoch: int) -> SymmetricTensor:
         tensor = self.arena.tensor(name, shape, torch.int32)
-        if epoch:
-            tensor.local.fill_((epoch + 2**31) % 2**32 - 2**31)
+        self.arena._quiesce()  # a channel of this name before this one may have used the memory
+        tensor.local.fill_((epoch + 2**31) % 2**32 - 2**31)
         self.arena._quiesce()
         return tensor
 

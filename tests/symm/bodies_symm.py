@@ -151,3 +151,10 @@ def signals_grow_with_the_epoch() -> list[int]:
     channel = Channel(get_arena(None, CPU), "test.signals", 4, first_epoch=2**31 + 5)
     channel.reserve_signals(4000)
     return channel.signals.local.unique().tolist()
+
+
+def flags_after_another_channel() -> list[int]:
+    """What a channel finds where one of the same name was before; this rank's flags had been set by then."""
+    arena = get_arena(None, CPU)
+    Channel(arena, "test.again", 4).signals.local.fill_(7)
+    return Channel(arena, "test.again", 4).signals.local.tolist()

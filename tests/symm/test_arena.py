@@ -67,3 +67,7 @@ def test_peers_out_of_reach_are_an_error_on_every_rank():
 
 def test_new_flags_start_at_the_epoch():
     assert run_workers(2, bodies.signals_grow_with_the_epoch) == [[-(2**31) + 5]] * 2
+
+
+def test_a_channel_does_not_see_the_flags_of_one_before():
+    assert run_workers(2, bodies.flags_after_another_channel) == [[0] * 4] * 2
