@@ -19,7 +19,26 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["arrived_kernel", "await_peers", "next_work", "push_item", "push_kernel", "receive_kernel", "verify_peers"]
+__all__ = [
+    "arrived_kernel",
+    "await_peers",
+    "next_work",
+    "push_item",
+    "push_kernel",
+    "receive_kernel",
+    "start_epoch",
+    "verify_peers",
+]
+
+
+@triton.jit
+def start_epoch(
+    ready_addresses, signature_ptr, tickets_ptr, epoch, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """The first program sends this rank's start signals and clears the counter on which the next launch counts its work."""
+    if tl.program_id(0) == 0:
+        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
 
 
 @triton.jit
@@ -80,6 +99,43 @@ def _copy_columns(
 
 
 @triton.jit
+def _copy_part(
+    part_ptr, buffer_ptr, first_col, rows, rows_mask, part_groups, first_group, num_groups, width, group_stride,
+    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, INTO_PART: tl.constexpr,
+):  # fmt: skip
+    """Between ``rows`` of a part, [rows, part_groups * width], and its columns, from ``first_col``, of rows of a buffer."""
+    part = part_ptr + rows * (part_groups * width) + first_group * width
+    if INTO_PART:
+        _copy_columns(part, buffer_ptr + first_col, rows_mask, num_groups, width, width, group_stride, BLOCK_G, BLOCK_W)
+    else:
+        _copy_columns(buffer_ptr + first_col, part, rows_mask, num_groups, width, group_stride, width, BLOCK_G, BLOCK_W)
+
+
+@triton.jit
+def _copy_parts(
+    part0_ptr, part1_ptr, part2_ptr, buffer_ptr, rows, mask, part_groups, first_group, num_groups,
+    width0, width1, width2, group_stride,
+    NUM_PARTS: tl.constexpr, BLOCK_G0: tl.constexpr, BLOCK_G1: tl.constexpr, BLOCK_G2: tl.constexpr,
+    BLOCK_W0: tl.constexpr, BLOCK_W1: tl.constexpr, BLOCK_W2: tl.constexpr, INTO_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Copies a block of rows, [ROWS] pointers into a buffer, into ``rows`` of all parts, or from there."""
+    _copy_part(
+        part0_ptr, buffer_ptr, 0, rows, mask, part_groups, first_group, num_groups, width0, group_stride,
+        BLOCK_G0, BLOCK_W0, INTO_PARTS,
+    )  # fmt: skip
+    if NUM_PARTS > 1:
+        _copy_part(
+            part1_ptr, buffer_ptr, width0, rows, mask, part_groups, first_group, num_groups, width1, group_stride,
+            BLOCK_G1, BLOCK_W1, INTO_PARTS,
+        )  # fmt: skip
+    if NUM_PARTS > 2:
+        _copy_part(
+            part2_ptr, buffer_ptr, width0 + width1, rows, mask, part_groups, first_group, num_groups, width2, group_stride,
+            BLOCK_G2, BLOCK_W2, INTO_PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
 def next_work(counter_ptr):
     """Draws the next piece of work that several programs, or launches, share."""
     return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
@@ -87,41 +143,14 @@ def next_work(counter_ptr):
 
 @triton.jit
 def _receive_item(
-    item,
-    buffer_addresses,
-    part0_ptr,
-    part1_ptr,
-    part2_ptr,
-    signals_ptr,
-    table_ptr,
-    control_ptr,
-    rank,
-    epoch,
-    M,
-    half_rows,
-    slot_rows,
-    buffer_stride,
-    num_groups,
-    width0,
-    width1,
-    width2,
-    flags_per_granule,
-    GRANULE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_G0: tl.constexpr,
-    BLOCK_G1: tl.constexpr,
-    BLOCK_G2: tl.constexpr,
-    BLOCK_W0: tl.constexpr,
-    BLOCK_W1: tl.constexpr,
-    BLOCK_W2: tl.constexpr,
-    FLAGS: tl.constexpr,
-    TO_HEADS: tl.constexpr,
-    PULL: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    TARGET: tl.constexpr,
-):
+    item, buffer_addresses, part0_ptr, part1_ptr, part2_ptr, signals_ptr, table_ptr, control_ptr, rank, epoch,
+    M, half_rows, slot_rows, buffer_stride, num_groups, width0, width1, width2, flags_per_granule,
+    GRANULE_ROWS: tl.constexpr, ROWS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_G0: tl.constexpr, BLOCK_G1: tl.constexpr, BLOCK_G2: tl.constexpr,
+    BLOCK_W0: tl.constexpr, BLOCK_W1: tl.constexpr, BLOCK_W2: tl.constexpr,
+    FLAGS: tl.constexpr, TO_HEADS: tl.constexpr, PULL: tl.constexpr, HAS_TABLE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
     """Waits for ROWS rows of one source and takes them apart; ``receive_kernel`` says which."""
     BLOCKS: tl.constexpr = GRANULE_ROWS // ROWS
     num_granules = tl.cdiv(M, GRANULE_ROWS)
@@ -149,16 +178,10 @@ def _receive_item(
         out_rows = rows.to(tl.int64)
         out_groups = num_groups * WORLD_SIZE
         first_group = source * num_groups
-    destination = part0_ptr + out_rows * (out_groups * width0) + first_group * width0
-    _copy_columns(destination, arrived, mask, num_groups, width0, width0, group_stride, BLOCK_G0, BLOCK_W0)
-    if NUM_PARTS > 1:
-        destination = part1_ptr + out_rows * (out_groups * width1) + first_group * width1
-        _copy_columns(destination, arrived + width0, mask, num_groups, width1, width1, group_stride, BLOCK_G1, BLOCK_W1)
-    if NUM_PARTS > 2:
-        destination = part2_ptr + out_rows * (out_groups * width2) + first_group * width2
-        _copy_columns(
-            destination, arrived + (width0 + width1), mask, num_groups, width2, width2, group_stride, BLOCK_G2, BLOCK_W2
-        )
+    _copy_parts(
+        part0_ptr, part1_ptr, part2_ptr, arrived, out_rows, mask, out_groups, first_group, num_groups,
+        width0, width1, width2, group_stride, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2, True,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -240,37 +263,13 @@ def arrived_kernel(
 
 @triton.jit
 def push_item(
-    item,
-    part0_ptr,
-    part1_ptr,
-    part2_ptr,
-    buffer_addresses,
-    signals_addresses,
-    table_ptr,
-    rank,
-    epoch,
-    M,
-    half_rows,
-    slot_rows,
-    buffer_stride,
-    num_groups,
-    width0,
-    width1,
-    width2,
-    GRANULE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_G0: tl.constexpr,
-    BLOCK_G1: tl.constexpr,
-    BLOCK_G2: tl.constexpr,
-    BLOCK_W0: tl.constexpr,
-    BLOCK_W1: tl.constexpr,
-    BLOCK_W2: tl.constexpr,
-    TO_HEADS: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    TARGET: tl.constexpr,
-):
+    item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
+    M, half_rows, slot_rows, buffer_stride, num_groups, width0, width1, width2,
+    GRANULE_ROWS: tl.constexpr, ROWS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_G0: tl.constexpr, BLOCK_G1: tl.constexpr, BLOCK_G2: tl.constexpr,
+    BLOCK_W0: tl.constexpr, BLOCK_W1: tl.constexpr, BLOCK_W2: tl.constexpr,
+    TO_HEADS: tl.constexpr, HAS_TABLE: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
     """Stores one granule of one peer's share into its buffer, then releases its flag; ``push_kernel`` says which."""
     num_granules = tl.cdiv(M, GRANULE_ROWS)
     group_stride = width0 + width1 + width2
@@ -290,16 +289,10 @@ def push_item(
             in_groups = num_groups
             first_group = 0
             destination = buffer + rows.to(tl.int64) * buffer_stride + rank * num_groups * group_stride
-        source = part0_ptr + in_rows * (in_groups * width0) + first_group * width0
-        _copy_columns(destination, source, mask, num_groups, width0, group_stride, width0, BLOCK_G0, BLOCK_W0)
-        if NUM_PARTS > 1:
-            source = part1_ptr + in_rows * (in_groups * width1) + first_group * width1
-            _copy_columns(destination + width0, source, mask, num_groups, width1, group_stride, width1, BLOCK_G1, BLOCK_W1)
-        if NUM_PARTS > 2:
-            source = part2_ptr + in_rows * (in_groups * width2) + first_group * width2
-            _copy_columns(
-                destination + (width0 + width1), source, mask, num_groups, width2, group_stride, width2, BLOCK_G2, BLOCK_W2
-            )
+        _copy_parts(
+            part0_ptr, part1_ptr, part2_ptr, destination, in_rows, mask, in_groups, first_group, num_groups,
+            width0, width1, width2, group_stride, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2, False,
+        )  # fmt: skip
     flags = dl.symm_at(signals_addresses, peer, tl.int32)
     dl.notify(flags + rank * num_granules + granule, epoch, TARGET)
 
@@ -351,9 +344,7 @@ def push_kernel(
     """
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
-    if tl.program_id(0) == 0:
-        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
-        tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))  # where the next launch counts its work
+    start_epoch(ready_addresses, signature_ptr, tickets_ptr, epoch, rank, WORLD_SIZE, TARGET)
     await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
     for item in range(tl.program_id(0), tl.cdiv(M, GRANULE_ROWS) * WORLD_SIZE, tl.num_programs(0)):
         push_item(
