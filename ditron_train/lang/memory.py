@@ -19,6 +19,7 @@ __all__ = [
     "fence_async_proxy",
     "getmem",
     "lane_id",
+    "notify_stored",
     "num_ranks",
     "putmem",
     "putmem_signal",
@@ -106,6 +107,38 @@ def bulk_store_wait(TARGET: tl.constexpr):
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def notify_stored(signal_address, epoch, PIPELINED: tl.constexpr, TARGET: tl.constexpr):
+    """``bulk_store_wait``, then ``notify`` of the flag at ``signal_address`` (int64, so that loops can carry it): the flag of a
+    tile that leaves through a descriptor.
+
+    PIPELINED: in one asm block. The compiler does not pipeline a loop in which it sees a barrier, so there it sees none.
+    """
+    if PIPELINED and _has_async_proxy(TARGET):
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred %first;
+            .reg .u32 %thread;
+            cp.async.bulk.wait_group 0;
+            bar.sync 0;
+            mov.u32 %thread, %tid.x;
+            setp.eq.u32 %first, %thread, 0;
+            @%first st.release.sys.global.u32 [$1], $2;
+            mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,r",
+            [signal_address, epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        bulk_store_wait(TARGET)
+        notify(signal_address.to(tl.pointer_type(tl.int32)), epoch, TARGET)
 
 
 @triton.jit

@@ -14,41 +14,6 @@ from ditron_train.sp.kernels import await_peers, next_work, push_item, start_epo
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
 
 
-@triton.constexpr_function
-def _has_bulk_stores(target):
-    return target.startswith("sm_") and int(target[3:]) >= 90
-
-
-@triton.jit
-def _notify_stored(signal_address, epoch, TARGET: tl.constexpr):
-    """``dl.bulk_store_wait`` and ``dl.notify`` of the flag at ``signal_address`` (int64) in one asm block.
-
-    The compiler does not pipeline a loop in which it sees a barrier, so here it sees none.
-    """
-    if _has_bulk_stores(TARGET):
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred %first;
-            .reg .u32 %thread;
-            cp.async.bulk.wait_group 0;
-            bar.sync 0;
-            mov.u32 %thread, %tid.x;
-            setp.eq.u32 %first, %thread, 0;
-            @%first st.release.sys.global.u32 [$1], $2;
-            mov.u32 $0, 0;
-            }
-            """,
-            "=r,l,r",
-            [signal_address, epoch],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        dl.notify(signal_address.to(tl.pointer_type(tl.int32)), epoch, TARGET)
-
-
 # Tried (4 H200, m x n x k a rank 8192 x 10240 x 8192, the GEMM alone 1.76 ms, as this kernel; with the last pulls by 4 SMs 1.88
 # to 1.97 ms, by all of them behind the GEMM 1.84): tiles stored to the peers by the epilogue, whose bursts stall the loop at
 # every tile: 2.03 ms, flattened 2.51 ms; local stores in a loop that is not flattened 2.03 ms; pulls by small programs (4
@@ -85,7 +50,7 @@ def gemm_a2a_kernel(
     rank is pulled from by another one. Before the first store: the start signals of all ranks, which have then read what
     the last op left here. A tile is signalled to rank d one tile later, when its asynchronous stores are complete
     (``bulk_store_wait``), by a release after a block barrier; tiles and K blocks are one flattened, pipelined loop all the
-    same (``_notify_stored``). Waits for nothing but start signals, which every rank sends first: all launches make progress.
+    same (``dl.notify_stored``). Waits for nothing but start signals, which every rank sends first: all launches make progress.
     """
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
@@ -104,7 +69,7 @@ def gemm_a2a_kernel(
             a_desc, b_desc, row, peer * columns_per_rank + col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B
         )
         if pending != 0:
-            _notify_stored(pending, epoch, TARGET)
+            dl.notify_stored(pending, epoch, True, TARGET)
         else:
             await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
             dl.fence_async_proxy(TARGET)
@@ -112,7 +77,7 @@ def gemm_a2a_kernel(
         flags = dl.symm_at(signals_addresses, peer, tl.int32)
         pending = (flags + rank * tiles_per_rank + tile_m * num_tiles_n + tile_n).to(tl.int64)
     if pending != 0:
-        _notify_stored(pending, epoch, TARGET)
+        dl.notify_stored(pending, epoch, True, TARGET)
     verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
 
 

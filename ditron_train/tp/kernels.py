@@ -237,8 +237,7 @@ def _work_counter(tickets_ptr, epoch):
 def _signal_stored(pending, epoch, TARGET: tl.constexpr):
     """Waits for the stores of the tile whose flag lies at ``pending``, if there is one, and sets the flag."""
     if pending != 0:
-        dl.bulk_store_wait(TARGET)
-        dl.notify(pending.to(tl.pointer_type(tl.int32)), epoch, TARGET)
+        dl.notify_stored(pending, epoch, False, TARGET)
 
 
 @triton.jit
