@@ -146,7 +146,7 @@ def _join() -> None:
         if local_rank >= torch.cuda.device_count():
             raise DitronError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} here; start fewer processes")
         torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+        dist.init_process_group("nccl", timeout=timeout)  # no device_id: groups connect at their first use, as Megatron's do
     else:
         dist.init_process_group("gloo", timeout=timeout)
 

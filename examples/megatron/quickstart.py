@@ -79,8 +79,7 @@ def _start(optimizer: str) -> bool:
         torch.use_deterministic_algorithms(True)
         # Filling fresh buffers would race with streams that communicate into them.
         torch.utils.deterministic.fill_uninitialized_memory = False
-        dist.init_process_group("nccl", timeout=timedelta(minutes=5),
-                                device_id=torch.device("cuda", torch.cuda.current_device()))  # fmt: skip
+        dist.init_process_group("nccl", timeout=timedelta(minutes=5))
     else:
         from ditron_train.testing import interpreter, megatron_cpu
 

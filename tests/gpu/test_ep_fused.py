@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,13 +13,7 @@ from ditron_train.ep.group_gemm import group_gemm  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world():
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            pytest.skip("needs torchrun")
-        dist.init_process_group("nccl", device_id=device)
+def world(device):
     yield device
     torch.cuda.synchronize()
     dist.barrier()

@@ -14,17 +14,12 @@ pytest.importorskip("megatron.core")
 
 
 @pytest.fixture(scope="module")
-def world():
+def world(device):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     # Transformer Engine's attention adds up gradients in any order unless it is told not to when it is built.
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            pytest.skip("needs torchrun")
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(1)
     yield dist.get_world_size()
