@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Sequence
 
 from ditron_train.runtime.errors import SettingError
@@ -33,6 +34,14 @@ FEATURES: dict[str, str] = {
     "muon": "the Muon optimizer",
 }
 
+#: Megatron's argument that says how many ranks a feature's groups have.
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "sp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -44,6 +53,7 @@ class Options:
         timeout_s: Value for ``DITRON_TIMEOUT_S`` in seconds, or None to leave the environment as it is.
         policy: Value for ``DITRON_POLICY``, or None to leave the environment as it is.
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
+        sizes: Ranks of the groups of each feature, where Megatron's arguments tell.
     """
 
     features: tuple[str, ...] = ()
@@ -51,6 +61,7 @@ class Options:
     timeout_s: float | None = None
     policy: str | None = None
     plan: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         """The ``DITRON_*`` variables that these options set."""
@@ -150,12 +161,15 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def options_from_args(args: Any) -> Options:
     """The options in a parsed namespace; fields that are missing there count as not given."""
+    features = tuple(getattr(args, "ditron", None) or ())
+    sizes = {name: getattr(args, _SIZES[name], None) for name in features if name in _SIZES}
     return Options(
-        features=tuple(getattr(args, "ditron", None) or ()),
+        features=features,
         transport=getattr(args, "ditron_transport", None),
         timeout_s=getattr(args, "ditron_timeout_s", None),
         policy=getattr(args, "ditron_policy", None),
         plan=getattr(args, "ditron_plan", None),
+        sizes={name: size for name, size in sizes.items() if size is not None and size > 1},
     )
 
 

@@ -1,9 +1,9 @@
 """Decides for each call of a linear layer whether it runs as an overlapped op or natively.
 
 The answer depends on what all ranks of the group see alike (shapes, types, options), so the ranks agree without talking.
-What they cannot know beforehand is tried once per shape, on random data, all ranks together (`ditron_train.policy`):
-whether the symmetric memory can be had, whether all results have native's bits, and whether it is faster. Everything that
-is not covered runs natively: same bits, one log line a reason on rank 0.
+What they cannot know beforehand is tried once per shape, all ranks together (`ditron_train.policy`), on the call's own tensors
+and on data that shows the order of sums: whether the symmetric memory can be had, whether all results have native's bits, and
+whether it is faster. Everything that is not covered runs natively: same bits, one log line a reason on rank 0.
 """
 
 from __future__ import annotations
@@ -27,9 +27,21 @@ from ditron_train.tp.context import TPContext, get_context
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.tuning import prefers_native
 
-__all__ = ["Kind", "forget_routes", "log_native", "native_column", "native_row", "route", "swap_routes"]
+__all__ = [
+    "Kind",
+    "forget_routes",
+    "log_native",
+    "native_column",
+    "native_row",
+    "revealing_like",
+    "route",
+    "swap_routes",
+    "why_hidden",
+]
 
 Kind = Literal["column", "row"]
+
+_Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _GPU_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,8 +126,13 @@ def _why_not(
     if kind == "row" and x.shape[0] % world_size:
         return f"the sequence of {x.shape[0]} does not divide by {world_size}"
     rows_of_a_rank = x.shape[:-1].numel() // (world_size if kind == "row" else 1)
-    # The partners of wgrad's sums are among the rows of one rank, those of forward's and dgrad's among the features.
-    if x.device.type == "cuda" and min(rows_of_a_rank, *weight.shape) <= HIDDEN_TERMS:
+    return why_hidden(x.device, rows_of_a_rank, *weight.shape)
+
+
+def why_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str | None:
+    """Why the bits of a linear layer cannot be compared, or None: the partners of wgrad's sums are among the rows of one rank,
+    those of forward's and dgrad's among the features."""
+    if device.type == "cuda" and min(rows_of_a_rank, *features) <= HIDDEN_TERMS:
         return f"the order of sums of at most {HIDDEN_TERMS} features, or tokens a rank, cannot be compared"
     return None
 
@@ -132,7 +149,9 @@ def _why_not_device(x: torch.Tensor) -> str | None:
     return None if x.dtype in _GPU_DTYPES else f"{x.dtype} is not covered"
 
 
-def _revealing_like(tensor: torch.Tensor, seed: int, signed: Literal["rows", "columns"], row_block: int) -> torch.Tensor:
+def revealing_like(
+    tensor: torch.Tensor, seed: int, signed: Literal["rows", "columns"], row_block: int | None = None
+) -> torch.Tensor:
     """Values whose sums show their order, in the layout of `tensor`; the user's random state does not move."""
     shape = (tensor.shape[:-1].numel(), tensor.shape[-1])
     values = revealing_matrix(shape, tensor.dtype, tensor.device, seed=seed, signed=signed, row_block=row_block)
@@ -140,8 +159,8 @@ def _revealing_like(tensor: torch.Tensor, seed: int, signed: Literal["rows", "co
 
 
 def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) -> str | None:
-    """Asks the policy, with forward and all gradients on data that shows the order of sums; returns why this shape stays
-    native, or None.
+    """Asks the policy, with forward and all gradients: on the job's own tensors, which are timed, too, and on data that shows
+    the order of sums. Returns why this shape stays native, or None.
 
     Memory is had and kernels are compiled by it, so that nothing of that can fail between a forward and its backward.
     """
@@ -149,12 +168,15 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
     with torch.inference_mode(False):
         empty_y = x.new_empty(output_rows, *x.shape[1:-1], weight.shape[0])
         block = min(x.shape[0], output_rows) * x.shape[1:-1].numel()  # rows of a rank
-        grad_y = _revealing_like(empty_y, 201 + context.rank, "columns", block)
-        x = _revealing_like(x, 1 + context.rank, "rows", block)
-        weight = _revealing_like(weight, 101 + context.rank, "columns", weight.shape[0])
+        grad_y = revealing_like(empty_y, 201 + context.rank, "columns", block)
+        given = (x.clone() if x.is_inference() else x, weight)
+        revealing = (
+            revealing_like(x, 1 + context.rank, "rows", block),
+            revealing_like(weight, 101 + context.rank, "columns", weight.shape[0]),
+        )
 
-    def run(linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+    def run(linear: _Linear, data: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in data]
         with torch.inference_mode(False), torch.enable_grad():
             y = linear(*leaves)
             y.backward(grad_y)
@@ -164,8 +186,12 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
     ours = functools.partial(column_linear if kind == "column" else row_linear, context=context)
     if get_settings().policy == "strict" and _table_prefers_native(kind, x, weight, context):
         return f"at {tuple(x.shape)} x {tuple(weight.shape)} by the tuning table: nothing that was tried is faster"
-    key = f"tp {kind} {'x'.join(map(str, x.shape))} {'x'.join(map(str, weight.shape))} {str(x.dtype).removeprefix('torch.')}"
-    decision = decide(key, lambda: run(native), lambda: run(ours), group=context.group, device=x.device, sums=x.dtype)
+    rows = x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
+    key = f"tp {kind} {rows}x{x.shape[-1]} {'x'.join(map(str, weight.shape))} {str(x.dtype).removeprefix('torch.')}"
+    on_given, on_revealing = (
+        tuple(functools.partial(run, linear, data) for linear in (native, ours)) for data in (given, revealing)
+    )
+    decision = decide(key, *on_given, group=context.group, device=x.device, sums=x.dtype, also=[on_revealing])
     context.synchronize()
     if decision.use_ditron:
         return None

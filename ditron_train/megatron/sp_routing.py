@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
-from ditron_train.megatron.routing import log_native
+from ditron_train.megatron.routing import log_native, revealing_like, why_hidden
 from ditron_train.megatron.sp_nodes import NodesContext, forget_nodes, get_nodes_context, spans_nodes
 from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
@@ -188,6 +188,37 @@ def _forward_backward(
     return [*(result.detach() for result in results), *(leaf.grad for leaf in leaves)]
 
 
+_Function = Callable[..., Sequence[torch.Tensor]]
+_Data = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # inputs, gradients of the results
+
+
+def _ask(key: str, native: _Function, ours: _Function, data: _Data, revealing: Callable[[], _Data], group: Any) -> Any:
+    """The policy's decision about two functions, forward and backward: on ``data``, which is timed, and on GPUs on data that
+    shows the order of their sums."""
+    device = data[0][0].device
+    with torch.inference_mode(False):
+        given = [data, revealing()] if device.type == "cuda" else [data]
+    first, *more = (tuple(functools.partial(_forward_backward, one, *each) for one in (native, ours)) for each in given)
+    return decide(key, *first, group=group, device=device, also=more)
+
+
+def _split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
+    """[s / W, b, columns of a QKV projection] -> q, k, v [s / W, b, heads, d]."""
+    lead = mixed.shape[:2]
+    parts = torch.split(mixed.view(*lead, world_size * layout.num_groups, -1), list(layout.widths), dim=3)
+    return [part.reshape(*lead, -1, dim) for part, dim in zip(parts, layout.head_dims)]
+
+
+def _revealing_output(
+    exchange: Exchange, shape: AttentionShape, rows: tuple[int, int], weight: torch.Tensor, like: torch.Tensor, rank: int
+) -> _Data:
+    """Attended values and weight, and gradient of the output."""
+    gathered = revealing_like(like.new_empty(*rows, weight.shape[1]), 71 + rank, "rows")
+    (attended,) = exchange.to_heads(gathered.view(*rows, shape.num_heads, shape.value_head_dim))
+    grad = revealing_like(like.new_empty(*rows, weight.shape[0]), 72 + rank, "columns")
+    return [attended, revealing_like(weight, 73 + rank, "columns")], [grad]
+
+
 def _in_words(kind: str, lead: tuple[int, ...], shape: AttentionShape, like: torch.Tensor, *more: object) -> str:
     """Key of a plan."""
     sizes = "x".join(map(str, (*lead, shape.num_heads, shape.num_groups, shape.head_dim, shape.value_head_dim, *more)))
@@ -247,8 +278,10 @@ def route_output(
             return f"the input is {like.dtype}, the weight is {weight.dtype}"
         world, rank = context.world_size, context.rank
         layout = shape.output_layout(world)
-        inputs = _parts((rows[0] * world, rows[1]), layout, like, 1, 1 + rank)
-        inputs.append(_normal(tuple(weight.shape), like, 11 + rank))
+        hidden = why_hidden(like.device, rows[0] * rows[1], *weight.shape)
+        if hidden is not None:
+            return hidden
+        inputs = [*_parts((rows[0] * world, rows[1]), layout, like, 1, 1 + rank), weight.detach()]
         grads = [_normal((*rows, weight.shape[0]), like, 21 + rank)]
         query = like.new_empty((*rows, shape.num_heads, shape.head_dim))
         exchange = Exchange(group, shape, route_exchange(group, shape, query))
@@ -259,13 +292,10 @@ def route_output(
         def native(attended: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
             return [torch.matmul(exchange.to_sequence(attended.flatten(2)), weight.t())]
 
-        decision = decide(
-            _in_words("output", rows, shape, like, weight.shape[0]),
-            lambda: _forward_backward(native, inputs, grads),
-            lambda: _forward_backward(ours, inputs, grads),
-            group=group,
-            device=like.device,
-        )
+        decision = _ask(
+            _in_words("output", rows, shape, like, weight.shape[0]), native, ours, (inputs, grads),
+            lambda: _revealing_output(Exchange(group, shape, None), shape, rows, weight, like, rank), group,
+        )  # fmt: skip
         return None if decision.use_ditron else f"at {rows} x {tuple(weight.shape)} {decision.reason}"
 
     return _decide("sp output projection", key, like, group, attempt, across_nodes=False)
@@ -285,7 +315,7 @@ def route_projections(
     key = ("projections", input_shape, weight_qkv.shape, weight_out.shape, shape, like.dtype, like.device, group, autocast)
 
     def attempt(context: SPContext) -> str | None:
-        """Asks the policy, with both projections and all their gradients on random data."""
+        """Asks the policy, with both projections and all their gradients."""
         if autocast:
             return "autocast is on"
         if weight_qkv.dtype != like.dtype or weight_out.dtype != like.dtype:
@@ -293,9 +323,11 @@ def route_projections(
         world, rank = context.world_size, context.rank
         layout, out_layout = shape.qkv_layout(world), shape.output_layout(world)
         rows = input_shape[:2]
+        hidden = why_hidden(like.device, rows[0] * rows[1], *weight_qkv.shape, *weight_out.shape)
+        if hidden is not None:
+            return hidden
         whole = (rows[0] * world, rows[1])
-        shapes = (input_shape, tuple(weight_qkv.shape), tuple(weight_out.shape))
-        inputs = [_normal(one, like, 1 + 10 * i + rank) for i, one in enumerate(shapes)]
+        inputs = [_normal(input_shape, like, 1 + rank), weight_qkv.detach(), weight_out.detach()]
         inputs += _parts(whole, out_layout, like, 1, 41 + rank)
         grads = [*_parts(whole, layout, like, 1, 51 + rank), _normal((*rows, weight_out.shape[0]), like, 61 + rank)]
 
@@ -306,18 +338,18 @@ def route_projections(
         exchange = Exchange(group, shape, None)
 
         def native(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> list[torch.Tensor]:
-            mixed = torch.matmul(x, qkv.t()).view(*x.shape[:2], world * layout.num_groups, -1)
-            split = torch.split(mixed, list(layout.widths), dim=3)
-            parts = [part.reshape(*x.shape[:2], -1, dim) for part, dim in zip(split, layout.head_dims)]
+            parts = _split_by_heads(torch.matmul(x, qkv.t()), layout, world)
             return [*exchange.to_heads(*parts), torch.matmul(exchange.to_sequence(attended.flatten(2)), out.t())]
 
-        decision = decide(
-            _in_words("projections", input_shape, shape, like, weight_out.shape[0]),
-            lambda: _forward_backward(native, inputs, grads),
-            lambda: _forward_backward(ours, inputs, grads),
-            group=group,
-            device=like.device,
-        )
+        def revealing() -> _Data:
+            (attended, out), (grad,) = _revealing_output(exchange, shape, rows, weight_out, like, rank)
+            x = revealing_like(like.new_empty(input_shape), 81 + rank, "rows")
+            mixed = revealing_like(like.new_empty(*rows, weight_qkv.shape[0]), 82 + rank, "columns")
+            grads = exchange.to_heads(*_split_by_heads(mixed, layout, world))
+            return [x, revealing_like(weight_qkv, 83 + rank, "columns"), out, attended], [*grads, grad]
+
+        words = _in_words("projections", input_shape, shape, like, weight_out.shape[0])
+        decision = _ask(words, native, ours, (inputs, grads), revealing, group)
         return None if decision.use_ditron else f"at {input_shape} x {tuple(weight_qkv.shape)} {decision.reason}"
 
     return _decide("sp projections", key, like, group, attempt, across_nodes=False)

@@ -80,7 +80,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     get_settings()  # a malformed variable is reported here, before any model is built
     for name in unknown_variables():
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
-    check_plan()
+    check_plan(options.sizes)
     check_table()
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()

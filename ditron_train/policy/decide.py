@@ -8,6 +8,7 @@ where that is not ours, the op stays native under ``strict`` and ``bits``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,13 +35,20 @@ def forget_plans() -> None:
     forget_orders()
 
 
-def check_plan() -> None:
+def check_plan(sizes: Mapping[str, int] | None = None) -> None:
     """Reads the plan file that ``DITRON_PLAN`` names, if it names one.
 
+    Args:
+        sizes: Ranks of the groups that rooms will decide over, where the command line tells.
+
     Raises:
-        SettingError: It is unreadable, foreign or stale.
+        SettingError: It is unreadable, foreign or stale, or all its decisions of a room are of groups of other sizes.
     """
-    _plan()
+    plan = _plan()
+    for room, size in (sizes or {}).items():
+        places = plan.places_read(room, get_settings().policy) if plan is not None else set()
+        if places and not any(place.split(",")[0] == f"{size} ranks" for place in places):
+            raise SettingError(_unsuited(plan, room, places, f"{size} ranks"))
 
 
 def _plan() -> Plan | None:
@@ -53,8 +61,19 @@ def _plan() -> Plan | None:
     return _plans[path]
 
 
+def _unsuited(plan: Plan, room: str, places: set[str], here: str) -> str:
+    return f"the plan {plan.path} holds decisions of {room} on {'; '.join(sorted(places))}, here it is {here}: name another file"
+
+
 def decide(
-    key: str, native: Run, ours: Run, *, group: dist.ProcessGroup, device: torch.device, sums: torch.dtype | None = None
+    key: str,
+    native: Run,
+    ours: Run,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    sums: torch.dtype | None = None,
+    also: Sequence[tuple[Run, Run]] = (),
 ) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
 
@@ -65,6 +84,7 @@ def decide(
         group: Who decides together.
         device: Where the tensors are.
         sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
+        also: More of native and ours, on other data: compared, not timed.
 
     Raises:
         SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in another
@@ -90,7 +110,7 @@ def decide(
     if order is not None and not order.is_ours:
         decision = Decision(False, order.reason, None, None, None)
     else:
-        decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits"))
+        decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits", also=also))
     if plan is not None:
         plan.entries[key] = decision
         if dist.get_rank(group) == 0:  # of every group: stages of a pipeline have other layers
@@ -110,7 +130,7 @@ def _check_suited(plan: Plan, room: str, mode: str, place: str, group: dist.Proc
         return
     read, mine = plan.places_read(room, mode), None
     if read and place not in read:
-        mine = f"the plan {plan.path} holds decisions of {room} on {'; '.join(sorted(read))}, here it is {place}: name another file"
+        mine = _unsuited(plan, room, read, place)
     said: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, mine, group=group)
     refusals = [text for text in said if text is not None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-__all__ = ["Observation", "Run", "probe", "times_us"]
+__all__ = ["Observation", "Run", "probe", "same_bits", "times_us"]
 
 #: Forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
@@ -61,23 +61,44 @@ def _medians_us(native: Run, ours: Run, device: torch.device, group: dist.Proces
     return statistics.median(first + last), statistics.median(sum(middle, []))
 
 
+def same_bits(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    """Whether all of them are equal; where a job's data has native give NaN, ours has to give it, too."""
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+    return len(expected) == len(found) and all(same(a, b) for a, b in zip(expected, found))
+
+
+def _compare(native: Run, ours: Run, device: torch.device) -> bool:
+    found = ours()
+    torch.cuda.synchronize(device)
+    return same_bits(native(), found)
+
+
 def probe(
-    native: Run, ours: Run, *, group: dist.ProcessGroup, device: torch.device, timed: bool = True
+    native: Run,
+    ours: Run,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timed: bool = True,
+    also: Sequence[tuple[Run, Run]] = (),
 ) -> Observation:
     """Runs both (collective over `group`) and returns what all ranks saw; times only if `timed`.
 
     In the interpreter ours runs once, to see that it can; there its GEMMs are NumPy's, and no time is worth comparing.
 
+    Args:
+        also: More of native and ours, on other data: compared, not timed.
+
     Raises:
         Whatever `ours` raises, on every rank alike.
     """
-    found = ours()
     if device.type != "cuda":
+        ours()
         return Observation(None, None, None)
-    torch.cuda.synchronize(device)
-    expected = native()
-    equal = len(expected) == len(found) and all(torch.equal(a, b) for a, b in zip(expected, found))
-    del expected, found
+    equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
     # The slowest rank counts; a difference on one rank is a difference.
     times = _medians_us(native, ours, device, group) if timed else (0.0, 0.0)
     worst = torch.tensor([float(not equal), *times], dtype=torch.float64, device=device)

@@ -102,15 +102,19 @@ class _FlipBit(torch.autograd.Function):
         return grad
 
 
-def _route(session, kind, shape=(4096, 4096, 4096)):
-    """What the policy says at a shape (m, n, k over all ranks), and its decision."""
-    from ditron_train.megatron.routing import route
-
+def _inputs(session, kind, shape=(4096, 4096, 4096)):
+    """Of a layer of shape (m, n, k over all ranks)."""
     world = session.world_size
     m, n, k = shape
     x_shape, w_shape = ((m // world, k), (n // world, k)) if kind == "column" else ((m, k // world), (n, k // world))
-    x, weight = (session.values(s, torch.bfloat16, 1 + i) for i, s in enumerate((x_shape, w_shape)))
-    return route(kind, x, weight, group=dist.group.WORLD, sequence_parallel=True)
+    return [session.values(s, torch.bfloat16, 1 + i) for i, s in enumerate((x_shape, w_shape))]
+
+
+def _route(session, kind, *shape):
+    """What the policy says about a call."""
+    from ditron_train.megatron.routing import route
+
+    return route(kind, *_inputs(session, kind, *shape), group=dist.group.WORLD, sequence_parallel=True)
 
 
 def _decisions(monkeypatch, tmp_path, session, kind):
@@ -122,7 +126,7 @@ def _decisions(monkeypatch, tmp_path, session, kind):
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("where", ["forward", "wgrad", "dgrad"])
+@pytest.mark.parametrize("where", ["forward", "wgrad", "dgrad", "forward of the call's own tensors"])
 def test_one_wrong_bit_on_one_rank_falls_back(session, monkeypatch, tmp_path, kind, where):
     from ditron_train.megatron import routing
 
@@ -131,13 +135,16 @@ def test_one_wrong_bit_on_one_rank_falls_back(session, monkeypatch, tmp_path, ki
     context, decision = _decisions(monkeypatch, tmp_path, session, kind)
     assert context is not None and decision.bits_equal
 
+    own = _inputs(session, kind)[0]
+
     def wrong(x, weight, **options):
+        is_own = torch.equal(x, own)
         if where == "dgrad":
             x = _FlipBitOfGradient.apply(x)
         if where == "wgrad":
             weight = _FlipBitOfGradient.apply(weight)
         y = right(x, weight, **options)
-        return _FlipBit.apply(y) if where == "forward" else y
+        return _FlipBit.apply(y) if where == "forward" or (is_own and "own" in where) else y
 
     monkeypatch.setattr(routing, f"{kind}_linear", wrong)
     routing.forget_routes()

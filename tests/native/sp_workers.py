@@ -162,6 +162,30 @@ def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through
     return torch.equal(native[0], expected[0][:, mine])
 
 
+def largest_sums(options, length):
+    """What the policy's data that shows the order of sums leaves of them, against sums of the same magnitudes that do not
+    cancel: the largest ratio among all results and gradients, for each question asked."""
+    from ditron_train.megatron import sp_routing
+
+    asked, ask, world = {}, sp_routing._ask, dist.get_world_size()
+
+    def recording(key, native, ours, data, revealing, group):
+        inputs, grads = revealing()
+        assert [(t.shape, t.dtype) for t in (*inputs, *grads)] == [(t.shape, t.dtype) for t in (*data[0], *data[1])]
+        left = sp_routing._forward_backward(native, inputs, grads)
+        whole = sp_routing._forward_backward(native, [t.abs() for t in inputs], [t.abs() for t in grads])
+        asked[key.split()[1]] = max(float(a.abs().max() / b.max()) for a, b in zip(left, whole))
+        return ask(key, native, ours, data, revealing, group)
+
+    sp_routing._ask = recording
+    try:
+        with groups(world):
+            run(build(world, **options), world, length)
+    finally:
+        sp_routing._ask = ask
+    return asked
+
+
 @contextlib.contextmanager
 def posed_nodes(ranks_per_node):
     """Processes of one machine that take themselves for nodes, without memory of one another's peers."""

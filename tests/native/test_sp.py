@@ -33,6 +33,12 @@ def test_gpt_on_two_ranks(options, expect_fused):
     run_workers(2, sp_workers.gpt_agrees, options, 16, expect_fused, timeout_s=300)
 
 
+def test_what_the_policy_compares_is_nothing_but_roundings():
+    for options, expected in (({}, {"projections"}), ({"qk_layernorm": True, "normalization": "LayerNorm"}, {"output"})):
+        for asked in run_workers(2, sp_workers.largest_sums, options, 16):
+            assert asked.keys() == expected and all(0.0 < ratio < 1e-5 for ratio in asked.values()), asked
+
+
 @pytest.mark.timeout(600)
 def test_a_rewritten_spec():
     run_workers(2, sp_workers.gpt_agrees, {}, 24, True, 1, True, timeout_s=300)

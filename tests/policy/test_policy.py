@@ -11,7 +11,7 @@ from ditron_train.policy import check_plan, decide, forget_plans
 from ditron_train.policy import probe as probe_module
 from ditron_train.policy.decide import _judge
 from ditron_train.policy.plan import Entry, Plan, fingerprint, load_plan
-from ditron_train.policy.probe import Observation
+from ditron_train.policy.probe import Observation, same_bits
 from ditron_train.runtime.errors import SettingError
 from ditron_train.testing.processes import run_workers
 
@@ -41,14 +41,15 @@ class _FakeDevice:
     type = "cuda"
 
 
-def _observe(wrong_on, slow_on):
-    """What a probe says where one rank computes a wrong bit, and where one rank is slow."""
+def _observe(wrong_on, slow_on, also_wrong_on=None):
+    """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is slow."""
     rank = dist.get_rank()
     exact = torch.arange(6.0)
     wrong = exact.clone()
     wrong[3] = torch.nextafter(wrong[3], torch.tensor(9.0))
     ours = (wrong if rank == wrong_on else exact,)
     native = (exact,)
+    also = (lambda: (exact,), lambda: (wrong if rank == also_wrong_on else exact,))
     names = {id(native): "native", id(ours): "ours"}
     ours_us = 150.0 if rank == slow_on else 50.0
     times = {"native": [[90.0, 91.0], [109.0, 120.0]], "ours": [[ours_us], [ours_us, 900.0]]}  # two turns each
@@ -57,7 +58,7 @@ def _observe(wrong_on, slow_on):
     torch.cuda.synchronize = lambda device=None: None
     torch.tensor = lambda data, device=None, **options: saved[2](data, **options)
     try:
-        return probe_module.probe(lambda: native, lambda: ours, group=dist.group.WORLD, device=_FakeDevice())
+        return probe_module.probe(lambda: native, lambda: ours, group=dist.group.WORLD, device=_FakeDevice(), also=[also])
     finally:
         probe_module.times_us, torch.cuda.synchronize, torch.tensor = saved
 
@@ -66,6 +67,14 @@ def test_one_wrong_bit_or_one_slow_rank_decides_for_all():
     assert run_workers(2, _observe, None, None) == [Observation(True, 100.0, 50.0)] * 2
     assert run_workers(2, _observe, 1, None) == [Observation(False, 100.0, 50.0)] * 2
     assert run_workers(2, _observe, None, 0) == [Observation(True, 100.0, 150.0)] * 2
+    assert run_workers(2, _observe, None, None, 1) == [Observation(False, 100.0, 50.0)] * 2
+
+
+def test_equal_bits_of_a_jobs_data():
+    plain, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")])
+    assert same_bits([plain, nan], [plain.clone(), nan.clone()])
+    assert not same_bits([nan], [plain]) and not same_bits([nan], [nan.flip(0)])
+    assert not same_bits([plain], [plain, plain]) and not same_bits([plain], [plain[:1]])
 
 
 def _never():
@@ -129,6 +138,23 @@ def test_plan_of_other_groups_is_refused_on_every_rank(tmp_path, monkeypatch):
     decisions["sp op 1x2 on 8 ranks (strict)"] = decisions["tp op 3x4 on 2 ranks (strict)"] = entry
     path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
     assert run_workers(2, _refused, str(tmp_path)) == ["accepted"] * 2
+
+
+def test_plan_of_other_groups_is_refused_from_the_command_line_alone(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
+    decisions = {"tp op 1x2 on 8 ranks, ring (strict)": entry, "tp op 1x2 on 4 ranks (bits)": entry}
+    path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
+    monkeypatch.setenv("DITRON_PLAN", str(path))
+    monkeypatch.setenv("DITRON_POLICY", "strict")
+    forget_plans()
+    check_plan({"tp": 8, "sp": 4})
+    for sizes in ({"tp": 4}, {"tp": 80}):
+        with pytest.raises(SettingError, match=r"holds decisions of tp on 8 ranks, ring, here it is \d+ ranks"):
+            check_plan(sizes)
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    check_plan({"tp": 4})
+    forget_plans()
 
 
 def test_force_runs_ours_once_and_is_not_planned(tmp_path):
