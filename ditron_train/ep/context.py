@@ -200,6 +200,13 @@ class EPContext:
         rows = min(math.ceil(num_tokens * self.shape.topk * capacity_factor), most * copies)
         return Room(rows, min(most, rows), num_tokens * self.shape.topk)
 
+    def room_of_experts(self, num_tokens: int, expert_capacity: int) -> Room:
+        """The sizes where every expert gets ``expert_capacity`` tokens of every rank, each of which has ``num_tokens``."""
+        shape = self.shape
+        of_a_rank = shape.experts_per_rank * expert_capacity
+        slots = shape.world_size * min(num_tokens, of_a_rank)
+        return Room(shape.world_size * of_a_rank, slots, shape.num_experts * expert_capacity)
+
     def reserve_room(self, room: Room, num_tokens: int, hidden: int, dtype: torch.dtype) -> None:
         """Makes the buffers of a capacity large enough; the first call of its kind is collective and waits for the device.
 

@@ -99,7 +99,7 @@ def dispatch_gemm(
     send_rows, columns = move_tile(hidden, fused.send_elements)
     gemm = _gemm_constants(operands, tiles, context)
     constants = dict(
-        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TOPK=shape.topk, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size,
+        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size,
         RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows,
         PLACE_ROWS=move_tile(hidden, fused.place_elements)[0], BLOCK_H=columns, NUM_SENDERS=fused.num_senders,
         NUM_PLACERS=fused.num_placers, STRIP=fused.strip, **gemm,
@@ -168,7 +168,7 @@ def gemm_combine(
     rows, columns = move_tile(hidden, fused.place_elements)
     num_programs = _num_programs(context)
     constants = dict(
-        WITH_GRADS=with_grads, TRANSPOSE_B=transpose, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes,
+        WITH_GRADS=with_grads, TRANSPOSE_B=transpose, RAGGED=layout.ragged, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes,
         ROUND_EACH=order == "ascending_rounded", DESCENDING=order == "descending", WORLD_SIZE=shape.world_size,
         NUM_CHUNKS=shape.num_chunks, ROWS=rows, SUM_ROWS=move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
         ITEM_TOKENS=context.move.item_tokens, NUM_SENDERS=0 if num_programs == 1 else fused.num_senders,
@@ -181,7 +181,7 @@ def gemm_combine(
         context, gemm_combine_kernel, num_programs, constants, config.num_warps, x.dtype, grads_like.dtype, probs_dtype,
         num_stages=config.num_stages,
     )(
-        y, grads_like, out, prob_grads, layout.origins, layout.chunk_entries, layout.expert_ids,
+        y, grads_like, out, prob_grads, layout.origins, layout.chunk_entries, layout.expert_ids, layout.token_places,
         buffer.local, buffer.addresses, grads.local, grads.addresses, channel.signals.local, channel.signals.addresses,
         channel.ready.local, channel.ready.addresses,
         signature(context, channel, hidden, x.dtype, Kind.DGRAD_COMBINE if with_grads else Kind.GEMM_COMBINE),

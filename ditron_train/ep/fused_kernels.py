@@ -142,7 +142,7 @@ def _send_chunk(
 @triton.jit
 def _place_chunk(
     item, x, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_tokens,
-    num_rows, slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr,
+    num_rows, slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def _place_chunk(
         dl.wait(signals + source * NUM_CHUNKS + chunk, epoch, control, source, chunk, TARGET)
         place_rows(
             x, buffer, rows, row_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows,
-            slot_capacity, WITH_ENTRIES, ZERO_PROBS, TOPK, ROWS, BLOCK_H,
+            slot_capacity, WITH_ENTRIES, ZERO_PROBS, ROWS, BLOCK_H,
         )  # fmt: skip
         dl.fence(TARGET)  # every thread's rows are visible before any thread counts one
         for start in range(begin, end, BLOCK_M):
@@ -202,7 +202,7 @@ def dispatch_gemm_kernel(
     buffer, buffer_addresses, arrived, entry_addresses, signals, signal_addresses, ready, ready_addresses,
     signature, tickets, control, limits, a_desc, b_desc, c_desc, places, tiles, order, board,
     num_tokens, chunk_tokens, hidden, N,
-    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
     RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, SEND_ROWS: tl.constexpr, PLACE_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
     NUM_SENDERS: tl.constexpr, NUM_PLACERS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
@@ -237,7 +237,7 @@ def dispatch_gemm_kernel(
     if program < NUM_SENDERS + NUM_PLACERS:
         serve(board + HEAD_SECOND, WORLD_SIZE * NUM_CHUNKS, _place_chunk, (
             x, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_tokens,
-            num_rows, slot_capacity, hidden, WITH_ENTRIES, ZERO_PROBS, TOPK, WORLD_SIZE, NUM_CHUNKS, PLACE_ROWS, BLOCK_H,
+            num_rows, slot_capacity, hidden, WITH_ENTRIES, ZERO_PROBS, WORLD_SIZE, NUM_CHUNKS, PLACE_ROWS, BLOCK_H,
             BLOCK_M, TARGET,
         ))  # fmt: skip
     num_tiles_n = tl.cdiv(N, BLOCK_N)
@@ -287,24 +287,28 @@ def _return_tile(
 
 @triton.jit
 def _sum_tokens(
-    item, out, prob_grads, expert_ids, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS: tl.constexpr,
-    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr,
+    item, out, prob_grads, expert_ids, token_places, buffer, grad_buffer, num_tokens, hidden, num_experts,
+    WITH_GRADS: tl.constexpr, RAGGED: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
+    DESCENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Task: the sums of some tokens."""
     first = item * ITEM_TOKENS
     last = tl.minimum(first + ITEM_TOKENS, num_tokens)
-    sum_rows(buffer, out, expert_ids, first, last, hidden, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, ROWS, BLOCK_H)
+    sum_rows(
+        buffer, out, expert_ids, token_places, first, last, hidden, RAGGED, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, ROWS, BLOCK_H
+    )
     if WITH_GRADS:
-        scatter_grads(grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK, TOPK_LANES, ITEM_TOKENS)
+        scatter_grads(
+            grad_buffer, prob_grads, expert_ids, token_places, first, last, num_experts, RAGGED, TOPK, TOPK_LANES, ITEM_TOKENS
+        )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def gemm_combine_kernel(
-    y, row_grads, out, prob_grads, origins, chunk_entries, expert_ids, buffer, buffer_addresses, grad_buffer, grad_addresses,
-    signals, signal_addresses, ready, ready_addresses, signature, tickets, control, limits,
+    y, row_grads, out, prob_grads, origins, chunk_entries, expert_ids, token_places, buffer, buffer_addresses, grad_buffer,
+    grad_addresses, signals, signal_addresses, ready, ready_addresses, signature, tickets, control, limits,
     a_desc, b_desc, c_desc, places, tiles, order, board, num_tokens, hidden, K, num_experts,
-    WITH_GRADS: tl.constexpr, TRANSPOSE_B: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
+    WITH_GRADS: tl.constexpr, TRANSPOSE_B: tl.constexpr, RAGGED: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
     ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     ROWS: tl.constexpr, SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, NUM_SENDERS: tl.constexpr,
     TILE_COUNT: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -361,6 +365,6 @@ def gemm_combine_kernel(
         if tl.load(chunk_entries + peer * (NUM_CHUNKS + 1) + NUM_CHUNKS) > 0:
             dl.wait(signals + peer * NUM_CHUNKS, epoch, control, peer, 0, TARGET)
     serve(board + HEAD_THIRD, tl.cdiv(num_tokens, ITEM_TOKENS), _sum_tokens, (
-        out, prob_grads, expert_ids, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS, TOPK, TOPK_LANES,
-        ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H, ITEM_TOKENS,
+        out, prob_grads, expert_ids, token_places, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS, RAGGED,
+        TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H, ITEM_TOKENS,
     ))  # fmt: skip

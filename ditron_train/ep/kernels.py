@@ -82,9 +82,9 @@ def send_tokens(
 @triton.jit
 def place_rows(
     x, buffer, out, out_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows, slot_capacity,
-    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = buffer[slot] for entries ``begin .. end - 1`` of rank ``source``; own rows come from ``x`` itself.
+    """out[row] = buffer[slot] for entries ``begin .. end - 1`` of rank ``source``; own rows are ``x[slot]``.
 
     Where the entries have just arrived they are kept, also by row: ``origins[row]`` is source and place.
     """
@@ -106,9 +106,8 @@ def place_rows(
             slot = tl.load(kept + entry + 1, mask=inside, other=-1)
             place = tl.load(kept + entry + 2, mask=inside, other=-1)
             bits = tl.load(kept + entry + 3, mask=inside, other=0)
-        line = tl.where(source == rank, place // TOPK, slot)
         held = inside & (row >= 0) & (row < num_rows)
-        held = held & (place >= 0) & (line >= 0) & (line < tl.where(source == rank, num_tokens, slot_capacity))
+        held = held & (place >= 0) & (slot >= 0) & (slot < tl.where(source == rank, num_tokens, slot_capacity))
         prob = bits.to(tl.float32, bitcast=True)
         if WITH_ENTRIES:
             tl.store(out_probs + row, prob.to(out_probs.dtype.element_ty), mask=held)
@@ -117,7 +116,7 @@ def place_rows(
         read = held
         if ZERO_PROBS:
             read = held & (prob != 0.0)
-        lines = tl.where(source == rank, x, buffer) + tl.cast(line, tl.int64)[:, None] * hidden
+        lines = tl.where(source == rank, x, buffer) + tl.cast(slot, tl.int64)[:, None] * hidden
         target = out + tl.cast(row, tl.int64)[:, None] * hidden
         for column in range(0, hidden, BLOCK_H):
             offsets = column + tl.arange(0, BLOCK_H)
@@ -155,7 +154,7 @@ def _send_chunks(
 @triton.jit
 def _place_chunks(
     program, num_programs, x, out, out_probs, kept, origins, recv_offsets, buffer, arrived, signals, control, rank, epoch,
-    limits, num_tokens, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr,
+    limits, num_tokens, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Copies chunks from their slots to their rows in the order of arrival, each once its flag is set."""
@@ -170,7 +169,7 @@ def _place_chunks(
             dl.wait(signals + source * NUM_CHUNKS + chunk, epoch, control, source, chunk, TARGET)
         place_rows(
             x, buffer, out, out_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows,
-            slot_capacity, WITH_ENTRIES, ZERO_PROBS, TOPK, ROWS, BLOCK_H,
+            slot_capacity, WITH_ENTRIES, ZERO_PROBS, ROWS, BLOCK_H,
         )  # fmt: skip
 
 
@@ -179,7 +178,7 @@ def push_tokens(
     x, out, out_probs, kept, origins, dest_slots, send_list, chunk_entries, list_base, entry_base, recv_offsets,
     buffer, buffer_addresses, arrived, entry_addresses, signals, signal_addresses, ready, ready_addresses,
     signature, tickets, control, limits, num_tokens, chunk_tokens, hidden,
-    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
+    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, NUM_SENDERS: tl.constexpr,
     SHARED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +208,7 @@ def push_tokens(
         first_receiver: tl.constexpr = 0 if SHARED else NUM_SENDERS
         _place_chunks(
             program - first_receiver, tl.num_programs(0) - first_receiver, x, out, out_probs, kept, origins, recv_offsets,
-            buffer, arrived, signals, control, rank, epoch, limits, num_tokens, hidden, WITH_ENTRIES, ZERO_PROBS, TOPK,
+            buffer, arrived, signals, control, rank, epoch, limits, num_tokens, hidden, WITH_ENTRIES, ZERO_PROBS,
             WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, TARGET,
         )  # fmt: skip
 
@@ -240,12 +239,12 @@ def push_ahead(
 @triton.jit(do_not_specialize=["num_tokens"])
 def place_arrived(
     x, out, out_probs, kept, origins, recv_offsets, buffer, arrived, signals, control, limits, num_tokens, hidden,
-    ZERO_PROBS: tl.constexpr, TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+    ZERO_PROBS: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The receivers of ``push_tokens`` alone, beside this rank's ``push_ahead``, whose epoch ``limits`` holds."""
     _place_chunks(
         tl.program_id(0), tl.num_programs(0), x, out, out_probs, kept, origins, recv_offsets, buffer, arrived, signals, control,
-        dl.rank(control), tl.load(limits + 4), limits, num_tokens, hidden, True, ZERO_PROBS, TOPK, WORLD_SIZE, NUM_CHUNKS,
+        dl.rank(control), tl.load(limits + 4), limits, num_tokens, hidden, True, ZERO_PROBS, WORLD_SIZE, NUM_CHUNKS,
         ROWS, BLOCK_H, TARGET,
     )  # fmt: skip

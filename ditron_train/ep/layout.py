@@ -3,6 +3,7 @@
 The native order that bits need: at the expert's rank rows by local expert, then source rank, then token; at the source
 each token's rows by global expert. A token travels once to each rank that has one of its experts (its *slot* there);
 an *entry* says which row a slot is copied to, and to which *place* ``token * topk + j`` of the source its result returns.
+What a rank sends to itself takes no slot on the way: its entries name the token instead.
 """
 
 from __future__ import annotations
@@ -157,7 +158,9 @@ class Layout:
         tokens_per_expert: int64 [experts_per_rank]: on the CPU with exact sizes, on the device with a capacity.
         chunk_entries: [ranks, num_chunks + 1] entries for each rank before each chunk.
         recv_offsets: [ranks, num_chunks + 1] first entry of each source's chunk here.
-        expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond.
+        expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [places].
+        token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not looked at.
+        ragged: Whether a token may have any number of experts (padded to capacity), and so as many places.
         dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
         send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
         entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
@@ -182,6 +185,8 @@ class Layout:
     list_base: torch.Tensor
     entry_base: torch.Tensor
     expert_ids: torch.Tensor
+    token_places: torch.Tensor
+    ragged: bool
     dest_slots: torch.Tensor
     send_list: torch.Tensor | None
     entries: torch.Tensor
@@ -202,9 +207,9 @@ class RankPlan:
 
     Attributes:
         row_token: [num_rows, 3] source rank, token and global expert of each row.
-        entries: [num_rows, 3] row, slot and place, in the order of arrival.
+        entries: [num_rows, 3] row, slot (of the rank's own: token) and place, in the order of arrival.
         dest_slots: [num_tokens, world_size].
-        expert_ids: [num_tokens, topk].
+        expert_ids: [num_tokens, topk], or [places] of a ragged layout.
         recv_offsets: [world_size, num_chunks + 1].
     """
 
@@ -215,12 +220,13 @@ class RankPlan:
     recv_offsets: np.ndarray
 
 
-def plan_on_host(routing_maps: Sequence[np.ndarray], shape: LayoutShape) -> list[RankPlan]:
+def plan_on_host(routing_maps: Sequence[np.ndarray], shape: LayoutShape, *, ragged: bool = False) -> list[RankPlan]:
     """The NumPy twin: the plans of all ranks from their routing maps, written as plainly as the order is defined.
 
     Args:
         routing_maps: bool [num_tokens of that rank, num_experts] by rank.
         shape: Of the context; ``topk`` must cover the widest token, and bytes must not matter to its chunks.
+        ragged: As ``Layout.ragged``: ``topk`` does not matter then.
     """
     w, local = shape.world_size, shape.experts_per_rank
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(w)]
@@ -239,11 +245,11 @@ def plan_on_host(routing_maps: Sequence[np.ndarray], shape: LayoutShape) -> list
 
     plans = []
     for rank in range(w):
-        entries, offsets = _entries_of(rank, routing_maps, row_of[rank], slots, shape)
-        ids = np.full((len(routing_maps[rank]), shape.topk), -1, np.int32)
-        for token, routed in enumerate(routing_maps[rank]):
-            experts = np.flatnonzero(routed)
-            ids[token, : len(experts)] = experts
+        entries, offsets = _entries_of(rank, routing_maps, row_of[rank], slots, shape, ragged)
+        ids = np.nonzero(routing_maps[rank])[1].astype(np.int32)
+        if not ragged:
+            flat, ids = ids, np.full((len(routing_maps[rank]), shape.topk), -1, np.int32)
+            ids[np.arange(shape.topk) < routing_maps[rank].sum(1)[:, None]] = flat
         plans.append(RankPlan(np.array(rows[rank], np.int32).reshape(-1, 3), entries, slots[rank], ids, offsets))
     return plans
 
@@ -254,6 +260,7 @@ def _entries_of(
     row_of: dict[tuple[int, int, int], int],
     slots: Sequence[np.ndarray],
     shape: LayoutShape,
+    ragged: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Entries of rank ``owner`` by source, token, expert, and where each source's chunks begin among them."""
     local = shape.experts_per_rank
@@ -261,12 +268,14 @@ def _entries_of(
     offsets = np.zeros((shape.world_size, shape.num_chunks + 1), np.int32)
     for source, routed in enumerate(routing_maps):
         chunk_tokens = shape.chunk_tokens(len(routed), 0)
+        first_places = routed.sum(1).cumsum() - routed.sum(1) if ragged else np.arange(len(routed)) * shape.topk
         for chunk in range(shape.num_chunks):
             offsets[source, chunk] = len(entries)
             for token in range(chunk * chunk_tokens, min((chunk + 1) * chunk_tokens, len(routed))):
                 for nth, expert in enumerate(np.flatnonzero(routed[token])):
                     if expert // local == owner:
-                        place = token * shape.topk + nth
-                        entries.append((row_of[source, token, int(expert)], int(slots[source][token, owner]), place))
+                        place = int(first_places[token]) + nth
+                        slot = token if source == owner else int(slots[source][token, owner])
+                        entries.append((row_of[source, token, int(expert)], slot, place))
         offsets[source, shape.num_chunks] = len(entries)
     return np.array(entries, np.int32).reshape(-1, 3), offsets

@@ -226,19 +226,20 @@ def exchange_counts(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_places", "rank"])
 def list_entries(
-    routing_map, probs, chunk_counts, chunk_dests, chunk_entries, row_base, slot_base, list_base,
-    send_list, dest_slots, expert_ids, num_tokens, chunk_tokens,
-    TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
+    routing_map, probs, chunk_counts, chunk_dests, chunk_entries, row_base, slot_base, list_base, token_places,
+    send_list, dest_slots, expert_ids, num_tokens, chunk_tokens, num_places, rank,
+    RAGGED: tl.constexpr, TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
     SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, TOPK_LANES: tl.constexpr,
 ):  # fmt: skip
     """Program c lists what chunk c sends: one entry for each (token, expert), one slot for each (token, destination rank).
 
     ``send_list`` is grouped by destination, then ordered by token, then by expert; an entry is four int32: the row at the
-    destination in [local expert, source rank, token] order, the slot where the token arrives there, the place
-    ``token * TOPK + j`` where its result returns to, and the bits of its fp32 probability. ``expert_ids[t, j]`` is
-    token t's j-th expert, ascending (-1: none); ``dest_slots[t, d]`` the token's slot at rank d (-1: not sent there).
+    destination in [local expert, source rank, token] order, the slot where the token arrives there (for this rank itself,
+    where nothing travels, the token), the place ``token * TOPK + j`` where its result returns to, and the bits of its fp32
+    probability. ``expert_ids[t, j]`` is token t's j-th expert, ascending (-1: none); ``dest_slots[t, d]`` the token's slot at
+    rank d (-1: not sent there). RAGGED: places are ``token_places[t] + j``, and ``expert_ids[place]`` the expert.
 
     Nobody waits.
     """
@@ -264,29 +265,32 @@ def list_entries(
         rows = tl.reshape(next_row[None, :] + tl.cumsum(routed, 0) - routed, (BLOCK_T, RANKS, SLOTS))
         slots = next_slot[None, :] + tl.cumsum(sent, 0) - sent
         entries = (next_entry[None, :] + tl.cumsum(per_rank, 0) - per_rank)[:, :, None] + within
-        places = tokens[:, None, None] * TOPK + nth
+        lines = tl.where(ranks[None, :] == rank, tokens[:, None], slots)  # of the buffer there, or of the tokens here
+        if RAGGED:
+            first_places = tl.load(token_places + tokens, mask=tokens < last, other=0)
+            places = first_places[:, None, None] + nth
+            chosen = (routed3 > 0) & (entries < num_places) & (places < num_places)
+        else:
+            places = tokens[:, None, None] * TOPK + nth
+            chosen = (routed3 > 0) & (nth < TOPK) & (entries < num_places)  # a wider token is refused by the host
         bits = tl.reshape(weight, (BLOCK_T, RANKS, SLOTS)).to(tl.int32, bitcast=True)
 
-        chosen = (routed3 > 0) & (nth < TOPK) & (entries < num_tokens * TOPK)  # a wider token is refused by the host
         target = send_list + tl.cast(entries, tl.int64) * 4
         tl.store(target, rows, mask=chosen)
-        tl.store(target + 1, tl.broadcast_to(slots[:, :, None], (BLOCK_T, RANKS, SLOTS)), mask=chosen)
+        tl.store(target + 1, tl.broadcast_to(lines[:, :, None], (BLOCK_T, RANKS, SLOTS)), mask=chosen)
         tl.store(target + 2, places, mask=chosen)
         tl.store(target + 3, bits, mask=chosen)
 
-        lanes = tl.arange(0, TOPK_LANES)
         inside = (tokens < last)[:, None]
-        tl.store(
-            expert_ids + tokens[:, None] * TOPK_LANES + lanes[None, :],
-            tl.full((BLOCK_T, TOPK_LANES), -1, tl.int32),
-            mask=inside,
-        )
-        tl.debug_barrier()
-        tl.store(
-            expert_ids + tokens[:, None, None] * TOPK_LANES + nth,
-            tl.broadcast_to(experts, (BLOCK_T, RANKS, SLOTS)),
-            mask=chosen,
-        )
+        if RAGGED:
+            ids = places
+        else:
+            lanes = tl.arange(0, TOPK_LANES)
+            none = tl.full((BLOCK_T, TOPK_LANES), -1, tl.int32)
+            tl.store(expert_ids + tokens[:, None] * TOPK_LANES + lanes[None, :], none, mask=inside)
+            tl.debug_barrier()
+            ids = tokens[:, None, None] * TOPK_LANES + nth
+        tl.store(expert_ids + ids, tl.broadcast_to(experts, (BLOCK_T, RANKS, SLOTS)), mask=chosen)
         tl.store(
             dest_slots + tokens[:, None] * RANKS + ranks[None, :], tl.where(sent > 0, slots, -1), mask=inside
         )

@@ -59,7 +59,7 @@ def dispatch(
     else:
         rows, columns = move_tile(hidden, context.move.push_elements)
         constants = dict(
-            WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TOPK=shape.topk, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
+            WITH_ENTRIES=first, ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
             NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns, NUM_SENDERS=context.move.num_senders,
             SHARED=context.target == "interpreter", TARGET=context.target,
         )  # fmt: skip
@@ -90,7 +90,7 @@ def _place_ahead(
     channel, shape = context.dispatch_channel, layout.shape
     rows, columns = move_tile(x.shape[1], context.move.push_elements)
     constants = dict(
-        ZERO_PROBS=zero_probs, TOPK=shape.topk, WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
+        ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
         BLOCK_H=columns, TARGET=context.target,
     )  # fmt: skip
     num_programs = max(context.move.num_programs - context.move.num_senders, 1)
@@ -169,9 +169,9 @@ class PendingCombine:
         self._grads_buffer = context.grads_buffer(layout.place_capacity)
         self._rows, columns = move_tile(hidden, move.return_elements)
         self._sums = dict(
-            WITH_GRADS=with_grads, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "ascending_rounded",
-            DESCENDING=order == "descending", WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks,
-            SUM_ROWS=move_tile(hidden, move.sum_elements)[0], BLOCK_H=columns,
+            WITH_GRADS=with_grads, RAGGED=layout.ragged, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes,
+            ROUND_EACH=order == "ascending_rounded", DESCENDING=order == "descending", WORLD_SIZE=shape.world_size,
+            NUM_CHUNKS=shape.num_chunks, SUM_ROWS=move_tile(hidden, move.sum_elements)[0], BLOCK_H=columns,
             ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens), TARGET=context.target,
         )  # fmt: skip
 
@@ -186,7 +186,7 @@ class PendingCombine:
         stream = context.fork_side() if beside else None
         launch(context, return_rows, num_programs, constants, move.num_warps, *dtypes)(
             y, self._row_grads, self._out, self._prob_grads, layout.entries, layout.recv_offsets, layout.chunk_entries,
-            layout.expert_ids, self._buffer.local, self._buffer.addresses, self._grads_buffer.local,
+            layout.expert_ids, layout.token_places, self._buffer.local, self._buffer.addresses, self._grads_buffer.local,
             self._grads_buffer.addresses, channel.signals.local, channel.signals.addresses, channel.ready.local,
             channel.ready.addresses,
             signature(context, channel, y.shape[1], y.dtype, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE),
@@ -200,9 +200,9 @@ class PendingCombine:
         context.join_side()
         dtypes = (y.dtype, self._prob_grads.dtype)
         launch(context, sum_returned, context.move.num_programs, self._sums, context.move.num_warps, *dtypes)(
-            self._out, self._prob_grads, layout.chunk_entries, layout.expert_ids, self._buffer.local, self._grads_buffer.local,
-            channel.signals.local, channel.tickets, channel.control, layout.num_tokens, layout.chunk_tokens, y.shape[1],
-            layout.shape.num_experts,
+            self._out, self._prob_grads, layout.chunk_entries, layout.expert_ids, layout.token_places, self._buffer.local,
+            self._grads_buffer.local, channel.signals.local, channel.tickets, channel.control, layout.num_tokens,
+            layout.chunk_tokens, y.shape[1], layout.shape.num_experts,
         )  # fmt: skip
         return self.results
 

@@ -28,7 +28,7 @@ class SentAhead:
 class PendingLayout:
     """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
 
-    With a capacity there is nothing to wait for: ``room`` holds the sizes.
+    With a capacity there is nothing to wait for: ``room`` holds the sizes. With one of each expert ``tokens_per_expert`` does.
     """
 
     context: EPContext
@@ -40,7 +40,9 @@ class PendingLayout:
     send_list: torch.Tensor
     dest_slots: torch.Tensor
     expert_ids: torch.Tensor
+    token_places: torch.Tensor | None
     room: Room | None
+    tokens_per_expert: torch.Tensor | None = None
     host_messages: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
     ahead: SentAhead | None = None
@@ -55,9 +57,10 @@ class PendingLayout:
             ArenaError: The buffers do not fit; on every rank alike.
         """
         context, shape = self.context, self.context.shape
-        expert_tokens = self.tables["expert_tokens"][: shape.experts_per_rank]
         if self.room is not None:
-            return self._layout(self.room.rows, expert_tokens, self.room)
+            known = self.tokens_per_expert
+            on_device = self.tables["expert_tokens"][: shape.experts_per_rank]
+            return self._layout(self.room.rows, on_device if known is None else known, self.room)
         ahead, self.ahead = self.ahead, None
         try:
             if self.copied is not None:
@@ -94,6 +97,8 @@ class PendingLayout:
             list_base=tables["list_base"],
             entry_base=tables["entry_base"],
             expert_ids=self.expert_ids,
+            token_places=self.expert_ids if self.token_places is None else self.token_places,
+            ragged=self.token_places is not None,
             dest_slots=self.dest_slots,
             send_list=self.send_list,
             entries=torch.empty(num_rows, 4, dtype=torch.int32, device=self.context.device),
@@ -132,7 +137,7 @@ def _tables(context: EPContext) -> dict[str, torch.Tensor]:
 
 
 def _check_routing(
-    routing_map: torch.Tensor, probs: torch.Tensor, dtype: torch.dtype, context: EPContext
+    routing_map: torch.Tensor, probs: torch.Tensor, dtype: torch.dtype, context: EPContext, num_places: int
 ) -> None:
     shape = context.shape
     if routing_map.dim() != 2 or routing_map.shape[1] != shape.num_experts or routing_map.dtype != torch.bool:
@@ -144,8 +149,8 @@ def _check_routing(
     check_tokens("probs", probs, context)
     if dtype not in DTYPES:
         raise NotSupportedError(f"tokens: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    if routing_map.shape[0] * shape.topk * 4 >= 2**31:
-        raise NotSupportedError(f"expert parallel: {routing_map.shape[0]} tokens x top-k {shape.topk} overflow int32 indices")
+    if num_places * 4 >= 2**31:
+        raise NotSupportedError(f"expert parallel: {num_places} rows of {routing_map.shape[0]} tokens overflow int32 indices")
 
 
 def begin_layout(
@@ -156,28 +161,40 @@ def begin_layout(
     context: EPContext,
     *,
     capacity_factor: float | None = None,
+    expert_capacity: int | None = None,
 ) -> PendingLayout:
     """Enqueues the counting of a routing map, the exchange of counts and the listing of what is sent.
 
     Args:
-        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row. ``num_tokens`` may differ between ranks
-            where there is no capacity.
+        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row, any number with an ``expert_capacity``.
+            ``num_tokens`` may differ between ranks where there is no capacity.
         probs: [num_tokens, num_experts] of bf16, fp16 or fp32.
         hidden: Elements of a token, the same on every rank.
         dtype: Their type.
         context: Of the group.
         capacity_factor: None: exact sizes, for one host sync in ``finish``. A number: fixed sizes, so many times the rows of
             even routing, no host sync; what does not fit is recorded on the device and raised at the next check.
+        expert_capacity: How many tokens of every rank each expert gets, exactly: the routing map is padded to it. Sizes are
+            known without a host sync.
 
     Raises:
         NotSupportedError: Shapes, types or devices that do not fit.
     """
     shape = context.shape
-    _check_routing(routing_map, probs, dtype, context)
+    num_tokens, device = routing_map.shape[0], context.device
+    num_places = num_tokens * shape.topk if expert_capacity is None else shape.num_experts * expert_capacity
+    _check_routing(routing_map, probs, dtype, context, num_places)
     context.check()
     context.join_side()  # nothing runs there, unless a layout was given up
-    num_tokens, device = routing_map.shape[0], context.device
-    room = None if capacity_factor is None else context.room_for(num_tokens, capacity_factor)
+    room, tokens_per_expert, token_places = None, None, None
+    if expert_capacity is not None:
+        room = context.room_of_experts(num_tokens, expert_capacity)
+        tokens_per_expert = torch.full((shape.experts_per_rank,), shape.world_size * expert_capacity)
+        token_places = torch.zeros(num_tokens + 1, dtype=torch.int32, device=device)
+        torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=token_places[1:])
+        token_places.clamp_(max=num_places)
+    elif capacity_factor is not None:
+        room = context.room_for(num_tokens, capacity_factor)
     chunk_tokens = shape.chunk_tokens(num_tokens, hidden * dtype.itemsize)
     routed = routing_map.contiguous().view(torch.uint8)
     tables = _tables(context)
@@ -190,22 +207,26 @@ def begin_layout(
     )
     _exchange(context, tables, num_tokens, hidden, dtype, room)
     host = {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
-    send_list = torch.empty(num_tokens * shape.topk, 4, dtype=torch.int32, device=device)
+    send_list = torch.empty(num_places, 4, dtype=torch.int32, device=device)
     dest_slots = torch.empty(num_tokens, shape.ranks, dtype=torch.int32, device=device)
-    expert_ids = torch.empty(num_tokens, shape.topk_lanes, dtype=torch.int32, device=device)
+    ids_shape = (num_places,) if token_places is not None else (num_tokens, shape.topk_lanes)
+    expert_ids = torch.empty(ids_shape, dtype=torch.int32, device=device)
     constants = dict(
-        TOPK=shape.topk, **blocks, NUM_CHUNKS=shape.num_chunks, BLOCK_T=block_tokens, TOPK_LANES=shape.topk_lanes
-    )
+        RAGGED=token_places is not None, TOPK=shape.topk, **blocks, NUM_CHUNKS=shape.num_chunks, BLOCK_T=block_tokens,
+        TOPK_LANES=shape.topk_lanes,
+    )  # fmt: skip
     launch(context, list_entries, shape.num_chunks, constants, 4, probs.dtype)(
         routed, probs.detach().contiguous(),
         *(tables[name] for name in ("chunk_counts", "chunk_dests", "chunk_entries", "row_base", "slot_base", "list_base")),
-        send_list, dest_slots, expert_ids, num_tokens, chunk_tokens,
+        expert_ids if token_places is None else token_places,
+        send_list, dest_slots, expert_ids, num_tokens, chunk_tokens, num_places, context.rank,
     )  # fmt: skip
     if room is not None:
         context.reserve_room(room, num_tokens, hidden, dtype)
     return PendingLayout(
-        context, num_tokens, chunk_tokens, hidden, dtype, tables, send_list, dest_slots, expert_ids, room, **host
-    )
+        context, num_tokens, chunk_tokens, hidden, dtype, tables, send_list, dest_slots, expert_ids, token_places, room,
+        tokens_per_expert, **host
+    )  # fmt: skip
 
 
 def _exchange(

@@ -44,12 +44,13 @@ def _send_rows(
 
 @triton.jit
 def sum_rows(
-    buffer, out, expert_ids, first, last, hidden, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    buffer, out, expert_ids, token_places, first, last, hidden, RAGGED: tl.constexpr, TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[t] = ((0 + r_0) + r_1) + ..., r_j token t's rows by expert, ascending or descending.
 
-    In fp32 with one rounding at the end, or (ROUND_EACH) rounded to the rows' type after every addition.
+    In fp32 with one rounding at the end, or (ROUND_EACH) rounded to the rows' type after every addition. RAGGED: a token has
+    as many rows as lie between its ``token_places`` and the next one's.
     """
     dtype = out.dtype.element_ty
     for start in range(first, last, ROWS):
@@ -59,40 +60,62 @@ def sum_rows(
             offsets = column + tl.arange(0, BLOCK_H)
             narrow = (offsets < hidden)[None, :]
             total = tl.zeros((ROWS, BLOCK_H), tl.float32)
-            for step in tl.static_range(TOPK):
-                nth = TOPK - 1 - step if DESCENDING else step
-                held = tl.load(expert_ids + tokens * TOPK_LANES + nth, mask=inside, other=-1) >= 0
-                source = buffer + (tl.cast(tokens, tl.int64) * TOPK + nth)[:, None] * hidden + offsets[None, :]
-                total += tl.load(source, mask=held[:, None] & narrow, other=0.0).to(tl.float32)
-                if ROUND_EACH:
-                    total = total.to(dtype).to(tl.float32)
+            if RAGGED:
+                places = tl.load(token_places + tokens, mask=inside, other=0)
+                count = tl.load(token_places + tokens + 1, mask=inside, other=0) - places
+                for step in range(0, tl.max(count, axis=0)):
+                    nth = count - 1 - step if DESCENDING else step
+                    source = buffer + tl.cast(places + nth, tl.int64)[:, None] * hidden + offsets[None, :]
+                    total += tl.load(source, mask=(step < count)[:, None] & narrow, other=0.0).to(tl.float32)
+                    if ROUND_EACH:
+                        total = total.to(dtype).to(tl.float32)
+            else:
+                for step in tl.static_range(TOPK):
+                    nth = TOPK - 1 - step if DESCENDING else step
+                    held = tl.load(expert_ids + tokens * TOPK_LANES + nth, mask=inside, other=-1) >= 0
+                    source = buffer + (tl.cast(tokens, tl.int64) * TOPK + nth)[:, None] * hidden + offsets[None, :]
+                    total += tl.load(source, mask=held[:, None] & narrow, other=0.0).to(tl.float32)
+                    if ROUND_EACH:
+                        total = total.to(dtype).to(tl.float32)
             target = out + tl.cast(tokens, tl.int64)[:, None] * hidden + offsets[None, :]
             tl.store(target, total.to(dtype), mask=inside[:, None] & narrow)
 
 
 @triton.jit
 def scatter_grads(
-    grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    ROWS: tl.constexpr,
+    grad_buffer, prob_grads, expert_ids, token_places, first, last, num_experts, RAGGED: tl.constexpr, TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """prob_grads[t, e] = grad_buffer[t * TOPK + j] where e is token t's j-th expert; the rest stays as it was."""
-    nth = tl.arange(0, TOPK_LANES)
+    """prob_grads[t, e] = grad_buffer[place of (t, j)] where e is token t's j-th expert; the rest stays as it was."""
     for start in range(first, last, ROWS):
         tokens = start + tl.arange(0, ROWS)
-        valid = (tokens < last)[:, None] & (nth < TOPK)[None, :]
-        expert = tl.load(expert_ids + tokens[:, None] * TOPK_LANES + nth[None, :], mask=valid, other=-1)
-        valid = valid & (expert >= 0)
-        grad = tl.load(grad_buffer + tokens[:, None] * TOPK + nth[None, :], mask=valid)
-        target = prob_grads + tl.cast(tokens, tl.int64)[:, None] * num_experts + expert
-        tl.store(target, grad.to(prob_grads.dtype.element_ty), mask=valid)
+        inside = tokens < last
+        line = prob_grads + tl.cast(tokens, tl.int64)[:, None] * num_experts
+        if RAGGED:
+            places = tl.load(token_places + tokens, mask=inside, other=0)
+            count = tl.load(token_places + tokens + 1, mask=inside, other=0) - places
+            for done in range(0, tl.max(count, axis=0), TOPK_LANES):
+                nth = done + tl.arange(0, TOPK_LANES)
+                valid = nth[None, :] < count[:, None]
+                place = places[:, None] + nth[None, :]
+                expert = tl.load(expert_ids + place, mask=valid, other=0)
+                grad = tl.load(grad_buffer + place, mask=valid)
+                tl.store(line + expert, grad.to(prob_grads.dtype.element_ty), mask=valid)
+        else:
+            nth = tl.arange(0, TOPK_LANES)
+            valid = inside[:, None] & (nth < TOPK)[None, :]
+            expert = tl.load(expert_ids + tokens[:, None] * TOPK_LANES + nth[None, :], mask=valid, other=-1)
+            valid = valid & (expert >= 0)
+            grad = tl.load(grad_buffer + tokens[:, None] * TOPK + nth[None, :], mask=valid)
+            tl.store(line + expert, grad.to(prob_grads.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def _sum_arrived(
-    program, num_programs, out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, control, rank, epoch,
-    num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr,
+    program, num_programs, out, prob_grads, chunk_entries, expert_ids, token_places, buffer, grad_buffer, signals, control,
+    rank, epoch, num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS: tl.constexpr, RAGGED: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Sums ITEM_TOKENS tokens at a time once every rank that has rows of their chunk has set its flag."""
     for item in range(program, tl.cdiv(num_tokens, ITEM_TOKENS), num_programs):
@@ -104,17 +127,22 @@ def _sum_arrived(
             counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
             if tl.load(counted + 1) > tl.load(counted):
                 dl.wait(signals + peer * NUM_CHUNKS + chunk, epoch, control, peer, chunk, TARGET)
-        sum_rows(buffer, out, expert_ids, first, last, hidden, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H)
+        sum_rows(
+            buffer, out, expert_ids, token_places, first, last, hidden, RAGGED, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING,
+            SUM_ROWS, BLOCK_H,
+        )  # fmt: skip
         if WITH_GRADS:
-            scatter_grads(grad_buffer, prob_grads, expert_ids, first, last, num_experts, TOPK, TOPK_LANES, ITEM_TOKENS)
+            scatter_grads(
+                grad_buffer, prob_grads, expert_ids, token_places, first, last, num_experts, RAGGED, TOPK, TOPK_LANES, ITEM_TOKENS
+            )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def return_rows(
-    y, row_grads, out, prob_grads, kept, recv_offsets, chunk_entries, expert_ids,
+    y, row_grads, out, prob_grads, kept, recv_offsets, chunk_entries, expert_ids, token_places,
     buffer, buffer_addresses, grad_buffer, grad_addresses, signals, signal_addresses, ready, ready_addresses,
     signature, tickets, control, limits, num_tokens, chunk_tokens, hidden, num_experts,
-    WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
+    WITH_GRADS: tl.constexpr, RAGGED: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
     DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, SUM_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr, ROWS: tl.constexpr,
     NUM_SENDERS: tl.constexpr, SHARED: tl.constexpr,
@@ -152,17 +180,18 @@ def return_rows(
     if SHARED or program >= NUM_SENDERS:
         first_receiver: tl.constexpr = 0 if SHARED else NUM_SENDERS
         _sum_arrived(
-            program - first_receiver, tl.num_programs(0) - first_receiver, out, prob_grads, chunk_entries, expert_ids, buffer,
-            grad_buffer, signals, control, rank, epoch, num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS, TOPK,
-            TOPK_LANES, ROUND_EACH, DESCENDING, WORLD_SIZE, NUM_CHUNKS, SUM_ROWS, BLOCK_H, ITEM_TOKENS, TARGET,
+            program - first_receiver, tl.num_programs(0) - first_receiver, out, prob_grads, chunk_entries, expert_ids,
+            token_places, buffer, grad_buffer, signals, control, rank, epoch, num_tokens, chunk_tokens, hidden, num_experts,
+            WITH_GRADS, RAGGED, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, WORLD_SIZE, NUM_CHUNKS, SUM_ROWS, BLOCK_H,
+            ITEM_TOKENS, TARGET,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def sum_returned(
-    out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, tickets, control,
+    out, prob_grads, chunk_entries, expert_ids, token_places, buffer, grad_buffer, signals, tickets, control,
     num_tokens, chunk_tokens, hidden, num_experts,
-    WITH_GRADS: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
+    WITH_GRADS: tl.constexpr, RAGGED: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
     DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, SUM_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +202,7 @@ def sum_returned(
     """
     epoch = (tl.load(tickets) >> TICKET_UNIT_LOG2).to(tl.int32)
     _sum_arrived(
-        tl.program_id(0), tl.num_programs(0), out, prob_grads, chunk_entries, expert_ids, buffer, grad_buffer, signals, control,
-        dl.rank(control), epoch, num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS, TOPK, TOPK_LANES, ROUND_EACH,
-        DESCENDING, WORLD_SIZE, NUM_CHUNKS, SUM_ROWS, BLOCK_H, ITEM_TOKENS, TARGET,
+        tl.program_id(0), tl.num_programs(0), out, prob_grads, chunk_entries, expert_ids, token_places, buffer, grad_buffer,
+        signals, control, dl.rank(control), epoch, num_tokens, chunk_tokens, hidden, num_experts, WITH_GRADS, RAGGED, TOPK,
+        TOPK_LANES, ROUND_EACH, DESCENDING, WORLD_SIZE, NUM_CHUNKS, SUM_ROWS, BLOCK_H, ITEM_TOKENS, TARGET,
     )  # fmt: skip

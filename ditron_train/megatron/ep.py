@@ -12,7 +12,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import get_capacity, get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from ditron_train.ep import (
@@ -52,10 +52,6 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
         return "the expert parallel group has one rank"
     if dispatcher.tp_size > MOST_SLICES:
         return f"experts are split over {dispatcher.tp_size} tensor parallel ranks ({MOST_SLICES} are covered)"
-    if dispatcher.tp_size > 1 and get_settings().ep_slices == "off":
-        return f"experts are split over {dispatcher.tp_size} tensor parallel ranks and DITRON_EP_SLICES is off"
-    if dispatcher.drop_and_pad:
-        return "moe_pad_expert_input_to_capacity is on"
     if config.moe_router_padding_for_quantization:
         return "moe_router_padding_for_quantization is on"
     if config.overlap_moe_expert_parallel_comm:
@@ -67,7 +63,9 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
     return None
 
 
-def _why_not_tensors(hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
+def _why_not_tensors(hidden_states: torch.Tensor, probs: torch.Tensor, expert_capacity: int | None) -> str | None:
+    if expert_capacity is not None and expert_capacity > len(probs):
+        return f"{len(probs)} tokens do not fill an expert's capacity of {expert_capacity}"
     if hidden_states.device.type == "cpu" and not is_interpreter():
         return "the tensors are on the CPU and Triton's interpreter is off"
     for tensor in (hidden_states, probs):
@@ -110,7 +108,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def _use_capacity(self, experts: torch.nn.Module) -> None:
         """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the host."""
         factor = get_settings().ep_capacity
-        if factor is None:
+        if factor is None or self.drop_and_pad:  # padded to capacity, sizes are exact without a host sync
             return
         reason = "Transformer Engine is not installed"
         if self.tp_size > 1:
@@ -139,9 +137,19 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 self._log_native()
         return context
 
+    def _expert_capacity(self, num_tokens: int) -> int | None:
+        """Tokens that every expert gets from each rank where they are padded to capacity, else None."""
+        if not self.drop_and_pad:
+            return None
+        return get_capacity(
+            num_tokens=num_tokens * self.config.moe_router_topk,
+            num_experts=self.num_experts,
+            capacity_factor=self.moe_expert_capacity_factor,
+        )
+
     def _context_of_group(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | RailContext | None:
         if self._native_because is None:
-            self._native_because = _why_not_tensors(hidden_states, probs)
+            self._native_because = _why_not_tensors(hidden_states, probs, self._expert_capacity(len(probs)))
         device = hidden_states.device
         if self._native_because is None:
             fused = self.config.moe_permute_fusion
@@ -168,6 +176,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         over_nodes = get_rail_context(*arguments)
         if over_nodes is None:
             return get_ep_context(*arguments)
+        if self.drop_and_pad:
+            raise NotSupportedError("moe_pad_expert_input_to_capacity is on in a group that spans nodes")
         self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
         return over_nodes
 
@@ -183,7 +193,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return dispatcher
 
         group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
-        return ep_policy.why_not_here(make, hidden_states, probs, topk=topk, fused=fused, group=group)
+        pad_factor = self.moe_expert_capacity_factor if self.drop_and_pad else None
+        return ep_policy.why_not_here(make, hidden_states, probs, topk=topk, fused=fused, group=group, pad_factor=pad_factor)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -200,7 +211,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             if isinstance(self._ep_context, RailContext):
                 self._pending = rails.begin_layout(*arguments)
             else:
-                self._pending = begin_layout(*arguments, capacity_factor=self._capacity_factor)
+                self._pending = begin_layout(
+                    *arguments, capacity_factor=self._capacity_factor, expert_capacity=self._expert_capacity(len(tokens))
+                )
                 if self._pairs is not None and "dispatch_gemm" not in self._pairs:
                     dispatch_ahead(tokens, self._pending)
         except ArenaError as error:  # of a fixed capacity; raised by every rank alike

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder
 from ditron_train.ep import expert_functions as pairs_of
@@ -47,9 +48,9 @@ def _deterministic() -> Iterator[None]:
 
 
 def _random_inputs(
-    num_tokens: int, hidden_states: torch.Tensor, probs: torch.Tensor, topk: int, seed: int
+    num_tokens: int, hidden_states: torch.Tensor, probs: torch.Tensor, topk: int, seed: int, expert_capacity: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, even routing, probabilities and an output gradient, from a generator of its own."""
+    """Tokens, even routing (padded to ``expert_capacity``), probabilities and an output gradient, from a generator of its own."""
     device, hidden, num_experts = hidden_states.device, hidden_states.shape[-1], probs.shape[1]
     generator = torch.Generator(device).manual_seed(seed)
     x, grad = (
@@ -58,11 +59,21 @@ def _random_inputs(
     scores = torch.empty(num_tokens, num_experts, device=device).uniform_(0.1, 1.0, generator=generator)
     routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=device)
     routed.scatter_(1, scores.topk(topk, dim=1).indices, True)
+    scores *= routed
+    if expert_capacity is not None:  # as the router pads: with tokens of probability 0
+        routed = torch.zeros_like(routed).scatter_(0, scores.topk(expert_capacity, dim=0).indices, True)
     return x, routed, (scores * routed).to(probs.dtype), grad
 
 
 def why_not_here(
-    make: Callable[[bool], Any], hidden_states: torch.Tensor, probs: torch.Tensor, *, topk: int, fused: bool, group: Any
+    make: Callable[[bool], Any],
+    hidden_states: torch.Tensor,
+    probs: torch.Tensor,
+    *,
+    topk: int,
+    fused: bool,
+    group: Any,
+    pad_factor: float | None = None,
 ) -> str | None:
     """Why layers of this kind stay native on this machine, or None (collective the first time, with host syncs).
 
@@ -73,18 +84,21 @@ def why_not_here(
         topk: Experts of a token.
         fused: Whether ``moe_permute_fusion`` is on.
         group: The expert-parallel group.
+        pad_factor: Capacity factor where tokens are padded to capacity.
 
     Raises:
         ArenaError, NotSupportedError: Ours cannot run here; on every rank alike.
     """
-    key = (group, hidden_states.shape[-1], hidden_states.dtype, probs.shape[1], probs.dtype, topk, fused)
+    key = (group, hidden_states.shape[-1], hidden_states.dtype, probs.shape[1], probs.dtype, topk, fused, pad_factor)
     if key in _answers:
         return _answers[key]
     most = torch.tensor([probs.shape[0]], device=hidden_states.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    num_tokens = int(most.item())
+    num_tokens, capacity = int(most.item()), None
+    if pad_factor is not None:
+        capacity = get_capacity(num_tokens=num_tokens * topk, num_experts=probs.shape[1], capacity_factor=pad_factor)
     with torch.inference_mode(False):
-        x, routed, weights, grad = _random_inputs(num_tokens, hidden_states, probs, topk, 1 + dist.get_rank(group))
+        x, routed, weights, grad = _random_inputs(num_tokens, hidden_states, probs, topk, 1 + dist.get_rank(group), capacity)
     calls = {"native": 0}
 
     def run(dispatcher: Any) -> list[torch.Tensor]:
@@ -105,6 +119,7 @@ def why_not_here(
             return run(dispatchers["native"])
 
     words = f"ep {num_tokens} tokens x {x.shape[1]}, top-{topk} of {probs.shape[1]}, {x.dtype}" + ", fused" * fused
+    words += "" if capacity is None else f", padded to {capacity}"
     decision = decide(words, native, lambda: run(dispatchers["ours"]), group=group, device=x.device)
     _answers[key] = None if decision.use_ditron else decision.reason
     return _answers[key]
@@ -128,7 +143,7 @@ def fused_pairs_here(
     """
     first, second = experts.linear_fc1.weight0, experts.linear_fc2.weight0
     into_main_grad = experts.linear_fc2.fuse_wgrad_accumulation
-    key = (context, tuple(first.shape), tuple(second.shape), hidden_states.dtype, order, into_main_grad)
+    key = (context, tuple(first.shape), tuple(second.shape), hidden_states.dtype, order, into_main_grad, layout.ragged)
     if key not in _pairs:
         with torch.no_grad():
             _pairs[key] = _ask_for_pairs(experts, layout, context, hidden_states, order, group)
@@ -145,8 +160,9 @@ def _ask_for_pairs(
     most = torch.tensor([layout.num_tokens], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     like = torch.empty(1, shape.num_experts, device=device)
-    x, routed, probs, _ = _random_inputs(int(most), hidden_states, like, shape.topk, 1 + dist.get_rank(group))
-    fresh = begin_layout(routed, probs, hidden, x.dtype, context).finish()
+    capacity = layout.place_capacity // shape.num_experts if layout.ragged else None
+    x, routed, probs, _ = _random_inputs(int(most), hidden_states, like, shape.topk, 1 + dist.get_rank(group), capacity)
+    fresh = begin_layout(routed, probs, hidden, x.dtype, context, expert_capacity=capacity).finish()
     rows, row_probs = dispatch(x, fresh, context)
     weights, back = (
         [getattr(linear, f"weight{index}").detach() for index in range(linear.num_gemms)]

@@ -203,15 +203,6 @@ SETTINGS: tuple[Setting, ...] = (
         "on posed nodes only). off: natively.",
     ),
     Setting(
-        "ep_slices",
-        "DITRON_EP_SLICES",
-        _one_of("on", "off"),
-        "off",
-        "on, off",
-        "Expert parallel where experts are split over two tensor parallel ranks: on: ours moves the rows over the expert parallel "
-        "group (tried on CPU processes only). off: natively.",
-    ),
-    Setting(
         "postmortem",
         "DITRON_POSTMORTEM",
         str,
@@ -237,7 +228,6 @@ class Settings:
     muon_opt_ins: tuple[str, ...] | None
     ep_capacity: float | None
     ep_rails: str
-    ep_slices: str
     policy: str
     plan: str | None
     tuning: str | None

@@ -20,11 +20,11 @@ _PUSH = _signature(
 )  # fmt: skip
 _RETURN = _signature(
     ("y out buffer", "*bf16"), ("row_grads prob_grads grad_buffer", "*fp32"),
-    ("kept recv_offsets chunk_entries expert_ids", _INT), ("buffer_addresses grad_addresses", "*i64"), *_CHANNEL,
+    ("kept recv_offsets chunk_entries expert_ids token_places", _INT), ("buffer_addresses grad_addresses", "*i64"), *_CHANNEL,
     ("limits", _INT), ("num_tokens chunk_tokens hidden num_experts", "i32"),
 )  # fmt: skip
 _SUM = _signature(
-    ("out buffer", "*bf16"), ("prob_grads grad_buffer", "*fp32"), ("chunk_entries expert_ids signals", _INT),
+    ("out buffer", "*bf16"), ("prob_grads grad_buffer", "*fp32"), ("chunk_entries expert_ids token_places signals", _INT),
     ("tickets control", "*i64"), ("num_tokens chunk_tokens hidden num_experts", "i32"),
 )  # fmt: skip
 _AHEAD = _signature(
@@ -68,23 +68,26 @@ SPECS = [
         aligned=("chunk_counts", "messages"),
         signals=True,
     ),
-    KernelSpec(
-        name="ep_list_entries",
-        kernel="ditron_train.ep.layout_kernels:list_entries",
-        signature=_signature(
-            ("routing_map", "*u8"), ("probs", "*fp32"),
-            ("chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots expert_ids", _INT),
-            ("num_tokens chunk_tokens", "i32"),
-        ),  # fmt: skip
-        constexprs={**_LAYOUT, "TOPK": 8, "NUM_CHUNKS": 128, "TOPK_LANES": 8},
-        num_warps=4,
+    *(
+        KernelSpec(
+            name=f"ep_list_entries_{name}",
+            kernel="ditron_train.ep.layout_kernels:list_entries",
+            signature=_signature(
+                ("routing_map", "*u8"), ("probs", "*fp32"),
+                ("chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots expert_ids", _INT),
+                ("token_places", _INT), ("num_tokens chunk_tokens num_places rank", "i32"),
+            ),  # fmt: skip
+            constexprs={**_LAYOUT, "RAGGED": ragged, "TOPK": 8, "NUM_CHUNKS": 128, "TOPK_LANES": 8},
+            num_warps=4,
+        )
+        for name, ragged in (("topk", False), ("padded", True))
     ),
     *(
         KernelSpec(
             name=f"ep_push_tokens_{name}",
             kernel="ditron_train.ep.kernels:push_tokens",
             signature=_PUSH,
-            constexprs={**_MOVE, "ROWS": 2, "RANKS": 8, "WITH_ENTRIES": with_entries, "ZERO_PROBS": with_entries, "TOPK": 8},
+            constexprs={**_MOVE, "ROWS": 2, "RANKS": 8, "WITH_ENTRIES": with_entries, "ZERO_PROBS": with_entries},
             num_warps=16,
             aligned=_aligned(_PUSH),
             signals=True,
@@ -104,7 +107,7 @@ SPECS = [
         name="ep_place_arrived",
         kernel="ditron_train.ep.kernels:place_arrived",
         signature=_PLACE,
-        constexprs={"ZERO_PROBS": True, "TOPK": 8, "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "ROWS": 2, "BLOCK_H": 8192},
+        constexprs={"ZERO_PROBS": True, "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "ROWS": 2, "BLOCK_H": 8192},
         num_warps=16,
         aligned=_aligned(_PLACE),
         signals=None,
@@ -116,21 +119,25 @@ SPECS = [
             kernel="ditron_train.ep.return_kernels:return_rows",
             signature=_RETURN,
             constexprs={
-                **_MOVE, "ROWS": 4, "WITH_GRADS": with_grads, "TOPK": 8, "TOPK_LANES": 8, "ROUND_EACH": round_each,
-                "DESCENDING": not round_each, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
+                **_MOVE, "ROWS": 4, "WITH_GRADS": with_grads, "RAGGED": ragged, "TOPK": 8, "TOPK_LANES": 8,
+                "ROUND_EACH": round_each, "DESCENDING": not round_each, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
             },  # fmt: skip
             num_warps=16,
             aligned=_aligned(_RETURN),
             signals=True,
         )
-        for name, with_grads, round_each in (("index_add", False, True), ("fused_with_grads", True, False))
+        for name, with_grads, round_each, ragged in (
+            ("index_add", False, True, False),
+            ("fused_with_grads", True, False, False),
+            ("padded_with_grads", True, True, True),
+        )
     ),
     KernelSpec(
         name="ep_sum_returned",
         kernel="ditron_train.ep.return_kernels:sum_returned",
         signature=_SUM,
         constexprs={
-            "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "WITH_GRADS": True, "TOPK": 8, "TOPK_LANES": 8,
+            "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "WITH_GRADS": True, "RAGGED": False, "TOPK": 8, "TOPK_LANES": 8,
             "ROUND_EACH": False, "DESCENDING": True, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
         },  # fmt: skip
         num_warps=16,

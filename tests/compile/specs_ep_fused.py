@@ -30,7 +30,7 @@ _DISPATCH = _signature(
     ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL, _TABLES, ("num_tokens chunk_tokens hidden N", "i32"),
 )  # fmt: skip
 _COMBINE = _signature(
-    ("y out buffer", "*bf16"), ("row_grads prob_grads grad_buffer", "*fp32"), ("origins chunk_entries expert_ids", _INT),
+    ("y out buffer", "*bf16"), ("row_grads prob_grads grad_buffer", "*fp32"), ("origins chunk_entries expert_ids token_places", _INT),
     ("buffer_addresses grad_addresses", "*i64"), *_CHANNEL, _TABLES, ("num_tokens hidden K num_experts", "i32"),
 )  # fmt: skip
 
@@ -57,7 +57,7 @@ SPECS = [
             signature={**_DISPATCH, **_descriptors(forward)},
             constexprs={
                 **_MOVE, **_WIDE, "RANKS": 8, "SEND_ROWS": 2, "PLACE_ROWS": 4, "WITH_ENTRIES": forward,
-                "ZERO_PROBS": forward, "TOPK": 8, "TRANSPOSE_B": forward, "NUM_PLACERS": 24, "STRIP": 2,
+                "ZERO_PROBS": forward, "TRANSPOSE_B": forward, "NUM_PLACERS": 24, "STRIP": 2,
             },  # fmt: skip
             num_warps=8,
             num_stages=4,
@@ -73,7 +73,7 @@ SPECS = [
             kernel="ditron_train.ep.fused_kernels:gemm_combine_kernel",
             signature={**_COMBINE, **_descriptors(forward)},
             constexprs={
-                **_MOVE, **_WIDE, "ROWS": 4, "WITH_GRADS": not forward, "TOPK": 8, "TOPK_LANES": 8,
+                **_MOVE, **_WIDE, "ROWS": 4, "WITH_GRADS": not forward, "RAGGED": False, "TOPK": 8, "TOPK_LANES": 8,
                 "ROUND_EACH": forward, "DESCENDING": not forward, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
                 "TRANSPOSE_B": forward, "TILE_COUNT": 8,
             },  # fmt: skip

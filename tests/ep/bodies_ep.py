@@ -27,6 +27,10 @@ def routing(kind: str, rank: int, num_tokens: int, num_experts: int, topk: int, 
     routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
     if num_tokens:
         routed.scatter_(1, scores.topk(topk, dim=1).indices, True)
+    if kind == "padded":  # every expert gets half of the tokens, some of them the same ones
+        scores[: num_tokens // 3, : num_experts // 2] += 1
+        routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
+        return routed.scatter_(0, scores.topk(num_tokens // 2, dim=0).indices, True)
     if kind == "dropped":
         routed &= torch.rand(num_tokens, num_experts, generator=generator) < 0.6
     return routed
@@ -55,7 +59,8 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
     """Layout tables against the twin; rows, probabilities and sums against plain indexing, forward and backward."""
     world_size, rank, maps, x, probs = _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
-    plans = plan_on_host([m.numpy() for m in maps], context.shape)
+    padded = kind == "padded"
+    plans = plan_on_host([m.numpy() for m in maps], context.shape, ragged=padded)
     plan = plans[rank]
     xs, ps = [None] * world_size, [None] * world_size
     dist.all_gather_object(xs, x)
@@ -63,10 +68,12 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
 
     x = x.requires_grad_()
     probs = probs.requires_grad_()
-    layout = begin_layout(maps[rank], probs, hidden, dtype, context).finish()
+    capacity = tokens_by_rank[rank] // 2 if padded else None
+    layout = begin_layout(maps[rank], probs, hidden, dtype, context, expert_capacity=capacity).finish()
+    assert layout.ragged == padded and (not padded or int(maps[rank].sum(1).max()) > topk)
     assert np.array_equal(layout.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets)
     assert np.array_equal(layout.dest_slots[:, :world_size].numpy(), plan.dest_slots)
-    assert np.array_equal(layout.expert_ids[:, :topk].numpy(), plan.expert_ids)
+    assert np.array_equal(layout.expert_ids[..., :topk].numpy() if not padded else layout.expert_ids.numpy(), plan.expert_ids)
     rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
     context.check()
     assert np.array_equal(layout.entries[:, :3].numpy(), plan.entries)
@@ -234,7 +241,9 @@ def overflowing_capacity():
     return None
 
 
-def fused_forms(kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype, order, seed, capacity=None):
+def fused_forms(
+    kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype, order, seed, capacity=None, expert_capacity=None
+):
     """Fused kernels against dispatch, grouped GEMM and combine one after the other: the same tiles, so the same bits."""
     world_size, rank, maps, x, probs = _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
@@ -244,7 +253,9 @@ def fused_forms(kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype,
     back = [torch.randn(hidden, columns, generator=generator).to(dtype) for _ in range(local)]
     results = []
     for is_fused in (False, True):
-        layout = begin_layout(maps[rank], probs, hidden, dtype, context, capacity_factor=capacity).finish()
+        layout = begin_layout(
+            maps[rank], probs, hidden, dtype, context, capacity_factor=capacity, expert_capacity=expert_capacity
+        ).finish()
         zero = order == "descending"
         if is_fused:
             y, rows, row_probs = fused.dispatch_gemm(x, layout, context, weights, zero_probs=zero)
@@ -331,3 +342,17 @@ def error_of_scattered_nodes():
     finally:
         del os.environ["NCCL_HOSTID"]
     return None
+
+
+def uneven_columns(expert_capacity):
+    """A routing map whose experts get fewer tokens than the capacity says: what was routed comes back all the same."""
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 2)
+    routed = routing("padded", dist.get_rank(), 2 * expert_capacity - 2, 4, 2, 3)
+    x = torch.randint(-4, 5, (len(routed), 16)).float()
+    probs = torch.rand(routed.shape) * routed
+    layout = begin_layout(routed, probs, 16, torch.float32, context, expert_capacity=expert_capacity).finish()
+    rows, row_probs = ops.dispatch(x, layout, context)
+    out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
+    assert torch.equal(out, x * routed.sum(1, keepdim=True)) and torch.equal(grads, probs)
+    assert rows.shape[0] == layout.num_rows == int(layout.tokens_per_expert.sum()) > int(layout.expert_tokens.sum())
+    context.check()

@@ -31,6 +31,10 @@ def test_fused_forms_without_a_host_sync():
     run_workers(2, fused_forms, "random", (20, 20), 4, 2, 32, 48, torch.bfloat16, "ascending", 6, 1.8)
 
 
+def test_fused_forms_padded_to_capacity():
+    run_workers(2, fused_forms, "padded", (20, 20), 6, 2, 32, 48, torch.bfloat16, "ascending_rounded", 6, None, 10)
+
+
 def test_expert_functions_and_their_gradients():
     run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")
 

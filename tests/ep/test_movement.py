@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_ep import changing_counts, fixed_capacity, layout_and_movement, overflowing_capacity  # noqa: E402
+from bodies_ep import changing_counts, fixed_capacity, layout_and_movement, overflowing_capacity, uneven_columns  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
@@ -23,6 +23,8 @@ CASES = [
     ("empty_experts", (6, 11), 12, 3, 48, torch.float16, "descending"),
     ("dropped", (16, 13), 10, 4, 33, torch.bfloat16, "ascending"),
     ("random", (5, 6), 2, 2, 16, torch.float32, "descending"),
+    ("padded", (20, 20), 6, 2, 24, torch.bfloat16, "ascending_rounded"),
+    ("padded", (7, 7), 10, 1, 40, torch.bfloat16, "descending"),
     *(("random", (6, 3), 8, topk, 16, torch.bfloat16, "ascending_rounded") for topk in (5, 6, 7, 8)),
 ]
 
@@ -37,11 +39,16 @@ def test_two_ranks(case):
     [
         ("random", (9, 4, 0, 17), 8, 3, 24, torch.bfloat16, "ascending_rounded"),
         ("one_expert", (3, 8, 5, 2), 8, 2, 16, torch.float32, "descending"),
+        ("padded", (12, 12, 12, 12), 8, 3, 16, torch.bfloat16, "ascending"),
     ],
     ids=lambda case: f"{case[0]}-{case[1]}",
 )
 def test_four_ranks(case):
     run_workers(4, layout_and_movement, *case, 4)
+
+
+def test_a_map_that_is_not_padded_writes_nothing_beyond_its_buffers():
+    run_workers(2, uneven_columns, 3)
 
 
 def test_changing_counts_and_stragglers():

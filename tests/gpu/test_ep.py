@@ -37,13 +37,7 @@ FUSED = [False, pytest.param(True, marks=NEEDS_TE)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world():
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            pytest.skip("needs torchrun")
-        dist.init_process_group("nccl", device_id=device)
+def world(device):
     if dist.get_world_size() == 1:
         pytest.skip("needs at least two GPUs")
     with expert_parallel_world():
@@ -125,6 +119,23 @@ def test_one_expert_gets_everything_and_others_nothing(fused):
     assert_equal_passes(pair, x, routed, routed.float() * 0.5, grad)
 
 
+@pytest.mark.parametrize("fused", FUSED)
+def test_padded_to_capacity(fused):
+    """Every expert gets as many tokens of each rank, some of them of probability 0; one token has nearly all experts."""
+    experts, topk, hidden = 8 * dist.get_world_size(), 4, 512
+    options = dict(moe_expert_capacity_factor=1.5, moe_pad_expert_input_to_capacity=True)
+    pair = DispatcherPair(config(experts, topk, hidden, fused=fused, **options))
+    for tokens in (64, 1000, 333):
+        seed = tokens + 1000 * dist.get_rank()
+        _, probs = zipf_routing(tokens, experts, topk, exponent=2, device="cuda", seed=seed)
+        capacity = pair.ditron._expert_capacity(tokens)
+        chosen = probs.topk(capacity, dim=0).indices
+        routed = torch.zeros_like(probs, dtype=torch.bool).scatter_(0, chosen, True)
+        assert routed.sum(1).max() > topk and bool((routed & (probs == 0)).any())
+        x, grad = (normals(tokens, hidden, dtype=torch.bfloat16, seed=seed + i) for i in range(2))
+        assert_equal_passes(pair, x, routed, probs * routed, grad)
+
+
 def test_published_shape():
     pair = DispatcherPair(config(128, 8, 7168))
     routed, probs = zipf_routing(8192, 128, 8, exponent=0, device="cuda", seed=dist.get_rank())
@@ -174,6 +185,11 @@ LAYERS = {
     "plain": {},
     "drop": {"moe_expert_capacity_factor": 0.6},
     "pad": {"moe_expert_capacity_factor": 1.2, "moe_pad_expert_input_to_capacity": True},
+    "pad_by_position": {
+        "moe_expert_capacity_factor": 1.5,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_token_drop_policy": "position",
+    },
     "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
     "shared_experts_overlapped": {"moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
@@ -182,7 +198,6 @@ LAYERS = {
     "squared_relu": {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False},
     "geglu": {"activation_func": torch.nn.functional.gelu, "bias_activation_fusion": False},
 }
-NATIVE = ("pad",)
 
 
 def one_step(layer, x, grad, main_grad):
@@ -209,7 +224,7 @@ def one_step(layer, x, grad, main_grad):
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("name", LAYERS)
 def test_moe_layer(name, fused):
-    if fused and name not in ("plain", "drop", "main_grad"):
+    if fused and name not in ("plain", "drop", "pad", "main_grad"):
         pytest.skip("the permutation does not depend on it")
     if "main_grad" in name and not HAVE_TE:
         pytest.skip("needs Transformer Engine")
@@ -218,8 +233,8 @@ def test_moe_layer(name, fused):
     x, grad = (normals(700, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
     results = [one_step(layers[kind], x, grad, name == "main_grad") for kind in ("native", "native", "ditron")]
     dispatcher = layers["ditron"].token_dispatcher
-    assert (dispatcher._ep_context is None) == (name in NATIVE), dispatcher._native_because
-    if HAVE_TE and name not in (*NATIVE, "recompute_activation") and torch.cuda.get_device_capability() >= (9, 0):
+    assert dispatcher._ep_context is not None, dispatcher._native_because
+    if HAVE_TE and name != "recompute_activation" and torch.cuda.get_device_capability() >= (9, 0):
         # "force" takes beside_wgrad instead of dgrad_combine, and own_wgrad where gradients are not added to main_grad
         assert len(dispatcher._pairs) == len(PAIRS) + int(name != "main_grad")
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
@@ -335,7 +350,6 @@ def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused):
     if dist.get_world_size() != 4:
         pytest.skip("needs four GPUs")
     monkeypatch.setenv("DITRON_POLICY", "bits")
-    monkeypatch.setenv("DITRON_EP_SLICES", "on")
     sizes = dict(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)

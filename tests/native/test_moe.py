@@ -21,6 +21,7 @@ from ep_workers import (  # noqa: E402
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
+PADDED = {"moe_expert_capacity_factor": 1.2, "moe_pad_expert_input_to_capacity": True}
 CASES = {
     "plain": ({}, (16, 16), torch.float32),
     "bf16": ({}, (16, 16), torch.bfloat16),
@@ -33,6 +34,12 @@ CASES = {
     ),
     "top1_probs_on_input": ({"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_score_function": "sigmoid"}, (12, 12), torch.float32),
     "drop": ({"moe_expert_capacity_factor": 0.6}, (16, 16), torch.bfloat16),
+    "pad": ({**PADDED, "num_moe_experts": 8, "moe_router_topk": 3}, (16, 16), torch.bfloat16),
+    "pad_bias_by_position": (
+        {**PADDED, "moe_expert_capacity_factor": 2.0, "moe_token_drop_policy": "position", "add_bias_linear": True},
+        (24, 24),
+        torch.float32,
+    ),
     "shared_experts": ({"moe_shared_expert_intermediate_size": 40}, (8, 8), torch.float32),
     "shared_experts_overlapped": (
         {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True},
@@ -74,26 +81,32 @@ SLICED = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "exp
     ids=["several_experts", "one_expert"],
 )
 def test_experts_split_over_tensor_parallel_ranks(options):
-    run_workers(4, sliced_layers_agree, {**SLICED, **options}, (8, 5, 1, 9), torch.bfloat16, env={"DITRON_EP_SLICES": "on"})
+    run_workers(4, sliced_layers_agree, {**SLICED, **options}, (8, 5, 1, 9), torch.bfloat16)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["ep4", "ep2_tp2"])
+def test_four_ranks_padded_to_capacity(split):
+    options = {**PADDED, "num_moe_experts": 8, "moe_router_topk": 3, **(SLICED if split else {})}
+    run_workers(4, sliced_layers_agree, options, (12, 12, 12, 12), torch.bfloat16)
 
 
 def test_split_experts_go_over_to_native_together():
-    reasons = run_workers(4, falls_back_when_memory_is_capped, SLICED, env={"DITRON_ARENA_BYTES": "20000", "DITRON_EP_SLICES": "on"})
+    reasons = run_workers(4, falls_back_when_memory_is_capped, SLICED, env={"DITRON_ARENA_BYTES": "20000"})
     assert all("DITRON_ARENA_BYTES" in reason for reason in reasons), reasons
 
 
-def test_experts_split_over_more_ranks_stay_native_and_over_two_unless_asked_for():
-    (reasons,) = run_workers(1, why_split_is_native, (2, 4))
-    assert all(f"split over {ranks} tensor parallel ranks" in reason for ranks, reason in zip((2, 4), reasons))
+def test_experts_split_over_more_ranks_stay_native():
+    ((reason,),) = run_workers(1, why_split_is_native, (4,))
+    assert "split over 4 tensor parallel ranks (2 are covered)" in reason
 
 
 def test_the_policy_is_asked_by_all_slices_together():
-    assert run_workers(4, policy_is_asked_once, SLICED, env={"DITRON_EP_SLICES": "on"}) == [([None, None], 1)] * 4
+    assert run_workers(4, policy_is_asked_once, SLICED) == [([None, None], 1)] * 4
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, {"moe_router_dtype": "fp64"}],
+    [{"moe_router_dtype": "fp64"}],
     ids=lambda options: next(reversed(options)),
 )
 def test_what_is_not_covered_runs_natively(options):
