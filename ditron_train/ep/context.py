@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ditron_train.ep.layout import LayoutShape, Room
 from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.records import records_of
@@ -227,7 +228,7 @@ class EPContext:
         self._agreed.add(key)
 
 
-_contexts: dict[tuple[dist.ProcessGroup, torch.device, int, int], EPContext] = {}
+_contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], EPContext] = GroupCache()
 
 
 def get_ep_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> EPContext:

@@ -14,8 +14,6 @@ gradients add up in that order. Exact sizes only, with host syncs for the counts
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +26,8 @@ from ditron_train.ep.context import EPContext, get_ep_context
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache, belongs_to
+from ditron_train.symm.transport import exchange, node_of_process
 
 __all__ = ["PendingRailLayout", "RailContext", "RailLayout", "begin_layout", "combine", "dispatch", "get_rail_context"]
 
@@ -66,13 +66,10 @@ class RailContext:
 
 def node_of_ranks(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:
     """What names the node of every rank of ``group`` (collective, host side)."""
-    mine = (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0"))
-    names: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(names, mine, group=group)
-    return names
+    return exchange(group, node_of_process())
 
 
-_contexts: dict[tuple[dist.ProcessGroup, torch.device, int, int], RailContext | None] = {}
+_contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], RailContext | None] = GroupCache()
 
 
 def get_rail_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> RailContext | None:
@@ -102,7 +99,7 @@ def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: i
     node, local = divmod(dist.get_rank(group), local_size)
 
     def part(members: Sequence[int]) -> dist.ProcessGroup:
-        return dist.new_group([ranks[member] for member in members], use_local_synchronization=True)
+        return belongs_to(dist.new_group([ranks[member] for member in members], use_local_synchronization=True), group)
 
     node_group = part(range(node * local_size, (node + 1) * local_size))
     rail = part(range(local, len(names), local_size))

@@ -21,6 +21,7 @@ from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
 from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.tp.context import TPContext, get_context
@@ -49,7 +50,7 @@ _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_ROUTES = 256  # sequences of ever new lengths would be tried for ever
 
 #: What was decided: a context (run ours) or None (run natively), by everything that the decision depends on.
-_routes: dict[tuple[Any, ...], TPContext | None] = {}
+_routes: dict[tuple[Any, ...], TPContext | None] = GroupCache()
 
 
 def forget_routes() -> None:

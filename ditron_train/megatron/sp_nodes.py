@@ -8,8 +8,6 @@ The way back is the mirror. Data only moves: the bits are those of one all-to-al
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 
 import torch
@@ -18,20 +16,21 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 
 from ditron_train.pp.groups import make_group
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.sp import HeadsLayout, SPContext, get_context, heads_exchange, sequence_exchange
 from ditron_train.sp.layouts import global_rows
-from ditron_train.symm.transport import exchange
+from ditron_train.symm.transport import exchange, node_of_process
 
 __all__ = ["NodesContext", "forget_nodes", "get_nodes_context", "spans_nodes"]
 
-_nodes_of: dict[dist.ProcessGroup, list[int]] = {}
-_contexts: dict[tuple[dist.ProcessGroup, torch.device], NodesContext] = {}
+_nodes_of: GroupCache[dist.ProcessGroup, list[int]] = GroupCache()
+_contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesContext] = GroupCache()
 
 
 def _node_of_each_rank(group: dist.ProcessGroup) -> list[int]:
     """Number of the node of each rank, by group rank (collective the first time). A torchrun agent counts as a node."""
     if group not in _nodes_of:
-        names = exchange(group, (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0")))
+        names = exchange(group, node_of_process())
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         _nodes_of[group] = [numbers[name] for name in names]
     return _nodes_of[group]

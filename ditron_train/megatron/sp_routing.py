@@ -21,6 +21,7 @@ from ditron_train.megatron.sp_nodes import NodesContext, forget_nodes, get_nodes
 from ditron_train.policy import decide
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.sp import (
     HeadsLayout,
     SPContext,
@@ -38,7 +39,7 @@ __all__ = ["AttentionShape", "Exchange", "forget_routes", "route_exchange", "rou
 _MAX_ROUTES = 256
 
 #: A context (run ours) or None (run natively), by everything that the decision depends on.
-_routes: dict[tuple[Any, ...], SPContext | NodesContext | None] = {}
+_routes: GroupCache[tuple[Any, ...], SPContext | NodesContext | None] = GroupCache()
 
 
 def forget_routes() -> None:

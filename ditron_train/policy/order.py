@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.groups import GroupCache
+
 __all__ = ["ReduceScatter", "ReductionOrder", "forget_orders", "reduction_order", "reveal_order"]
 
 #: ``(out [n], x [world_size, n])``: the sum over ranks of row ``rank``.
@@ -52,7 +54,7 @@ def _other(name: str, seen: str) -> ReductionOrder:
     return ReductionOrder(name, f"NCCL's reduce-scatter {seen} ({_RING_SETTINGS} would change that)")
 
 
-_orders: dict[tuple[dist.ProcessGroup, torch.dtype], ReductionOrder] = {}
+_orders: GroupCache[tuple[dist.ProcessGroup, torch.dtype], ReductionOrder] = GroupCache()
 
 
 def forget_orders() -> None:

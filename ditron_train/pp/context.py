@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import torch
 import torch.distributed as dist
 
@@ -19,21 +16,17 @@ from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.records import records_of
 from ditron_train.runtime.settings import get_settings
 from ditron_train.stream import driver
 from ditron_train.symm.arena import get_arena
-from ditron_train.symm.transport import exchange
+from ditron_train.symm.transport import exchange, node_of_process
 
 _BACKWARD_LOANS = 3  # a gradient is let go of when the next one arrives
 
 __all__ = ["PipelineContext", "close_pipeline_contexts", "get_pipeline_context"]
-
-
-def _node() -> tuple[str, str, str]:
-    """What the ranks of one node have in common; a torchrun agent counts as a node."""
-    return (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0"))
 
 
 class PipelineContext:
@@ -78,7 +71,7 @@ class PipelineContext:
         self.next_rank = (self.rank + 1) % self.world_size
         self.previous_rank = (self.rank - 1) % self.world_size
         settings = get_settings()
-        asked, nodes = paths.asked_by_all(group, settings, _node())
+        asked, nodes = paths.asked_by_all(group, settings, node_of_process())
         self._nodes = [nodes.index(node) for node in nodes]
         self._far_path = paths.far_path(asked, settings.transport)
         self._near_path = asked if asked in (paths.NVSHMEM, paths.NCCL) else paths.COPY
@@ -247,6 +240,12 @@ class PipelineContext:
                 dist.destroy_process_group(made)
         self.network = self._node_group = None
 
+    def abandon(self) -> None:
+        """Gives back the memory without the peers: for a group that has been destroyed."""
+        for channel in (self.channel, self._far):
+            if channel is not None:
+                channel.arena.abandon()
+
     def check(self) -> None:
         """Raises what any rank of the node has recorded; compares headers, drops what has been sent and gives lent
         slots back (no wait)."""
@@ -264,7 +263,7 @@ class PipelineContext:
             self.network.release_sent()
 
 
-_contexts: dict[tuple[dist.ProcessGroup, str], PipelineContext] = {}
+_contexts: GroupCache[tuple[dist.ProcessGroup, str], PipelineContext] = GroupCache(PipelineContext.abandon)
 
 
 def get_pipeline_context(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ditron_train.runtime.groups import belongs_to
 from ditron_train.symm.transport import exchange
 
 __all__ = ["make_group"]
@@ -22,7 +23,8 @@ __all__ = ["make_group"]
 def make_group(
     parent: dist.ProcessGroup, members: list[int], description: str, options: Any = None
 ) -> dist.ProcessGroup:
-    """Returns a group of ``members`` (ranks in ``parent``, this one among them), with the backend of ``parent``.
+    """Returns a group of ``members`` (ranks in ``parent``, this one among them), with the backend of ``parent``; it belongs
+    to ``parent``: what is kept for it goes once that is destroyed.
 
     Collective over ``parent``: ranks may name different groups, as long as these do not overlap.
     """
@@ -42,7 +44,7 @@ def make_group(
     )
     distributed_c10d._world.pg_group_ranks[group] = {global_rank: place for place, global_rank in enumerate(ranks)}
     _do_not_split(group)
-    return group
+    return belongs_to(group, parent)
 
 
 def _do_not_split(group: dist.ProcessGroup) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ditron_train.lang.agree import agree_kernel
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.records import records_of
 from ditron_train.stream import driver
 from ditron_train.stream.events import current_handle, current_stream
@@ -176,7 +177,7 @@ def _order(first: int, event: Any, second: int) -> None:
 
 
 _Context = TypeVar("_Context", bound=OpContext)
-_contexts: dict[tuple[type, dist.ProcessGroup, torch.device], OpContext] = {}
+_contexts: GroupCache[tuple[type, dist.ProcessGroup, torch.device], Any] = GroupCache()
 
 
 def context_of(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError
+from ditron_train.runtime.groups import GroupCache, forget_destroyed_groups
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.transport import Segment, Transport, exchange, select_transport
@@ -178,6 +179,17 @@ class SymmetricArena:
         if self.closed:
             return
         self._quiesce()
+        self._release()
+
+    def abandon(self) -> None:
+        """Frees everything without the peers: for a group that has been destroyed, so that nobody uses it any more."""
+        if self.closed:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._release()
+
+    def _release(self) -> None:
         for segment, _ in self._segments.values():
             segment.release()
         for segment in self._kept_for_graphs:
@@ -187,7 +199,7 @@ class SymmetricArena:
         self.closed = True
 
 
-_arenas: dict[tuple[dist.ProcessGroup, str], SymmetricArena] = {}
+_arenas: GroupCache[tuple[dist.ProcessGroup, str], SymmetricArena] = GroupCache(SymmetricArena.abandon)
 
 
 def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> SymmetricArena:
@@ -199,12 +211,14 @@ def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> Symmetri
     key = (group, str(device))
     arena = _arenas.get(key)
     if arena is None or arena.closed:
+        forget_destroyed_groups()  # before memory is taken, not only when the arena is put away
         arena = _arenas[key] = SymmetricArena(group, device)
     return arena
 
 
 def close_all_arenas() -> None:
     """Closes every arena that ``get_arena`` made, in the order in which they were made (collective)."""
+    forget_destroyed_groups()
     for arena in list(_arenas.values()):
         arena.close()
     _arenas.clear()

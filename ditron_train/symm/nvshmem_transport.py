@@ -2,11 +2,15 @@
 
 NVSHMEM allocates over all processes at once, and allocation is collective over all of them. So the whole reserve
 (``DITRON_ARENA_BYTES``, else 2 GiB) is taken once over WORLD, at the first arena, and groups carve from it: members
-agree on an offset that is free on all of them. nvshmem4py's tensors are whole allocations (slices are refused by its
+agree on an offset that is free on all of them, and give it back when their arena lets go of it. nvshmem4py's tensors are whole allocations (slices are refused by its
 own calls), so peers are addressed by ``bindings.ptr``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,12 +18,15 @@ import torch.distributed as dist
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.device_bytes import DeviceBytes
+from ditron_train.symm.reserve import Reserve, first_common_gap
 from ditron_train.symm.transport import Segment, all_ranks_or_raise, exchange
 
 __all__ = ["NvshmemTransport"]
 
 _ALIGNMENT_BYTES = 4096
 _DEFAULT_RESERVE_BYTES = 2 << 30
+
+_Result = TypeVar("_Result")
 
 
 class NvshmemTransport:
@@ -29,8 +36,8 @@ class NvshmemTransport:
     _instance: NvshmemTransport | None = None
 
     def __init__(self, reserve: torch.Tensor) -> None:
-        self._reserve = reserve
-        self._next_free_byte = 0
+        self._memory = reserve
+        self._reserve = Reserve(reserve.numel())
 
     @classmethod
     def get(cls, group: dist.ProcessGroup, device: torch.device) -> NvshmemTransport:
@@ -40,15 +47,7 @@ class NvshmemTransport:
             ArenaError: nvshmem4py is missing or does not start; the same on every rank.
         """
         if cls._instance is None:
-            world = dist.group.WORLD
-            error = None
-            reserve = None
-            try:
-                reserve = _start(device)
-            except Exception as failure:  # nvshmem4py raises classes of its own; every rank must hear of it
-                error = f"{type(failure).__name__}: {failure}"
-            all_ranks_or_raise(world, error, "starting NVSHMEM")
-            cls._instance = cls(reserve)
+            cls._instance = cls(_start(device))
         return cls._instance
 
     def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
@@ -56,45 +55,88 @@ class NvshmemTransport:
         import nvshmem.bindings
 
         size = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        offset = max(exchange(group, self._next_free_byte))
-        if offset + size > self._reserve.numel():
+        offset = first_common_gap(exchange(group, self._reserve.gaps), size)
+        if offset is None:
             raise ArenaError(
-                f"symmetric memory: {size} bytes more than {self._reserve.numel() - offset} left of the NVSHMEM "
-                f"reserve of {self._reserve.numel()}; raise DITRON_ARENA_BYTES"
+                f"symmetric memory: no {size} bytes are free on all ranks in the NVSHMEM reserve of {self._reserve.num_bytes}; "
+                f"raise DITRON_ARENA_BYTES"
             )
-        self._next_free_byte = offset + size
-        local = self._reserve[offset : offset + num_bytes]
+        self._reserve.take(offset, size)
+        local = self._memory[offset : offset + num_bytes]
         local.zero_()
         rank = dist.get_rank(group)
         peers: list[torch.Tensor | None] = []
         addresses: list[int] = []
         for peer in range(dist.get_world_size(group)):
-            base = nvshmem.bindings.ptr(self._reserve.data_ptr(), dist.get_global_rank(group, peer))
-            address = local.data_ptr() if peer == rank else (base + offset if base else 0)
+            if peer == rank:
+                peers.append(local)
+                addresses.append(local.data_ptr())
+                continue
+            base = nvshmem.bindings.ptr(self._memory.data_ptr(), dist.get_global_rank(group, peer))
+            address = base + offset if base else 0
+            peers.append(torch.as_tensor(DeviceBytes(address, num_bytes), device=device) if address else None)
             addresses.append(address)
-            mapped = torch.as_tensor(DeviceBytes(address, num_bytes), device=device) if address else None
-            peers.append(local if peer == rank else mapped)
         torch.cuda.synchronize(device)
         dist.barrier(group)
-        return Segment(local=local, peers=peers, addresses=addresses)
+        return Segment(local, peers, addresses, release=partial(self._reserve.give_back, offset))
 
 
 def _start(device: torch.device) -> torch.Tensor:
-    """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve."""
+    """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve; a rank that fails fails all."""
+    world = dist.group.WORLD
+    reserve_bytes = _agreed_reserve_bytes(world)
+    _on_all_ranks(world, "loading NVSHMEM", _load)
     import nvshmem.core
     from cuda.core import Device
 
-    cuda_device = Device(device.index)
-    cuda_device.set_current()
     rank = dist.get_rank()
-    unique_ids = [nvshmem.core.get_unique_id(empty=rank != 0)]
+    unique_id = _on_all_ranks(world, "starting NVSHMEM", lambda: nvshmem.core.get_unique_id(empty=rank != 0))
+    unique_ids = [unique_id]
     dist.broadcast_object_list(unique_ids, src=0)
-    nvshmem.core.init(
-        device=cuda_device,
-        uid=unique_ids[0],
-        rank=rank,
-        nranks=dist.get_world_size(),
-        initializer_method="uid",
-    )
-    reserve_bytes = get_settings().arena_bytes or _DEFAULT_RESERVE_BYTES
-    return nvshmem.core.tensor((reserve_bytes,), dtype=torch.uint8)
+
+    def initialise() -> torch.Tensor:
+        cuda_device = Device(device.index)
+        cuda_device.set_current()
+        nvshmem.core.init(
+            device=cuda_device,
+            uid=unique_ids[0],
+            rank=rank,
+            nranks=dist.get_world_size(),
+            initializer_method="uid",
+        )
+        return nvshmem.core.tensor((reserve_bytes,), dtype=torch.uint8)
+
+    return _on_all_ranks(world, "starting NVSHMEM", initialise)
+
+
+def _load() -> None:
+    import cuda.core
+    import nvshmem.bindings
+    import nvshmem.core  # noqa: F401
+
+
+def _agreed_reserve_bytes(world: dist.ProcessGroup) -> int:
+    """NVSHMEM allocates the same on all processes.
+
+    Raises:
+        ArenaError: ``DITRON_ARENA_BYTES`` differs; on every rank alike.
+    """
+    sizes = exchange(world, get_settings().arena_bytes or _DEFAULT_RESERVE_BYTES)
+    if len(set(sizes)) > 1:
+        raise ArenaError(f"NVSHMEM takes as much on every rank, but DITRON_ARENA_BYTES says {sizes}")
+    return sizes[0]
+
+
+def _on_all_ranks(world: dist.ProcessGroup, what: str, step: Callable[[], _Result]) -> _Result:
+    """``step()``, behind which every rank knows whether all ranks have done it (collective).
+
+    Raises:
+        ArenaError: It failed on a rank; on every rank alike.
+    """
+    error, result = None, None
+    try:
+        result = step()
+    except Exception as failure:  # nvshmem4py raises classes of its own; every rank must hear of it
+        error = f"{type(failure).__name__}: {failure}"
+    all_ranks_or_raise(world, error, what)
+    return cast(_Result, result)

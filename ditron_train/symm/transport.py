@@ -6,6 +6,8 @@ node), ``nvshmem`` (nvshmem4py, also across nodes) and ``shm`` (POSIX shared mem
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["Segment", "Transport", "all_ranks_or_raise", "exchange", "select_transport"]
+__all__ = ["Segment", "Transport", "all_ranks_or_raise", "exchange", "node_of_process", "select_transport"]
 
 
 @dataclass
@@ -70,12 +72,13 @@ def all_ranks_or_raise(group: dist.ProcessGroup, error: str | None, what: str) -
         raise ArenaError(f"{what} failed on {len(failed)} of {len(errors)} ranks: " + "; ".join(failed))
 
 
-def _spans_nodes(group: dist.ProcessGroup) -> bool:
-    import os
-    import socket
+def node_of_process() -> tuple[str, str, str]:
+    """What the processes of one node have in common; a torchrun agent counts as a node."""
+    return (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0"))
 
-    node = (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0"))
-    return len(set(exchange(group, node))) > 1
+
+def _spans_nodes(group: dist.ProcessGroup) -> bool:
+    return len(set(exchange(group, node_of_process()))) > 1
 
 
 def select_transport(group: dist.ProcessGroup, device: torch.device, name: str | None = None) -> Transport:

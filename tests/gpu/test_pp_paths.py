@@ -178,7 +178,7 @@ def test_between_nodes_by_nvshmem(device, monkeypatch):
     if dist.get_world_size() < 2:
         pytest.skip("needs two GPUs")
     monkeypatch.setenv("DITRON_TRANSPORT", "nvshmem")
-    monkeypatch.setattr("ditron_train.pp.context._node", lambda: (str(dist.get_rank()),))
+    monkeypatch.setattr("ditron_train.pp.context.node_of_process", lambda: (str(dist.get_rank()),))
     group = dist.new_group(list(range(dist.get_world_size())))
     context = PipelineContext(group, device, with_network=True)
     context.reserve(9 << 20)

@@ -1,0 +1,91 @@
+"""What is kept for process groups, and let go of once they have been destroyed.
+
+A plain dictionary would keep a destroyed group for ever, with its communicators and all the memory that was made for it. Nobody
+says when a group is destroyed, and freeing must not wait for a finaliser; so what belongs to destroyed groups goes when
+something is kept for another group: a job that makes and destroys groups holds at most the last one's.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["GroupCache", "belongs_to", "forget_destroyed_groups", "is_destroyed"]
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+_caches: list[weakref.ref[GroupCache]] = []
+_owners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def belongs_to(group: dist.ProcessGroup, owner: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Says that ``group`` was made for the sake of ``owner`` and is as good as destroyed once that is; returns ``group``."""
+    if group is not owner:
+        _owners[group] = weakref.ref(owner)
+    return group
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether ``dist.destroy_process_group`` has been called for ``group``, or for the group that it belongs to."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # no longer registered; or nothing is, and the question is about the default group
+        return True
+    reference = _owners.get(group)
+    if reference is None:
+        return False
+    owner = reference()
+    return owner is None or is_destroyed(owner)
+
+
+class GroupCache(dict[_Key, _Value]):
+    """A dictionary whose keys are process groups, or tuples with process groups in them.
+
+    Setting an item first drops every entry, here and in all other such dictionaries, of which a group has been destroyed.
+    (By ``cache[key] = value``; not by ``update`` or ``setdefault``. Reading costs what it costs in a dictionary.)
+
+    Args:
+        release: Called with each value that is dropped for that reason, without the peers: it must not communicate.
+    """
+
+    def __init__(self, release: Callable[[_Value], None] | None = None) -> None:
+        super().__init__()
+        self._release = release
+        _caches.append(weakref.ref(self))
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        forget_destroyed_groups()
+        super().__setitem__(key, value)
+
+    def _drop_destroyed(self) -> int:
+        gone = [key for key in self if any(is_destroyed(group) for group in _groups_of(key))]
+        for key in gone:
+            value = self.pop(key)
+            if self._release is not None:
+                self._release(value)
+        return len(gone)
+
+
+def _groups_of(key: Any) -> list[dist.ProcessGroup]:
+    parts = key if isinstance(key, tuple) else (key,)
+    return [part for part in parts if isinstance(part, dist.ProcessGroup)]
+
+
+def forget_destroyed_groups() -> None:
+    """Lets go of everything that is kept for groups that have been destroyed: contexts, symmetric memory, decisions.
+
+    Without communication, so at any time; it waits for the device where there was something to free.
+    """
+    _caches[:] = [cache for cache in _caches if cache() is not None]
+    num_dropped = 0
+    for reference in reversed(_caches):  # what is made of something else was imported after it: contexts before their arenas
+        cache = reference()
+        if cache is not None:
+            num_dropped += cache._drop_destroyed()
+    if num_dropped:
+        gc.collect()  # contexts and what they prepared refer to each other

@@ -1,0 +1,87 @@
+"""What is kept for a process group goes once the group has been destroyed, and not before."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.testing.processes import run_workers
+
+CPU = torch.device("cpu")
+ROUNDS = 5
+
+
+def _everyone() -> dist.ProcessGroup:
+    return dist.new_group(list(range(dist.get_world_size())))
+
+
+def _num_maps() -> int:
+    """Pieces of symmetric memory that this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return sum("/dev/shm/ditron-" in line for line in maps)
+
+
+def _make_and_destroy() -> tuple[bool, list[int], list[int]]:
+    """Groups, each with ops of TP, one after another: whether results are right, what is alive, what is mapped."""
+    from ditron_train.symm import close_all_arenas
+    from ditron_train.tp import ag_gemm, gemm_rs, get_context
+
+    close_all_arenas()
+    right, alive, maps, seen = True, [], [], []
+    for number in range(ROUNDS):
+        group = _everyone()
+        context = get_context(group, CPU)
+        alive.append(sum(reference() is not None for reference in seen))
+        seen += [weakref.ref(context), weakref.ref(context.arena), weakref.ref(context.gather_channel), weakref.ref(group)]
+        whole = torch.randint(-3, 4, (32 * context.world_size, 32), generator=torch.Generator().manual_seed(number)).float()
+        mine = slice(32 * context.rank, 32 * (context.rank + 1))
+        weight = whole[:16]
+        right &= torch.equal(ag_gemm(whole[mine], weight, context=context), whole @ weight.t())
+        right &= torch.equal(gemm_rs(whole, weight, context=context), context.world_size * (whole @ weight.t())[mine])
+        right &= get_context(group, CPU) is context
+        maps.append(_num_maps())
+        dist.destroy_process_group(group)
+        del context, group
+    return right, alive, maps
+
+
+def test_a_job_that_makes_and_destroys_groups_keeps_nothing_of_them() -> None:
+    for right, alive, maps in run_workers(2, _make_and_destroy):
+        assert right
+        assert alive == [0] * ROUNDS
+        assert maps[0] > 0 and maps == [maps[0]] * ROUNDS
+
+
+def _one_goes_and_others_stay() -> list[object]:
+    from ditron_train.runtime.groups import GroupCache, belongs_to, forget_destroyed_groups, is_destroyed
+    from ditron_train.symm import get_arena
+
+    kept, inner, gone = _everyone(), _everyone(), _everyone()
+    released: list[str] = []
+    cache: GroupCache = GroupCache(released.append)
+    cache[kept, 1], cache[gone, 1], cache[dist.group.WORLD, CPU] = "kept", "gone", "world"
+    cache[belongs_to(inner, gone)] = "inner"
+    arenas = [get_arena(group, CPU) for group in (kept, gone)]
+    arenas[0].tensor("test.kept", (4,), torch.float32).local.fill_(3)
+    arenas[1].tensor("test.gone", (4,), torch.float32)
+    dist.destroy_process_group(gone)
+    dist.barrier()
+    found = [is_destroyed(group) for group in (kept, inner, gone, dist.group.WORLD)]
+    before = sorted(cache.values())
+    forget_destroyed_groups()
+    found += [before, sorted(cache.values()), released, [arena.closed for arena in arenas]]
+    found.append(arenas[0].tensor("test.kept", (4,), torch.float32).local.tolist())
+    dist.destroy_process_group(inner)
+    arenas[0].close()
+    return found
+
+
+def test_what_belongs_to_other_groups_stays() -> None:
+    for found in run_workers(2, _one_goes_and_others_stay):
+        *destroyed, before, after, released, closed, values = found
+        assert destroyed == [False, True, True, False]
+        assert before == ["gone", "inner", "kept", "world"] and after == ["kept", "world"]
+        assert sorted(released) == ["gone", "inner"]
+        assert closed == [False, True] and values == [3.0] * 4

@@ -1,0 +1,117 @@
+"""What the workers of NVSHMEM's tests run, with a stand-in for nvshmem4py: memory of this process, no peer in reach."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import ArenaError
+from ditron_train.symm import SymmetricArena
+from ditron_train.symm.nvshmem_transport import NvshmemTransport
+
+CPU = torch.device("cpu")
+RESERVE_BYTES = 10 * 4096
+
+
+@contextlib.contextmanager
+def _nvshmem(*, fails: str | None = None) -> Iterator[None]:
+    """nvshmem4py as the transport calls it. ``fails``: on rank 1 this function of it raises, or ``import`` does."""
+    failing = fails if dist.get_rank() == 1 else None
+
+    def function(name, result):
+        def call(*_, **__):
+            if name == failing:
+                raise RuntimeError(f"{name} does not work here")
+            return result
+
+        return call
+
+    core = types.SimpleNamespace(
+        get_unique_id=function("get_unique_id", "the id"),
+        init=function("init", None),
+        tensor=function("tensor", torch.full((RESERVE_BYTES,), 7, dtype=torch.uint8)),
+    )
+    bindings = types.SimpleNamespace(ptr=lambda address, pe: 0)
+    package = types.ModuleType("nvshmem")
+    package.core, package.bindings = core, bindings
+    cuda_core = types.SimpleNamespace(Device=lambda index: types.SimpleNamespace(set_current=lambda: None))
+    modules = {"nvshmem": package, "nvshmem.core": core, "nvshmem.bindings": bindings, "cuda.core": cuda_core}
+    if failing == "import":
+        modules["nvshmem"] = None
+    before = {name: sys.modules.get(name) for name in modules}
+    synchronize, torch.cuda.synchronize = torch.cuda.synchronize, lambda device=None: None
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize = synchronize
+        for name, module in before.items():
+            sys.modules.pop(name) if module is None else sys.modules.update({name: module})
+        NvshmemTransport._instance = None
+
+
+def one_rank_fails(what: str) -> str:
+    """What each rank hears where one of them cannot; NVSHMEM can be started when it is put right."""
+    words = "no error"
+    with _nvshmem(fails=what):
+        try:
+            NvshmemTransport.get(dist.group.WORLD, CPU)
+        except ArenaError as error:
+            words = str(error)
+    with _nvshmem():
+        assert NvshmemTransport.get(dist.group.WORLD, CPU).name == "nvshmem"
+    return words
+
+
+def different_reserves() -> str:
+    os.environ["DITRON_ARENA_BYTES"] = str(4096 * (1 + dist.get_rank()))
+    try:
+        with _nvshmem():
+            NvshmemTransport.get(dist.group.WORLD, CPU)
+    except ArenaError as error:
+        return str(error)
+    finally:
+        del os.environ["DITRON_ARENA_BYTES"]
+    return "no error"
+
+
+def groups_carve_from_one_reserve() -> tuple[list[list[tuple[int, int]]], str]:
+    """Free bytes of this rank after each step: two overlapping groups, buffers that grow, arenas that close."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
+    pages = []
+    with _nvshmem():
+        transport = NvshmemTransport.get(dist.group.WORLD, CPU)
+        arenas = {}
+        for number, group in enumerate(groups):
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                arenas[number] = _arena(group, transport)
+                assert not arenas[number].tensor("test.a", (4096,), torch.uint8).local.any()
+            pages.append(_pages(transport))
+        words = "no error"
+        if 0 in arenas:
+            for size in (2, 3, 2, 4):
+                arenas[0].tensor("test.a", (4096 * size,), torch.uint8)
+                pages.append(_pages(transport))
+            try:
+                arenas[0].tensor("test.b", (4096 * 8,), torch.uint8)
+            except ArenaError as error:
+                words = str(error)
+            arenas[0].close()
+            pages.append(_pages(transport))
+    return pages, words
+
+
+def _arena(group: dist.ProcessGroup, transport: NvshmemTransport) -> SymmetricArena:
+    arena = SymmetricArena(group, CPU)
+    arena._transport = transport
+    return arena
+
+
+def _pages(transport: NvshmemTransport) -> list[tuple[int, int]]:
+    return [(low // 4096, high // 4096) for low, high in transport._reserve.gaps]
