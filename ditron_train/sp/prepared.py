@@ -302,7 +302,7 @@ class PreparedA2AGemm:
 
     def __init__(
         self, context: SPContext, layout: HeadsLayout, m: int, n: int, dtype: torch.dtype, weight_layout: WeightLayout,
-        config: GemmConfig, packed: bool,
+        config: GemmConfig, packed: bool, by_arrival: bool,
     ) -> None:  # fmt: skip
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
@@ -325,6 +325,7 @@ class PreparedA2AGemm:
                 **_tile_constants(config, weight_layout),
                 **transfer.copy_constants(),
                 "HAS_TABLE": packed,
+                "BY_ARRIVAL": by_arrival,
                 "WORLD_SIZE": world,
                 "RANKS_POW2": _next_power_of_2(world),
                 "TARGET": context.target,
