@@ -60,12 +60,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench ep``."""
     add_common_arguments(parser)
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
+    parser.add_argument(
+        "--shape",
+        nargs=5,
+        type=int,
+        action="append",
+        metavar=("TOKENS", "HIDDEN", "FFN", "EXPERTS", "TOPK"),
+        help="instead of workloads.json's: tokens of each rank, experts of all (may be repeated)",
+    )
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the skewed routing (default %(default)s)")
 
 
 def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     w = session.world_size
-    if session.device.type == "cpu":
+    if arguments.shape:
+        cases = [Case("custom", *shape) for shape in arguments.shape]
+        if any(case.num_experts % w for case in cases):
+            raise SettingError(f"the experts do not divide over {w} ranks")
+    elif session.device.type == "cpu":
         cases = [Case("small", 24, 32, 48, 4 * w, 2)]
     else:
         data = load_workloads()
@@ -88,7 +100,7 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
         raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(models)}")
     chosen = [case for case in cases if case.model in wanted]
     variants = [replace(case, zipf=zipf) for case in chosen for zipf in (0.0, arguments.zipf)]
-    return variants + [replace(case, deterministic=True) for case in chosen if case.model == models[0]]
+    return variants + [replace(case, deterministic=True) for case in chosen[:1] if case.model == models[0]]
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
     parser.add_argument(
-        "--shape", nargs=2, type=int, action="append", metavar=("ROWS", "COLUMNS"), help="matrices instead of the table's"
+        "--shape", nargs=2, type=int, action="append", metavar=("ROWS", "COLUMNS"), help="matrices instead of the table's, and instead of a model's layer"
     )
     parser.add_argument("--layers", type=int, help="layers of a model (default: 8, with experts 2; times scale with it)")
     parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out, which takes a while to compile")
@@ -91,6 +91,8 @@ def _matrices(arguments: argparse.Namespace, session: BenchSession) -> list[tupl
 
 
 def _models(arguments: argparse.Namespace, session: BenchSession) -> dict[str, tuple[list[tuple[int, int]], int]]:
+    if arguments.shape:
+        return {"custom": ([(rows, columns) for rows, columns in arguments.shape], 1)}
     if session.device.type == "cpu":
         return {"tiny": ([(8 * sum(_QKV) // 64, 64), (64, 64), (448, 64), (64, 224)], 2)}
     return {name: model for name, model in _MODELS.items() if not arguments.model or name in arguments.model}

@@ -108,11 +108,17 @@ class BenchSession:
 
     def save(self) -> None:
         """Rank 0 writes the rows so far: a benchmark of many shapes that is cut short keeps them."""
-        self._write(is_shown=False)
+        if getattr(self._arguments, "collected", None) is None:
+            self._write(is_shown=False)
 
     def finish(self) -> int:
-        """Rank 0 writes and shows the rows. Returns the exit status: 1 where bits of any row differ."""
-        self._write(is_shown=True)
+        """Rank 0 writes and shows the rows, unless the arguments have a list ``collected`` for them. Returns the exit status: 1
+        where bits of any row differ."""
+        collected: list[Row] | None = getattr(self._arguments, "collected", None)
+        if collected is not None:
+            collected.extend(self.rows)
+        else:
+            self._write(is_shown=True)
         return 0 if all(row.bitwise_equal for row in self.rows) else 1
 
     def _write(self, is_shown: bool) -> None:

@@ -33,7 +33,7 @@ from ditron_train.tp.tuning import Problem
 from ditron_train.tune.rates import fit_rates
 from ditron_train.tune.search import STAGES, ShapeClass, Turns, search
 from ditron_train.tune.trial import Trial
-from ditron_train.verify.cases import add_model_arguments, model_cases
+from ditron_train.verify.cases import add_model_arguments, model_cases, model_sizes
 
 __all__ = ["add_arguments", "run"]
 
@@ -141,7 +141,7 @@ def _cases(arguments: argparse.Namespace, session: BenchSession, dtype: torch.dt
     if names_shapes or not names_layer:
         cases += [case for op in ("ag_gemm", "gemm_rs") for case in cases_of(op, arguments, session)]
     if names_layer or not names_shapes:
-        for layer in model_cases(arguments, dtype, session.device.type == "cuda"):
+        for layer in model_cases(model_sizes(arguments, session.device.type == "cuda"), dtype):
             layer.local_shapes(session.world_size)  # raises where it does not divide
             cases.append(Case("ag_gemm" if layer.kind == "column" else "gemm_rs", layer.name, layer.m, layer.n, layer.k))
     return cases

@@ -15,11 +15,62 @@ from ditron_train.runtime.errors import SettingError
 if TYPE_CHECKING:  # megatron-core need not be there for what is asked of this module alone
     from ditron_train.megatron.routing import Kind
 
-__all__ = ["Case", "add_case_arguments", "add_model_arguments", "model_cases", "random_cases", "shape_cases"]
+__all__ = [
+    "Case",
+    "ModelSizes",
+    "add_case_arguments",
+    "add_model_arguments",
+    "model_cases",
+    "model_sizes",
+    "random_cases",
+    "shape_cases",
+]
 
 # A LLaMA-70B-like layer, and one that the interpreter computes in seconds.
 _GPU_MODEL = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, seq_length=8192)
-_CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, seq_length=64)
+_CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4, seq_length=64)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A transformer layer in Megatron's words.
+
+    Attributes:
+        hidden, ffn: Widths.
+        heads, groups, channels: Heads of q, of k and v, and the width of each.
+        seq_length, micro_batch_size: Tokens.
+        swiglu: Whether fc1 has a gate.
+        vocabulary: Padded; None leaves the output layer out.
+        experts, topk, expert_ffn: Of a MoE layer; ``experts`` is None without one.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    channels: int
+    seq_length: int
+    micro_batch_size: int
+    swiglu: bool
+    vocabulary: int | None
+    experts: int | None
+    topk: int
+    expert_ffn: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.seq_length * self.micro_batch_size
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Output and input features of the layer's four weights."""
+        return {
+            "qkv": ((self.heads + 2 * self.groups) * self.channels, self.hidden),
+            "proj": (self.hidden, self.heads * self.channels),
+            "fc1": (self.ffn * (2 if self.swiglu else 1), self.hidden),
+            "fc2": (self.hidden, self.ffn),
+        }
 
 
 @dataclass(frozen=True)
@@ -71,6 +122,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and the alternatives."""
     add_model_arguments(parser)
+    experts = parser.add_argument_group("its experts", "of --rooms ep; default: 128 of a published layer (CPU: a small one)")
+    for name in ("num-experts", "moe-router-topk", "moe-ffn-hidden-size"):
+        experts.add_argument(f"--{name}", type=int, metavar="N")
     other = parser.add_argument_group("instead of a model")
     other.add_argument("--column", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one column layer")
     other.add_argument("--row", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one row layer")
@@ -80,8 +134,12 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
 
 
-def model_cases(arguments: argparse.Namespace, dtype: torch.dtype, on_gpu: bool) -> list[Case]:
-    """The four linear layers of a transformer layer, and the output layer where its size is given."""
+def model_sizes(arguments: argparse.Namespace, on_gpu: bool) -> ModelSizes:
+    """What the command line says, completed as Megatron does, or the default model.
+
+    Raises:
+        SettingError: A size that cannot be.
+    """
     size = dict(_GPU_MODEL if on_gpu else _CPU_MODEL)
     given = {name: getattr(arguments, name) for name in size}
     if given["hidden_size"] is not None:
@@ -89,19 +147,36 @@ def model_cases(arguments: argparse.Namespace, dtype: torch.dtype, on_gpu: bool)
     size.update({name: value for name, value in given.items() if value is not None})
     if given["num_attention_heads"] is not None and given["num_query_groups"] is None:
         size["num_query_groups"] = given["num_attention_heads"]
+    experts, topk, expert_ffn = (
+        getattr(arguments, name, None) for name in ("num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+    )
+    others = (arguments.kv_channels, arguments.padded_vocab_size, experts, topk, expert_ffn)
+    if min(*size.values(), arguments.micro_batch_size, *(number for number in others if number is not None)) < 1:
+        raise SettingError("sizes of a model have to be above 0")
     if size["hidden_size"] % size["num_attention_heads"] and arguments.kv_channels is None:
         raise SettingError(f"hidden size {size['hidden_size']} does not divide into {size['num_attention_heads']} heads")
-    hidden, ffn, heads = size["hidden_size"], size["ffn_hidden_size"], size["num_attention_heads"]
-    channels = arguments.kv_channels or hidden // heads
-    tokens = size["seq_length"] * arguments.micro_batch_size
-    cases = [
-        Case("qkv", "column", tokens, (heads + 2 * size["num_query_groups"]) * channels, hidden, dtype),
-        Case("proj", "row", tokens, hidden, heads * channels, dtype),
-        Case("fc1", "column", tokens, ffn * (2 if arguments.swiglu else 1), hidden, dtype),
-        Case("fc2", "row", tokens, hidden, ffn, dtype),
-    ]
-    if arguments.padded_vocab_size:
-        cases.append(Case("output", "column", tokens, arguments.padded_vocab_size, hidden, dtype))
+    return ModelSizes(
+        hidden=size["hidden_size"],
+        ffn=size["ffn_hidden_size"],
+        heads=size["num_attention_heads"],
+        groups=size["num_query_groups"],
+        channels=arguments.kv_channels or size["hidden_size"] // size["num_attention_heads"],
+        seq_length=size["seq_length"],
+        micro_batch_size=arguments.micro_batch_size,
+        swiglu=arguments.swiglu,
+        vocabulary=arguments.padded_vocab_size,
+        experts=experts,
+        topk=topk or 2,
+        expert_ffn=expert_ffn or size["ffn_hidden_size"],
+    )
+
+
+def model_cases(model: ModelSizes, dtype: torch.dtype) -> list[Case]:
+    """The four linear layers of a transformer layer, and the output layer where its size is given."""
+    kinds: dict[str, Kind] = {"qkv": "column", "proj": "row", "fc1": "column", "fc2": "row"}
+    cases = [Case(name, kinds[name], model.tokens, *shape, dtype) for name, shape in model.matrices.items()]
+    if model.vocabulary:
+        cases.append(Case("output", "column", model.tokens, model.vocabulary, model.hidden, dtype))
     return cases
 
 

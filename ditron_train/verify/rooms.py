@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import tempfile
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
-import torch.distributed as dist
-
-from ditron_train.bench.rows import read_results
+from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession
 from ditron_train.runtime.errors import SettingError
+from ditron_train.verify.cases import ModelSizes
 
-__all__ = ["ROOMS", "parse_rooms", "verify_room"]
+__all__ = ["ROOMS", "parse_rooms", "room_words", "verify_rooms"]
 
-#: Options of each room's benchmark: what takes long and compares nothing more is left out.
-_OPTIONS = {"sp": (), "ep": (), "pp": ("--no-limited",), "muon": ("--no-peer",)}
-ROOMS = tuple(_OPTIONS)
 _QUICK = ("--repetitions", "2", "--warmup", "1")
 
 
 def parse_rooms(text: str | None) -> list[str]:
-    """Names between commas.
+    """Names between commas, or ``all``.
 
     Raises:
         SettingError: An unknown name.
     """
+    if text == "all":
+        return list(ROOMS)
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     unknown = sorted(set(names) - set(ROOMS))
     if unknown:
@@ -34,21 +31,59 @@ def parse_rooms(text: str | None) -> list[str]:
     return names
 
 
-def verify_room(session: BenchSession, room: str) -> str:
-    """Runs the room's benchmark shortly (collective), which shows its own table.
+def _divides(what: str, number: int, by: int) -> None:
+    if number % by:
+        raise SettingError(f"{number} {what} do not divide by {by}")
 
-    Returns:
-        One sentence; it holds ``DIFFERENT`` where a bit differed on any rank, the same on every rank.
+
+def _sp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    _divides("tokens of a sequence over twice the ranks", model.seq_length, 2 * world_size)
+    _divides("query groups over the ranks", model.groups, world_size)
+    parts = ("--part", "gemm_a2a", "--part", "a2a_gemm", "--part", "backward")
+    return [*parts, "--shape", *map(str, (model.seq_length, model.heads, model.groups, model.channels))]
+
+
+def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    if model.experts is None:
+        return ["--model", "facts"] if on_gpu else []  # a published layer; without a GPU the benchmark has one alone
+    _divides("experts over the ranks", model.experts, world_size)
+    sizes = (model.tokens, model.hidden, model.expert_ffn, model.experts, model.topk)
+    return ["--shape", *map(str, sizes)]
+
+
+def _pp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    if world_size % 2:
+        raise SettingError(f"--rooms pp takes an even number of ranks, not {world_size}")
+    parts = ("--part", "send_recv", "--part", "pipeline_step")
+    return ["--no-limited", *parts, "--mb", str(2 * model.tokens * model.hidden / 1e6)]
+
+
+def _muon(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    shapes = [word for shape in model.matrices.values() for word in ("--shape", *map(str, shape))]
+    return ["--no-peer", *shapes]
+
+
+#: Words for each room's benchmark: the model's sizes; what takes long and compares nothing more is left out.
+ROOMS: Mapping[str, Callable[[ModelSizes, int, bool], list[str]]] = {"sp": _sp, "ep": _ep, "pp": _pp, "muon": _muon}
+
+
+def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu: bool) -> dict[str, list[str]]:
+    """Command line of each room's benchmark for a model.
+
+    Raises:
+        SettingError: The model does not divide over the ranks.
     """
-    module = importlib.import_module(f"ditron_train.bench.{room}")
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    with tempfile.TemporaryDirectory() as folder:
-        status = module.run(parser.parse_args([*_QUICK, *_OPTIONS[room], "--output", folder]))
-        rows = [row for path in Path(folder).glob("*/*.json") for row in read_results(path)[1]]
-    counts = [len(rows), sum(not row.bitwise_equal for row in rows)]
-    said: list[list[int]] = [counts]
-    dist.broadcast_object_list(said, src=0)  # rank 0 writes the rows
-    num_rows, num_different = said[0]
-    assert session.agree(status == (1 if num_different else 0))
-    return f"{room}: {num_rows} comparisons, {f'{num_different} DIFFERENT' if num_different else 'every bit is equal'}"
+    return {room: ROOMS[room](model, world_size, on_gpu) for room in rooms}
+
+
+def verify_rooms(session: BenchSession, words: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Runs the rooms' benchmarks shortly (collective); their rows, the same on every rank."""
+    rows: list[Row] = []
+    for room, options in words.items():
+        module = importlib.import_module(f"ditron_train.bench.{room}")
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        arguments = parser.parse_args([*_QUICK, *options])
+        arguments.collected = rows
+        module.run(arguments)
+    return rows

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
 from ditron_train.bench.tables import terminal
+from ditron_train.policy.plan import load_plan
 from ditron_train.runtime.errors import NotSupportedError, SettingError
-from ditron_train.verify.cases import Case, add_case_arguments, model_cases, random_cases, shape_cases
+from ditron_train.verify.cases import (
+    Case,
+    ModelSizes,
+    add_case_arguments,
+    model_cases,
+    model_sizes,
+    random_cases,
+    shape_cases,
+)
 from ditron_train.verify.outcome import Outcome, Stress
-from ditron_train.verify.rooms import parse_rooms, verify_room
+from ditron_train.verify.report import print_line, show_outcomes, summary, summary_of_rows, write_outcomes
+from ditron_train.verify.rooms import parse_rooms, room_words, verify_rooms
+from ditron_train.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``verify``."""
     add_case_arguments(parser)
     parser.add_argument(
-        "--rooms", metavar="NAME,NAME", help="then the ops of these, too: sp, ep, pp, muon (default: tensor parallel only)"
+        "--rooms", metavar="NAME,NAME", help="the ops of these, too: sp, ep, pp, muon, or all (default: tensor parallel only)"
+    )
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="decide as strict does, and keep it: a job with --ditron-plan FILE asks no more"
     )
     stress = parser.add_argument_group("stress")
     stress.add_argument("--repeat", type=int, default=1, metavar="N", help="compare each case N times, on new data")
@@ -55,16 +71,19 @@ def run(arguments: argparse.Namespace) -> int:
         from ditron_train.bench.megatron_tp import megatron_world
     except ImportError as error:
         raise NotSupportedError(f"verify compares with megatron-core: {error}; pip install 'ditron_train[megatron]'") from None
+    if arguments.plan is not None:
+        load_plan(arguments.plan)  # raises for one that cannot be used, before anything is launched
+        os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
     # Whatever is proven equal is verified, be it faster on this machine or not.
     os.environ.setdefault("DITRON_POLICY", "bits")
     with bench_session("verify", arguments) as session:
+        on_gpu = session.device.type == "cuda"
+        model = model_sizes(arguments, on_gpu)
+        words = room_words(rooms, model, session.world_size, on_gpu)
         with megatron_world(session):
-            status = _Verification(session, arguments).run()
-        sentences = [verify_room(session, room) for room in rooms]
-        if session.rank == 0:
-            for sentence in sentences:
-                terminal().print(sentence, highlight=False)
-        return max(status, int(any("DIFFERENT" in sentence for sentence in sentences)))
+            verification = _Verification(session, arguments, model)
+            verification.compare()
+        return verification.report(verify_rooms(session, words))
 
 
 def _check(arguments: argparse.Namespace) -> list[str]:
@@ -97,53 +116,59 @@ def _check_folder(arguments: argparse.Namespace) -> None:
 class _Verification:
     """One run of the command."""
 
-    def __init__(self, session: BenchSession, arguments: argparse.Namespace) -> None:
+    def __init__(self, session: BenchSession, arguments: argparse.Namespace, model: ModelSizes) -> None:
         from ditron_train.tp import get_context
 
-        self.session, self.arguments = session, arguments
+        self.session, self.arguments, self.model = session, arguments, model
         self.on_gpu = session.device.type == "cuda"
         self.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.on_gpu else "float32"))
         self.named = self._named_cases()
         self.context = get_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
         self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
+        self.outcomes: list[Outcome] = []
+        self.soaks: list[Soak] = []
 
-    def run(self) -> int:
+    def compare(self) -> None:
+        """The linear layers, one after the other, and the long runs."""
         from ditron_train.verify.compare import compare
-        from ditron_train.verify.report import print_line, show_outcomes, summary, write_outcomes
 
-        session, arguments = self.session, self.arguments
-        outcomes = [
-            compare(session, case, self.stress, seed=arguments.seed + 100 * number, timed=True)
+        self.outcomes = [
+            compare(self.session, case, self.stress, seed=self.arguments.seed + 100 * number, timed=True)
             for number, case in enumerate(self._progress(self.named, len(self.named)))
         ]
-        show_outcomes(session, outcomes, arguments.repeat)
-        soaks = []
-        if arguments.random:
-            soaks.append(self._soak_random())
-        if arguments.ops:
-            soaks.append(self._soak_ops())
+        if self.arguments.random:
+            self.soaks.append(self._soak_random())
+        if self.arguments.ops:
+            self.soaks.append(self._soak_ops())
+
+    def report(self, others: Sequence[Row]) -> int:
+        """Shows and writes everything, ``others`` being the rows of other rooms; the exit status."""
+        session, arguments, outcomes, soaks = self.session, self.arguments, self.outcomes, self.soaks
+        show_outcomes(session, outcomes, others, arguments.repeat)
         if session.rank == 0:
-            for line in ([summary(outcomes, arguments.repeat)] if outcomes else []) + [soak.sentence() for soak in soaks]:
+            for line in (
+                *([summary(outcomes, arguments.repeat)] if outcomes else []),
+                *([summary_of_rows(others)] if others else []),
+                *(soak.sentence() for soak in soaks),
+                *(f"DIFFERENT: {description}" for soak in soaks for description in soak.different),
+            ):
                 print_line(line)
-            for description in (text for soak in soaks for text in soak.different):
-                print_line(f"DIFFERENT: {description}")
-        write_outcomes(session, outcomes, soaks, arguments)
-        well = all(outcome.equal for outcome in outcomes) and all(soak.num_different == 0 for soak in soaks)
+        write_outcomes(session, outcomes, others, soaks, arguments)
+        well = all(outcome.equal for outcome in outcomes) and all(row.bitwise_equal for row in others)
         grown = any(soak.what == "ops" and self._grows(soak.host_drift_bytes) for soak in soaks)
-        return 0 if well and not grown else 1
+        return 0 if well and all(soak.num_different == 0 for soak in soaks) and not grown else 1
 
     def _named_cases(self) -> list[Case]:
         arguments = self.arguments
         named = shape_cases(arguments, self.dtype)
         if not named and not arguments.random and not arguments.ops:
-            named = model_cases(arguments, self.dtype, self.on_gpu)
+            named = model_cases(self.model, self.dtype)
         for case in named:
             case.local_shapes(self.session.world_size)  # raises for all before anything runs
         return named
 
     def _soak_random(self):
         from ditron_train.verify.compare import compare
-        from ditron_train.verify.soak import Soak, SoakMeter
 
         session, arguments = self.session, self.arguments
         soak = Soak("random", arguments.random, self._epoch())
@@ -180,15 +205,12 @@ class _Verification:
 
     def _soak_ops(self):
         from ditron_train.verify.endure import endure
-        from ditron_train.verify.soak import Soak
 
         soak = Soak("ops", self.arguments.ops, self._epoch())
         endure(self.session, soak, self.context, seed=self.arguments.seed, limit_s=self.arguments.seconds)
         return soak
 
     def _grows(self, drift_bytes: int) -> bool:
-        from ditron_train.verify.soak import MAX_DRIFT_BYTES
-
         return not self.session.agree(drift_bytes < MAX_DRIFT_BYTES)
 
     def _progress(self, cases: Iterable[Case], total: int) -> Iterator[Case]:

@@ -197,11 +197,11 @@ def test_a_plan_saves_the_probe(session, device, monkeypatch, tmp_path):
 def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
     """A LLaMA-70B-like model: its four linear layers and the output layer."""
     from ditron_train.megatron.routing import forget_routes
-    from ditron_train.verify.cases import add_case_arguments, model_cases
+    from ditron_train.verify.cases import add_case_arguments, model_cases, model_sizes
 
     parser = argparse.ArgumentParser()
     add_case_arguments(parser)
-    cases = model_cases(parser.parse_args(["--padded-vocab-size", "128256"]), torch.bfloat16, True)
+    cases = model_cases(model_sizes(parser.parse_args(["--padded-vocab-size", "128256"]), True), torch.bfloat16)
     held, seconds, routes = [_memory(session)], [], {}
     for _ in range(2):  # the first makes what stays: symmetric memory, cuBLAS's workspaces
         forget_routes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from ditron_train.bench.rows import read_results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.symm.arena import close_all_arenas
 from ditron_train.testing.processes import run_workers
-from ditron_train.verify import rooms, soak
-from ditron_train.verify.cases import model_cases, random_cases, shape_cases
+from ditron_train.verify import rooms
+from ditron_train.verify import run as verify_run
+from ditron_train.verify.cases import model_cases, model_sizes, random_cases, shape_cases
 from ditron_train.verify.outcome import RESULTS, Outcome
+from ditron_train.verify.rooms import room_words
 from ditron_train.verify.run import add_arguments, run
 
 
@@ -83,10 +86,10 @@ def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
 
 
 def _run_rooms(is_wrong: bool) -> int:
-    """The pipeline's messages after a layer; one of them arrives with a wrong value on rank 1."""
+    """Messages of a small model after a layer; one of them arrives with a wrong value on rank 1."""
     from ditron_train.bench import pp
 
-    rooms._OPTIONS["pp"] = ("--no-limited", "--part", "send_recv", "--mb", "0.1")
+    rooms.ROOMS["pp"] = lambda *model: ["--no-limited", "--part", "send_recv", "--mb", "0.1"]
     right = pp._Transfers.ours
     if is_wrong:
         pp._Transfers.ours = lambda self, index: right(self, index).clone().add_(dist.get_rank())
@@ -101,10 +104,39 @@ def test_other_rooms() -> None:
     assert run_workers(2, _run_rooms, True) == [1, 1]
 
 
+def test_rooms_take_the_models_sizes() -> None:
+    words = "--hidden-size 64 --num-attention-heads 8 --num-query-groups 2 --seq-length 32 --num-experts 4".split()
+    model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
+    found = {room: " ".join(words) for room, words in room_words(rooms.parse_rooms("all"), model, 2, True).items()}
+    assert "--shape 32 8 2 8" in found["sp"] and "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
+    assert "--shape 96 64 --shape 64 64 --shape 512 64 --shape 64 256" in found["muon"]
+    assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {"ep": ["--model", "facts"]}
+    for room, world_size, error in (("sp", 4, "2 query groups"), ("ep", 3, "4 experts"), ("pp", 3, "even number")):
+        with pytest.raises(SettingError, match=error):
+            room_words([room], model, world_size, True)
+
+
+def _run_with_plan(folder: str) -> tuple[int, list[str]]:
+    """The decisions that a run of verify leaves behind."""
+    path = Path(folder) / "plan.json"
+    try:
+        status = _run("--column", "16", "8", "8", "--plan", str(path))
+        dist.barrier()
+        return status, list(json.loads(path.read_text())["decisions"])
+    finally:
+        os.environ.pop("DITRON_PLAN"), os.environ.pop("DITRON_POLICY")
+
+
+def test_a_plan_for_a_job(tmp_path: Path) -> None:
+    expected = (0, ["tp column 8x8 4x8 float32 on 2 ranks (strict)"])
+    assert run_workers(2, _run_with_plan, str(tmp_path)) == [expected] * 2
+    assert "not a writable folder" in run_workers(2, _refused, "--plan", str(tmp_path / "missing" / "plan.json"))[0]
+
+
 def _run_soak(*words: str) -> int:
     """With a context of its own; memory of a worker that other tests have used says nothing."""
     close_all_arenas()
-    soak.MAX_DRIFT_BYTES = 1 << 30
+    verify_run.MAX_DRIFT_BYTES = 1 << 30
     return run(arguments(*words, "--first-epoch", str(2**31 - 8)))
 
 
@@ -142,7 +174,7 @@ def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
 def test_bad_input_is_refused_on_every_rank() -> None:
     assert run_workers(2, _refused, "--column", "31", "32", "32") == ["column 31x32x32 does not divide over 2 ranks"] * 2
     bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
-           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"), ("--output", "/proc/nowhere"), ("--rooms", "tp,xp")]  # fmt: skip
+           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"), ("--output", "/proc/nowhere"), ("--rooms", "tp,xp"), ("--num-experts", "0"), ("--rooms", "ep", "--num-experts", "3")]  # fmt: skip
     for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
@@ -150,16 +182,16 @@ def test_bad_input_is_refused_on_every_rank() -> None:
 
 def test_model_from_megatrons_arguments() -> None:
     words = "--hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-query-groups 4 --seq-length 512".split()
-    cases = model_cases(arguments(*words, "--micro-batch-size", "2"), torch.bfloat16, True)
+    cases = model_cases(model_sizes(arguments(*words, "--micro-batch-size", "2"), True), torch.bfloat16)
     assert [(c.name, c.kind, c.m, c.n, c.k) for c in cases] == [
         ("qkv", "column", 1024, 1536, 1024),
         ("proj", "row", 1024, 1024, 1024),
         ("fc1", "column", 1024, 8192, 1024),
         ("fc2", "row", 1024, 1024, 4096),
     ]
-    plain = model_cases(arguments(*words, "--no-swiglu", "--kv-channels", "32"), torch.bfloat16, True)
+    plain = model_cases(model_sizes(arguments(*words, "--no-swiglu", "--kv-channels", "32"), True), torch.bfloat16)
     assert plain[0].n == (16 + 8) * 32 and plain[1].k == 512 and plain[2].n == 4096
-    llama = model_cases(arguments(), torch.bfloat16, True)
+    llama = model_cases(model_sizes(arguments(), True), torch.bfloat16)
     assert (llama[0].n, llama[2].n, llama[3].k) == (10240, 57344, 28672)
 
 
