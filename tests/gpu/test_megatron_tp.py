@@ -19,7 +19,7 @@ from ditron_train.data import load_workloads
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 pytest.importorskip("megatron.core")
 
-NUM_RANDOM_SHAPES = 60
+NUM_RANDOM_SHAPES = 100  # of each of five layers
 AG_SHAPES, RS_SHAPES = (load_workloads()[name]["shapes"] for name in ("ag_gemm", "gemm_rs"))
 
 

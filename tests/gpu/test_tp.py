@@ -1,4 +1,4 @@
-"""TP ops against NCCL and cuBLAS, ``torch.equal``: published shapes, random ones, stragglers, poison, graphs, bad calls.
+"""TP ops against NCCL and cuBLAS, ``torch.equal``: published shapes, random ones, stragglers, poison, graphs, bad calls, groups.
 
 Random shapes equal cuBLAS and NCCL, or, where cuBLAS sums in another order (few tiles, long K), one GEMM of ours and NCCL,
 which still proves the movement and the order of the reduction.
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ditron_train.data import load_workloads
 from ditron_train.gemm import matmul_nn, matmul_nt
-from ditron_train.runtime.errors import MismatchError, PeerTimeoutError
+from ditron_train.runtime.errors import ArenaError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.tp import GatherPlan, TPContext, ag_gemm, column_linear, gemm_rs, get_context, row_linear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
@@ -58,6 +58,16 @@ def scattered(partial, counts=None):
     out = partial.new_empty(max(counts), partial.shape[1])
     dist.reduce_scatter_tensor(out, padded.view(-1, partial.shape[1]))
     return out[: counts[rank]]
+
+
+def poison(context):
+    """NaN in all symmetric buffers of data, on every rank before any goes on."""
+    for name in ("tp.gathered", "tp.partials"):
+        num_bytes = context.arena.capacity_bytes(name)
+        if num_bytes:
+            context.arena.tensor(name, (num_bytes // 2,), torch.bfloat16).local.fill_(float("nan"))
+    torch.cuda.synchronize()
+    dist.barrier()
 
 
 def products(x, weight, layout):
@@ -136,7 +146,7 @@ def test_random_shapes(context, all_equal):
 
 @pytest.mark.parametrize("rows, hidden, width", [(2048, 1024, 2048), (8192, 4096, 11008)])
 def test_linear_layers_repeat_a_hundred_times(context, all_equal, rows, hidden, width):
-    """Column then row linear, forward and all gradients, against NCCL and cuBLAS, with a random straggler."""
+    """Column then row linear, forward and all gradients, against NCCL and cuBLAS, with a random straggler and poisoned buffers."""
     world, rank = context.world_size, context.rank
     w1 = normals(width // world // 8 * 8, hidden, seed=5).requires_grad_()
     w2 = normals(hidden, width // world // 8 * 8, seed=6).requires_grad_()
@@ -144,6 +154,7 @@ def test_linear_layers_repeat_a_hundred_times(context, all_equal, rows, hidden, 
     for repeat in range(repeats):
         x = normals(rows // world, 1, hidden, seed=10 + repeat).requires_grad_()
         w1.grad = w2.grad = None
+        poison(context)
         if random.Random(repeat * 17 + rank).random() < 0.3:
             torch.cuda._sleep(int(3e6 * random.Random(repeat + rank).random()))
         hidden_states = column_linear(x, w1, context=context)
@@ -233,3 +244,71 @@ def test_a_late_peer_and_different_calls_are_errors(device, monkeypatch):
             gemm_rs(normals(128 * world, 256, seed=1), weight, context=context)
             context.synchronize()
     dist.barrier()
+
+
+def error_of(call):
+    """The words of what ``call`` raises, as every rank has them."""
+    with pytest.raises((ArenaError, NotSupportedError)) as caught:
+        call()
+    words = [None] * dist.get_world_size()
+    dist.all_gather_object(words, str(caught.value))
+    return set(words)
+
+
+def test_bad_input_is_the_same_error_on_every_rank(context, all_equal):
+    """And the next call works."""
+    x, weight = normals(64, 256, seed=1), normals(128, 256, seed=2)
+    expected = gathered(x) @ weight.t()
+    for bad_x, bad_weight, words in (
+        (x.cpu(), weight.cpu(), "x is on cpu, the context on cuda"),
+        (x, weight.cpu(), "operands on cuda"),
+        (x, normals(128, 264, seed=2), "do not fit"),
+        (x.float(), weight.float(), "torch.float32"),
+        (x, weight.half(), "operands of torch.bfloat16 and torch.float16"),
+    ):
+        for op in (ag_gemm, gemm_rs):
+            assert all(words in text for text in error_of(lambda: op(bad_x, bad_weight, context=context)))
+        assert all_equal(ag_gemm(x, weight, context=context), expected)
+    context.synchronize()
+
+
+def test_too_little_memory_is_the_same_error_on_every_rank(device, all_equal, monkeypatch):
+    context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
+    x, weight = normals(64, 256, seed=1), normals(128, 256, seed=2)
+    (words,) = error_of(lambda: context.gathered(2**30, 2**11, torch.bfloat16))
+    assert "allocating symmetric memory failed" in words
+    if dist.get_rank() == 0:
+        monkeypatch.setenv("DITRON_ARENA_BYTES", str(context.arena.num_bytes + 2**20))
+    (words,) = error_of(lambda: ag_gemm(normals(4096, 4096, seed=1), normals(128, 4096, seed=2), context=context))
+    assert "rank 0's cap DITRON_ARENA_BYTES" in words
+    for _ in range(2):
+        assert all_equal(ag_gemm(x, weight, context=context), gathered(x) @ weight.t())
+    context.synchronize()
+
+
+def test_overlapping_groups_in_turn(device, all_equal):
+    """A rank's groups share its GPU, not their memory or flags: calls of all of them in a row, nobody waits for the host."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    lists = [list(range(world)), [0, 1], list(range(1, world)) if world > 2 else [0, 1]]
+    groups = [dist.new_group(ranks) for ranks in lists]
+    contexts = {number: TPContext(groups[number], device) for number, ranks in enumerate(lists) if rank in ranks}
+    weight = normals(256, 512, seed=3)
+    for repeat in range(10):
+        results = []
+        for number, context in contexts.items():
+            x = normals(128 + 64 * number, 512, seed=10 * repeat + number)
+            y = ag_gemm(x, weight, context=context, plan=PLANS[repeat % 3])
+            z = gemm_rs(y, weight[:, :256], context=context, scatter=SCATTERS[repeat % 2])
+            results.append((context, x, y, z))
+        right = True
+        for context, x, y, z in results:
+            context.synchronize()
+            whole = x.new_empty(x.shape[0] * context.world_size, 512)
+            dist.all_gather_into_tensor(whole, x, group=context.group)
+            partial = matmul_nt(matmul_nt(whole, weight), weight[:, :256])
+            total = partial.new_empty(x.shape[0], 256)
+            dist.reduce_scatter_tensor(total, partial, group=context.group)
+            right &= torch.equal(y, matmul_nt(whole, weight)) and torch.equal(z, total)
+        assert all_equal(torch.tensor(right), torch.tensor(True))
+    for context in contexts.values():
+        context.arena.close()

@@ -199,6 +199,26 @@ def check_wrap() -> int:
     return epoch
 
 
+def check_overlapping_groups() -> int:
+    """Ranks that are in several groups call the ops of all of them in turn; returns how many contexts this rank has."""
+    rank, lists = dist.get_rank(), [[0, 1, 2, 3], [0, 1], [1, 2, 3]]
+    groups = [dist.new_group(ranks) for ranks in lists]
+    contexts = {number: get_context(groups[number], CPU) for number, ranks in enumerate(lists) if rank in ranks}
+    for repeat in range(3):
+        for number, context in contexts.items():
+            rows = 16 * (1 + number)
+            whole, weight = integers((rows * context.world_size, 32), 10 * repeat + number), integers((48, 32), repeat)
+            mine = slice(rows * context.rank, rows * (context.rank + 1))
+            assert torch.equal(ag_gemm(whole[mine], weight, context=context), whole @ weight.t())
+            for scatter in ("store", "copy"):
+                y = gemm_rs(whole, weight, context=context, scatter=scatter)
+                assert torch.equal(y, context.world_size * (whole @ weight.t())[mine])
+    for context in contexts.values():
+        context.synchronize()
+        context.arena.close()
+    return len(contexts)
+
+
 def mismatched(field: str) -> str:
     """Ranks that call the op with different shapes; returns the error's words."""
     rank = dist.get_rank()

@@ -64,6 +64,10 @@ def test_launches_are_named_by_where_their_operands_lie():
     run_workers(2, bodies.check_launch_keys)
 
 
+def test_overlapping_groups():
+    assert run_workers(4, bodies.check_overlapping_groups) == [2, 3, 2, 2]
+
+
 def test_epochs_wrap():
     assert run_workers(2, bodies.check_wrap) == [-(2**31) + 5] * 2
 
