@@ -18,6 +18,7 @@ import ditron_train
 
 __all__ = ["main"]
 
+_TRACED = ("ag_gemm", "gemm_rs", "layer", "gemm_a2a", "a2a_gemm", "attention_layer", "moe_layer", "send_recv")
 _REQUIRED = ("torch", "triton", "numpy", "packaging", "rich")
 
 
@@ -48,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 
     trace = commands.add_parser("trace", help="draw what overlaps, or the order in which tiles run and chunks travel")
     what = trace.add_mutually_exclusive_group(required=True)
-    what.add_argument("--op", choices=("ag_gemm", "gemm_rs", "layer"), help="run it (under torchrun): traces and a picture")
+    what.add_argument("--op", choices=_TRACED, help="run it (under torchrun): traces and a picture")
     what.add_argument("--schedule", choices=("ag_gemm", "gemm_rs"), help="lay it out: a table and a picture, nothing runs")
-    trace.add_argument("--shape", nargs=3, type=int, metavar=("M", "N", "K"), help="default: LLaMA-70B's; CPU run: 256 each")
+    trace.add_argument("--shape", nargs=3, type=int, metavar=("M", "N", "K"), help="of ag_gemm and gemm_rs (default: LLaMA-70B's; CPU run: 256 each)")
     trace.add_argument("--output", default="trace", metavar="DIR", help="where the files go (default %(default)s)")
     layout = trace.add_argument_group("of --schedule")
     layout.add_argument("--world-size", type=int, default=8, metavar="RANKS")

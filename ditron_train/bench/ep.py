@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ from ditron_train.data import load_workloads
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "moe_contenders", "run"]
 
 _PARTS = ("dispatch", "combine", "group_gemm", "layer")
 _WIRE_GBPS = 370.0  # what NVLink carries on an H200, the link speed that limits are computed with
@@ -245,39 +245,60 @@ def _model(case: Case) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> Iterator[Row]:
-    from ditron_train.bench.megatron_ep import layer_pair, zipf_routing
+class MoeLayers:
+    """A MoE layer, native and with ``ep``, forward, and forward and backward, on the same values."""
 
-    layers = layer_pair(config, session.device)
-    generator = torch.Generator(session.device).manual_seed(session.rank)
-    shape = (case.tokens_per_rank, 1, case.hidden)
-    x, grad = (torch.empty(shape, device=session.device, dtype=dtype).normal_(generator=generator) for _ in range(2))
+    def __init__(self, session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> None:
+        from ditron_train.bench.megatron_ep import layer_pair, zipf_routing
 
-    if case.zipf:  # a router with random weights routes evenly: this one's choice is given
-        routed, probs = zipf_routing(
-            case.tokens_per_rank, case.num_experts, case.topk, exponent=case.zipf, device=session.device, seed=session.rank
+        self.layers = layer_pair(config, session.device)
+        generator = torch.Generator(session.device).manual_seed(session.rank)
+        shape = (case.tokens_per_rank, 1, case.hidden)
+        self._x, self._grad = (
+            torch.empty(shape, device=session.device, dtype=dtype).normal_(generator=generator) for _ in range(2)
         )
-        for layer in layers.values():
-            layer.route = lambda hidden_states, padding_mask=None: (probs, routed)
+        self._is_routed = bool(case.zipf)
+        if case.zipf:  # a router with random weights routes evenly: this one's choice is given
+            routed, probs = zipf_routing(
+                case.tokens_per_rank, case.num_experts, case.topk, exponent=case.zipf, device=session.device, seed=session.rank
+            )
+            for layer in self.layers.values():
+                layer.route = lambda hidden_states, padding_mask=None: (probs, routed)
 
-    def parameters(name: str) -> list[torch.nn.Parameter]:
-        return [p for n, p in layers[name].named_parameters() if not (case.zipf and n.startswith("router"))]
-
-    def forward(name: str) -> list[torch.Tensor]:
+    def forward(self, name: str) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [layers[name](x)[0]]
+            return [self.layers[name](self._x)[0]]
 
-    def forward_backward(name: str) -> list[torch.Tensor]:
-        leaf = x.detach().requires_grad_()
-        y, _ = layers[name](leaf)
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters(name)], grad)]
+    def forward_backward(self, name: str) -> list[torch.Tensor]:
+        leaf = self._x.detach().requires_grad_()
+        y, _ = self.layers[name](leaf)
+        named = self.layers[name].named_parameters()
+        parameters = [parameter for key, parameter in named if not (self._is_routed and key.startswith("router"))]
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self._grad)]
 
-    for direction, body in (("forward", forward), ("forward_backward", forward_backward)):
+
+@contextmanager
+def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
+    """Forward and backward of one MoE layer, ``native`` and ``ditron``, on the same values."""
+    from ditron_train.bench.megatron_ep import HAVE_TE, expert_parallel_world, moe_config
+
+    on_gpu = session.device.type == "cuda"
+    case = Case("traced", 8192, 7168, 2048, 128, 8) if on_gpu else Case("traced", 24, 32, 48, 4 * session.world_size, 2)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    sizes = dict(hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk)
+    with expert_parallel_world(), _deterministic(not HAVE_TE), _policy("strict"):
+        pair = MoeLayers(session, case, moe_config(**sizes, dtype=dtype), dtype)
+        yield {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
+
+
+def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> Iterator[Row]:
+    pair = MoeLayers(session, case, config, dtype)
+    for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         ours, native = body("ditron"), body("native")
         equal = session.equal(ours, native)
         del ours, native
-        timings = session.measure({name: lambda i, n=name: body(n) for name in layers})
-        yield _row(session, "moe_layer", direction, case, dtype, equal, timings, _comm_sms(layers["ditron"]))
+        timings = session.measure({name: lambda i, n=name: body(n) for name in pair.layers})
+        yield _row(session, "moe_layer", direction, case, dtype, equal, timings, _comm_sms(pair.layers["ditron"]))
 
 
 def _comm_sms(layer: torch.nn.Module) -> int:

@@ -22,9 +22,10 @@ from ditron_train.runtime.device import num_sms as num_sms_of
 from ditron_train.sp import tuning
 from ditron_train.testing import megatron_cpu
 
-__all__ = ["attention_rows"]
+__all__ = ["attention_contenders", "attention_rows"]
 
 _LENGTHS = (16384, 32768, 65536)
+_TRACED_LENGTH = 16384
 _MOST_ROWS = 8192  # of a rank: more, and the deterministic backward of the attention does not fit in 140 GB
 
 
@@ -142,34 +143,53 @@ def _comm_sms(session: BenchSession, m: int) -> int:
     return max(push, tuning.receive_programs(m, 10240, 8192, 2))
 
 
+class _Passes:
+    """A layer's forward, and its forward and backward, on values of a length (tokens of all ranks)."""
+
+    def __init__(self, session: BenchSession, length: int) -> None:
+        self._session = session
+        self._generator = torch.Generator(session.device).manual_seed(session.rank)
+        shape = (length // session.world_size, 1, 8192)
+        self.x, self.grad = self.values(*shape), self.values(*shape)
+
+    def values(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self._session.device, dtype=torch.bfloat16).normal_(generator=self._generator)
+
+    def forward(self, layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [layer(self.x, attention_mask=None)[0]]
+
+    def forward_backward(self, layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
+        leaf = self.x.detach().requires_grad_()
+        y, _ = layer(leaf, attention_mask=None)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *layer.parameters()], self.grad)]
+
+
+@contextlib.contextmanager
+def attention_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
+    """Forward and backward of the layer, ``native`` and ``ditron``, on the same values."""
+    parallel_state.initialize_model_parallel(context_parallel_size=session.world_size)
+    try:
+        passes = _Passes(session, _TRACED_LENGTH)
+        layers = _pair(session, False)
+        yield {name: lambda index, one=layer: passes.forward_backward(one) for name, layer in layers.items()}
+    finally:
+        restore()
+        parallel_state.destroy_model_parallel()
+
+
 def _rows_of(
     session: BenchSession, exact: dict[str, torch.nn.Module], fast: dict[str, torch.nn.Module], length: int
 ) -> Iterator[Row]:
-    generator = torch.Generator(session.device).manual_seed(session.rank)
-    shape = (length // session.world_size, 1, 8192)
-
-    def values(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=session.device, dtype=torch.bfloat16).normal_(generator=generator)
-
-    x, grad = values(*shape), values(*shape)
-
-    def forward(layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
-        with torch.no_grad():
-            return [layer(x, attention_mask=None)[0]]
-
-    def forward_backward(layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
-        leaf = x.detach().requires_grad_()
-        y, _ = layer(leaf, attention_mask=None)
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *layer.parameters()], grad)]
-
-    for direction, body in (("forward", forward), ("forward_backward", forward_backward)):
+    passes = _Passes(session, length)
+    for direction, body in (("forward", passes.forward), ("forward_backward", passes.forward_backward)):
         what = f"attention layer, {direction}, {length} tokens"
         if not all(session.attempt(f"{what}, {name}", lambda index, one=layer: body(one)) for name, layer in exact.items()):
             torch.cuda.empty_cache()
             continue
         equal = session.equal(body(exact["ditron"]), body(exact["native"]))
         torch.cuda.empty_cache()
-        contenders = {**fast, "limit": _WithoutExchanges(fast, values, length, session.world_size)}
+        contenders = {**fast, "limit": _WithoutExchanges(fast, passes.values, length, session.world_size)}
         timings = session.measure({name: lambda index, one=layer: body(one) for name, layer in contenders.items()})
         yield Row(
             op="attention_layer",
@@ -181,7 +201,7 @@ def _rows_of(
             native_us=timings["native"].median_us,
             ditron_us=timings["ditron"].median_us,
             bitwise_equal=equal,
-            comm_sms=_comm_sms(session, shape[0]),
+            comm_sms=_comm_sms(session, passes.x.shape[0]),
             limit_us=timings["limit"].median_us,
             spread=max(timing.spread for timing in timings.values()),
         )

@@ -34,10 +34,10 @@ from ditron_train.sp import (
     tuning,
 )
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["Case", "FACTS", "add_arguments", "op_contenders", "run"]
 
 _PARTS = ("gemm_a2a", "a2a_gemm", "backward", "layer")
-_FACTS = ("attention layer", 32768, 64, 8, 128)  # the layer that the targets are stated for
+FACTS = ("attention layer", 32768, 64, 8, 128)  # the layer that the targets are stated for
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _layer_rows(session: BenchSession) -> None:
 def _known_cases(world_size: int) -> list[Case]:
     workload = load_workloads()["gemm_a2a"]
     lengths = workload["weak_scaling_seqlen_by_gpus"]
-    cases = [Case(*_FACTS)]
+    cases = [Case(*FACTS)]
     for length in lengths.get(str(world_size)) or [one * world_size // 8 for one in lengths["8"]]:
         cases.append(Case("weak scaling", length, 64, 64, 128))
     for shape in workload["strong_scaling"]:
@@ -154,7 +154,17 @@ def _layouts(case: Case, world_size: int) -> tuple[HeadsLayout, HeadsLayout]:
     )
 
 
-def _gemm_a2a_row(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> Row:
+def op_contenders(
+    session: BenchSession, op: str, case: Case, context: SPContext, native: NativeUlysses
+) -> dict[str, Callable[[int], object]]:
+    """``native``, ``gemm`` alone, ``comm`` alone, the peer where there is one, and ``ditron``, on the same values."""
+    build = _gemm_a2a_contenders if op == "gemm_a2a" else _a2a_gemm_contenders
+    return build(session, case, context, native)[0]
+
+
+def _gemm_a2a_contenders(
+    session: BenchSession, case: Case, context: SPContext, native: NativeUlysses
+) -> tuple[dict[str, Callable[[int], object]], torch.Tensor, torch.Tensor]:
     layout, _ = _layouts(case, session.world_size)
     x = _values(session, case.seqlen // session.world_size, 1, case.hidden, seed=1)
     weight = _values(session, session.world_size * layout.num_columns, case.hidden, seed=2)
@@ -166,11 +176,18 @@ def _gemm_a2a_row(session: BenchSession, case: Case, context: SPContext, native:
         "peer": lambda index: native.gemm_one_a2a(x, weight, layout),
         "ditron": lambda index: list(gemm_a2a(x, weight, context=context, layout=layout)),
     }
+    return contenders, x, weight
+
+
+def _gemm_a2a_row(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> Row:
+    contenders, x, weight = _gemm_a2a_contenders(session, case, context, native)
     sms = tuning.receive_programs(x.shape[0], *weight.shape, x.element_size())
     return _forward_row(session, "gemm_a2a", case, contenders, x.shape[0] * weight.shape[0], sms, "one all-to-all")
 
 
-def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> Row:
+def _a2a_gemm_contenders(
+    session: BenchSession, case: Case, context: SPContext, native: NativeUlysses
+) -> tuple[dict[str, Callable[[int], object]], torch.Tensor, torch.Tensor]:
     _, layout = _layouts(case, session.world_size)
     attended = _values(session, case.seqlen, 1, case.heads // session.world_size, case.head_size, seed=3)
     weight = _values(session, case.hidden, case.hidden, seed=4)
@@ -181,6 +198,11 @@ def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native:
         "comm": lambda index: native.to_sequence([attended]),
         "ditron": lambda index: [a2a_gemm((attended,), weight, context=context, layout=layout)],
     }
+    return contenders, gathered, weight
+
+
+def _a2a_gemm_row(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> Row:
+    contenders, gathered, weight = _a2a_gemm_contenders(session, case, context, native)
     sms = _push_sms(context, gathered.shape[0], *weight.shape)
     return _forward_row(session, "a2a_gemm", case, contenders, gathered.numel(), sms, None)
 

@@ -1,14 +1,16 @@
 """Reads a Chrome trace of ``torch.profiler`` and finds the communication that nothing covers.
 
-A fused kernel counts as computation from its start to its end: waits inside it do not show here, only in its time.
+A fused kernel counts as computation from its start to its end: waits inside it do not show here, only in its time. Lanes are
+streams, split into copy engines, kernels that compute, and kernels that communicate, by the number of SMs that they take.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,19 +18,26 @@ __all__ = ["Interval", "computation_us", "exposed", "read_chrome_trace", "total_
 
 Kind = Literal["compute", "communication"]
 # Kernels that only move or wait for data of other ranks; fused kernels compute, so they are not among them.
-_COMMUNICATION = re.compile(r"nccl|gloo|c10d|push_|_push|gather_(start|wait)|agree_|exchange|Memcpy PtoP", re.IGNORECASE)
+_COMMUNICATION = re.compile(
+    r"nccl|gloo|c10d|push_|_push|gather_(start|wait)|exchange|receive_kernel|arrived|await_|notify_|return_rows|sum_returned"
+    r"|Memcpy PtoP",
+    re.IGNORECASE,
+)
+# What stands in front of the recorded call: a wait that lets the host get ahead, and a barrier.
+_HEAD_START, _BARRIER = re.compile("spin_kernel"), re.compile("nccl.*AllReduce")
 _CPU_COMPUTE = re.compile(r"^(aten::(mm|addmm|bmm|baddbmm)|ditron_train)\b")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that ran on one lane, in microseconds from the start of the trace."""
+    """Something that ran on one lane, in microseconds from the start of the trace; a kernel on ``sms`` multiprocessors."""
 
     lane: str
     kind: Kind
     name: str
     start_us: float
     end_us: float
+    sms: int | None = None
 
 
 def read_chrome_trace(path: Path) -> list[Interval]:
@@ -45,12 +54,37 @@ def read_chrome_trace(path: Path) -> list[Interval]:
     found = [_gpu_interval(event) for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not found:
         found = [_cpu_interval(event) for event in complete if event.get("cat") in ("cpu_op", "user_annotation")]
-    intervals = [interval for interval in found if interval is not None]
+    intervals = _without_head_start([interval for interval in found if interval is not None])
     if not intervals:
         return []
     origin = min(interval.start_us for interval in intervals)
-    moved = [Interval(i.lane, i.kind, i.name, i.start_us - origin, i.end_us - origin) for i in intervals]
+    most: dict[str, int] = {}
+    for interval in intervals:
+        if interval.kind == "compute" and interval.sms is not None:
+            most[interval.lane] = max(most.get(interval.lane, 0), interval.sms)
+    moved = [
+        replace(i, lane=_lane_with_sms(i, most), start_us=i.start_us - origin, end_us=i.end_us - origin) for i in intervals
+    ]
     return sorted(moved, key=lambda interval: (interval.start_us, interval.lane))
+
+
+def _without_head_start(intervals: list[Interval]) -> list[Interval]:
+    """What runs behind the barrier that the recorder puts in front of a call, where it did."""
+    in_order = sorted(intervals, key=lambda interval: interval.start_us)
+    starts = [place for place, interval in enumerate(in_order) if _HEAD_START.search(interval.name)]
+    if not starts:
+        return intervals
+    ends = [interval.end_us for interval in in_order[starts[0] :] if _BARRIER.search(interval.name)]
+    begin_us = ends[0] if ends else in_order[starts[0]].end_us
+    return [interval for interval in in_order if interval.start_us >= begin_us]
+
+
+def _lane_with_sms(interval: Interval, most: dict[str, int]) -> str:
+    if interval.sms is None:
+        return interval.lane
+    if interval.kind == "communication":
+        return f"{interval.lane}, {interval.sms} SM{'s' if interval.sms > 1 else ''}"
+    return f"{interval.lane}, up to {most[interval.lane]} SMs"
 
 
 def _gpu_interval(event: dict) -> Interval:
@@ -58,7 +92,16 @@ def _gpu_interval(event: dict) -> Interval:
     stream = event.get("args", {}).get("stream", event.get("tid"))
     lane = f"copy engine, stream {stream}" if event["cat"] == "gpu_memcpy" else f"stream {stream}"
     kind: Kind = "communication" if _COMMUNICATION.search(name) else "compute"
-    return Interval(lane, kind, name, start, start + float(event["dur"]))
+    return Interval(lane, kind, name, start, start + float(event["dur"]), _sms(event.get("args", {})))
+
+
+def _sms(details: dict) -> int | None:
+    """How many multiprocessors a kernel takes at most: one a block, as far as there are any."""
+    grid, blocks_per_sm = details.get("grid"), details.get("blocks per SM")
+    if not grid or not blocks_per_sm:
+        return None
+    blocks = math.prod(grid)
+    return min(blocks, round(blocks / blocks_per_sm))
 
 
 def _cpu_interval(event: dict) -> Interval | None:

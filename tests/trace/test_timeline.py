@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ditron_train.cli import _TRACED
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.testing.processes import run_workers
-from ditron_train.trace.record import record_op
+from ditron_train.trace.record import OPS, record_op
 from ditron_train.trace.show_timeline import draw_timelines, summary
 from ditron_train.trace.timeline import Interval, computation_us, exposed, read_chrome_trace, total_us
 
@@ -53,6 +54,30 @@ def test_gpu_trace(tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_lanes_are_named_by_their_multiprocessors_and_the_head_start_is_left_out(tmp_path: Path) -> None:
+    def kernel(name: str, start: float, length: float, stream: int, blocks: int) -> dict:
+        event = gpu_event(name, start, length, stream)
+        event["args"].update({"grid": [blocks, 1, 1], "blocks per SM": blocks / 132})
+        return event
+
+    events = [
+        kernel("ncclDevKernel_AllReduce_Sum_f32", 0.0, 5.0, 7, 1),
+        kernel("spin_kernel(long)", 10.0, 100.0, 7, 1),
+        kernel("ncclDevKernel_AllReduce_Sum_f32", 110.0, 20.0, 7, 1),
+        kernel("gemm", 150.0, 50.0, 7, 264),
+        kernel("add", 200.0, 10.0, 7, 24),
+        kernel("push_shard_kernel", 150.0, 20.0, 9, 8),
+        kernel("ncclDevKernel_AllReduce_Sum_f32", 210.0, 5.0, 7, 1),
+    ]
+    intervals = read_chrome_trace(write(tmp_path / "t.json", events))
+    assert [(i.lane, i.start_us) for i in intervals] == [
+        ("stream 7, up to 132 SMs", 0.0),
+        ("stream 9, 8 SMs", 0.0),
+        ("stream 7, up to 132 SMs", 50.0),
+        ("stream 7, 1 SM", 60.0),
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"events": []}', "not json"])
 def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "foreign.json").write_text(text)
@@ -72,6 +97,10 @@ def _record(folder: str) -> int:
     return record_op("ag_gemm", (64, 64, 64), Path(folder))
 
 
+def _record_other(op: str, folder: str) -> int:
+    return record_op(op, None, Path(folder))
+
+
 def _refused(op: str, shape: tuple[int, int, int] | None, folder: str) -> str:
     try:
         record_op(op, shape, Path(folder))
@@ -88,8 +117,20 @@ def test_record_on_cpu_processes(tmp_path: Path) -> None:
     assert any("ditron_train" in interval.name for interval in read_chrome_trace(tmp_path / "ag_gemm-ditron.json"))
 
 
+@pytest.mark.parametrize("op", ["gemm_a2a", "moe_layer", "send_recv"])
+def test_ops_of_the_other_rooms(tmp_path: Path, op: str) -> None:
+    assert run_workers(2, _record_other, op, str(tmp_path)) == [0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{op}-ditron.json", f"{op}-native.json", f"{op}.png"]
+
+
+def test_the_command_line_offers_every_op() -> None:
+    assert set(_TRACED) == set(OPS)
+
+
 def test_what_cannot_be_recorded_is_refused_on_every_rank(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert run_workers(2, _refused, "ag_gemm", (63, 64, 64), folder) == ["ag_gemm 63x64x64 does not divide over 2 ranks"] * 2
-    assert run_workers(2, _refused, "layer", None, folder) == ["a whole layer is recorded on GPUs only"] * 2
+    assert run_workers(2, _refused, "layer", None, folder) == ["layer is recorded on GPUs only"] * 2
+    assert "has one of its own" in run_workers(2, _refused, "moe_layer", (64, 64, 64), folder)[0]
+    assert "takes several ranks" in run_workers(1, _refused, "send_recv", None, folder)[0]
     assert "cannot write into /proc/nowhere" in run_workers(2, _refused, "ag_gemm", None, "/proc/nowhere")[0]
