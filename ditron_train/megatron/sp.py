@@ -106,7 +106,8 @@ class DitronDotProductAttention(DotProductAttention):
         """
         self.cp_group = None
         inner = config
-        if config.context_parallel_size > 1 and cp_comm_type == "a2a":
+        # Softmax offsets that are trained would be other heads' on every rank, and their gradients added up.
+        if config.context_parallel_size > 1 and cp_comm_type == "a2a" and config.softmax_type != "learnable":
             group = getattr(kwargs.get("pg_collection"), "cp", None) or _context_parallel_group()
             inner = config_of_one_rank(config, dist.get_world_size(group))
         super().__init__(inner, *args, cp_comm_type=cp_comm_type, **kwargs)
@@ -123,7 +124,7 @@ class DitronDotProductAttention(DotProductAttention):
         """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]."""
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-            raise NotSupportedError(f"{mask_type} mask type is not supported with context parallelism a2a")
+            raise NotSupportedError(f"{mask_type.name} mask type is not supported for BSHD and SBHD!")
         mask = _causal_mask(query.shape[0], query.device) if mask_type == AttnMaskType.causal else None
         return super().forward(query, key, value, mask, mask_type)
 
@@ -137,10 +138,8 @@ class DitronDotProductAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        if self.cp_group is None:
+        if self.cp_group is None or attention_bias is not None or packed_seq_params is not None:  # the latter it refuses
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        if attention_bias is not None or packed_seq_params is not None:
-            raise NotSupportedError("attention biases and packed sequences need Transformer Engine's attention")
         attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
         return exchanged(self.cp_group, attend, query, key, value, self.left_in_heads)
 
@@ -224,6 +223,8 @@ class DitronSelfAttention(SelfAttention):
         others = {name for name, value in kwargs.items() if value is not None and name != "rotary_pos_emb"}
         if any(value is not None for value in args) or others:
             return f"the attention is called with {', '.join(sorted(others)) or 'positional options'}"
+        if self.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            return f"the mask is {self.attn_mask_type}"
         if self.world_size > 1 and config.num_query_groups < self.world_size:
             return "tensor parallel ranks share query groups: the exchanges alone are ours"
         for norm in (self.q_layernorm, self.k_layernorm):

@@ -189,6 +189,99 @@ def test_packed_sequences_have_the_bits_of_transformer_engine(world):
         plugin.restore()
 
 
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+REFUSED = {  # options for `world` ranks, and a call of such an attention
+    "heads": (
+        lambda world: {"num_attention_heads": world + 1, "num_query_groups": world + 1},
+        lambda attention, x: attention(x, None),
+    ),
+    "groups": (lambda world: {"num_query_groups": 1}, lambda attention, x: attention(x, None)),
+    "odd": (lambda world: {}, lambda attention, x: attention(x[1:], None)),
+    "mask": (lambda world: {}, lambda attention, x: attention(x, None)),
+    "bias": (
+        lambda world: {},
+        lambda attention, x: attention(x, None, attention_bias=x.new_zeros(1, 1, 8 * len(x), 8 * len(x))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_transformer_engine_refuses_is_refused_with_its_error(world, name):
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.transformer.enums import AttnMaskType
+
+    import ditron_train.megatron as plugin
+
+    if not HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    options, call = REFUSED[name]
+    errors = []
+    try:
+        for ours in (False, True):
+            attention = build(world, True, ours, **options(world))
+            if name == "mask":
+                attention.attn_mask_type = AttnMaskType.padding
+            x = torch.zeros(256, 1, attention.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+            errors.append(error_of(lambda attention=attention, x=x: call(attention, x)))
+        assert errors[0] is not None and errors[0] == errors[1]
+        everywhere = [None] * world
+        dist.all_gather_object(everywhere, errors[1])
+        assert set(everywhere) == {errors[0]}
+    finally:
+        plugin.restore()
+
+
+@pytest.mark.parametrize("use_te", [True, False], ids=["te", "local"])
+def test_ranks_together_have_the_bits_of_one(world, use_te, monkeypatch):
+    """Outputs, and the input's gradient where native Ulysses has it, too."""
+    from megatron.core import parallel_state
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    import ditron_train.megatron as plugin
+
+    if use_te and not HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    length, rank = 4096, dist.get_rank()
+    generator = torch.Generator(device="cuda").manual_seed(9)
+    x, grad = (torch.empty(length, 1, 2048, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+    half = length // world // 2
+    mine = torch.cat([torch.arange(half) + half * chunk for chunk in (rank, 2 * world - 1 - rank)]).cuda()
+
+    def run_on(attention, rows):
+        leaf = x[rows].detach().requires_grad_()
+        out, _ = attention(leaf, attention_mask=None)
+        out.backward(grad[rows])
+        return out.detach(), leaf.grad
+
+    try:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel()
+        whole = [result[mine] for result in run_on(build(1, use_te, False), torch.arange(length).cuda())]
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(context_parallel_size=world)
+    try:
+        attention = build(world, use_te, True)
+        with contextlib.nullcontext() if use_te else native_routes(monkeypatch):
+            native = run_on(build(world, True, False) if use_te else attention, mine)
+        ours = run_on(attention, mine)
+        assert num_routes("projections") == 1
+        verdicts = [torch.equal(a, b) for one, two in ((native, whole), (ours, whole)) for a, b in zip(one, two)]
+        everywhere = torch.tensor(verdicts, dtype=torch.int32, device="cuda")
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        native_out, native_grad, ours_out, ours_grad = everywhere.tolist()
+        assert native_out and ours_out and ours_grad == native_grad, everywhere
+    finally:
+        plugin.restore()
+
+
 def build_mla(world, ours):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer import MLATransformerConfig

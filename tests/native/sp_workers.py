@@ -248,6 +248,55 @@ def packed_across_nodes(context):
     assert torch.equal(context.to_sequence(parts[0], out_layout, table), whole[0][rows])
 
 
+def refused_calls():
+    """Errors of attentions called with what native refuses: an odd length, a padding mask, a bias, packed sequences."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    world, errors = dist.get_world_size(), {}
+    with groups(world):
+        attention = build(world).decoder.layers[0].self_attention
+        core = attention.core_attention
+        x = torch.zeros(4, BATCH, 32)
+        parts = [torch.zeros(4, BATCH, heads, 4) for heads in (8, 4, 4)]
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]), cu_seqlens_kv=torch.tensor([0, 8]))
+        calls = {
+            "odd": lambda: attention(x[:3], None),
+            "bias": lambda: core(*parts, None, AttnMaskType.causal, attention_bias=torch.zeros(1)),
+            "packed": lambda: core(*parts, None, AttnMaskType.causal, packed_seq_params=packed),
+            "mask": lambda: core(*parts, None, AttnMaskType.padding),
+            "projected": lambda: (setattr(attention, "attn_mask_type", AttnMaskType.padding), attention(x, None)),
+        }
+        for name, call in calls.items():
+            try:
+                call()
+            except (AssertionError, ValueError) as error:
+                errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def bytes_of_layers():
+    """Symmetric memory of the group with one layer and with three."""
+    from ditron_train.megatron.sp_routing import _routes
+
+    world, sizes = dist.get_world_size(), []
+    for num_layers in (1, 3):
+        with groups(world):
+            run(build(world, num_layers=num_layers), world, 16)
+            sizes.append({context.arena.num_bytes for context in _routes.values()})
+    return sizes
+
+
+def trained_offsets():
+    """The error of a local attention whose softmax has offsets that are trained."""
+    with groups(dist.get_world_size()):
+        try:
+            build(dist.get_world_size(), softmax_type="learnable")
+        except AssertionError as error:
+            return str(error)
+    return None
+
+
 def refuses(options, length):
     """The error of a model that native refuses too."""
     with groups(dist.get_world_size()):

@@ -30,7 +30,8 @@ RECOMPUTE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=
     ids=["plain", "biases", "recompute_attention", "recompute_all", "norms"],
 )
 def test_gpt_on_two_ranks(options, expect_fused):
-    run_workers(2, sp_workers.gpt_agrees, options, 16, expect_fused, timeout_s=300)
+    losses_are_those_of_one_rank = run_workers(2, sp_workers.gpt_agrees, options, 16, expect_fused, timeout_s=300)
+    assert all(losses_are_those_of_one_rank)
 
 
 def test_what_the_policy_compares_is_nothing_but_roundings():
@@ -80,4 +81,27 @@ def test_what_native_refuses_is_refused_with_the_same_words_on_every_rank(option
 
 def test_other_kinds_of_context_parallelism_stay_native():
     errors = run_workers(2, sp_workers.native_without_ulysses)
+    assert all("Context parallelism is only supported by TEDotProductAttention" in error for error in errors)
+
+
+def test_calls_that_native_refuses_are_refused_with_the_same_words_on_every_rank():
+    errors = run_workers(2, sp_workers.refused_calls, timeout_s=100)
+    assert errors[0] == errors[1]
+    words = {
+        "odd": "Sequence length per GPU needs to be divisible by 2!",
+        "bias": "AssertionError: Attention bias is not supported for DotProductAttention.",
+        "packed": "AssertionError: Packed sequence is not supported by DotProductAttention.",
+        "mask": "padding mask type is not supported for BSHD and SBHD!",
+        "projected": "padding mask type is not supported for BSHD and SBHD!",
+    }
+    assert errors[0].keys() == words.keys() and all(text in errors[0][name] for name, text in words.items()), errors[0]
+
+
+def test_layers_share_one_set_of_buffers():
+    for one, three in run_workers(2, sp_workers.bytes_of_layers, timeout_s=200):
+        assert len(one) == 1 and one == three
+
+
+def test_softmax_offsets_that_are_trained_stay_native():
+    errors = run_workers(2, sp_workers.trained_offsets)
     assert all("Context parallelism is only supported by TEDotProductAttention" in error for error in errors)

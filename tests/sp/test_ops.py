@@ -29,10 +29,10 @@ def random_case(draw: random.Random, world: int) -> dict:
     )
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_projections_have_the_bits_of_the_native_sequence(world):
+@pytest.mark.parametrize("world, num_cases", [(2, 5), (4, 5), (8, 2)])
+def test_projections_have_the_bits_of_the_native_sequence(world, num_cases):
     draw = random.Random(world)
-    cases = [random_case(draw, world) | {"hidden": draw.choice([16, 40, 33])} for _ in range(5)]
+    cases = [random_case(draw, world) | {"hidden": draw.choice([16, 40, 33])} for _ in range(num_cases)]
     cases.append(cases[0] | {"value_dim": 16})
     run_workers(world, bodies_sp.run_projections, cases, timeout_s=240)
 
@@ -59,10 +59,10 @@ def test_epochs_wrap():
     run_workers(2, bodies_sp.run_projections, [case] * 3, 2**31 - 3, timeout_s=120)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_exchanges_move_any_bits(world):
+@pytest.mark.parametrize("world, num_cases", [(1, 5), (2, 5), (4, 5), (8, 3)])
+def test_exchanges_move_any_bits(world, num_cases):
     draw = random.Random(10 + world)
-    run_workers(world, bodies_sp.run_exchanges, [random_case(draw, world) for _ in range(5)], timeout_s=240)
+    run_workers(world, bodies_sp.run_exchanges, [random_case(draw, world) for _ in range(num_cases)], timeout_s=240)
 
 
 @pytest.mark.parametrize(
