@@ -101,13 +101,22 @@ class OpContext:
     def fork(self) -> torch.cuda.Stream | None:
         """The communication stream, ordered behind the current one (None on the CPU)."""
         if self.is_cuda:
-            _order(current_handle(self.device), self._fork_event, self.comm_handle)
+            self._order(current_handle(self.device), self._fork_event, self.comm_handle)
         return self.comm_stream
 
     def join(self) -> None:
         """Orders the current stream behind the communication stream."""
         if self.is_cuda:
-            _order(self.comm_handle, self._join_event, current_handle(self.device))
+            self._order(self.comm_handle, self._join_event, current_handle(self.device))
+
+    def _order(self, first: int, event: Any, second: int) -> None:
+        """Holds stream ``second`` until what is enqueued on ``first`` now is done."""
+        if isinstance(event, torch.cuda.Event):
+            event.record(torch.cuda.ExternalStream(first, self.device))
+            torch.cuda.ExternalStream(second, self.device).wait_event(event)
+        else:
+            driver.event_record(event, first)
+            driver.stream_wait_event(second, event)
 
     def leave(self, channel: Channel) -> None:
         """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""
@@ -164,16 +173,6 @@ def _fork_join_events(device: torch.device) -> tuple[Any, Any]:
         return torch.cuda.Event(), torch.cuda.Event()
     with torch.cuda.device(device):
         return driver.event_create(), driver.event_create()
-
-
-def _order(first: int, event: Any, second: int) -> None:
-    """Holds stream ``second`` until what is enqueued on ``first`` now is done."""
-    if isinstance(event, torch.cuda.Event):
-        event.record(torch.cuda.ExternalStream(first))
-        torch.cuda.ExternalStream(second).wait_event(event)
-    else:
-        driver.event_record(event, first)
-        driver.stream_wait_event(second, event)
 
 
 _Context = TypeVar("_Context", bound=OpContext)

@@ -213,6 +213,27 @@ def test_the_same_shape_in_other_memory(context, all_equal, plan, scatter):
     context.synchronize()
 
 
+def test_without_cuda_bindings(device, all_equal, monkeypatch):
+    """Streams are ordered by torch's events, and data moves by multiprocessors whatever is asked for."""
+    monkeypatch.setattr("ditron_train.stream.driver._driver", lambda: None)
+    context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
+    share = 2048 // context.world_size
+    shapes = [(share, 1024), (share, 1024), (1024, share)]
+    x, w1, w2 = (normals(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes))
+    for repeat in range(5):
+        y = row_linear(column_linear(x, w1, context=context), w2, context=context)
+        grad = normals(*y.shape, seed=50 + repeat)
+        found = [y.detach(), *torch.autograd.grad(y, (x, w1, w2), grad)]
+        context.synchronize()
+        with torch.no_grad():
+            total_x, total_grad = gathered(x), gathered(grad)
+            inner, grad_inner = total_x @ w1.t(), total_grad @ w2
+            right = [scattered(inner @ w2.t()), scattered(grad_inner @ w1), grad_inner.t() @ total_x, total_grad.t() @ inner]
+        assert all(all_equal(*pair) for pair in zip(found, right))
+    assert all_equal(ag_gemm(x.detach(), w1.detach(), context=context, plan=GatherPlan("copy")), inner)
+    context.arena.close()
+
+
 def test_epochs_wrap(device, all_equal):
     context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device, first_epoch=2**31 - 6)
     weight = normals(512, 512, seed=9)
