@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from ditron_train.runtime.device import HOPPER_AND_NEWER
 from ditron_train.runtime.errors import NotSupportedError
 
 __all__ = ["GemmConfig", "choose_config", "config_variants"]
@@ -112,7 +113,7 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype, target: str, num_s
         return _interpreter_config(m, n, k)
     if dtype not in (torch.bfloat16, torch.float16):
         raise NotSupportedError(f"GEMM of {dtype} on {target}: only bfloat16 and float16")
-    if target in ("sm_90", "sm_100"):
+    if target in HOPPER_AND_NEWER:
         return _hopper_config(m, n, num_sms)
     if target == "sm_80":
         return _AMPERE
@@ -133,7 +134,7 @@ def config_variants(base: GemmConfig, target: str) -> list[GemmConfig]:
         return [narrow] if narrow.block_n >= 16 else []
     variants = [replace(base, group_m=group_m) for group_m in (4, 16) if group_m != base.group_m]
     variants += [replace(base, num_stages=stages) for stages in (base.num_stages - 1,) if stages >= 2]
-    if target in ("sm_90", "sm_100"):
+    if target in HOPPER_AND_NEWER:
         variants.append(_HOPPER_SQUARE if base.block_n == _HOPPER_WIDE.block_n else _HOPPER_WIDE)
     elif target == "sm_80":
         variants += [replace(base, num_stages=4), replace(base, block_n=256, num_stages=2)]

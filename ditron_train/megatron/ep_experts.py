@@ -21,7 +21,7 @@ from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_r
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
-from ditron_train.runtime.device import kernel_target
+from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 
 __all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_fused"]
 
@@ -164,7 +164,7 @@ def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
     config = experts.config
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
-    if kernel_target(device) not in ("sm_90", "sm_100"):
+    if kernel_target(device) not in HOPPER_AND_NEWER:
         return f"measured on Hopper and newer only, this is {kernel_target(device)}"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
         return f"{config.params_dtype} is not covered"

@@ -20,7 +20,7 @@ from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_desc
 from ditron_train.gemm.ops import check_operands, on_device
 from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
-from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule import lower_triangle_tile_order
@@ -89,7 +89,7 @@ _SMALL_ROWS = 2048  # from here on small tiles never were the quickest
 
 @lru_cache(maxsize=1024)
 def _symmetric_config(size: int, k: int, dtype: torch.dtype, target: str, sms: int) -> GemmConfig:
-    if target not in ("sm_90", "sm_100"):
+    if target not in HOPPER_AND_NEWER:
         config = choose_config(size, size, k, dtype, target, sms)
         block = min(config.block_m, config.block_n)
         return GemmConfig(block, block, config.block_k, config.num_warps, config.num_stages, config.group_m)
@@ -108,7 +108,7 @@ def symmetric_choices(size: int, k: int, dtype: torch.dtype, device: torch.devic
     """Tile sizes for a symmetric [size, size] result that are worth timing, the likeliest first."""
     target = kernel_target(device)
     first = _symmetric_config(size, k, dtype, target, num_sms(device))
-    if target not in ("sm_90", "sm_100"):
+    if target not in HOPPER_AND_NEWER:
         return [first]
     others = (_SQUARE, _SMALL) if size < _SMALL_ROWS else (_SQUARE, _WIDE)
     return [first, *(config for config in others if config != first)]
@@ -118,7 +118,7 @@ def addmm_choices(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
     """Likewise for an [m, n] result of ``addmm``."""
     target = kernel_target(device)
     first = _addmm_config(m, n, k, dtype, target, num_sms(device))
-    if target not in ("sm_90", "sm_100") or m >= _SMALL_ROWS:
+    if target not in HOPPER_AND_NEWER or m >= _SMALL_ROWS:
         return [first]
     return [first, *(config for config in (_SQUARE, _SMALL_ADDMM) if config != first)]
 
@@ -283,7 +283,7 @@ def addmm(
 
 @lru_cache(maxsize=1024)
 def _addmm_config(m: int, n: int, k: int, dtype: torch.dtype, target: str, sms: int) -> GemmConfig:
-    if target in ("sm_90", "sm_100") and _SMALL_ADDMM.num_tiles(m, n) <= sms:
+    if target in HOPPER_AND_NEWER and _SMALL_ADDMM.num_tiles(m, n) <= sms:
         return _SMALL_ADDMM
     config = choose_config(m, n, k, dtype, target, sms)
     if config.split_store:  # the block of ``add`` takes the shared memory of a stage

@@ -192,6 +192,8 @@ class FarChannel(Channel):
 class FarSender(Sender):
     """A ``Sender`` by put-with-signal; nothing is lent."""
 
+    channel: FarChannel
+    slots: FarSlots
     tells_host = False
 
     def announce(self, header: Header) -> None:
@@ -211,6 +213,8 @@ class FarSender(Sender):
 class FarReceiver(Receiver):
     """A ``Receiver`` of what a ``FarSender`` sends; headers are compared on the device, when a message is taken."""
 
+    channel: FarChannel
+    slots: FarSlots
     told_on_host = False
 
     def next_header(self) -> Header:

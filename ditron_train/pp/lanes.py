@@ -41,6 +41,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,6 +52,9 @@ from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.copies import copy_bytes
 from ditron_train.stream.events import EventPool, StreamEvent, current_stream
+
+if TYPE_CHECKING:
+    from ditron_train.pp.far import FarChannel, FarSlots
 
 __all__ = ["Incoming", "Receiver", "Sender"]
 
@@ -81,7 +85,7 @@ class Sender:
 
     tells_host = True
 
-    def __init__(self, channel: PipelineChannel, slots: Slots, lane: int, peer: int) -> None:
+    def __init__(self, channel: PipelineChannel | FarChannel, slots: Slots | FarSlots, lane: int, peer: int) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
         self.messages = 0
         self.lent = 0
@@ -221,7 +225,7 @@ class Receiver:
 
     told_on_host = True
 
-    def __init__(self, channel: PipelineChannel, slots: Slots, lane: int, peer: int) -> None:
+    def __init__(self, channel: PipelineChannel | FarChannel, slots: Slots | FarSlots, lane: int, peer: int) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
         self.messages = 0
         self._ring_messages = 0

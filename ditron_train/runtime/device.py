@@ -11,7 +11,10 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["device_name", "driver_version", "is_interpreter", "kernel_target", "num_sms"]
+__all__ = ["HOPPER_AND_NEWER", "device_name", "driver_version", "is_interpreter", "kernel_target", "num_sms"]
+
+#: Of ``kernel_target``: GPUs with TMA and tensor cores that take operands from shared memory.
+HOPPER_AND_NEWER = ("sm_90", "sm_100")
 
 
 def is_interpreter() -> bool:
