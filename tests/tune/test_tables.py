@@ -174,9 +174,10 @@ def test_more_work_never_takes_less_time(problem: Problem, choice: Choice, field
     small, large = (predict(p, choice, H200, RATES) for p in (problem, larger))
     for name in ("gemm_us", "comm_us", "native_us", "limit_us"):
         assert getattr(large, name) >= getattr(small, name) * (1 - 1e-9), name
-    # What is left when the last rows arrive is counted in whole waves: more work may end up to a wave of tiles earlier.
+    # A program takes every 132nd tile, so what is left when the last rows arrive is a whole number of waves, and where more
+    # tiles are in front of those rows it can be one less: more rows or columns may end up to a wave earlier. Not longer sums.
     wave_us = gemm_us(132 * choice.config.block_m, choice.config.block_n, problem.k, choice.config, 132, 132, RATES)
-    assert large.ditron_us >= (small.ditron_us - wave_us) * (1 - 1e-9)
+    assert large.ditron_us >= (small.ditron_us - (0.0 if field == "k" else wave_us)) * (1 - 1e-9)
 
 
 @given(problems, choices, st.sampled_from(["link_gbps", "nccl_gbps", "gemm_tflops", "memory_gbps", "push_sm_gbps"]))
