@@ -200,6 +200,11 @@ class Layout:
     ahead: torch.Tensor | None = None
     tiles: Any = None
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the allocator from reusing tables of ``begin_layout`` before ``stream``, on which ops use them, is past that."""
+        for table in (self.chunk_entries, self.expert_ids, self.token_places, self.dest_slots, self.send_list):
+            table.record_stream(stream)
+
 
 @dataclass(frozen=True)
 class RankPlan:

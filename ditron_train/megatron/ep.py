@@ -54,8 +54,6 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
         return f"experts are split over {dispatcher.tp_size} tensor parallel ranks ({MOST_SLICES} are covered)"
     if config.moe_router_padding_for_quantization:
         return "moe_router_padding_for_quantization is on"
-    if config.overlap_moe_expert_parallel_comm:
-        return "overlap_moe_expert_parallel_comm already overlaps dispatch and combine with another microbatch"
     if config.cuda_graph_impl != "none" and (
         not config.cuda_graph_scope or CudaGraphScope.moe_preprocess in config.cuda_graph_scope
     ):
@@ -98,6 +96,11 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
         self._slices_agree = self.tp_size == 1
+        #: The combined 1F1B schedule calls each method on a stream of its own and frees what it gave to it.
+        self._apart = self.config.overlap_moe_expert_parallel_comm
+        if self._apart:
+            self._pairs = frozenset()
+            log_once("ep apart overlap", "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart")
         self._log_native()
 
     def meet_experts(self, experts: torch.nn.Module) -> None:
@@ -176,8 +179,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         over_nodes = get_rail_context(*arguments)
         if over_nodes is None:
             return get_ep_context(*arguments)
-        if self.drop_and_pad:
-            raise NotSupportedError("moe_pad_expert_input_to_capacity is on in a group that spans nodes")
+        for option in ("moe_pad_expert_input_to_capacity", "overlap_moe_expert_parallel_comm"):
+            if getattr(self.config, option):
+                raise NotSupportedError(f"{option} is on in a group that spans nodes")
         self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
         return over_nodes
 
@@ -214,7 +218,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 self._pending = begin_layout(
                     *arguments, capacity_factor=self._capacity_factor, expert_capacity=self._expert_capacity(len(tokens))
                 )
-                if self._pairs is not None and "dispatch_gemm" not in self._pairs:
+                if self._pairs is not None and "dispatch_gemm" not in self._pairs and not self._apart:
                     dispatch_ahead(tokens, self._pending)
         except ArenaError as error:  # of a fixed capacity; raised by every rank alike
             self._native_because, self._ep_context = str(error), None
@@ -222,7 +226,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        return tokens, probs
+        return (tokens.clone(), probs.clone()) if self._apart else (tokens, probs)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._ep_context is None:
@@ -233,6 +237,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self._layout = pending.finish()
         except ArenaError as error:  # raised by every rank of the expert parallel group alike
             self._layout, reason = None, str(error)
+        if self._apart and self._layout is not None and hidden_states.is_cuda:
+            self._layout.record_stream(torch.cuda.current_stream())
         if self.tp_size > 1:
             reason = self._meet_slices(hidden_states.device, reason)
         if reason is not None:
@@ -307,6 +313,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._slices is not None:
             rows, probs = self._slices.gather(hidden_states, probs)
             return rows, self._slices.tokens_per_expert, probs
+        if self._apart:
+            hidden_states = hidden_states.clone()
         if self._capacity_factor is None:
             return hidden_states, self._layout.tokens_per_expert, probs
         from ditron_train.megatron.ep_te import DeviceCounts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,10 @@ from ditron_train.bench.megatron_ep import (  # noqa: E402
 )
 from megatron.core.activations import squared_relu  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+from ep_workers import COMBINED, combined_steps, gpt  # noqa: E402
+
+import ditron_train.megatron as plugin  # noqa: E402
 from ditron_train.ep import (  # noqa: E402
     PAIRS,
     begin_layout,
@@ -355,6 +361,28 @@ def test_two_posed_nodes(monkeypatch):
     assert layers["ditron"].token_dispatcher._ep_context.num_nodes == 2
     for ours in results[1:]:
         wrong = [index for index, (a, b) in enumerate(zip(results[0], ours)) if not torch.equal(a, b)]
+        assert not wrong, wrong
+
+
+@NEEDS_TE
+def test_combined_schedule(monkeypatch):
+    """overlap_moe_expert_parallel_comm: MoE layers in pieces on two streams, beside the backward pass of another microbatch."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    options = config(4 * dist.get_world_size(), 3, 512, fused=True, num_attention_heads=8, **COMBINED)
+    native = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
+    plugin.apply(features="ep")
+    try:
+        ours = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
+    finally:
+        plugin.restore()
+    assert all(torch.equal(a, b) for a, b in zip(native.parameters(), ours.parameters()))
+    results = [combined_steps(model, 6, device="cuda") for model in (native, native, ours, ours)]
+    dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
+    assert all(dispatcher._ep_context is not None for dispatcher in dispatchers), dispatchers[0]._native_because
+    dispatchers[0]._ep_context.check()
+    assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
+    for ours_result in results[2:]:
+        wrong = [index for index, (a, b) in enumerate(zip(results[0], ours_result)) if not torch.equal(a, b)]
         assert not wrong, wrong
 
 

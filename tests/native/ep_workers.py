@@ -186,3 +186,67 @@ def falls_back_when_memory_is_capped(options=None):
             assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
             assert ours.token_dispatcher._ep_context is None
     return ours.token_dispatcher._native_because
+
+
+def gpt(config, *, te=False, vocabulary=64, sequence=16):
+    """A GPT of that configuration, its weights from a seed."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te)
+    megatron_cpu.seed(3)
+    return GPTModel(config, spec, vocabulary, sequence, position_embedding_type="rope")
+
+
+def combined_steps(model, num_microbatches, device="cpu"):
+    """Losses and gradients of microbatches whose forward passes run beside the backward pass of the one before."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+    from megatron.core.pipeline_parallel.utils import set_streams
+
+    set_streams()
+    sequence, losses, behind = model.max_sequence_length, [], None
+    mask = torch.ones(1, 1, sequence, sequence, device=device).triu(1).bool()
+    for micro in range(num_microbatches + 1):
+        plan = None
+        if micro < num_microbatches:
+            generator = torch.Generator().manual_seed(10 * micro + dist.get_rank())
+            tokens = torch.randint(0, model.vocab_size, (1, sequence), generator=generator).to(device)
+            plan = model.build_schedule_plan(tokens, torch.arange(sequence, device=device)[None], mask, labels=tokens.roll(1))
+        grad = None if behind is None else torch.ones(1, sequence, device=device)
+        loss = TransformerModelChunkSchedulePlan.run(plan, behind, b_grad=grad)
+        losses += [] if plan is None else [loss.detach()]
+        behind = plan
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return [*losses, *gradients]
+
+
+#: A configuration whose MoE layers run in pieces, beside those of another microbatch.
+COMBINED = dict(num_layers=3, overlap_moe_expert_parallel_comm=True, moe_layer_freq=[0, 1, 1])
+
+
+def combined_schedule(num_microbatches, **options):
+    """Which losses and gradients differ, and how the dispatchers of the MoE layers ran."""
+    from megatron.core.transformer import TransformerConfig
+
+    import ditron_train.megatron as plugin
+
+    fields = {
+        **megatron_cpu.CPU_CONFIG, **BASE, **COMBINED, "params_dtype": torch.bfloat16, "bf16": True,
+        "moe_shared_expert_intermediate_size": 24, "expert_model_parallel_size": dist.get_world_size(), **options,
+    }  # fmt: skip
+    torch.use_deterministic_algorithms(True)
+    try:
+        with groups(expert_model_parallel_size=dist.get_world_size()):
+            native = gpt(TransformerConfig(**fields)).bfloat16()
+            plugin.apply(features="ep")
+            try:
+                ours = gpt(TransformerConfig(**fields)).bfloat16()
+            finally:
+                plugin.restore()
+            results = [combined_steps(model, num_microbatches) for model in (native, ours)]
+            dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wrong = [index for index, (a, b) in enumerate(zip(*results)) if not torch.equal(a, b)]
+    return wrong, [(d._ep_context is not None, d._pairs == frozenset()) for d in dispatchers]

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from ep_workers import (  # noqa: E402
+    combined_schedule,
     falls_back_when_memory_is_capped,
     layers_agree,
     layers_agree_over_two_nodes,
@@ -120,6 +121,11 @@ def test_the_policy_is_asked_once_whatever_tokens_the_ranks_hold():
 def test_too_little_memory_goes_over_to_native():
     reasons = run_workers(2, falls_back_when_memory_is_capped, env={"DITRON_ARENA_BYTES": "20000"})
     assert "DITRON_ARENA_BYTES" in reasons[0] and reasons[0] == reasons[1]
+
+
+def test_the_combined_schedule_runs_ours_method_by_method():
+    """overlap_moe_expert_parallel_comm: a forward pass beside the backward pass of another microbatch; nothing is fused."""
+    assert run_workers(2, combined_schedule, 3) == [([], [(True, True)] * 2)] * 2
 
 
 def test_two_nodes():
