@@ -245,7 +245,7 @@ def _model(case: Case) -> str:
     return ", ".join(word for word in words if word)
 
 
-class MoeLayers:
+class _MoeLayers:
     """A MoE layer, native and with ``ep``, forward, and forward and backward, on the same values."""
 
     def __init__(self, session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> None:
@@ -287,12 +287,12 @@ def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], 
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = dict(hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk)
     with expert_parallel_world(), _deterministic(not HAVE_TE), _policy("strict"):
-        pair = MoeLayers(session, case, moe_config(**sizes, dtype=dtype), dtype)
+        pair = _MoeLayers(session, case, moe_config(**sizes, dtype=dtype), dtype)
         yield {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
 
 
 def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> Iterator[Row]:
-    pair = MoeLayers(session, case, config, dtype)
+    pair = _MoeLayers(session, case, config, dtype)
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         ours, native = body("ditron"), body("native")
         equal = session.equal(ours, native)
