@@ -30,6 +30,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp_linears import calling, linears_of
 from ditron_train.megatron.sp_output import LeftInHeads, output_fused
+from ditron_train.megatron.sp_packed import OneRank, starts_of, table_of, why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import SPContext, late_wgrad
@@ -97,6 +98,8 @@ class DitronDotProductAttention(DotProductAttention):
 
     ``forward`` gets and returns local parts of the sequence, ``attend`` the whole sequence of this rank's heads.
     """
+
+    takes_packed = False
 
     def __init__(self, config: Any, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
         """As the native constructor.
@@ -196,11 +199,15 @@ class DitronSelfAttention(SelfAttention):
         if context is None:
             with output_fused(self, self._shape(), hidden_states):
                 return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        return self._forward_fused(hidden_states, kwargs.get("rotary_pos_emb"), context)
+        return self._forward_fused(hidden_states, kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params"), context)
 
     def _shape(self) -> AttentionShape:
         size = self.hidden_size_per_attention_head
         return AttentionShape(self.num_attention_heads_per_partition, self.num_query_groups_per_partition, size, size)
+
+    def _num_rows(self, hidden_states: torch.Tensor) -> int:
+        """Length of the projections' input, which tensor parallel ranks may share."""
+        return hidden_states.shape[0] * (self.world_size if self.config.sequence_parallel else 1)
 
     def _route(self, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SPContext | None:
         reason = self._why_not_fused(args, kwargs) or linears_of(self.linear_proj).why_not(
@@ -210,17 +217,20 @@ class DitronSelfAttention(SelfAttention):
             log_native("sp projections", reason)
             return None
         group = self.core_attention.cp_group
-        length = hidden_states.shape[0] * (self.world_size if self.config.sequence_parallel else 1)
-        if length % 2:
+        length = self._num_rows(hidden_states)
+        if length % 2 or (kwargs.get("packed_seq_params") is not None and hidden_states.shape[1] != 1):
             return None  # the exchange says what is wrong
         return route_projections(
             group, self._shape(), (length, *hidden_states.shape[1:]), self.linear_qkv.weight, self.linear_proj.weight, hidden_states
         )
 
     def _why_not_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """What stands between a projection and its exchange, or is not training on one packed batch, in this call."""
-        config = self.config
-        others = {name for name, value in kwargs.items() if value is not None and name != "rotary_pos_emb"}
+        """What stands between a projection and its exchange, or is not training, in this call."""
+        config, packed = self.config, kwargs.get("packed_seq_params")
+        covered = {"rotary_pos_emb", "packed_seq_params"} if self.core_attention.takes_packed else {"rotary_pos_emb"}
+        others = {name for name, value in kwargs.items() if value is not None and name not in covered}
+        if packed is not None and not others and (why_not_packed(packed) or config.mrope_section is not None):
+            return why_not_packed(packed) or "packed sequences have positions in several dimensions"
         if any(value is not None for value in args) or others:
             return f"the attention is called with {', '.join(sorted(others)) or 'positional options'}"
         if self.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
@@ -237,42 +247,50 @@ class DitronSelfAttention(SelfAttention):
         return None
 
     def _forward_fused(
-        self, hidden_states: torch.Tensor, rotary_pos_emb: Any, context: SPContext
+        self, hidden_states: torch.Tensor, rotary_pos_emb: Any, packed: Any, context: SPContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        linears, shape = linears_of(self.linear_proj), self._shape()
+        linears, shape, attend = linears_of(self.linear_proj), self._shape(), self.core_attention.attend
+        table = None if packed is None else table_of(packed, context.world_size, self._num_rows(hidden_states))
         # A weight sharded by FSDP has its gradient reduced when its own module's backward is done. Beside the collectives of a
         # tensor parallel group the late gradient was not seen on GPUs.
         is_sharded = hasattr(self.linear_proj.weight, "__fsdp_param__") or self.world_size > 1
         late = None if is_sharded else late_wgrad(self.linear_qkv.weight, self.linear_proj.weight)
-        with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, late)) as project:
-            query, key, value = project(hidden_states)
-        query, key = self._rotated(query, key, rotary_pos_emb)
+        options = dict(row_table=table, late=late)
+        with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, **options)) as project:
+            parts = project(hidden_states)
+        lead = parts[0].shape[:3]
+        if packed is not None:
+            parts, attend = [part.squeeze(1) for part in parts], functools.partial(attend, packed=packed)
+        query, key = self._rotated(*parts[:2], rotary_pos_emb, packed)
         if self.checkpoint_core_attention and self.training:
-            attended = tensor_parallel.checkpoint(self.core_attention.attend, False, query, key, value)
+            attended = tensor_parallel.checkpoint(attend, False, query, key, parts[2])
         else:
-            attended = self.core_attention.attend(query, key, value)
-        attended = attended.view(*query.shape[:3], shape.value_head_dim)
-        with calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape, late=late)) as project:
+            attended = attend(query, key, parts[2])
+        attended = attended.view(*lead, shape.value_head_dim)
+        with calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape, **options)) as project:
             return project(attended)
 
-    def _rotated(self, query: torch.Tensor, key: torch.Tensor, rotary_pos_emb: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """RoPE at the positions of the whole sequence."""
+    def _rotated(
+        self, query: torch.Tensor, key: torch.Tensor, rotary_pos_emb: Any, packed: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoPE at the positions of the whole sequence; the tables of packed ones are whole."""
         if self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]:
             rotary_pos_emb = None
         if rotary_pos_emb is None:
             return query, key
         tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
         group = self.core_attention.cp_group
-        mscale = _yarn_get_concentration_factor_from_config(self.config)
-        rotated = [
-            tensor
-            if table is None
-            else apply_rotary_pos_emb(
-                tensor, whole_rotary_table(table, group), config=self.config, cu_seqlens=None, mscale=mscale, cp_group=group
-            )
-            for tensor, table in zip((query, key), tables)
-        ]
-        return rotated[0], rotated[1]
+        options = dict(config=self.config, mscale=_yarn_get_concentration_factor_from_config(self.config))
+
+        def rotated(tensor: torch.Tensor, table: torch.Tensor | None, starts: torch.Tensor | None) -> torch.Tensor:
+            if table is None:
+                return tensor
+            if packed is not None:
+                return apply_rotary_pos_emb(tensor, table, cu_seqlens=starts, cp_group=OneRank(), **options)
+            return apply_rotary_pos_emb(tensor, whole_rotary_table(table, group), cu_seqlens=None, cp_group=group, **options)
+
+        query_starts, key_starts = (None, None) if packed is None else starts_of(packed)
+        return rotated(query, tables[0], query_starts), rotated(key, tables[1], key_starts)
 
 
 class DitronMLASelfAttention(MLASelfAttention):

@@ -142,14 +142,18 @@ class LocalLinears:
 
     @staticmethod
     def project_qkv(
-        layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape, late: LateWgrad | None = None
+        layer: Any,
+        x: torch.Tensor,
+        context: SPContext,
+        shape: AttentionShape,
+        row_table: torch.Tensor | None = None,
+        late: LateWgrad | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """q, k and v of this rank's heads; ``late``: as ``qkv_projection``."""
+        """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
         wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
         layout = shape.qkv_layout(context.world_size)
-        return qkv_projection(
-            x, layer.weight, context=context, layout=layout, bias=layer.bias, wgrad=wgrad, shards=shards_of(layer), late=late
-        )
+        options = dict(bias=layer.bias, row_table=row_table, wgrad=wgrad, shards=shards_of(layer), late=late)
+        return qkv_projection(x, layer.weight, context=context, layout=layout, **options)
 
     @staticmethod
     def project_out(

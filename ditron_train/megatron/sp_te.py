@@ -23,8 +23,9 @@ from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp import config_of_one_rank, exchanged, shape_of
 from ditron_train.megatron.sp_linears import overlaps_tensor_parallelism, reduced_output, shards_of
 from ditron_train.megatron.sp_output import LeftInHeads
+from ditron_train.megatron.sp_packed import table_of, why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, route_exchange
-from ditron_train.sp import LateWgrad, SPContext, output_projection, packed_rows, qkv_projection
+from ditron_train.sp import LateWgrad, SPContext, output_projection, qkv_projection
 
 __all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
 
@@ -35,6 +36,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
     Built natively, so that what is not covered (FP8, dropout, ...) runs as it did; beside it stands the same
     attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
     """
+
+    takes_packed = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -62,11 +65,15 @@ class DitronTEDotProductAttention(TEDotProductAttention):
             return "attention dropout is on"
         return None
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None) -> torch.Tensor:
-        """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]."""
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None, packed: Any = None
+    ) -> torch.Tensor:
+        """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]; of ``packed``
+        ones without b."""
         whole = self._whole[0]
         whole.train(self.training)
-        return whole(query, key, value, None, attn_mask_type or AttnMaskType[self.attn_mask_type])
+        mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
+        return whole(query, key, value, None, mask_type, packed_seq_params=packed)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, attn_mask_type: Any, **kwargs: Any
@@ -86,11 +93,9 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         context = route_exchange(self.cp_group, shape, query)
         if context is None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
-        table = _table_of(packed, context.world_size, query.shape[0])
+        table = table_of(packed, context.world_size, query.shape[0])
         exchange = Exchange(self.cp_group, shape, context, table)
-        whole = self._whole[0]
-        whole.train(self.training)
-        attended = whole(*exchange.to_heads(query, key, value), None, attn_mask_type, packed_seq_params=packed)
+        attended = self.attend(*exchange.to_heads(query, key, value), attn_mask_type, packed)
         if self.left_in_heads is not None:
             self.left_in_heads.append(LeftInHeads(shape, table))
             return attended
@@ -102,39 +107,12 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         if given:
             return f"the attention is called with {', '.join(given)}"
         packed = kwargs.get("packed_seq_params")
-        if packed is not None:
-            return _why_not_packed(query, packed)
-        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-            return f"the mask is {attn_mask_type}"
-        if query.dim() != 4 or query.shape[0] % 2 or query.shape[-1] % 8:
-            return f"q is {tuple(query.shape)}"
-        return None
-
-
-def _why_not_packed(query: torch.Tensor, packed: Any) -> str | None:
-    """What of packed sequences is not covered."""
-    if packed.qkv_format != "thd" or query.dim() != 3 or query.shape[0] % 2 or query.shape[-1] % 8:
-        return f"the packed sequences are {packed.qkv_format}, q is {tuple(query.shape)}"
-    if getattr(packed, "cp_group", None) is not None or getattr(packed, "local_cp_size", None) is not None:
-        return "the context parallel group changes from batch to batch"
-    if packed.cu_seqlens_q is None:
-        return "the lengths of the packed sequences are not given"
-    return None
-
-
-_last_table: list[tuple[Any, int, tuple[int, int], torch.Tensor]] = []
-
-
-def _table_of(packed: Any, world_size: int, num_local_rows: int) -> torch.Tensor:
-    """Table of rows of a packed batch; made once for all layers of a microbatch."""
-    padded = packed.cu_seqlens_q_padded
-    starts = packed.cu_seqlens_q if padded is None else padded
-    sizes = (world_size, num_local_rows)
-    if _last_table and _last_table[0][0] is starts and _last_table[0][1:3] == (starts._version, sizes):
-        return _last_table[0][3]
-    table = packed_rows(starts, world_size, num_local_rows)
-    _last_table[:] = [(starts, starts._version, sizes, table)]
-    return table
+        reason = None if packed is None else why_not_packed(packed)
+        if reason is None and packed is None and attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            reason = f"the mask is {attn_mask_type}"
+        if reason is None and (query.dim() != (4 if packed is None else 3) or query.shape[0] % 2 or query.shape[-1] % 8):
+            reason = f"q is {tuple(query.shape)}"
+        return reason
 
 
 class TELinears:
@@ -162,9 +140,14 @@ class TELinears:
 
     @staticmethod
     def project_qkv(
-        layer: Any, x: torch.Tensor, context: SPContext, shape: AttentionShape, late: LateWgrad | None = None
+        layer: Any,
+        x: torch.Tensor,
+        context: SPContext,
+        shape: AttentionShape,
+        row_table: torch.Tensor | None = None,
+        late: LateWgrad | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """q, k and v of this rank's heads; ``late``: as ``qkv_projection``."""
+        """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
         if isinstance(layer, TELayerNormColumnParallelLinear):
             rows = x.contiguous().view(-1, x.shape[-1])
             sm_margin = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
@@ -172,7 +155,7 @@ class TELinears:
             x = normed.view(x.shape)
         bias = layer.bias if layer.use_bias and layer.apply_bias else None
         layout = shape.qkv_layout(context.world_size)
-        options = dict(bias=bias, wgrad=tp_te._wgrad(layer), shards=shards_of(layer), late=late)
+        options = dict(bias=bias, row_table=row_table, wgrad=tp_te._wgrad(layer), shards=shards_of(layer), late=late)
         return qkv_projection(x, layer.weight, context=context, layout=layout, **options)
 
     @staticmethod

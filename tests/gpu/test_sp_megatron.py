@@ -160,8 +160,10 @@ def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch, set
         megatron_cpu.uninstall()
 
 
-def test_packed_sequences_have_the_bits_of_transformer_engine(world):
+@pytest.mark.parametrize("name", ["plain", "fused_rope", "recompute", "norms"])
+def test_packed_sequences_have_the_bits_of_transformer_engine(world, name):
     from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.packed_seq_params import PackedSeqParams
 
     import ditron_train.megatron as plugin
@@ -172,7 +174,9 @@ def test_packed_sequences_have_the_bits_of_transformer_engine(world):
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     packed = dict(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts,
                   cu_seqlens_kv_padded=starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))  # fmt: skip
-    native, ours = build(world, True, False), build(world, True, True)
+    options, expected = CASES[name]
+    native, ours = build(world, True, False, **options), build(world, True, True, **options)
+    table = RotaryEmbedding(kv_channels=128, rotary_percent=1.0)(max(lengths), packed_seq=True)
     results = []
     try:
         for attention in (ours, native):
@@ -180,11 +184,11 @@ def test_packed_sequences_have_the_bits_of_transformer_engine(world):
             shape = (sum(lengths) // world, 1, attention.config.hidden_size)
             x, grad = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
             x.requires_grad_()
-            out, bias = attention(x, attention_mask=None, packed_seq_params=PackedSeqParams(**packed))
+            out, bias = attention(x, attention_mask=None, rotary_pos_emb=table, packed_seq_params=PackedSeqParams(**packed))
             out.backward(grad)
             results.append((out.detach(), x.grad, {n: p.grad for n, p in attention.named_parameters()}, bias))
         assert_same_bits(*results)
-        assert num_routes("exchange") == num_routes("output") == 1
+        assert [num_routes(one) for one in ("projections", "exchange", "output")] == expected
     finally:
         plugin.restore()
 

@@ -297,6 +297,65 @@ def trained_offsets():
     return None
 
 
+def packed_attention_agrees(lengths, options):
+    """Fused projections of packed sequences, by an attention that masks them apart, against each sequence by itself on one rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from ditron_train.megatron.sp import DitronDotProductAttention
+    from ditron_train.sp import packed_rows
+
+    class Attention(DitronDotProductAttention):
+        takes_packed = True
+
+        def attend(self, query, key, value, attn_mask_type=None, packed=None):
+            sequence = torch.bucketize(torch.arange(len(query)), packed.cu_seqlens_q[1:], right=True)
+            mask = (sequence[:, None] != sequence[None, :]) | torch.ones(len(query), len(query), dtype=torch.bool).triu_(1)
+            parts = [part.unsqueeze(1) for part in (query, key, value)]
+            return DotProductAttention.forward(self, *parts, mask[None, None], self.attn_mask_type).squeeze(1)
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    total = int(starts[-1])
+    rows = packed_rows(starts, world, total // world)[rank].long()
+    generator = torch.Generator().manual_seed(8)
+    x, grad = (torch.randn(total, 1, 32, generator=generator) for _ in range(2))
+
+    def results(attention, leaf, out, grad):
+        out.backward(grad)
+        return out.detach(), leaf.grad, {name: parameter.grad for name, parameter in attention.named_parameters()}
+
+    with groups(world):
+        attention = build(world, num_layers=1, **options).decoder.layers[0].self_attention
+        attention.core_attention.__class__ = Attention
+        table = RotaryEmbedding(kv_channels=4, rotary_percent=1.0, use_cpu_initialization=True)(max(lengths), packed_seq=True)
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        )
+        leaf = x[rows].requires_grad_()
+        out, _ = attention(leaf, None, rotary_pos_emb=table, packed_seq_params=packed)
+        ours = results(attention, leaf, out, grad[rows])
+        for gradient in ours[2].values():
+            dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+        assert num_fused_shapes("projections") == 1
+        state = {name: value for name, value in attention.state_dict().items() if torch.is_tensor(value)}
+    with groups(1):
+        attention = build(1, num_layers=1, **options).decoder.layers[0].self_attention
+        attention.load_state_dict(state, strict=False)
+        leaf = x.clone().requires_grad_()
+        pieces = [leaf[first:last] for first, last in zip(starts.tolist(), starts.tolist()[1:])]
+        masks = [torch.ones(len(piece), len(piece), dtype=torch.bool).triu_(1)[None, None] for piece in pieces]
+        whole = [attention(piece, mask, rotary_pos_emb=table[: len(piece)]) for piece, mask in zip(pieces, masks)]
+        out = torch.cat([one for one, _ in whole])
+        expected = results(attention, leaf, out, grad)
+    assert (ours[0] - expected[0][rows]).abs().max() <= LOSS_BOUND
+    assert (ours[1] - expected[1][rows]).abs().max() <= GRADIENT_BOUND
+    for name, gradient in expected[2].items():
+        assert (ours[2][name] - gradient).abs().max() <= 10 * GRADIENT_BOUND, name
+
+
 def refuses(options, length):
     """The error of a model that native refuses too."""
     with groups(dist.get_world_size()):

@@ -61,6 +61,11 @@ def test_two_groups_beside_each_other():
     run_workers(4, sp_workers.gpt_agrees, {}, 16, True, 1, False, 2, timeout_s=400)
 
 
+@pytest.mark.parametrize("options", [{}, RECOMPUTE_ATTENTION], ids=["plain", "recompute"])
+def test_packed_sequences(options):
+    run_workers(2, sp_workers.packed_attention_agrees, [12, 4, 24, 8], options, timeout_s=200)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_gpt_across_posed_nodes(ranks_per_node):
