@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,7 @@ class SymmetricArena:
         self._kept_for_graphs: list[Segment] = []
         self.graph_captured = False
         self.generation = 0  # counts growths: what was prepared with buffers of an earlier one is stale
+        self._let_go: list[weakref.WeakMethod] = []
         self.closed = False
 
     @property
@@ -113,11 +116,15 @@ class SymmetricArena:
         if self.closed:
             raise ArenaError("this arena was closed")
         num_bytes = max(math.prod(shape) * dtype.itemsize, 1)
-        held = self._segments.get(name)
-        if held is None or held[0].num_bytes < num_bytes:
-            held = self._grow(name, num_bytes)
-        segment, addresses = held
+        if self.capacity_bytes(name) < num_bytes:
+            self._grow(name, num_bytes)
+        segment, addresses = self._segments[name]
         return SymmetricTensor(segment, shape, dtype, addresses)
+
+    def before_growth(self, let_go: Callable[[], None]) -> None:
+        """Calls the method ``let_go``, as long as its object lives, before a buffer that has to move is freed: whoever holds views
+        of it drops them, so that the old buffer and the new one are never held at once."""
+        self._let_go.append(weakref.WeakMethod(let_go))
 
     def capacity_bytes(self, name: str) -> int:
         """Bytes held for buffer ``name``, 0 where there is none yet (no communication)."""
@@ -131,7 +138,7 @@ class SymmetricArena:
             return self.num_bytes
         return self.num_bytes + num_bytes - (0 if self.graph_captured else have)
 
-    def _grow(self, name: str, num_bytes: int) -> tuple[Segment, torch.Tensor]:
+    def _grow(self, name: str, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ArenaError(f"buffer {name!r} must grow while a CUDA graph is captured: run the op once before capture")
@@ -156,7 +163,6 @@ class SymmetricArena:
                 f"symmetric memory of group {self.group_name} ({self.transport_name}): {name} {num_bytes / 2**20:.1f} MiB, "
                 f"{self.num_bytes / 2**20:.1f} MiB in all",
             )
-        return self._segments[name]
 
     def _retire(self, name: str) -> None:
         """Collective: takes buffer ``name`` out of use once nobody's kernels can touch it."""
@@ -164,6 +170,11 @@ class SymmetricArena:
         if held is None:
             return
         self._quiesce()
+        self._let_go = [reference for reference in self._let_go if reference() is not None]
+        for reference in self._let_go:
+            let_go = reference()
+            if let_go is not None:
+                let_go()
         if self.graph_captured:
             self._kept_for_graphs.append(held[0])
         else:

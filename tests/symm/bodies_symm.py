@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,35 @@ def grows() -> tuple[int, int, int]:
     assert again.local.data_ptr() == small.local.data_ptr()
     assert large.local.numel() == 4096 and not large.local.any()
     return arena.generation - generation, large.capacity_bytes, arena.num_bytes
+
+
+def what_is_held_while_it_grows() -> list[bool]:
+    """Whether the memory of a buffer lives when more is taken: of one whose views are dropped, and of one that a graph may use."""
+    arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
+    allocate, alive = arena._transport.allocate, []
+
+    class Holder:
+        def __init__(self) -> None:
+            self.tensor = arena.tensor("test.moves", (16,), torch.float32)
+            arena.before_growth(self.let_go)
+
+        def let_go(self) -> None:
+            self.tensor = None
+
+    def watched(*arguments):
+        alive.append(segment() is not None)
+        return allocate(*arguments)
+
+    for size, captured in ((1024, False), (4096, True)):
+        holder, gone = Holder(), Holder()
+        del gone
+        segment = weakref.ref(arena._segments["test.moves"][0])
+        arena._transport.allocate, arena.graph_captured = watched, captured
+        arena.tensor("test.moves", (size,), torch.float32)
+        arena._transport.allocate = allocate
+        assert holder.tensor is None
+    arena.close()
+    return alive
 
 
 def overlapping_groups() -> list[float]:
