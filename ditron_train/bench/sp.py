@@ -55,6 +55,11 @@ class Case:
         """Width of the model."""
         return self.heads * self.head_size
 
+    def most_repetitions(self, world_size: int) -> int | None:
+        """Few of what takes more than some 10 ms a GEMM: it varies less, and the longest shapes would take minutes."""
+        num_columns = (self.heads + 2 * self.groups) * self.head_size
+        return 5 if 2 * (self.seqlen // world_size) * self.hidden * num_columns > 8e12 else None
+
     @property
     def shape(self) -> dict[str, int]:
         """As it stands in a row."""
@@ -224,7 +229,7 @@ def _forward_row(
 ) -> Row:
     """``num_elements``: what a rank sends to all, itself included; ``sms``: those that ours keeps for moving data."""
     equal = session.equal(contenders["ditron"](0), contenders["native"](0))
-    timings = session.measure(contenders)
+    timings = session.measure(contenders, most=case.most_repetitions(session.world_size))
     times = {name: timing.median_us for name, timing in timings.items()}
     wire_bytes = num_elements * _dtype(session).itemsize * (session.world_size - 1) / session.world_size
     on_gpu = session.device.type == "cuda"
@@ -306,7 +311,7 @@ def _backward_row(
         return list(torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
 
     equal = session.equal(ditron(0), native(0))
-    timings = session.measure({"native": native, "ditron": ditron})
+    timings = session.measure({"native": native, "ditron": ditron}, most=case.most_repetitions(session.world_size))
     return Row(
         op=op,
         direction="backward",
