@@ -33,7 +33,7 @@ from ditron_train.ep import (
 )
 from ditron_train.ep import rails
 from ditron_train.megatron import ep_policy
-from ditron_train.megatron.ep_tensor import MOST_SLICES, ExpertSlices, all_alike, exchange_counts
+from ditron_train.megatron.ep_tensor import ExpertSlices, all_alike, exchange_counts
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
@@ -50,8 +50,6 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
     config = dispatcher.config
     if dispatcher.ep_size == 1:
         return "the expert parallel group has one rank"
-    if dispatcher.tp_size > MOST_SLICES:
-        return f"experts are split over {dispatcher.tp_size} tensor parallel ranks ({MOST_SLICES} are covered)"
     if config.moe_router_padding_for_quantization:
         return "moe_router_padding_for_quantization is on"
     if config.cuda_graph_impl != "none" and (
@@ -250,8 +248,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _meet_slices(self, device: torch.device, reason: str | None) -> str | None:
         """Learns the counts of the other tensor parallel ranks; returns why this step is native, of any of them."""
-        mine = None if self._layout is None else self._layout.tokens_per_expert
-        counts = exchange_counts(mine, self.num_local_experts, self.tp_group, device)
+        shape = (self.ep_size, self.num_local_experts)
+        mine = None if self._layout is None else self._layout.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
+        counts = exchange_counts(mine, shape, self.tp_group, device)
         if counts is None:
             return reason or "another tensor parallel rank has no room for its rows"
         self._slices = ExpertSlices(counts, self.tp_group, fused=self.config.moe_permute_fusion, device=device)

@@ -386,11 +386,15 @@ def test_combined_schedule(monkeypatch):
         assert not wrong, wrong
 
 
+@pytest.mark.parametrize("in_any_place", [1, 2])
 @pytest.mark.parametrize("fused", FUSED)
-def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused):
+def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused, in_any_place):
     """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by megatron-core."""
     from megatron.core import parallel_state
 
+    from ditron_train.megatron import ep_tensor
+
+    monkeypatch.setattr(ep_tensor, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows lie where native's do
     if dist.get_world_size() != 4:
         pytest.skip("needs four GPUs")
     monkeypatch.setenv("DITRON_POLICY", "bits")

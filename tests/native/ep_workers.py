@@ -111,19 +111,16 @@ def uneven_collectives():
         dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
-def sliced_layers_agree(*arguments):
-    """``layers_agree`` where experts are split over tensor parallel ranks."""
-    with uneven_collectives():
-        layers_agree(*arguments)
+def sliced_layers_agree(options, tokens_by_rank, dtype, in_any_place=2):
+    """``layers_agree`` where experts are split over tensor parallel ranks; of more than ``in_any_place`` rows lie as natively."""
+    from ditron_train.megatron import ep_tensor
 
-
-def why_split_is_native(sizes):
-    """What dispatchers of experts that are split over so many ranks would say."""
-    from types import SimpleNamespace
-
-    from ditron_train.megatron.ep import _why_not_config
-
-    return [_why_not_config(SimpleNamespace(config=None, ep_size=2, tp_size=ranks)) for ranks in sizes]
+    before, ep_tensor._RANKS_IN_ANY_PLACE = ep_tensor._RANKS_IN_ANY_PLACE, in_any_place
+    try:
+        with uneven_collectives():
+            layers_agree(options, tokens_by_rank, dtype)
+    finally:
+        ep_tensor._RANKS_IN_ANY_PLACE = before
 
 
 def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):

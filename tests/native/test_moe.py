@@ -17,7 +17,6 @@ from ep_workers import (  # noqa: E402
     layers_agree_over_two_nodes,
     policy_is_asked_once,
     sliced_layers_agree,
-    why_split_is_native,
 )
 
 from ditron_train.testing.processes import run_workers  # noqa: E402
@@ -96,9 +95,15 @@ def test_split_experts_go_over_to_native_together():
     assert all("DITRON_ARENA_BYTES" in reason for reason in reasons), reasons
 
 
-def test_experts_split_over_more_ranks_stay_native():
-    ((reason,),) = run_workers(1, why_split_is_native, (4,))
-    assert "split over 4 tensor parallel ranks (2 are covered)" in reason
+def test_rows_of_split_experts_in_the_places_of_native():
+    """As they are where experts are split over more than two ranks: there sums may depend on the place."""
+    options = {**SLICED, "num_moe_experts": 6, "moe_router_topk": 3}
+    run_workers(4, sliced_layers_agree, options, (8, 5, 1, 9), torch.bfloat16, 1)
+
+
+def test_experts_split_over_four_ranks():
+    sizes = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 4, "num_moe_experts": 4, "moe_router_topk": 3}
+    run_workers(8, sliced_layers_agree, {**SLICED, **sizes}, (3, 5, 1, 4, 2, 6, 3, 1), torch.bfloat16)
 
 
 def test_the_policy_is_asked_by_all_slices_together():

@@ -57,6 +57,11 @@ def test_inside_tensor_parallelism(options):
 
 
 @pytest.mark.timeout(600)
+def test_beside_overlapped_tensor_parallelism():
+    run_workers(4, sp_workers.gpt_agrees, {}, 16, False, 2, False, 1, ("tp", "sp"), timeout_s=400)
+
+
+@pytest.mark.timeout(600)
 def test_two_groups_beside_each_other():
     run_workers(4, sp_workers.gpt_agrees, {}, 16, True, 1, False, 2, timeout_s=400)
 
