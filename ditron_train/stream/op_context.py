@@ -60,7 +60,7 @@ class OpContext:
         self._agreed: set[tuple] = set()
         self._prepared: dict[tuple, Any] = {}
         self._prepared_generation = -1
-        self.arena.before_growth(self._forget_prepared)
+        self.arena.before_freeing(self._forget_prepared)
 
     def _forget_prepared(self) -> None:
         self._prepared.clear()

@@ -121,9 +121,9 @@ class SymmetricArena:
         segment, addresses = self._segments[name]
         return SymmetricTensor(segment, shape, dtype, addresses)
 
-    def before_growth(self, let_go: Callable[[], None]) -> None:
-        """Calls the method ``let_go``, as long as its object lives, before a buffer that has to move is freed: whoever holds views
-        of it drops them, so that the old buffer and the new one are never held at once."""
+    def before_freeing(self, let_go: Callable[[], None]) -> None:
+        """Calls the method ``let_go``, as long as its object lives, before buffers are freed, at ``close`` and where one has to
+        move: whoever holds views drops them, so that memory is free then and an old and a new buffer are never held at once."""
         self._let_go.append(weakref.WeakMethod(let_go))
 
     def capacity_bytes(self, name: str) -> int:
@@ -170,15 +170,18 @@ class SymmetricArena:
         if held is None:
             return
         self._quiesce()
+        self._drop_views()
+        if self.graph_captured:
+            self._kept_for_graphs.append(held[0])
+        else:
+            held[0].release()
+
+    def _drop_views(self) -> None:
         self._let_go = [reference for reference in self._let_go if reference() is not None]
         for reference in self._let_go:
             let_go = reference()
             if let_go is not None:
                 let_go()
-        if self.graph_captured:
-            self._kept_for_graphs.append(held[0])
-        else:
-            held[0].release()
 
     def _quiesce(self) -> None:
         if self.device.type == "cuda":
@@ -201,6 +204,7 @@ class SymmetricArena:
         self._release()
 
     def _release(self) -> None:
+        self._drop_views()
         for segment, _ in self._segments.values():
             segment.release()
         for segment in self._kept_for_graphs:

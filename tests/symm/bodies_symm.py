@@ -57,7 +57,7 @@ def what_is_held_while_it_grows() -> list[bool]:
     class Holder:
         def __init__(self) -> None:
             self.tensor = arena.tensor("test.moves", (16,), torch.float32)
-            arena.before_growth(self.let_go)
+            arena.before_freeing(self.let_go)
 
         def let_go(self) -> None:
             self.tensor = None
@@ -74,7 +74,9 @@ def what_is_held_while_it_grows() -> list[bool]:
         arena.tensor("test.moves", (size,), torch.float32)
         arena._transport.allocate = allocate
         assert holder.tensor is None
+    holder = Holder()
     arena.close()
+    assert holder.tensor is None
     return alive
 
 
