@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import numpy as np
@@ -43,6 +44,16 @@ def _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed):
     x = torch.randn(tokens_by_rank[rank], hidden, generator=generator).to(dtype)
     probs = torch.rand(tokens_by_rank[rank], num_experts, generator=generator) * maps[rank]
     return world_size, rank, maps, x, probs
+
+
+@contextlib.contextmanager
+def _poisoned_memory():
+    """What is allocated and not initialised is full of NaN and of the largest integers."""
+    torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _sum(rows: torch.Tensor, order: str) -> torch.Tensor:
@@ -202,6 +213,7 @@ def error_of(case):
     return None
 
 
+@_poisoned_memory()
 def fixed_capacity(steps, factor):
     """No host sync: rows, sums and gradients as with exact sizes, in buffers of fixed size."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -241,6 +253,7 @@ def overflowing_capacity():
     return None
 
 
+@_poisoned_memory()
 def fused_forms(
     kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype, order, seed, capacity=None, expert_capacity=None
 ):
