@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 
 import pytest
 import torch
@@ -137,6 +138,32 @@ def test_bits_of_transformer_engine(world, name, length, batch, set_late):
             set_late(rope)
             assert_same_bits(run(ours, world, length, batch, rope), run(native, world, length, batch, rope))
         assert [num_routes(one) for one in ("projections", "exchange", "output")] == expected
+    finally:
+        plugin.restore()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_attentions_have_the_bits_of_transformer_engine(world, seed):
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    import ditron_train.megatron as plugin
+
+    if not HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    draw = random.Random(seed)
+    groups = world * draw.choice([1, 2, 3])
+    options = dict(
+        num_query_groups=groups,
+        num_attention_heads=groups * draw.choice([1, 2, 4]),
+        kv_channels=draw.choice([64, 128]),
+        hidden_size=128 * draw.randint(3, 12),
+    )
+    native, ours = build(world, True, False, **options), build(world, True, True, **options)
+    try:
+        for _ in range(3):
+            length, batch = 2 * world * draw.randint(20, 300), draw.choice([1, 2])
+            assert_same_bits(run(ours, world, length, batch), run(native, world, length, batch))
+        assert sum(num_routes(one) for one in ("projections", "exchange", "output")) >= 3, options
     finally:
         plugin.restore()
 
