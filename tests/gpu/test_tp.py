@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ditron_train.data import load_workloads
 from ditron_train.gemm import matmul_nn, matmul_nt
 from ditron_train.runtime.errors import ArenaError, MismatchError, NotSupportedError, PeerTimeoutError
+from ditron_train.runtime.groups import forget_destroyed_groups
 from ditron_train.tp import GatherPlan, TPContext, ag_gemm, column_linear, gemm_rs, get_context, row_linear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
@@ -333,3 +334,20 @@ def test_overlapping_groups_in_turn(device, all_equal):
         assert all_equal(torch.tensor(right), torch.tensor(True))
     for context in contexts.values():
         context.arena.close()
+
+
+def test_groups_that_come_and_go_leave_no_memory(device, all_equal):
+    world, free_bytes = dist.get_world_size(), []
+    for number in range(4):
+        context = get_context(dist.new_group(list(range(world))), device)
+        x, weight = normals(16384 // world, 4096, seed=number), normals(256, 4096, seed=number + 10)
+        assert all_equal(ag_gemm(x, weight, context=context), matmul_nt(gathered(x), weight))
+        context.synchronize()
+        assert context.arena.num_bytes > 2**27
+        dist.destroy_process_group(context.group)
+        del context
+        forget_destroyed_groups()
+        torch.cuda.empty_cache()
+        dist.barrier()
+        free_bytes.append(torch.cuda.mem_get_info(device)[0])
+    assert min(free_bytes[1:]) > free_bytes[0] - 2**26, free_bytes
