@@ -1,5 +1,5 @@
-"""Writes the generated parts of the README (gains, summaries of results, environment variables, supported versions) and,
-whole, the page with the tables of all results. ``python scripts/readme.py`` calls this.
+"""Writes the generated parts of the README (gains, environment variables, supported versions) and, whole, the page with the
+means and tables of all results. ``python scripts/readme.py`` calls this.
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``.
 """
@@ -53,7 +53,6 @@ def render(text: str, root: Path) -> str:
     """
     parts: dict[str, Callable[[], str]] = {
         "gains": lambda: _gains(root),
-        "results": lambda: _results(root),
         "settings": _settings,
         "versions": _versions,
     }
@@ -86,8 +85,10 @@ def _result_files(root: Path) -> list[Path]:
 
 
 def _gains(root: Path) -> str:
-    """One line a parallelism; of an op that several machines measured, the rows of the most GPUs."""
-    results = sorted((read_results(path) for path in _result_files(root)), key=lambda result: result[0].count)
+    """One line a parallelism; of an op that several machines measured, the rows of the most GPUs. Those of ``verify`` were timed
+    shortly and do not count."""
+    measured = (read_results(path) for path in _result_files(root) if path.stem != "verify")
+    results = sorted(measured, key=lambda result: result[0].count)
     lines = ["| `--ditron` | time natively / ours, over the measured shapes | bits | measured on |", "| --- | --- | --- | --- |"]
     for feature, headlines in _HEADLINES.items():
         shown, machines, equal = [], [], True
@@ -107,15 +108,6 @@ def _gains(root: Path) -> str:
             bits = "equal" if equal else "**DIFFER**"
             lines.append(f"| `{feature}` | {', '.join(shown)} | {bits} | {', '.join(dict.fromkeys(machines))} |")
     return "\n".join(lines) if len(lines) > 2 else "No results of a GPU machine are committed yet."
-
-
-def _results(root: Path) -> str:
-    """Geometric means of each results file."""
-    sections = []
-    for path in _result_files(root):
-        stamp, rows = read_results(path)
-        sections.append(f"**{_title(path, stamp)}**\n\n{_summary(rows)}")
-    return "\n\n".join(sections) if sections else "No results of a GPU machine are committed yet."
 
 
 def render_results(root: Path) -> str:

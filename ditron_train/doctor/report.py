@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ditron_train.bench.tables import terminal
 from ditron_train.doctor.checks import Finding, find_problems
 from ditron_train.doctor.facts import Facts, collect_facts
 from ditron_train.doctor.features import FeatureState, judge_features
@@ -51,7 +52,7 @@ def examine(facts: Facts | None = None) -> Report:
 
 def show(report: Report, console: Console | None = None) -> None:
     """Prints the report to ``console`` (default: the terminal)."""
-    console = console or Console()
+    console = console or terminal()  # into a file, too, a fix stays one line, to be pasted
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     topic = None
     for finding in report.findings:

@@ -157,12 +157,15 @@ def test_every_result_file_reads_and_has_equal_bits() -> None:
 
 def test_readme_shows_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
-    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "results", "settings", "versions"))
+    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "settings", "versions"))
     text = render(f"intro\n{marks}outro", tmp_path)
     assert text.startswith("intro") and text.endswith("outro") and "\nold\n" not in text
-    assert "8 x NVIDIA H200" in text and "2.50x async-TP" in text and "**BITS DIFFER**" in text
+    page = render_results(tmp_path)
+    assert "8 x NVIDIA H200" in page and "2.50x async-TP" in page and "**BITS DIFFER**" in page
+    write_results(tmp_path / RESULTS, "verify", stamp(device="NVIDIA H200"), [SHORT])
+    text = render(text, tmp_path)
     assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x NVIDIA H200 |" in text
-    assert markdown_table([FULL, SHORT]) in render_results(tmp_path)
+    assert markdown_table([FULL, SHORT]) in page
     assert render(text, tmp_path) == text
     with pytest.raises(ValueError, match="begin gains"):
-        render("<!-- begin results -->\n<!-- end results -->", tmp_path)
+        render("<!-- begin settings -->\n<!-- end settings -->", tmp_path)
