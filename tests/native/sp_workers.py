@@ -288,16 +288,6 @@ def bytes_of_layers():
     return sizes
 
 
-def trained_offsets():
-    """The error of a local attention whose softmax has offsets that are trained."""
-    with groups(dist.get_world_size()):
-        try:
-            build(dist.get_world_size(), softmax_type="learnable")
-        except AssertionError as error:
-            return str(error)
-    return None
-
-
 def packed_attention_agrees(lengths, options):
     """Fused projections of packed sequences, by an attention that masks them apart, against each sequence by itself on one rank."""
     from megatron.core import parallel_state
@@ -367,11 +357,11 @@ def refuses(options, length):
     return None
 
 
-def native_without_ulysses():
-    """What is not ``a2a`` stays native: the local attention refuses it."""
+def native_without_ulysses(options):
+    """What stays native, the local attention refuses."""
     with groups(dist.get_world_size()):
         try:
-            build(dist.get_world_size(), cp_comm_type="p2p")
+            build(dist.get_world_size(), **options)
         except AssertionError as error:
             return str(error)
     return None

@@ -89,8 +89,9 @@ def test_what_native_refuses_is_refused_with_the_same_words_on_every_rank(option
     assert errors[0] == errors[1] and words in errors[0]
 
 
-def test_other_kinds_of_context_parallelism_stay_native():
-    errors = run_workers(2, sp_workers.native_without_ulysses)
+@pytest.mark.parametrize("options", [{"cp_comm_type": "p2p"}, {"softmax_type": "learnable"}], ids=["kind", "trained offsets"])
+def test_other_context_parallelism_of_the_local_attention_stays_native(options):
+    errors = run_workers(2, sp_workers.native_without_ulysses, options)
     assert all("Context parallelism is only supported by TEDotProductAttention" in error for error in errors)
 
 
@@ -110,8 +111,3 @@ def test_calls_that_native_refuses_are_refused_with_the_same_words_on_every_rank
 def test_layers_share_one_set_of_buffers():
     for one, three in run_workers(2, sp_workers.bytes_of_layers, timeout_s=200):
         assert len(one) == 1 and one == three
-
-
-def test_softmax_offsets_that_are_trained_stay_native():
-    errors = run_workers(2, sp_workers.trained_offsets)
-    assert all("Context parallelism is only supported by TEDotProductAttention" in error for error in errors)
