@@ -82,5 +82,5 @@ def class_map() -> dict[type, type]:
 
 
 def stop() -> None:
-    """Forget what was decided about shapes, and with it the symmetric memory of this feature."""
+    """Forget what was decided about shapes; symmetric memory stays with its process group."""
     forget_routes()
