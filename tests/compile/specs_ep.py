@@ -111,7 +111,6 @@ SPECS = [
         num_warps=16,
         aligned=_aligned(_PLACE),
         signals=None,
-        max_spill_bytes=16,  # two words with 88 registers to spare: ptxas' choice
     ),
     *(
         KernelSpec(

@@ -16,6 +16,7 @@ from ep_workers import (  # noqa: E402
     layers_agree,
     layers_agree_over_two_nodes,
     policy_is_asked_once,
+    said_of,
     sliced_layers_agree,
 )
 
@@ -58,6 +59,10 @@ def test_layer_equals_native(name):
 
 def test_four_ranks_through_a_spec():
     run_workers(4, layers_agree, {"num_moe_experts": 8, "moe_router_topk": 3}, (8, 5, 1, 9), torch.bfloat16, True)
+
+
+def test_eight_ranks():
+    run_workers(8, layers_agree, {"num_moe_experts": 16, "moe_router_topk": 4}, (3, 5, 1, 4, 2, 6, 3, 1), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +116,18 @@ def test_the_policy_is_asked_by_all_slices_together():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"moe_router_dtype": "fp64"}],
-    ids=lambda options: next(reversed(options)),
+    "options, words",
+    [
+        ({"moe_router_dtype": "fp64"}, "native dispatcher, torch.float64 is not covered"),
+        ({"moe_token_dispatcher_type": "allgather"}, "native, moe_token_dispatcher_type is 'allgather' (alltoall is covered)"),
+        ({"moe_expert_capacity_factor": 5.0, "moe_pad_expert_input_to_capacity": False}, None),
+        ({"overlap_moe_expert_parallel_comm": True}, "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart"),
+    ],
+    ids=["fp64", "allgather", "drop", "overlap"],
 )
-def test_what_is_not_covered_runs_natively(options):
-    run_workers(2, layers_agree, options, (8, 8), torch.float32, False, False)
+def test_what_is_not_covered_runs_natively_and_says_so(options, words):
+    said = [line for line in run_workers(2, said_of, options)[0] if "native" in line or "fused" in line]
+    assert said == ([] if words is None else [f"ep: {words}"])
 
 
 def test_the_policy_is_asked_once_whatever_tokens_the_ranks_hold():
