@@ -52,6 +52,8 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
         return "the expert parallel group has one rank"
     if config.moe_router_padding_for_quantization:
         return "moe_router_padding_for_quantization is on"
+    if config.overlap_moe_expert_parallel_comm and get_settings().policy in ("strict", "fast"):
+        return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
     if config.cuda_graph_impl != "none" and (
         not config.cuda_graph_scope or CudaGraphScope.moe_preprocess in config.cuda_graph_scope
     ):
@@ -96,7 +98,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._slices_agree = self.tp_size == 1
         #: The combined 1F1B schedule calls each method on a stream of its own and frees what it gave to it.
         self._apart = self.config.overlap_moe_expert_parallel_comm
-        if self._apart:
+        if self._apart and self._native_because is None:
             self._pairs = frozenset()
             log_once("ep apart overlap", "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart")
         self._log_native()

@@ -116,18 +116,20 @@ def test_the_policy_is_asked_by_all_slices_together():
 
 
 @pytest.mark.parametrize(
-    "options, words",
+    "options, policy, words",
     [
-        ({"moe_router_dtype": "fp64"}, "native dispatcher, torch.float64 is not covered"),
-        ({"moe_token_dispatcher_type": "allgather"}, "native, moe_token_dispatcher_type is 'allgather' (alltoall is covered)"),
-        ({"moe_expert_capacity_factor": 5.0, "moe_pad_expert_input_to_capacity": False}, None),
-        ({"overlap_moe_expert_parallel_comm": True}, "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart"),
+        ({"moe_router_dtype": "fp64"}, "bits", "native dispatcher, torch.float64 is not covered"),
+        ({"moe_token_dispatcher_type": "allgather"}, "bits", "native, moe_token_dispatcher_type is 'allgather'"),
+        ({"moe_expert_capacity_factor": 5.0}, "strict", None),
+        ({"overlap_moe_expert_parallel_comm": True}, "strict", "native dispatcher, overlap_moe_expert_parallel_comm runs it beside"),
+        ({"overlap_moe_expert_parallel_comm": True}, "bits", "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm"),
     ],
-    ids=["fp64", "allgather", "drop", "overlap"],
+    ids=["fp64", "allgather", "drop", "overlap", "overlap_bits"],
 )
-def test_what_is_not_covered_runs_natively_and_says_so(options, words):
-    said = [line for line in run_workers(2, said_of, options)[0] if "native" in line or "fused" in line]
-    assert said == ([] if words is None else [f"ep: {words}"])
+def test_what_is_not_covered_runs_natively_and_says_so(options, policy, words):
+    every = run_workers(2, said_of, options, env={"DITRON_POLICY": policy})[0]
+    said = [line for line in every if "native" in line or "fused" in line]
+    assert not said if words is None else len(said) == 1 and said[0].startswith(f"ep: {words}")
 
 
 def test_the_policy_is_asked_once_whatever_tokens_the_ranks_hold():
@@ -141,7 +143,7 @@ def test_too_little_memory_goes_over_to_native():
 
 def test_the_combined_schedule_runs_ours_method_by_method():
     """overlap_moe_expert_parallel_comm: a forward pass beside the backward pass of another microbatch; nothing is fused."""
-    assert run_workers(2, combined_schedule, 3) == [([], [(True, True)] * 2)] * 2
+    assert run_workers(2, combined_schedule, 3, env={"DITRON_POLICY": "bits"}) == [([], [(True, True)] * 2)] * 2
 
 
 def test_two_nodes():
