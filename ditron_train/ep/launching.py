@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 
 from ditron_train.ep.context import EPContext
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.launch import KernelLaunch, compiled_together
 from ditron_train.symm.channel import Channel
 
 __all__ = ["DTYPES", "Kind", "check_tokens", "compiling", "launch", "move_tile", "signature"]
-
-_COMPILER_THREADS = 8
 
 #: Types of tokens, and their code in a signature.
 DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -73,23 +70,12 @@ def launch(
 def compiling(context: EPContext) -> Iterator[None]:
     """Inside, ops of the context compile their kernels, several at a time, and launch none: their results are not to be used.
 
-    At the end the kernels are loaded, for which Triton compiles a launcher each (1 s). The grouped GEMMs without movement are
-    no ops of a context: they run. A kernel that does not compile raises when it is launched.
+    The grouped GEMMs without movement are no ops of a context: they run.
     """
-    from triton import AsyncCompileMode
-
-    def load(future: Any) -> None:
-        if context.device.type == "cuda":
-            torch.cuda.set_device(context.device)  # of this thread
-        with suppress(Exception):  # it is raised again by the launch, on every rank
-            _ = future.result().run
-
     context.only_compiles = True
     try:
-        with ThreadPoolExecutor(_COMPILER_THREADS) as executor:
-            with AsyncCompileMode(executor, ignore_errors=True) as mode:
-                yield
-            list(executor.map(load, mode.future_kernels.values()))
+        with compiled_together(context.device):
+            yield
     finally:
         context.only_compiles = False
 

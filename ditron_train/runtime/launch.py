@@ -13,14 +13,18 @@ pushes 30 instead of 103, GEMM-RS in four chunks 82 instead of 275, by stores 18
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from ditron_train.runtime.device import is_interpreter
 
-__all__ = ["KernelLaunch"]
+__all__ = ["KernelLaunch", "compiled_together"]
+
+_COMPILER_THREADS = 8
 
 _MAX_KEPT = 256  # an integer that differs from call to call would be kept for ever
 _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same addresses again and again
@@ -96,7 +100,7 @@ class KernelLaunch:
             self._repeated[key] = direct
 
     def compile(self, *arguments: Any) -> None:
-        """Compiles for such arguments without launching; inside ``triton``'s ``AsyncCompileMode`` it does not wait for it."""
+        """Compiles for such arguments without launching; inside ``compiled_together`` it does not wait for it."""
         if not is_interpreter():
             self._kernel.warmup(*arguments, grid=(self._num_programs,), **self._constants, **self._options)
 
@@ -117,6 +121,24 @@ class KernelLaunch:
                 self._compiled.clear()
                 self._repeated.clear()
             self._compiled[key] = compiled
+
+
+@contextmanager
+def compiled_together(device: torch.device) -> Iterator[None]:
+    """What ``KernelLaunch.compile`` is asked for inside is compiled several kernels at a time; at the end all is there, and loaded
+    on ``device``, for which Triton compiles a launcher each (1 s). A kernel that does not compile raises when it is launched."""
+    from triton import AsyncCompileMode
+
+    def load(future: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        with suppress(Exception):  # it is raised again by the launch, on every rank
+            _ = future.result().run
+
+    with ThreadPoolExecutor(_COMPILER_THREADS) as executor:
+        with AsyncCompileMode(executor, ignore_errors=True) as mode:
+            yield
+        list(executor.map(load, mode.future_kernels.values()))
 
 
 def _current_stream() -> int:

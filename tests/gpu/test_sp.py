@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -39,6 +40,16 @@ def integers(*shape, dtype, seed):
     return torch.randint(-2, 3, shape, generator=generator, device="cuda").to(dtype)
 
 
+@contextlib.contextmanager
+def compiling(context):
+    """Inside, ops compile their kernels, several at a time, and run none: what they return is not to be used."""
+    from ditron_train.runtime.launch import KernelLaunch, compiled_together
+
+    with pytest.MonkeyPatch.context() as patch, compiled_together(context.device):
+        patch.setattr(KernelLaunch, "__call__", lambda launch, *arguments, **options: launch.compile(*arguments))
+        yield
+
+
 def check(context, **case):
     bodies.check_projections(context.rank, context.world_size, context, device="cuda", **case)
     context.synchronize()
@@ -55,10 +66,14 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: "-".join(str(value) for value in case.values()))
 def test_published_shapes_on_real_data(context, case):
+    with compiling(context):
+        bodies.call_projections(context, **case, dtype=torch.bfloat16)
     check(context, **case, dtype=torch.bfloat16, make=normals)
 
 
 def test_half_precision_on_real_data(context):
+    with compiling(context):
+        bodies.call_projections(context, **PUBLISHED[-1], dtype=torch.float16)
     check(context, **PUBLISHED[-1], dtype=torch.float16, make=normals)
 
 
@@ -79,16 +94,16 @@ def test_random_layouts_on_exact_data(context, head_dim, is_odd):
         head_dim=head_dim,
         dtype=draw.choice([torch.bfloat16, torch.float16]),
     )
-    for index in range(5):
-        check(
-            context,
-            **layout,
-            length=draw_length(draw, world, is_odd),
-            batch=draw.choice([1, 2, 3]),
-            hidden=draw.choice([64, 136, 520]),
-            seed=1000 * index,
-            make=integers,
-        )
+    cases = [
+        layout
+        | dict(length=draw_length(draw, world, is_odd), batch=draw.choice([1, 2, 3]), hidden=draw.choice([64, 136, 520]))
+        for _ in range(5)
+    ]
+    with compiling(context):
+        for case in cases:
+            bodies.call_projections(context, **case)
+    for index, case in enumerate(cases):
+        check(context, **case, seed=1000 * index, make=integers)
 
 
 @pytest.mark.parametrize(
@@ -99,17 +114,12 @@ def test_random_exchanges_on_any_data(context, head_dim, dtype, is_odd):
     world = context.world_size
     groups = world * draw.choice([1, 2, 3])
     layout = dict(heads=groups * draw.choice([1, 2, 3]), groups=groups, head_dim=head_dim, dtype=dtype)
-    for index in range(5):
-        bodies.check_exchanges(
-            context.rank,
-            world,
-            context,
-            **layout,
-            length=draw_length(draw, world, is_odd),
-            batch=draw.choice([1, 2, 3]),
-            seed=1000 * index,
-            device="cuda",
-        )
+    cases = [layout | dict(length=draw_length(draw, world, is_odd), batch=draw.choice([1, 2, 3])) for _ in range(5)]
+    with compiling(context):
+        for case in cases:
+            bodies.call_exchanges(context, **case)
+    for index, case in enumerate(cases):
+        bodies.check_exchanges(context.rank, world, context, **case, seed=1000 * index, device="cuda")
         context.synchronize()
 
 

@@ -103,6 +103,32 @@ def check_projections(
     assert torch.equal(weight.grad, weight_native.grad)
 
 
+def call_projections(context: SPContext, *, heads, groups, head_dim, length, batch, hidden, dtype) -> None:
+    """The ops of ``check_projections``, with zeros."""
+    from ditron_train.sp import a2a_gemm, gemm_a2a
+
+    world, options = context.world_size, dict(dtype=dtype, device=context.device)
+    x = torch.zeros(length // world, batch, hidden, **options)
+    for layout in (qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)):
+        parts = [torch.zeros(length, batch, layout.num_heads(i), dim, **options) for i, dim in enumerate(layout.head_dims)]
+        weight, first, last = torch.zeros(world * layout.num_columns, hidden, **options), "nt", "nn"
+        if len(parts) == 1:
+            weight, first, last = weight.t().contiguous(), "nn", "nt"
+        gemm_a2a(x, weight, context=context, layout=layout, weight_layout=first)
+        a2a_gemm(parts, weight, context=context, layout=layout, weight_layout=last)
+
+
+def call_exchanges(context: SPContext, *, heads, groups, head_dim, length, batch, dtype) -> None:
+    """The ops of ``check_exchanges``, with zeros."""
+    from ditron_train.sp import to_heads, to_sequence
+
+    world, options = context.world_size, dict(dtype=dtype, device=context.device)
+    for layout in (qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)):
+        sizes = [(layout.num_heads(i), dim) for i, dim in enumerate(layout.head_dims)]
+        to_heads([torch.zeros(length // world, batch, n * world, dim, **options) for n, dim in sizes], context=context, layout=layout)
+        to_sequence([torch.zeros(length, batch, n, dim, **options) for n, dim in sizes], context=context, layout=layout)
+
+
 def check_late_gradient(rank: int, world: int, context: SPContext, case: dict) -> None:
     """Both projections in one graph, the output projection's weight gradient left to the other one's backward."""
     heads, length, batch, dtype = (case[name] for name in ("heads", "length", "batch", "dtype"))
