@@ -238,7 +238,7 @@ REFUSED = {  # options for `world` ranks, and a call of such an attention
     "mask": (lambda world: {}, lambda attention, x: attention(x, None)),
     "bias": (
         lambda world: {},
-        lambda attention, x: attention(x, None, attention_bias=x.new_zeros(1, 1, 8 * len(x), 8 * len(x))),
+        lambda attention, x: attention(x, None, attention_bias=x.new_zeros(1, 1, *(dist.get_world_size() * len(x),) * 2)),
     ),
 }
 
