@@ -243,3 +243,62 @@ def test_strict_costs_nothing_after_its_probe(session, capsys):
             medians = {name: round(statistics.median(values)) for name, values in times.items()}
             print(f"\nlayer forward + backward: {medians} us; strict over force {ratio}; natively {natively}")
     assert ratio.median <= STRICT_OVER_FORCE
+
+
+def _sp_context(session):
+    """What the policy says about Ulysses projections of a small attention over all ranks."""
+    from ditron_train.megatron.sp_routing import AttentionShape, forget_routes, route_projections
+
+    forget_routes()
+    qkv, out, like = (session.values(s, torch.bfloat16, 60 + i) for i, s in enumerate(((2048, 1024), (1024, 1024), (256, 1, 1024))))
+    return route_projections(dist.group.WORLD, AttentionShape(16, 8, 64, 64), tuple(like.shape), qkv, out, like)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_wrong_bit_of_ulysses_on_one_rank_falls_back(session, monkeypatch, where):
+    from ditron_train.megatron import sp_routing
+
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    assert _sp_context(session) is not None
+    right = sp_routing.qkv_projection
+
+    def wrong(x, weight, **options):
+        if where == "backward":
+            return right(x, _FlipBitOfGradient.apply(weight), **options)
+        first, *others = right(x, weight, **options)
+        return (_FlipBit.apply(first), *others)
+
+    monkeypatch.setattr(sp_routing, "qkv_projection", wrong)
+    assert _sp_context(session) is None
+    sp_routing.forget_routes()
+
+
+class _Flipped:
+    """A received message of which one bit is wrong on rank 1."""
+
+    def __init__(self, handle):
+        self._handle = handle
+
+    def wait(self):
+        self._handle.wait()
+        self.tensor = self._handle.tensor.clone()
+        if dist.get_rank() == 1:
+            self.tensor[-1] ^= 1
+
+
+def test_one_wrong_bit_of_a_message_falls_back(session, device, monkeypatch):
+    from ditron_train.megatron import pp
+    from ditron_train.pp import get_pipeline_context
+
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    context = get_pipeline_context(dist.group.WORLD, device)
+    context.reserve(1 << 20)
+    assert pp._reason_by_policy(context, 1 << 20) is None
+    right = pp.exchange
+
+    def wrong(*args, **options):
+        handles = right(*args, **options)
+        return {name: _Flipped(handle) if name == "recv_prev" else handle for name, handle in handles.items()}
+
+    monkeypatch.setattr(pp, "exchange", wrong)
+    assert "bits would not be" in pp._reason_by_policy(context, 1 << 20)
