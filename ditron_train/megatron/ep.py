@@ -182,6 +182,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         for option in ("moe_pad_expert_input_to_capacity", "overlap_moe_expert_parallel_comm"):
             if getattr(self.config, option):
                 raise NotSupportedError(f"{option} is on in a group that spans nodes")
+        if self.tp_size > 1:
+            raise NotSupportedError("experts are split over tensor parallel ranks in a group that spans nodes")
         self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
         return over_nodes
 
