@@ -45,20 +45,27 @@ def _copy_engines(facts: Facts) -> tuple[str, str | None] | None:
     return None
 
 
-def _te(facts: Facts) -> tuple[str, str | None] | None:
-    if facts.versions.get("transformer-engine") is None:
-        return "Megatron's own cp_comm_type=a2a needs Transformer Engine", pip_command("transformer-engine")
-    return None
-
-
 Need = Callable[[Facts], "tuple[str, str | None] | None"]
 _NEEDS: dict[str, tuple[Need, ...]] = {
     "tp": (_on_gpus,),
-    "sp": (_on_gpus, _te),
+    "sp": (_on_gpus,),
     "ep": (_on_gpus,),
     "pp": (_on_gpus, _copy_engines),
     "muon": (),
 }
+
+
+def _across_nodes(name: str, facts: Facts) -> str:
+    """What becomes of groups that span nodes."""
+    has_nvshmem = facts.versions.get("nvshmem4py") is not None
+    if name == "ep":
+        is_on = facts.environment.get("DITRON_EP_RAILS") == "on"
+        return "between nodes along rails" if is_on else "native between nodes unless DITRON_EP_RAILS=on"
+    return {
+        "tp": "between nodes through NVSHMEM" if has_nvshmem else "native between nodes (nvshmem4py is not installed)",
+        "sp": "between nodes exchanges along rails, projections native",
+        "pp": "between nodes through NCCL" + (" or, by DITRON_PP_PATH, NVSHMEM" if has_nvshmem else ""),
+    }[name]
 
 
 def judge_features(facts: Facts) -> list[FeatureState]:
@@ -79,5 +86,9 @@ def _judge(name: str, facts: Facts) -> FeatureState:
         obstacle = need(facts)
         if obstacle is not None:
             return FeatureState(name, about, "native", *obstacle)
-    where = "between nodes too" if facts.versions.get("nvshmem4py") else "inside this node"
-    return FeatureState(name, about, "ours", f"{len(facts.gpus)} GPUs, {where}, where the bits are native's")
+    if name == "muon":
+        return FeatureState(name, about, "ours", "every GPU, where the bits are native's")
+    why = f"{len(facts.gpus)} GPUs, where the bits are native's and it is faster; {_across_nodes(name, facts)}"
+    if name == "sp" and facts.versions.get("transformer-engine") is None:
+        why += "; with megatron-core's local attention, as Transformer Engine is not installed"
+    return FeatureState(name, about, "ours", why)

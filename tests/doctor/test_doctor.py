@@ -143,6 +143,21 @@ def test_malformed_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [topic for topic, _ in findings(examine(machine()), "error")] == ["settings"]
 
 
+def test_features_say_what_becomes_of_groups_over_nodes() -> None:
+    with_all = examine(machine())
+    versions = {**GOOD_VERSIONS, "nvshmem4py": None, "transformer-engine": None}
+    without = examine(machine(versions=versions, environment={"DITRON_EP_RAILS": "on"}))
+    for name, words, words_without in (
+        ("tp", "between nodes through NVSHMEM", "native between nodes"),
+        ("sp", "exchanges along rails", "local attention, as Transformer Engine"),
+        ("ep", "native between nodes unless DITRON_EP_RAILS=on", "between nodes along rails"),
+        ("pp", "NCCL or, by DITRON_PP_PATH, NVSHMEM", "between nodes through NCCL"),
+        ("muon", "every GPU", "every GPU"),
+    ):
+        assert state(with_all, name)[0] == state(without, name)[0] == "ours"
+        assert words in state(with_all, name)[1] and words_without in state(without, name)[1]
+
+
 def test_features_say_why_they_stay_native() -> None:
     assert state(examine(machine(gpus=(H200,), peer_access=((True,),))), "tp")[0] == "native"
     blocked = examine(machine(peer_access=((True, False), (False, True))))
