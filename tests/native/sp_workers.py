@@ -347,11 +347,12 @@ def packed_attention_agrees(lengths, options):
         assert (ours[2][name] - gradient).abs().max() <= 10 * GRADIENT_BOUND, name
 
 
-def refuses(options, length):
+def refuses(options, length, tensor_parallel):
     """The error of a model that native refuses too."""
-    with groups(dist.get_world_size()):
+    world = dist.get_world_size() // tensor_parallel
+    with groups(world, tensor_parallel):
         try:
-            run(build(dist.get_world_size(), **options), dist.get_world_size(), length)
+            run(build(world, tensor_parallel, **options), world, length)
         except ValueError as error:
             return f"{type(error).__name__}: {error}"
     return None

@@ -29,7 +29,7 @@ def random_case(draw: random.Random, world: int) -> dict:
     )
 
 
-@pytest.mark.parametrize("world, num_cases", [(2, 5), (4, 5), (8, 2)])
+@pytest.mark.parametrize("world, num_cases", [(2, 5), (4, 5), (8, 1)])
 def test_projections_have_the_bits_of_the_native_sequence(world, num_cases):
     draw = random.Random(world)
     cases = [random_case(draw, world) | {"hidden": draw.choice([16, 40, 33])} for _ in range(num_cases)]
