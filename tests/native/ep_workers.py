@@ -235,7 +235,8 @@ def combined_steps(model, num_microbatches, device="cpu"):
         loss = TransformerModelChunkSchedulePlan.run(plan, behind, b_grad=grad)
         losses += [] if plan is None else [loss.detach()]
         behind = plan
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) > num_microbatches
     model.zero_grad()
     return [*losses, *gradients]
 
