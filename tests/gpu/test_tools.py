@@ -1,0 +1,70 @@
+"""The tools on GPUs, under torchrun: verify with the ops of every room, and traces."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+pytest.importorskip("megatron.core")
+
+MODEL = "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 2048 --num-experts 8".split()
+OPS = {
+    "pp": {"send_recv", "pipeline_step"},
+    "sp": {"gemm_a2a", "a2a_gemm", "qkv_projection", "output_projection"},
+    "muon": {"muon_step"},
+    "ep": {"dispatch", "combine", "group_gemm", "group_dgrad", "group_wgrad", "moe_layer"},
+}
+
+
+@pytest.fixture
+def folder(device, tmp_path):
+    """Rank 0's folder, the same on every rank."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of GPUs")
+    path = [str(tmp_path)]
+    dist.broadcast_object_list(path, src=0)
+    yield Path(path[0])
+    dist.barrier()
+
+
+@pytest.mark.parametrize("room", OPS)
+def test_verify_of_a_room(folder, monkeypatch, room):
+    """Every bit is equal, one row for each op stands in the file beside the layer's, and nothing is written elsewhere."""
+    from ditron_train.bench.rows import read_results
+    from ditron_train.verify.run import add_arguments, run
+
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    monkeypatch.chdir(folder)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = ["--column", "1024", "512", "512", "--repetitions", "1", "--warmup", "1", "--moe-ffn-hidden-size", "512"]
+    assert run(parser.parse_args([*MODEL, *options, "--rooms", room, "--output", str(folder / "out")])) == 0
+    dist.barrier()
+    (path,) = folder.glob("**/*.json")
+    _, rows = read_results(path)
+    assert path.name == "verify.json" and {row.op for row in rows} == {"column_linear"} | OPS[room]
+    assert all(row.bitwise_equal for row in rows)
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_a2a", "send_recv", "layer", "attention_layer", "moe_layer"])
+def test_trace(folder, op):
+    """Native's communication is found, the head start is not; lanes are named by the multiprocessors that kernels take."""
+    from ditron_train.trace.record import record_op
+    from ditron_train.trace.timeline import read_chrome_trace
+
+    if op == "attention_layer":
+        pytest.importorskip("transformer_engine")
+    assert record_op(op, None, folder) == 0
+    if dist.get_rank() == 0:
+        assert (folder / f"{op}.png").exists()
+        for name in ("native", "ditron"):
+            intervals = read_chrome_trace(folder / f"{op}-{name}.json")
+            assert intervals[0].start_us == 0.0 and not any("spin_kernel" in interval.name for interval in intervals)
+            assert max(interval.end_us for interval in intervals) < 200_000
+            assert any("SM" in interval.lane for interval in intervals) or (op, name) == ("send_recv", "ditron")
+            assert {interval.kind for interval in intervals} >= {"communication"}
