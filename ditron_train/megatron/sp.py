@@ -229,10 +229,12 @@ class DitronSelfAttention(SelfAttention):
         config, packed = self.config, kwargs.get("packed_seq_params")
         covered = {"rotary_pos_emb", "packed_seq_params"} if self.core_attention.takes_packed else {"rotary_pos_emb"}
         others = {name for name, value in kwargs.items() if value is not None and name not in covered}
-        if packed is not None and not others and (why_not_packed(packed) or config.mrope_section is not None):
-            return why_not_packed(packed) or "packed sequences have positions in several dimensions"
         if any(value is not None for value in args) or others:
             return f"the attention is called with {', '.join(sorted(others)) or 'positional options'}"
+        if packed is not None and why_not_packed(packed) is not None:
+            return why_not_packed(packed)
+        if packed is not None and config.mrope_section is not None:
+            return "packed sequences have positions in several dimensions"
         if self.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             return f"the mask is {self.attn_mask_type}"
         if self.world_size > 1 and config.num_query_groups < self.world_size:
