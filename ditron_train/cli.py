@@ -130,17 +130,19 @@ def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:
     """Hands ``rest`` to a module with ``add_arguments(parser)`` and ``run(arguments)``."""
-    _set_megatron_environment()
+    _set_megatron_environment(as_a_job=any(word.startswith("--plan") for word in rest))
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"python -m ditron_train {command}", description=module.__doc__)
     module.add_arguments(parser)
     return module.run(parser.parse_args(rest))
 
 
-def _set_megatron_environment() -> None:
-    """Megatron's own settings, read when CUDA and Transformer Engine start; they are part of the results' stamp."""
+def _set_megatron_environment(*, as_a_job: bool = False) -> None:
+    """Megatron's own settings, read when CUDA and Transformer Engine start; they are part of the results' stamp, and of a plan:
+    one that is made ``as_a_job`` would make it must not depend on what jobs rarely set."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    if not as_a_job:
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     warnings.simplefilter("ignore")  # of the libraries that are measured; what matters here is logged
 
 

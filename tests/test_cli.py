@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,16 @@ def test_doctor_json(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DITRON_TRANSPORT", "pigeons")
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["healthy"] is False
+
+
+def test_a_plan_is_made_as_a_job_would_make_it(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    for name in ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUDA_DEVICE_MAX_CONNECTIONS", "DITRON_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    assert main(["verify", "--plan", "/nowhere/plan.json"]) == 2
+    assert "cannot write the plan /nowhere/plan.json" in capsys.readouterr().err
+    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO" not in os.environ and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_import_does_nothing_else() -> None:
