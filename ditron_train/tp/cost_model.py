@@ -2,7 +2,7 @@
 
     native   = GEMM + collective, one after the other
     limit    = max(GEMM, bytes on the wire / link rate)
-    AG-GEMM  = waves of tiles in the order of arrival, each of a chunk's tiles not before it has arrived
+    AG-GEMM  = each program's tiles one after another, in the order of arrival, none before its rows have arrived
     GEMM-RS  = GEMM, longer by what the stores of each wave of tiles hold it up, and not before its bytes have left; then the
                fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another; then the fold
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.runtime.rates import MachineRates
@@ -130,19 +132,40 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     num_programs = max(1, machine.num_sms - (plan.push_programs if by_push else 1))
     waves = _num_waves(problem.m, problem.n, config, num_programs)
     tile_us = _throttled_us(waves * _tile_us(problem.k, config, machine.num_sms, rates)) / waves
-    tiles_n = -(-problem.n // config.block_n)
-    shard_tiles_m = problem.m / config.block_m / world_size
     shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / _send_rate(plan, rates)
-    sent_us = rates.start_us
-    end_us = waves * tile_us
-    for chunk in range(num_chunks, world_size * num_chunks):
-        sent_us += shard_us / num_chunks + (0.0 if by_push else rates.chunk_us)
-        step, part = divmod(chunk, num_chunks)
-        # All row tiles of a group are wanted at its start.
-        tiles_m_before = step * shard_tiles_m + part * shard_tiles_m / num_chunks // config.group_m * config.group_m
-        waves_before = tiles_m_before * tiles_n // num_programs
-        end_us = max(end_us, sent_us + (waves - waves_before) * tile_us)
+    arrivals_us = np.zeros(world_size * num_chunks)
+    sent = np.arange(1, (world_size - 1) * num_chunks + 1)
+    arrivals_us[num_chunks:] = rates.start_us + sent * (shard_us / num_chunks + (0.0 if by_push else rates.chunk_us))
+    end_us = _last_tile_us(problem, config, num_programs, tile_us, arrivals_us, num_chunks)
     return _LAUNCH_US + end_us + _OVERLAP_LOSS * min(waves * tile_us, (world_size - 1) * shard_us)
+
+
+def _last_tile_us(
+    problem: Problem, config: GemmConfig, num_programs: int, tile_us: float, arrivals_us: np.ndarray, num_chunks: int
+) -> float:
+    """When the last tile is done: program p takes tiles p, p + num_programs, ... of the order of arrival, each not before its
+    rows are there (``arrivals_us`` [ranks * chunks]); then the halves of tiles that are left, likewise.
+
+    All row tiles of a group are wanted at its start.
+    """
+    tiles_n = -(-problem.n // config.block_n)
+    shard_tiles_m = problem.m / config.block_m / problem.world_size
+    num_tiles, num_whole = config.num_tiles(problem.m, problem.n), config.num_whole_tiles(problem.m, problem.n, num_programs)
+
+    def there_us(tile: np.ndarray) -> np.ndarray:
+        step = np.minimum(tile // (shard_tiles_m * tiles_n), problem.world_size - 1)
+        group = (tile - step * shard_tiles_m * tiles_n) // (config.group_m * tiles_n)
+        last_row = np.minimum((group + 1) * config.group_m, shard_tiles_m) - 1
+        part = np.clip(last_row * num_chunks // shard_tiles_m, 0, num_chunks - 1)
+        return arrivals_us[(step * num_chunks + part).astype(np.int64)]
+
+    free_us = np.zeros(num_programs)
+    halves = num_whole + np.arange(2 * (num_tiles - num_whole)) // 2
+    for tiles, each_us in ((np.arange(num_whole), tile_us), (halves, 0.5 * tile_us / _SQUARE_RATE)):
+        for first in range(0, len(tiles), num_programs):
+            wave = tiles[first : first + num_programs]
+            free_us[: len(wave)] = np.maximum(free_us[: len(wave)], there_us(wave)) + each_us
+    return float(free_us.max())
 
 
 def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:

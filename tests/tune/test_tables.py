@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from ditron_train.runtime import tuning
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.rates import MachineRates, default_rates
 from ditron_train.runtime.tuning import TuningTable, active_table, forget_tables, read_table, shape_class, shipped_name
-from ditron_train.tp.cost_model import collective_us, gemm_us, predict, wire_bytes
+from ditron_train.tp.cost_model import _last_tile_us, collective_us, gemm_us, predict, wire_bytes
 from ditron_train.tp.tuning import (
     Choice,
     GatherPlan,
@@ -178,6 +179,14 @@ def test_more_work_never_takes_less_time(problem: Problem, choice: Choice, field
     # tiles are in front of those rows it can be one less: more rows or columns may end up to a wave earlier. Not longer sums.
     wave_us = gemm_us(132 * choice.config.block_m, choice.config.block_n, problem.k, choice.config, 132, 132, RATES)
     assert large.ditron_us >= (small.ditron_us - (0.0 if field == "k" else wave_us)) * (1 - 1e-9)
+
+
+def test_a_program_waits_for_the_rows_of_its_own_tiles() -> None:
+    """Two ranks of four tiles, the other's rows come at 12 us: on six programs nobody has two tiles of them to compute."""
+    tile = dataclasses.replace(TILE, block_m=128, block_n=128)
+    problem = Problem("ag_gemm", 4 * 128, 2 * 128, 64, "nt", torch.bfloat16, 2)
+    ends_us = {programs: _last_tile_us(problem, tile, programs, 10.0, np.array([0.0, 12.0]), 1) for programs in (1, 2, 4, 6, 8)}
+    assert ends_us == {1: 80.0, 2: 40.0, 4: 22.0, 6: 22.0, 8: 22.0}
 
 
 @given(problems, choices, st.sampled_from(["link_gbps", "nccl_gbps", "gemm_tflops", "memory_gbps", "push_sm_gbps"]))
