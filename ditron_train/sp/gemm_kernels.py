@@ -19,7 +19,7 @@ __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
 # every tile: 2.03 ms, flattened 2.51 ms; local stores in a loop that is not flattened 2.03 ms; pulls by small programs (4
 # warps, 64 registers) that share all SMs with the GEMM: 1.91 ms, no better than 4 SMs, and the GEMM's programs may find no
 # registers left.
-@triton.jit(do_not_specialize=["M", "N", "K", "columns_per_rank", "slot_rows"])
+@triton.jit(do_not_specialize=["M", "slot_rows"])
 def gemm_a2a_kernel(
     a_desc,
     b_desc,
@@ -228,7 +228,7 @@ def _multiply_arriving(
 # 1588 us at m = 8192 where this kernel took 1618 to 1757 us in the same run; at m = 4096 841, 809, 858 and 940 against 813 to
 # 822; at 32768 x 2048 x 2048 565 at best against 519 to 544. It takes 32 driver calls, fits one part without a table only,
 # and is not worth a second way yet.
-@triton.jit(do_not_specialize=["N", "K", "half_rows", "num_push", "num_early_tiles"])
+@triton.jit(do_not_specialize=["num_push", "num_early_tiles"])
 def a2a_gemm_kernel(
     a_desc, b_desc, c_desc, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, signals_ptr,
     ready_addresses, ready_ptr, signature_ptr, table_ptr, tickets_ptr, control_ptr,

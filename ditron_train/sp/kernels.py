@@ -19,10 +19,6 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-# Widths and strides are specialised on, since by them loads and stores are vectors, and M, by which rows share a mask (with
-# another M receive_kernel spills a fifth more). Other sizes change no code.
-_SIZES = ["half_rows", "slot_rows"]
-
 __all__ = [
     "arrived_kernel",
     "await_peers",
@@ -152,12 +148,11 @@ def _receive_item(
     GRANULE_ROWS: tl.constexpr, ROWS: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_G0: tl.constexpr, BLOCK_G1: tl.constexpr, BLOCK_G2: tl.constexpr,
     BLOCK_W0: tl.constexpr, BLOCK_W1: tl.constexpr, BLOCK_W2: tl.constexpr,
-    TO_HEADS: tl.constexpr, PULL: tl.constexpr, HAS_TABLE: tl.constexpr,
+    FLAGS: tl.constexpr, TO_HEADS: tl.constexpr, PULL: tl.constexpr, HAS_TABLE: tl.constexpr,
     WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Waits for ROWS rows of one source and takes them apart; ``receive_kernel`` says which."""
     BLOCKS: tl.constexpr = GRANULE_ROWS // ROWS
-    FLAGS: tl.constexpr = 32 if PULL else 1  # looked at together: one for each tile, or one
     num_granules = tl.cdiv(M, GRANULE_ROWS)
     group_stride = width0 + width1 + width2
     if TO_HEADS:
@@ -189,7 +184,7 @@ def _receive_item(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "flags_per_granule"])
+@triton.jit
 def receive_kernel(
     buffer_addresses,
     part0_ptr,
@@ -217,6 +212,7 @@ def receive_kernel(
     BLOCK_W0: tl.constexpr,
     BLOCK_W1: tl.constexpr,
     BLOCK_W2: tl.constexpr,
+    FLAGS: tl.constexpr,
     TO_HEADS: tl.constexpr,
     PULL: tl.constexpr,
     BEHIND: tl.constexpr,
@@ -234,8 +230,8 @@ def receive_kernel(
     this rank, in its own memory). Else: part [M, W * num_groups * width], local rows of all heads, from the columns of the
     sources.
 
-    Waits (acquire), for every block of ROWS rows of one source, for the ``flags_per_granule`` flags of its
-    granule (1, or with PULL one for each tile). Sources in the order rank - 1, rank - 2, ..., own: those that send to this rank first come first.
+    Waits (acquire), for every block of ROWS rows of one source, for the ``flags_per_granule <= FLAGS`` flags of its
+    granule. Sources in the order rank - 1, rank - 2, ..., own: those that send to this rank first come first.
     """
     epoch = dl.last_epoch(tickets_ptr) if BEHIND else dl.next_epoch(tickets_ptr + 1)
     rank = dl.rank(control_ptr)
@@ -247,7 +243,7 @@ def receive_kernel(
             item, buffer_addresses, part0_ptr, part1_ptr, part2_ptr, signals_ptr, table_ptr, control_ptr, rank, epoch,
             M, half_rows, slot_rows, buffer_stride, num_groups, width0, width1, width2, flags_per_granule,
             GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
-            TO_HEADS, PULL, HAS_TABLE, WORLD_SIZE, TARGET,
+            FLAGS, TO_HEADS, PULL, HAS_TABLE, WORLD_SIZE, TARGET,
         )  # fmt: skip
         item = next_work(counter_ptr) if PULL else item + tl.num_programs(0)
 
@@ -301,7 +297,7 @@ def push_item(
     dl.notify(flags + rank * num_granules + granule, epoch, TARGET)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit
 def push_kernel(
     part0_ptr,
     part1_ptr,

@@ -120,7 +120,8 @@ class _Receiver:
 
     def __init__(self, transfer: _Transfer, num_programs: int, *, pull: bool = False) -> None:
         self._transfer = transfer
-        constants = dict(TO_HEADS=transfer.towards_heads, PULL=pull)
+        flags = _next_power_of_2(transfer.flags_per_granule)
+        constants = dict(FLAGS=flags, TO_HEADS=transfer.towards_heads, PULL=pull)
         self._launch = transfer.copy_kernel(receive_kernel, num_programs, **constants, BEHIND=False)
         self._behind = transfer.copy_kernel(receive_kernel, transfer.context.num_sms, **constants, BEHIND=True) if pull else None
 

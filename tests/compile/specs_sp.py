@@ -5,12 +5,7 @@ from ditron_train.testing.compile_check import TARGETS, KernelSpec
 _CHANNEL = {"tickets_ptr": "*i64", "control_ptr": "*i64"}
 _READY = {"ready_addresses": "*i64", "ready_ptr": "*i32", "signature_ptr": "*i32"}
 _PARTS = {"part0_ptr": "*bf16", "part1_ptr": "*bf16", "part2_ptr": "*bf16"}
-_NOT_ALIGNED = {"N", "K", "half_rows", "slot_rows", "num_groups", "columns_per_rank", "flags_per_granule", "num_push", "num_early_tiles"}
 _SHAPE = dict.fromkeys(("M", "half_rows", "slot_rows", "buffer_stride", "num_groups", "width0", "width1", "width2"), "i32")
-
-
-def _aligned(*signatures):
-    return tuple(name for signature in signatures for name in signature if name not in _NOT_ALIGNED)
 
 
 def _store(block_m, block_n):
@@ -20,20 +15,18 @@ def _store(block_m, block_n):
 def _gemm(name, kernel, signature, layout, block, stages, targets, signals, **constexprs):
     block_m, block_n, block_k = block
     b = f"{block_n},{block_k}" if layout == "nt" else f"{block_k},{block_n}"
-    signature = {
-        "a_desc": f"tensordesc<bf16[{block_m},{block_k}]>",
-        "b_desc": f"tensordesc<bf16[{b}]>",
-        **signature,
-        **_CHANNEL,
-        "M": "i32",
-        "N": "i32",
-        "K": "i32",
-    }
     return KernelSpec(
         name=name,
         kernel=f"ditron_train.sp.gemm_kernels:{kernel}",
-        signature=signature,
-        aligned=_aligned(signature),
+        signature={
+            "a_desc": f"tensordesc<bf16[{block_m},{block_k}]>",
+            "b_desc": f"tensordesc<bf16[{b}]>",
+            **signature,
+            **_CHANNEL,
+            "M": "i32",
+            "N": "i32",
+            "K": "i32",
+        },
         constexprs={
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
@@ -109,7 +102,6 @@ def _copy(name, kernel, signature, towards_heads, num_parts, dtype="bf16", **con
         },
         targets=TARGETS if num_parts == 3 else ("sm_90",),
         num_warps=16,
-        aligned=_aligned(signature, _PARTS, _CHANNEL, _SHAPE, {"table_ptr": "*i32"}),
         signals=True if kernel == "push_kernel" else None,
         max_spill_bytes=600 if width == 512 else 0,  # measured: with them, twice the block in flight is faster
     )
@@ -143,7 +135,7 @@ SPECS = [
         for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}"]
         for spec in (  # fmt: skip
             _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts),
-            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts,
+            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, FLAGS=8,
                   PULL=towards_heads, BEHIND=towards_heads and num_parts == 1),
         )
     ),

@@ -78,8 +78,8 @@ def test_half_precision_on_real_data(context):
 
 
 def draw_length(draw, world, is_odd):
-    """Of an odd number of rows a chunk, or of a multiple of 8: of one kind, so that a layout needs its kernels once."""
-    return 2 * world * (2 * draw.randint(0, 150) + 1 if is_odd else 8 * draw.randint(1, 60))
+    """Of an odd number of rows a chunk, or of a multiple of 16: of one kind, so that a layout needs its kernels once."""
+    return 2 * world * (2 * draw.randint(0, 150) + 1 if is_odd else 16 * draw.randint(1, 30))
 
 
 @pytest.mark.parametrize("head_dim, is_odd", [(40, True), (96, False), (128, True)])
