@@ -80,11 +80,9 @@ def _without_head_start(intervals: list[Interval]) -> list[Interval]:
 
 
 def _lane_with_sms(interval: Interval, most: dict[str, int]) -> str:
-    if interval.sms is None:
-        return interval.lane
     if interval.kind == "communication":
-        return f"{interval.lane}, {interval.sms} SM{'s' if interval.sms > 1 else ''}"
-    return f"{interval.lane}, up to {most[interval.lane]} SMs"
+        return interval.lane if interval.sms is None else f"{interval.lane}, {interval.sms} SM{'s' if interval.sms > 1 else ''}"
+    return f"{interval.lane}, up to {most[interval.lane]} SMs" if interval.lane in most else interval.lane
 
 
 def _gpu_interval(event: dict) -> Interval:
