@@ -7,6 +7,7 @@ The last rank dies, or stays away, while its third call waits on the device; eve
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import functools
 import json
@@ -21,11 +22,13 @@ import torch.distributed as dist
 from ditron_train.runtime.errors import PeerTimeoutError
 from ditron_train.tp import GatherPlan, ag_gemm, gemm_rs, get_context
 
-STALL_S = 1000.0
+STALL_S = 120.0
+_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def main() -> None:
     """See above."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     rank, world_size, port = (int(word) for word in sys.argv[1:4])
     fault, op, mode = sys.argv[4], *sys.argv[5].split()
     device = torch.device("cuda", rank)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 
 TIMEOUT_S = 5
-END_S = 90  # to start, to fail and to end, four jobs side by side
+END_S = 50  # to start, to fail and to end, four jobs side by side
 JOBS = [("killed", "ag_gemm copy"), ("killed", "gemm_rs store"), ("stalled", "ag_gemm push"), ("stalled", "gemm_rs copy")]
 SCRIPT = Path(__file__).parent / "failing_peer.py"
 

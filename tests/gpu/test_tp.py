@@ -308,8 +308,12 @@ def test_too_little_memory_is_the_same_error_on_every_rank(device, all_equal, mo
     context.synchronize()
 
 
-def test_overlapping_groups_in_turn(device, all_equal):
+@pytest.mark.parametrize("transport", ["torch", "nvshmem"])
+def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch):
     """A rank's groups share its GPU, not their memory or flags: calls of all of them in a row, nobody waits for the host."""
+    if transport == "nvshmem":
+        pytest.importorskip("nvshmem.core")
+    monkeypatch.setenv("DITRON_TRANSPORT", transport)
     world, rank = dist.get_world_size(), dist.get_rank()
     lists = [list(range(world)), [0, 1], list(range(1, world)) if world > 2 else [0, 1]]
     groups = [dist.new_group(ranks) for ranks in lists]
@@ -333,6 +337,7 @@ def test_overlapping_groups_in_turn(device, all_equal):
             right &= torch.equal(y, matmul_nt(whole, weight)) and torch.equal(z, total)
         assert all_equal(torch.tensor(right), torch.tensor(True))
     for context in contexts.values():
+        assert context.arena.transport_name == transport
         context.arena.close()
 
 
