@@ -310,7 +310,10 @@ def test_too_little_memory_is_the_same_error_on_every_rank(device, all_equal, mo
 
 @pytest.mark.parametrize("transport", ["torch", "nvshmem"])
 def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch):
-    """A rank's groups share its GPU, not their memory or flags: calls of all of them in a row, nobody waits for the host."""
+    """A rank's groups share its GPU, not their memory or flags: calls of all of them in a row, nobody waits for the host.
+
+    Not at first: while some compile for one group, the others would wait for them in the next group, up to the deadline.
+    """
     if transport == "nvshmem":
         pytest.importorskip("nvshmem.core")
     monkeypatch.setenv("DITRON_TRANSPORT", transport)
@@ -319,9 +322,16 @@ def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch):
     groups = [dist.new_group(ranks) for ranks in lists]
     contexts = {number: TPContext(groups[number], device) for number, ranks in enumerate(lists) if rank in ranks}
     weight = normals(256, 512, seed=3)
-    for repeat in range(10):
+    num_ways = 6  # plans by ways to scatter
+    for repeat in range(2 * num_ways):
         results = []
-        for number, context in contexts.items():
+        for number in range(len(lists)):
+            if repeat < num_ways:
+                torch.cuda.synchronize()
+                dist.barrier()
+            context = contexts.get(number)
+            if context is None:
+                continue
             x = normals(128 + 64 * number, 512, seed=10 * repeat + number)
             y = ag_gemm(x, weight, context=context, plan=PLANS[repeat % 3])
             z = gemm_rs(y, weight[:, :256], context=context, scatter=SCATTERS[repeat % 2])
@@ -342,8 +352,9 @@ def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch):
 
 
 def test_groups_that_come_and_go_leave_no_memory(device, all_equal):
+    """As much is free after the sixth as after the third; each had more than 128 MiB. (NCCL keeps more at first.)"""
     world, free_bytes = dist.get_world_size(), []
-    for number in range(4):
+    for number in range(6):
         context = get_context(dist.new_group(list(range(world))), device)
         x, weight = normals(16384 // world, 4096, seed=number), normals(256, 4096, seed=number + 10)
         assert all_equal(ag_gemm(x, weight, context=context), matmul_nt(gathered(x), weight))
@@ -355,4 +366,4 @@ def test_groups_that_come_and_go_leave_no_memory(device, all_equal):
         torch.cuda.empty_cache()
         dist.barrier()
         free_bytes.append(torch.cuda.mem_get_info(device)[0])
-    assert min(free_bytes[1:]) > free_bytes[0] - 2**26, free_bytes
+    assert free_bytes[5] > free_bytes[2] - 2**26, free_bytes
