@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ditron_train.symm.rendezvous import rendezvous
 from ditron_train.symm.transport import Segment, all_ranks_or_raise
 
 __all__ = ["TorchTransport"]
 
 
 class TorchTransport:
-    """``symm_mem.empty`` plus ``symm_mem.rendezvous``."""
+    """``symm_mem.empty`` plus a rendezvous (`symm.rendezvous`)."""
 
     name = "torch"
 
@@ -32,8 +33,8 @@ class TorchTransport:
             error = f"cannot allocate {num_bytes} bytes: {failure}"
         all_ranks_or_raise(group, error, "allocating symmetric memory")
         try:
-            handle = symm_mem.rendezvous(local, group)
-        except RuntimeError as failure:
+            handle = rendezvous(local, group)
+        except (RuntimeError, AttributeError, TypeError) as failure:  # the last two: a torch without these private functions
             error = f"peers cannot reach each other: {failure}"
         all_ranks_or_raise(group, error, "mapping symmetric memory")
         torch.cuda.synchronize(device)  # zero-filled before any peer may write
