@@ -90,9 +90,6 @@ class RenumberedStore(dist.Store):
         else:
             self._store.wait(renumbered, timeout)
 
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(self._renumbered(key))
-
 
 def _alias_of(group: dist.ProcessGroup) -> _Alias:
     """The group's alias in this process; where torch looks for a store differs between 2.11 and 2.13, so it is known at both."""

@@ -65,4 +65,3 @@ def test_other_keys_stay_as_they_are():
     store.set("word/40", b"3")
     assert store.add("count/9", 2) == 2 and store.add("count/9", 3) == 5
     assert [below.get(key) for key in ("name", "word/0/x", "word/1", "count/2")] == [b"1", b"2", b"3", b"5"]
-    assert store.delete_key("word/41/x") and not below.check(["word/0/x"])
