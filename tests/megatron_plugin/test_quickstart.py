@@ -51,9 +51,9 @@ def _main(folder, words):
         return stopped.code
 
 
-def _run(folder, words):
-    outcomes = run_workers_once(2, _main, str(folder), words)
-    assert [outcome.error for outcome in outcomes] == [None, None], outcomes[0].traceback + outcomes[1].traceback
+def _run(folder, words, world_size=2):
+    outcomes = run_workers_once(world_size, _main, str(folder), words)
+    assert not any(outcome.error for outcome in outcomes), [outcome.traceback for outcome in outcomes]
     return [outcome.value for outcome in outcomes]
 
 
@@ -71,6 +71,15 @@ def _run(folder, words):
 def test_losses_agree_and_files_are_written(tmp_path, capsys, words, patched):
     assert _run(tmp_path, words) == [0, 0]
     _check(capsys.readouterr().out, tmp_path, patched)
+
+
+def test_three_parallelisms_at_once(tmp_path, capsys):
+    """Groups of different ranks come to their ops in different orders, and wait for each other only where they have to."""
+    words = ["--tp", "2", "--pp", "2", "--experts", "4", "--ep", "2", "--ditron", "tp,ep,pp"]
+    assert _run(tmp_path, words, world_size=4) == [0, 0, 0, 0]
+    output = capsys.readouterr().out
+    for patched in ("tp: on", "ep: on", "pp: on"):
+        _check(output, tmp_path, patched)
 
 
 def test_unreadable_data_is_the_same_error_on_every_rank(tmp_path):
