@@ -138,6 +138,12 @@ class HostCounts:
             widest=int(messages[:, shape.columns + shape.ranks + 1].max()),
         )
 
+    @property
+    def fewest_rows(self) -> int:
+        """Rows of the expert that has fewest, of those that have some."""
+        rows = self.counts.sum(0)
+        return int(rows[rows > 0].min(initial=np.iinfo(np.int32).max))
+
     def rows(self, shape: LayoutShape) -> np.ndarray:
         """[world_size] rows that each rank receives."""
         return self.counts.sum(0).reshape(shape.world_size, shape.experts_per_rank).sum(1)
@@ -173,6 +179,7 @@ class Layout:
         place_capacity: Places that every rank has room for.
         ahead: The tokens, where they were sent before the sizes were known (``ops.dispatch_ahead``) and are not placed yet.
         tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
+        fewest_rows: Rows of the expert that has fewest, of those on any rank that have some; None where the host does not know.
     """
 
     shape: LayoutShape
@@ -199,6 +206,7 @@ class Layout:
     place_capacity: int
     ahead: torch.Tensor | None = None
     tiles: Any = None
+    fewest_rows: int | None = None
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keeps the allocator from reusing tables of ``begin_layout`` before ``stream``, on which ops use them, is past that."""

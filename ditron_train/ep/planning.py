@@ -80,7 +80,9 @@ class PendingLayout:
         local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
         tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
         num_rows = int(host.rows(shape)[context.rank])
-        return self._layout(num_rows, tokens_per_expert, room, ahead.tokens if sent else None)
+        layout = self._layout(num_rows, tokens_per_expert, room, ahead.tokens if sent else None)
+        layout.fewest_rows = host.fewest_rows
+        return layout
 
     def _layout(
         self, num_rows: int, tokens_per_expert: torch.Tensor, room: Room, ahead: torch.Tensor | None = None

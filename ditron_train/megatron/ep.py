@@ -32,6 +32,7 @@ from ditron_train.ep import (
     index_add_order,
 )
 from ditron_train.ep import rails
+from ditron_train.ep.expert_functions import pairs_of_native_bits
 from ditron_train.megatron import ep_policy
 from ditron_train.megatron.ep_tensor import ExpertSlices, all_alike, exchange_counts
 from ditron_train.runtime.device import is_interpreter
@@ -52,6 +53,8 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
         return "the expert parallel group has one rank"
     if config.moe_router_padding_for_quantization:
         return "moe_router_padding_for_quantization is on"
+    if dispatcher.drop_and_pad and get_settings().policy != "force":
+        return "moe_pad_expert_input_to_capacity is on (a layer's gradients once differed, see the README)"
     if config.overlap_moe_expert_parallel_comm and get_settings().policy in ("strict", "fast"):
         return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
     if config.cuda_graph_impl != "none" and (
@@ -266,14 +269,17 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return None
         if self._pairs is None:
             self._pairs = self._fused_pairs(hidden_states)
-        if not self._pairs:
+        pairs = self._pairs
+        if pairs and get_settings().policy != "force":  # the same on every rank, as the counts are
+            pairs = pairs_of_native_bits(pairs, self._layout.fewest_rows)
+        if not pairs:
             return None
         gemm = None
         if self._capacity_factor is None:
             from ditron_train.megatron.ep_experts import TEGemm
 
             gemm = TEGemm(self._layout.tokens_per_expert.tolist())
-        return ExpertCall(self._layout, self._ep_context, self._order, self._pairs, gemm)
+        return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm)
 
     def _fused_pairs(self, hidden_states: torch.Tensor) -> frozenset[Pair]:
         """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""

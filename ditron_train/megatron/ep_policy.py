@@ -181,7 +181,8 @@ def _ask_for_pairs(
         "dgrad_combine": lambda call: list(pairs_of.backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]),
     }
     bodies["beside_wgrad"] = bodies["dgrad_combine"]
-    if not experts.linear_fc2.fuse_wgrad_accumulation:
+    own_bits = get_settings().policy == "force" or pairs_of.own_wgrad_has_native_bits(*back[0].shape)
+    if own_bits and not experts.linear_fc2.fuse_wgrad_accumulation:
         bodies["own_wgrad"] = lambda call: list(pairs_of.wgrad_out(rows, narrow, back, call))
 
     def call_with(pairs: set[Pair]) -> ExpertCall:

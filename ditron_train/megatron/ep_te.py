@@ -14,9 +14,11 @@ from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedL
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep import Layout
+from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
 from ditron_train.ep.group_gemm import RowTiles, group_linear
 from ditron_train.megatron.ep_experts import DitronTEGroupedMLP
+from ditron_train.runtime.settings import get_settings
 
 __all__ = [
     "DeviceCounts",
@@ -83,4 +85,7 @@ def why_not_capacity(experts: torch.nn.Module) -> str | None:
             return f"{reason} is on"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
         return f"{config.params_dtype} is not covered"
+    for layer in (experts.linear_fc1, experts.linear_fc2):
+        if get_settings().policy != "force" and not own_wgrad_has_native_bits(*layer.weight0.shape):
+            return f"weights {tuple(layer.weight0.shape)} are so small that cuBLAS may add up their gradients in another order"
     return None

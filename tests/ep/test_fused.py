@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import compiling_alone, expert_functions, fused_forms  # noqa: E402
 
+from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits  # noqa: E402
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
 
@@ -37,6 +38,13 @@ def test_fused_forms_padded_to_capacity():
 
 def test_expert_functions_and_their_gradients():
     run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")
+
+
+def test_gemms_stay_native_where_cublas_may_split_their_sums():
+    pairs = frozenset([*PAIRS, "beside_wgrad", "own_wgrad"])
+    assert pairs_of_native_bits(pairs, 256) == {"beside_wgrad", "own_wgrad"}
+    assert pairs_of_native_bits(pairs, 377) == pairs_of_native_bits(pairs, None) == pairs
+    assert own_wgrad_has_native_bits(7168, 2048) and not own_wgrad_has_native_bits(512, 256)
 
 
 def test_compiling_launches_nothing():

@@ -54,7 +54,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_layer_equals_native(name):
-    run_workers(2, layers_agree, *CASES[name])
+    run_workers(2, layers_agree, *CASES[name], env={"DITRON_POLICY": "force"})
 
 
 def test_four_ranks_through_a_spec():
@@ -92,7 +92,7 @@ def test_experts_split_over_tensor_parallel_ranks(options):
 @pytest.mark.parametrize("split", [False, True], ids=["ep4", "ep2_tp2"])
 def test_four_ranks_padded_to_capacity(split):
     options = {**PADDED, "num_moe_experts": 8, "moe_router_topk": 3, **(SLICED if split else {})}
-    run_workers(4, sliced_layers_agree, options, (12, 12, 12, 12), torch.bfloat16)
+    run_workers(4, sliced_layers_agree, options, (12, 12, 12, 12), torch.bfloat16, env={"DITRON_POLICY": "force"})
 
 
 def test_split_experts_go_over_to_native_together():
@@ -121,10 +121,11 @@ def test_the_policy_is_asked_by_all_slices_together():
         ({"moe_router_dtype": "fp64"}, "bits", "native dispatcher, torch.float64 is not covered"),
         ({"moe_token_dispatcher_type": "allgather"}, "bits", "native, moe_token_dispatcher_type is 'allgather'"),
         ({"moe_expert_capacity_factor": 5.0}, "strict", None),
+        (PADDED, "strict", "native dispatcher, moe_pad_expert_input_to_capacity is on"),
         ({"overlap_moe_expert_parallel_comm": True}, "strict", "native dispatcher, overlap_moe_expert_parallel_comm runs it beside"),
         ({"overlap_moe_expert_parallel_comm": True}, "bits", "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm"),
     ],
-    ids=["fp64", "allgather", "drop", "overlap", "overlap_bits"],
+    ids=["fp64", "allgather", "drop", "pad", "overlap", "overlap_bits"],
 )
 def test_what_is_not_covered_runs_natively_and_says_so(options, policy, words):
     every = run_workers(2, said_of, options, env={"DITRON_POLICY": policy})[0]
