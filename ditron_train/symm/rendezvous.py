@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,8 +25,8 @@ __all__ = ["RenumberedStore", "rendezvous"]
 
 _COUNTED = re.compile(r"([^/]+)/(\d+)(/.*)?")
 
-#: Rendezvous of this process so far, by the number of ranks: what each adds to torch's counter depends on nothing else.
-_history: Counter[int] = Counter()
+#: How many times this process has been through a rendezvous: each adds as much to torch's counter, whatever the group.
+_count = itertools.count()
 _names = (f"ditron_train rendezvous {number}" for number in itertools.count())
 
 
@@ -115,8 +114,6 @@ def rendezvous(local: torch.Tensor, group: dist.ProcessGroup) -> torch._C._distr
     """
     import torch.distributed._symmetric_memory as symm_mem
 
-    histories = exchange(group, sorted(_history.items()))
-    _history[dist.get_world_size(group)] += 1
-    if all(history == histories[0] for history in histories):
+    if len(set(exchange(group, next(_count)))) == 1:
         return symm_mem.rendezvous(local, group)
     return torch._C._distributed_c10d._SymmetricMemory.rendezvous(local, _alias_of(group).name)

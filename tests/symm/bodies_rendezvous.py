@@ -41,8 +41,8 @@ def as_torch_does():
         store = next(alias.store for alias in module._aliases.values() if alias.name == name)
         return exchange(store, group.rank(), group.size(), int(local))
 
-    module._history.clear()
     with (
+        mock.patch.object(module, "_count", itertools.count()),
         mock.patch.object(symm_mem, "rendezvous", plain),
         mock.patch.object(_LIBRARY._SymmetricMemory, "rendezvous", staticmethod(by_name)),
     ):
@@ -50,7 +50,7 @@ def as_torch_does():
 
 
 def overlapping_groups() -> dict[str, list]:
-    """Ranks 0 and 1, then 1 and 2, then 0 and 1 again, then all: by their histories no two of these are in step but the first."""
+    """Ranks 0 and 1, then 1 and 2, then 0 and 1 again, then all: at each of these but the first two the ranks are out of step."""
     rank = dist.get_rank()
     low, high = dist.new_group([0, 1]), dist.new_group([1, 2])
     found: dict[str, list] = {"low": [], "high": [], "all": []}
@@ -64,7 +64,7 @@ def overlapping_groups() -> dict[str, list]:
     return {**found, "aliases": aliases}
 
 
-def equal_histories_take_torchs_own_way() -> int:
+def ranks_in_step_take_torchs_own_way() -> int:
     low = dist.new_group([0, 1])
     with as_torch_does():
         for _ in range(3):

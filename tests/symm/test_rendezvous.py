@@ -26,7 +26,7 @@ def test_overlapping_groups_meet():
 
 
 def test_ranks_in_step_take_torchs_own_way():
-    assert run_workers(2, bodies.equal_histories_take_torchs_own_way) == [0, 0]
+    assert run_workers(2, bodies.ranks_in_step_take_torchs_own_way) == [0, 0]
 
 
 def test_ranks_out_of_step_would_not_meet():
