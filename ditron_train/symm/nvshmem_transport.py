@@ -2,8 +2,8 @@
 
 NVSHMEM allocates over all processes at once, and allocation is collective over all of them. So the whole reserve
 (``DITRON_ARENA_BYTES``, else 2 GiB) is taken once over WORLD, at the first arena, and groups carve from it: members
-agree on an offset that is free on all of them, and give it back when their arena lets go of it. nvshmem4py's tensors are whole allocations (slices are refused by its
-own calls), so peers are addressed by ``bindings.ptr``.
+agree on an offset that is free on all of them, and give it back when their arena lets go of it. nvshmem4py's tensors
+are whole allocations (slices are refused by its own calls), so peers are addressed by ``bindings.ptr``.
 """
 
 from __future__ import annotations

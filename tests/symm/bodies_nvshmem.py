@@ -41,7 +41,8 @@ def _nvshmem(*, fails: str | None = None) -> Iterator[None]:
     package = types.ModuleType("nvshmem")
     package.core, package.bindings = core, bindings
     cuda_core = types.SimpleNamespace(Device=lambda index: types.SimpleNamespace(set_current=lambda: None))
-    modules = {"nvshmem": package, "nvshmem.core": core, "nvshmem.bindings": bindings, "cuda.core": cuda_core}
+    modules = {"nvshmem": package, "nvshmem.core": core, "nvshmem.bindings": bindings,
+               "cuda": types.ModuleType("cuda"), "cuda.core": cuda_core}  # fmt: skip
     if failing == "import":
         modules["nvshmem"] = None
     before = {name: sys.modules.get(name) for name in modules}
