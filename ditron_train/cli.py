@@ -51,7 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     what = trace.add_mutually_exclusive_group(required=True)
     what.add_argument("--op", choices=_TRACED, help="run it (under torchrun): traces and a picture")
     what.add_argument("--schedule", choices=("ag_gemm", "gemm_rs"), help="lay it out: a table and a picture, nothing runs")
-    trace.add_argument("--shape", nargs=3, type=int, metavar=("M", "N", "K"), help="of ag_gemm and gemm_rs (default: LLaMA-70B's; CPU run: 256 each)")
+    trace.add_argument(
+        "--shape",
+        nargs=3,
+        type=int,
+        metavar=("M", "N", "K"),
+        help="of ag_gemm and gemm_rs (default: LLaMA-70B's; CPU run: 256 each)",
+    )
     trace.add_argument("--output", default="trace", metavar="DIR", help="where the files go (default %(default)s)")
     layout = trace.add_argument_group("of --schedule")
     layout.add_argument("--world-size", type=int, default=8, metavar="RANKS")

@@ -57,7 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
     parser.add_argument(
-        "--shape", nargs=2, type=int, action="append", metavar=("ROWS", "COLUMNS"), help="matrices instead of the table's, and instead of a model's layer"
+        "--shape",
+        nargs=2,
+        type=int,
+        action="append",
+        metavar=("ROWS", "COLUMNS"),
+        help="matrices instead of the table's, and instead of a model's layer",
     )
     parser.add_argument("--layers", type=int, help="layers of a model (default: 8, with experts 2; times scale with it)")
     parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out, which takes a while to compile")
@@ -82,9 +87,7 @@ def _matrices(arguments: argparse.Namespace, session: BenchSession) -> list[tupl
     if arguments.shape:
         return [("custom", rows, columns) for rows, columns in arguments.shape]
     sizes = _SIZES if session.device.type == "cuda" else (64,)
-    table = [
-        (f"{name} {size}", size, int(size * ratio) // 128 * 128 or size) for name, ratio in _RATIOS.items() for size in sizes
-    ]
+    table = [(f"{name} {size}", size, int(size * ratio) // 128 * 128 or size) for name, ratio in _RATIOS.items() for size in sizes]
     if session.device.type == "cuda":
         table += _MODEL_MATRICES
     return [entry for entry in table if not arguments.model or entry[0].split()[0] in arguments.model]

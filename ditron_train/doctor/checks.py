@@ -113,7 +113,9 @@ def _nccl(facts: Facts) -> list[Finding]:
     rings = [name for name in _OWN_RINGS if environment.get(name)]
     if rings:
         text = f"{', '.join(rings)}: rings may run in another order than that of ranks"
-        findings.append(Finding("NCCL", "warning", text, f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs"))
+        findings.append(
+            Finding("NCCL", "warning", text, f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs")
+        )
     named = [word for word in algorithms.lower().replace(";", ",").replace(":", ",").split(",") if word in _OTHER_ORDERS]
     if named:
         text = f"NCCL_ALGO={algorithms}: sums may be taken in another order than the ring's"
@@ -166,7 +168,9 @@ def _nvshmem_bootstrap(facts: Facts) -> list[Finding]:
         findings.append(Finding("NVSHMEM", "ok", f"bootstrap by unique id over {wanted or ', '.join(facts.interfaces)}"))
     other = facts.environment.get("NVSHMEM_BOOTSTRAP", "UID")
     if other.upper() != "UID":
-        findings.append(Finding("NVSHMEM", "note", f"NVSHMEM_BOOTSTRAP={other} is not used: the bootstrap is by unique id", "unset it"))
+        findings.append(
+            Finding("NVSHMEM", "note", f"NVSHMEM_BOOTSTRAP={other} is not used: the bootstrap is by unique id", "unset it")
+        )
     if not facts.infiniband:
         findings.append(Finding("NVSHMEM", "note", "no InfiniBand device: groups across nodes go through NCCL", None))
     return findings

@@ -26,8 +26,9 @@ def known_bits(m: int, n: int, k: int, layout: Layout, dtype: torch.dtype, targe
     """What measurements say about C [m, n] = A @ B with sums of length k, against ``torch.matmul``.
 
     Returns:
-        True: equal at every measured shape of this kind. False: known to differ at shapes of this kind, or sums too short for
-        ``probe_bits`` to see. None: not known, so ``probe_bits`` must decide (every unaligned shape, type or device that was not measured).
+        True: equal at every measured shape of this kind. False: known to differ at shapes of this kind, or sums too short
+        for ``probe_bits`` to see. None: not known, so ``probe_bits`` must decide (every unaligned shape, type or device
+        that was not measured).
     """
     if m * n and 0 < k <= HIDDEN_TERMS and target != "interpreter":
         return False
@@ -87,7 +88,8 @@ def probe_bits(
 ) -> bool:
     """Whether one product equals ``torch.matmul``'s bit for bit; remembered for the process.
 
-    Its values make every element a witness of the order of its sum (``gemm.revealing``). The first call for a shape computes both products and waits for the device.
+    Its values make every element a witness of the order of its sum (``gemm.revealing``). The first call for a shape
+    computes both products and waits for the device.
 
     Args:
         m: Rows of the result.

@@ -205,7 +205,11 @@ def _reason_by_policy(context: PipelineContext, num_bytes: int) -> str | None:
     key = f"pp send_recv {num_bytes} bytes"
     decision = decide(key, native, ours, group=context.group, device=context.device)
     if decision.use_ditron:
-        log_once(f"{key} {context.world_size}", f"pp: messages of {num_bytes} bytes are ours (links: {context.how}): {decision.reason}", name="pp")
+        log_once(
+            f"{key} {context.world_size}",
+            f"pp: messages of {num_bytes} bytes are ours (links: {context.how}): {decision.reason}",
+            name="pp",
+        )
         return None
     return f"messages of {num_bytes} bytes: {decision.reason}"
 

@@ -191,7 +191,9 @@ class Muon(torch.optim.Optimizer):
             raise NotSupportedError(f"algorithm {group['algorithm']!r} is not muon or adamw")
         for param in group["params"]:
             if group["algorithm"] == "muon" and param.dim() != 2:
-                raise NotSupportedError(f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group algorithm='adamw'")
+                raise NotSupportedError(
+                    f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group algorithm='adamw'"
+                )
             if not param.is_floating_point():
                 raise NotSupportedError(f"a parameter of {param.dtype}")
 
@@ -235,9 +237,7 @@ class Muon(torch.optim.Optimizer):
         )
         shards.run(self._stepper(matrices, shards.own))
 
-    def _stepper(
-        self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]
-    ) -> Callable[[int], None]:
+    def _stepper(self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]) -> Callable[[int], None]:
         """A function that steps the matrix of an index, with it the others of its batch, and each only once."""
         batches = self._batches(matrices, own) if self.batch_below else {}
         done: set[int] = set()
@@ -326,9 +326,7 @@ class Muon(torch.optim.Optimizer):
             yield whole[:, first : first + rows], part.reshape(-1, columns)
             first += rows
 
-    def _apply_component(
-        self, param: torch.Tensor, target: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
-    ) -> None:
+    def _apply_component(self, param: torch.Tensor, target: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
         """Updates ``target`` (the parameter or the rows of one component) by the orthogonal factor of ``direction``."""
         rows, columns = direction.shape
         tp_group, dim = self._partition(param)

@@ -1,11 +1,11 @@
 """The order in which NCCL's reduce-scatter adds: revealed by values, never assumed.
 
 A floating-point sum depends on its association, so ours has native's bits only where both add in the same order. To see
-NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit. A unit that meets ``M`` or ``-M`` before these two have met
-is absorbed; so the result is the number of units that are added after them, and ``world_size`` less that result is how
-many leaves the smallest subtree has that holds both. Over all pairs ``(i, j)`` these numbers are the whole tree of the sum.
-They are read at every element of small and of large buffers, twice. Whether each hop rounds to the type is then seen from a fold of
-random values of very different magnitudes in the order that was found.
+NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit. A unit that meets ``M``
+or ``-M`` before these two have met is absorbed; so the result is the number of units that are added after them, and
+``world_size`` less that result is how many leaves the smallest subtree has that holds both. Over all pairs ``(i, j)`` these
+numbers are the whole tree of the sum. They are read at every element of small and of large buffers, twice. Whether each hop
+rounds to the type is then seen from a fold of random values of very different magnitudes in the order that was found.
 """
 
 from __future__ import annotations
@@ -153,9 +153,7 @@ def _fold(sizes: list[int], world: int) -> list[int] | None:
     return order if _fold_sizes(order) == sizes else None
 
 
-def _rounds_each_hop(
-    reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
-) -> bool:
+def _rounds_each_hop(reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether random values of very different magnitudes give the bits of a ring fold with a rounding at every hop."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     num_elements = _ELEMENTS[0]

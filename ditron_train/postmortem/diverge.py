@@ -56,9 +56,7 @@ def find_divergence(files: Sequence[RankFile]) -> Divergence | None:
 def _in_group(group: Group, by_rank: dict[int, RankFile]) -> Iterator[Divergence]:
     """At most one place of each kind: the first."""
     calls = {
-        rank: {call.number: call for call in by_rank[rank].calls if call.group == group}
-        for rank in group.ranks
-        if rank in by_rank
+        rank: {call.number: call for call in by_rank[rank].calls if call.group == group} for rank in group.ranks if rank in by_rank
     }
     if not any(calls.values()) or not all(call.compared for made in calls.values() for call in made.values()):
         return
@@ -90,7 +88,9 @@ def _behind(group: Group, number: int, calls: dict[int, dict[int, Call]], last: 
     made = {rank: calls[rank][number] for rank in calls if number in calls[rank]}
     time_ns = min((call.time_ns for call in made.values()), default=0)
     what = next(iter(made.values())).text if made else "a call that is no longer recorded"
-    text = f"{_names(ranks)} never made call {number} of {_title(group)} ({what}), which {_names(sorted(set(last) - set(ranks)))} made"
+    text = (
+        f"{_names(ranks)} never made call {number} of {_title(group)} ({what}), which {_names(sorted(set(last) - set(ranks)))} made"
+    )
     texts = {rank: made[rank].text if rank in made else None for rank in last}
     return Divergence("behind", ranks, group, number, time_ns, texts, text)
 
@@ -113,7 +113,9 @@ def _by_silence(files: Sequence[RankFile]) -> Divergence | None:
     present = {file.rank for file in files}
     absent = [rank for rank in range(files[0].world_size) if rank not in present]
     if absent and any(file.state == "raised" for file in files):
-        return Divergence("silent", tuple(absent), None, None, 0, {}, f"{_names(absent)} left no records here, others raised errors")
+        return Divergence(
+            "silent", tuple(absent), None, None, 0, {}, f"{_names(absent)} left no records here, others raised errors"
+        )
     if silent and spoke:
         ranks = tuple(file.rank for file in silent)
         ended = "raised errors" if any(file.state == "raised" for file in spoke) else "ended"

@@ -66,7 +66,9 @@ def _show(files: Sequence[RankFile], divergence: Divergence | None, last: int) -
         console.print(f"rank {file.rank}: the last {min(last, len(file.calls))} calls", highlight=False)
         for call in _around(file, divergence, last):
             console.print(f"  {_clock(call)}  {_words(call)}", highlight=False, markup=False)
-    console.print("no rank diverged" if divergence is None else f"first to diverge: {divergence.text}", highlight=False, markup=False)
+    console.print(
+        "no rank diverged" if divergence is None else f"first to diverge: {divergence.text}", highlight=False, markup=False
+    )
 
 
 def _around(file: RankFile, divergence: Divergence | None, last: int) -> Sequence[Call]:

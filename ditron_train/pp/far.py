@@ -160,8 +160,8 @@ class FarChannel(Channel):
     ) -> None:  # fmt: skip
         """``wait_for``, then compares the header at address ``sent`` with the expected one, on the device."""
         launch(
-            await_message_kernel, stream, self._address(index), cyclic_difference(epoch, 0), sent, self.header_address(expected), self._seen,
-            self.control, peer, cyclic_difference(message, 0), lane, LANES=HEADER_LANES, TARGET=self._target,
+            await_message_kernel, stream, self._address(index), cyclic_difference(epoch, 0), sent, self.header_address(expected),
+            self._seen, self.control, peer, cyclic_difference(message, 0), lane, LANES=HEADER_LANES, TARGET=self._target,
         )  # fmt: skip
         if stream is None:
             self.check()
@@ -242,6 +242,6 @@ class FarReceiver(Receiver):
         self._fragments += 1
         slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages - 1)
         self.channel.wait_for_message(
-            self.lane, self._fragments, slot - _HEAD_BYTES, incoming.header, peer=self.peer, message=incoming.message, lane=self.lane,
-            stream=stream,
+            self.lane, self._fragments, slot - _HEAD_BYTES, incoming.header, peer=self.peer, message=incoming.message,
+            lane=self.lane, stream=stream,
         )  # fmt: skip

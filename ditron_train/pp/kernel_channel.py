@@ -40,7 +40,16 @@ def await_flag(
     Raises:
         PeerTimeoutError: On the CPU at once; on a GPU at the channel's next ``check``.
     """
-    launch(await_kernel, stream, address, cyclic_difference(epoch, 0), channel.control, peer, cyclic_difference(chunk, 0), TARGET=target)
+    launch(
+        await_kernel,
+        stream,
+        address,
+        cyclic_difference(epoch, 0),
+        channel.control,
+        peer,
+        cyclic_difference(chunk, 0),
+        TARGET=target,
+    )
     if stream is None:
         channel.check()
 

@@ -13,7 +13,16 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.symm import control as layout
 
-__all__ = ["BLOCK_WORDS", "HEADER_LANES", "MAX_PROGRAMS", "NUM_WARPS", "await_kernel", "await_message_kernel", "notify_kernel", "push_kernel"]
+__all__ = [
+    "BLOCK_WORDS",
+    "HEADER_LANES",
+    "MAX_PROGRAMS",
+    "NUM_WARPS",
+    "await_kernel",
+    "await_message_kernel",
+    "notify_kernel",
+    "push_kernel",
+]
 
 MAX_PROGRAMS = 8  # each fills a multiprocessor; stores of eight reach 337 GB/s, of sixteen no more (H200)
 NUM_WARPS = 32
@@ -33,7 +42,7 @@ def await_kernel(signal, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr):
 def await_message_kernel(
     signal, epoch, sent, expected, seen_ptr, control_ptr, peer, message, lane, LANES: tl.constexpr, TARGET: tl.constexpr
 ):
-    """``await_kernel``, then compares the header that lies in front of the message, at address ``sent``, with the one at ``expected``.
+    """``await_kernel``, then compares the header in front of the message, at address ``sent``, with the one at ``expected``.
 
     A difference is recorded as a mismatch of ``message``, and both headers are kept in ``seen_ptr`` ``[2, LANES]``; after a
     wait that gave up, its record stands and the comparison says nothing.

@@ -5,27 +5,28 @@ stage; backward: gradients to the previous one). The receiver owns the memory th
 
 - slots to *lend*: the received tensor lies in the slot and nothing is copied; when its last user has let go of it, the
   receiver's stream sets the slot's flag at the sender, and then its host counts it as returned;
-- a *ring* of ``S`` slots, for when the sender sees none of those returned: the receiver copies the message out at once. A flag at the
-  sender, *credit*, counts the messages that were copied out. Message ``k`` (from 0) of the ring lands in slot ``k % S``.
+- a *ring* of ``S`` slots, for when the sender sees none of those returned: the receiver copies the message out at once. A
+  flag at the sender, *credit*, counts the messages that were copied out. Message ``k`` (from 0) of the ring lands in slot
+  ``k % S``.
 
-The sender's stream waits for the flag of the slot it uses (the ring: ``credit > k - S``), copies by copy engine, and
-sets the flag *data* at the receiver, which counts fragments: the ring's messages are cut into several so that one is copied out while
-the next is on the wire. The sender's host chooses the slot and says which in the message's header; so the receiver's host
-waits for the header before it enqueues the receive. The order of a stream is the order of its memory operations, and a stream's flag
-write is fenced at system scope, so no fragment is read before it is complete and no slot is overwritten while it is in use. All
-counters only grow and are compared cyclically. On the CPU the same code runs without streams: a copy is done when the
-call returns and a wait blocks the caller. What waits, copies and sets flags is the channel's: by kernels (``kernel_channel``)
-the same ends run with the ring alone, and ``far`` has ends whose headers travel with the data.
+The sender's stream waits for the flag of the slot it uses (the ring: ``credit > k - S``), copies by copy engine, and sets
+the flag *data* at the receiver, which counts fragments: the ring's messages are cut into several so that one is copied out
+while the next is on the wire. The sender's host chooses the slot and says which in the message's header; so the receiver's
+host waits for the header before it enqueues the receive. The order of a stream is the order of its memory operations, and a
+stream's flag write is fenced at system scope, so no fragment is read before it is complete and no slot is overwritten while
+it is in use. All counters only grow and are compared cyclically. On the CPU the same code runs without streams: a copy is
+done when the call returns and a wait blocks the caller. What waits, copies and sets flags is the channel's: by kernels
+(``kernel_channel``) the same ends run with the ring alone, and ``far`` has ends whose headers travel with the data.
 
-Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
-wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
-program that executes its sends and receives in the order in which the host enqueued them. A receive is enqueued only when
-its data is asked for (``Receiver.take``), never when it is posted, so a prefetched receive holds up nothing. Every call
-enqueues its sends before its receives. A send into a slot that was lent waits only for what its receiver had
-enqueued before the send was. A send into the ring waits only for the credit of a message of the ring ``S`` earlier. Take any
-execution of the same schedule with blocking rendezvous, as the native communicator has: there message ``k - 1`` of a lane
-is received before message ``k`` is posted, so what was ``S`` messages earlier has been received for every ``S >= 1``, and each send of
-ours can run no later than there; a receive then follows its send in that execution as in ours. With overlapped receives the
+Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every wait
+therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one program that
+executes its sends and receives in the order in which the host enqueued them. A receive is enqueued only when its data is
+asked for (``Receiver.take``), never when it is posted, so a prefetched receive holds up nothing. Every call enqueues its
+sends before its receives. A send into a slot that was lent waits only for what its receiver had enqueued before the send
+was. A send into the ring waits only for the credit of a message of the ring ``S`` earlier. Take any execution of the same
+schedule with blocking rendezvous, as the native communicator has: there message ``k - 1`` of a lane is received before
+message ``k`` is posted, so what was ``S`` messages earlier has been received for every ``S >= 1``, and each send of ours
+can run no later than there; a receive then follows its send in that execution as in ours. With overlapped receives the
 rendezvous is the *posting*; a receiver keeps at most ``S - 1`` posted messages and takes the oldest when it posts another,
 so posting message ``k - 1`` frees the slot of message ``k``.
 
@@ -104,9 +105,7 @@ class Sender:
         mailbox = self.channel.mailbox
         words = header.to_words()
         if not mailbox.has_room(self.peer, self.lane, message + 1):
-            self.channel.wait_on_host(
-                lambda: mailbox.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message
-            )
+            self.channel.wait_on_host(lambda: mailbox.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message)
         mailbox.write_header(self.peer, self.lane, message + 1, words)
         self.messages += 1
 
@@ -138,9 +137,7 @@ class Sender:
         begin = 0
         for end in ends:
             self._fragments += 1
-            self.channel.push(
-                self.peer, _DATA + self.lane, self._fragments, slot + begin, source + begin, end - begin, stream
-            )
+            self.channel.push(self.peer, _DATA + self.lane, self._fragments, slot + begin, source + begin, end - begin, stream)
             begin = end
 
     def _choose_loan(self) -> int | None:
@@ -324,9 +321,7 @@ class Receiver:
         self._fragments += 1
         self.channel.wait_for(_DATA + self.lane, self._fragments, peer=self.peer, chunk=incoming.message, stream=stream)
 
-    def _borrow(
-        self, incoming: Incoming, slot: int, num_bytes: int, stream: torch.cuda.Stream | None
-    ) -> torch.Tensor:
+    def _borrow(self, incoming: Incoming, slot: int, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         self._wait_for_fragment(incoming, 0, stream)
         self._uses[slot] += 1
         loan = self._lent[incoming] = _Loan(slot, self._uses[slot])

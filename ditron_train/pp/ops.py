@@ -113,7 +113,9 @@ def exchange(
         NotSupportedError: A message is larger than a slot and the context has no network.
     """
     given = (send_next, send_prev, recv_prev, recv_next)
-    context.records.record_own("exchange", *(word for name, one in zip(_NAMES, given) if one is not None for word in (name, tuple(one.shape))))
+    context.records.record_own(
+        "exchange", *(word for name, one in zip(_NAMES, given) if one is not None for word in (name, tuple(one.shape)))
+    )
     context.check()
     sends = {FORWARD: send_next, BACKWARD: send_prev}
     expected = {FORWARD: recv_prev, BACKWARD: recv_next}

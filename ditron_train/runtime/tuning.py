@@ -71,7 +71,9 @@ class TuningTable:
         for ranks, ops in sorted(self.choices.items(), key=lambda item: _sizes(item[0])):
             blocks = []
             for op, shapes in sorted(ops.items()):
-                lines = [f'    "{shape}": {json.dumps(entry)}' for shape, entry in sorted(shapes.items(), key=lambda i: _sizes(i[0]))]
+                lines = [
+                    f'    "{shape}": {json.dumps(entry)}' for shape, entry in sorted(shapes.items(), key=lambda i: _sizes(i[0]))
+                ]
                 blocks.append(f'   "{op}": {{\n' + ",\n".join(lines) + "\n   }")
             sections.append(f'  "{ranks}": {{\n' + ",\n".join(blocks) + "\n  }")
         head = {"format": _FORMAT, "device": self.device, "made_with": self.made_with}

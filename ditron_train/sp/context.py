@@ -55,7 +55,10 @@ def _adds_by_arrival() -> bool:
     if settings.sp_order != "arrival":
         return False
     if settings.policy in ("strict", "bits"):
-        log_once("sp order", f"sp: sums stay in native's order: DITRON_SP_ORDER=arrival needs DITRON_POLICY fast or force, not {settings.policy}")
+        log_once(
+            "sp order",
+            f"sp: sums stay in native's order: DITRON_SP_ORDER=arrival needs DITRON_POLICY fast or force, not {settings.policy}",
+        )
         return False
     log_once("sp order", "sp: other bits than native's were asked for: what the ranks send is added up as it arrives")
     return True

@@ -65,9 +65,7 @@ def gemm_a2a_kernel(
         tile_m, tile_n = grouped_tile(tile_id % tiles_per_rank, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = tile_product(
-            a_desc, b_desc, row, peer * columns_per_rank + col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B
-        )
+        acc = tile_product(a_desc, b_desc, row, peer * columns_per_rank + col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         if pending != 0:
             dl.notify_stored(pending, epoch, True, TARGET)
         else:
@@ -139,9 +137,7 @@ def _place_of_turn(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """First row and column of a program's tile in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
-    tile_id = tl.where(
-        turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs
-    )
+    tile_id = tl.where(turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs)
     tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
     return tile_m * BLOCK_M, tile_n * BLOCK_N
 
@@ -183,9 +179,7 @@ def _product_of_granule(
                 BLOCK_K, TRANSPOSE_B, WORLD_SIZE,
             )  # fmt: skip
     else:
-        dl.wait_ranks(
-            signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET
-        )
+        dl.wait_ranks(signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET)
         dl.fence_async_proxy(TARGET)
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
     return acc
@@ -248,10 +242,11 @@ def a2a_gemm_kernel(
     that run do it all; and programs start in their order: no program waits for one that finds no SM, because another
     stream's kernel holds it.
 
-    The sums run over K in order, so a tile needs every source. It waits for the flags of its granule, which is one row tile or
-    several. BY_ARRIVAL changes bits: sums run over the sources in the order in which they send to this rank, a fixed one, and a
-    tile waits for one source at a time; a source's columns have to be whole K blocks. Once a program has seen that everything is there, it goes on
-    without waits, in one flattened loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
+    The sums run over K in order, so a tile needs every source. It waits for the flags of its granule, which is one row tile
+    or several. BY_ARRIVAL changes bits: sums run over the sources in the order in which they send to this rank, a fixed
+    one, and a tile waits for one source at a time; a source's columns have to be whole K blocks. Once a program has seen
+    that everything is there, it goes on without waits, in one flattened loop of tiles and K blocks: there the loads of a
+    tile run under the stores of the one before.
 
     The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push takes its
     SMs for as long as it lasts.

@@ -84,9 +84,7 @@ def summary(outcomes: Sequence[Outcome], repeat: int) -> str:
 
 def _stamp(session: BenchSession, arguments: argparse.Namespace, **more: object) -> Stamp:
     names = ("repeat", "straggler_ms", "poison", "random", "largest", "ops", "seed")
-    return collect_stamp(
-        session.device, session.world_size, **more, **{name: getattr(arguments, name) for name in names}
-    )
+    return collect_stamp(session.device, session.world_size, **more, **{name: getattr(arguments, name) for name in names})
 
 
 def write_outcomes(
@@ -96,7 +94,8 @@ def write_outcomes(
     soaks: Sequence[Soak],
     arguments: argparse.Namespace,
 ) -> None:
-    """Named cases and the other rooms' rows as rows of ``verify.json``, long runs as ``soak/<what>.json``, where ``--output`` names a folder."""
+    """Where ``--output`` names a folder: named cases and the other rooms' rows as rows of ``verify.json``, long runs as
+    ``soak/<what>.json``."""
     folder: Path | None = arguments.output
     if session.rank != 0 or folder is None:
         return

@@ -181,7 +181,9 @@ class _Verification:
             if meter.time_is_up():
                 break
             outcome = compare(session, case, self.stress, seed=arguments.seed + 100 * soak.done, timed=False)
-            soak.count(f"{case.kind} {str(case.dtype).removeprefix('torch.')}", self._num_compared(outcome), native=not outcome.is_ours)
+            soak.count(
+                f"{case.kind} {str(case.dtype).removeprefix('torch.')}", self._num_compared(outcome), native=not outcome.is_ours
+            )
             if not outcome.equal:
                 soak.differs(f"{case} {outcome.num_different}")
             meter.sample()

@@ -49,7 +49,9 @@ SPECS = [
     KernelSpec(
         name="ep_count_chunks",
         kernel="ditron_train.ep.layout_kernels:count_chunks",
-        signature=_signature(("routing_map", "*u8"), ("chunk_counts chunk_dests chunk_widest", _INT), ("num_tokens chunk_tokens", "i32")),
+        signature=_signature(
+            ("routing_map", "*u8"), ("chunk_counts chunk_dests chunk_widest", _INT), ("num_tokens chunk_tokens", "i32")
+        ),
         constexprs=_LAYOUT,
         num_warps=4,
     ),
@@ -58,11 +60,19 @@ SPECS = [
         kernel="ditron_train.ep.layout_kernels:exchange_counts",
         signature=_signature(
             ("chunk_counts chunk_dests chunk_widest chunk_entries row_base slot_base entry_base list_base", _INT),
-            ("recv_offsets expert_tokens sources limits messages", _INT), ("message_addresses dispatch_tickets", "*i64"), *_CHANNEL,
+            ("recv_offsets expert_tokens sources limits messages", _INT),
+            ("message_addresses dispatch_tickets", "*i64"),
+            *_CHANNEL,
             ("num_tokens row_capacity slot_capacity place_capacity", "i32"),
         ),  # fmt: skip
         constexprs={
-            "WORLD_SIZE": 8, "RANKS": 8, "SLOTS": 16, "NUM_CHUNKS": 128, "TOPK": 8, "MESSAGE_WORDS": 266, "HAS_CAPACITY": True,
+            "WORLD_SIZE": 8,
+            "RANKS": 8,
+            "SLOTS": 16,
+            "NUM_CHUNKS": 128,
+            "TOPK": 8,
+            "MESSAGE_WORDS": 266,
+            "HAS_CAPACITY": True,
         },  # fmt: skip
         num_warps=8,
         aligned=("chunk_counts", "messages"),
@@ -73,9 +83,11 @@ SPECS = [
             name=f"ep_list_entries_{name}",
             kernel="ditron_train.ep.layout_kernels:list_entries",
             signature=_signature(
-                ("routing_map", "*u8"), ("probs", "*fp32"),
+                ("routing_map", "*u8"),
+                ("probs", "*fp32"),
                 ("chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots expert_ids", _INT),
-                ("token_places", _INT), ("num_tokens chunk_tokens num_places rank", "i32"),
+                ("token_places", _INT),
+                ("num_tokens chunk_tokens num_places rank", "i32"),
             ),  # fmt: skip
             constexprs={**_LAYOUT, "RAGGED": ragged, "TOPK": 8, "NUM_CHUNKS": 128, "TOPK_LANES": 8},
             num_warps=4,
@@ -118,8 +130,16 @@ SPECS = [
             kernel="ditron_train.ep.return_kernels:return_rows",
             signature=_RETURN,
             constexprs={
-                **_MOVE, "ROWS": 4, "WITH_GRADS": with_grads, "RAGGED": ragged, "TOPK": 8, "TOPK_LANES": 8,
-                "ROUND_EACH": round_each, "DESCENDING": not round_each, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
+                **_MOVE,
+                "ROWS": 4,
+                "WITH_GRADS": with_grads,
+                "RAGGED": ragged,
+                "TOPK": 8,
+                "TOPK_LANES": 8,
+                "ROUND_EACH": round_each,
+                "DESCENDING": not round_each,
+                "SUM_ROWS": 1,
+                "ITEM_TOKENS": 8,
             },  # fmt: skip
             num_warps=16,
             aligned=_aligned(_RETURN),
@@ -136,8 +156,17 @@ SPECS = [
         kernel="ditron_train.ep.return_kernels:sum_returned",
         signature=_SUM,
         constexprs={
-            "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "WITH_GRADS": True, "RAGGED": False, "TOPK": 8, "TOPK_LANES": 8,
-            "ROUND_EACH": False, "DESCENDING": True, "SUM_ROWS": 1, "ITEM_TOKENS": 8,
+            "WORLD_SIZE": 8,
+            "NUM_CHUNKS": 128,
+            "BLOCK_H": 8192,
+            "WITH_GRADS": True,
+            "RAGGED": False,
+            "TOPK": 8,
+            "TOPK_LANES": 8,
+            "ROUND_EACH": False,
+            "DESCENDING": True,
+            "SUM_ROWS": 1,
+            "ITEM_TOKENS": 8,
         },  # fmt: skip
         num_warps=16,
         aligned=_aligned(_SUM),

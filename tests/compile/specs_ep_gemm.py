@@ -12,7 +12,10 @@ def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
             "a_desc": f"tensordesc<bf16[{m},{k}]>",
             "b_desc": f"tensordesc<bf16[1,{n},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{n}]>",
             "c_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>",
-            "places": "*i32", "tiles": "*i32", "N": "i32", "K": "i32",
+            "places": "*i32",
+            "tiles": "*i32",
+            "N": "i32",
+            "K": "i32",
         },  # fmt: skip
         constexprs={"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "TRANSPOSE_B": transpose_b, "SPLIT_STORE": split},
         num_warps=8,
@@ -27,8 +30,14 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
         name=f"ep_group_wgrad_{name}",
         kernel="ditron_train.ep.group_gemm_kernels:group_wgrad_kernel",
         signature={
-            "g_desc": f"tensordesc<bf16[1,{k},{m}]>", "x_desc": f"tensordesc<bf16[1,{k},{n}]>",
-            "w_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>", "g_pointer": "*bf16", "x_pointer": "*bf16", "row_ends": "*i32", "N": "i32", "K": "i32",
+            "g_desc": f"tensordesc<bf16[1,{k},{m}]>",
+            "x_desc": f"tensordesc<bf16[1,{k},{n}]>",
+            "w_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>",
+            "g_pointer": "*bf16",
+            "x_pointer": "*bf16",
+            "row_ends": "*i32",
+            "N": "i32",
+            "K": "i32",
         },  # fmt: skip
         constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "SPLIT_STORE": split},
         num_warps=8,

@@ -135,8 +135,16 @@ SPECS = [
         for where in [f"{'heads' if towards_heads else 'sequence'}_{num_parts}"]
         for spec in (  # fmt: skip
             _copy(f"sp_push_{where}", "push_kernel", _PUSH, towards_heads, num_parts),
-            _copy(f"sp_receive_{where}", "receive_kernel", _RECEIVE, towards_heads, num_parts, FLAGS=8,
-                  PULL=towards_heads, BEHIND=towards_heads and num_parts == 1),
+            _copy(
+                f"sp_receive_{where}",
+                "receive_kernel",
+                _RECEIVE,
+                towards_heads,
+                num_parts,
+                FLAGS=8,
+                PULL=towards_heads,
+                BEHIND=towards_heads and num_parts == 1,
+            ),
         )
     ),
     KernelSpec(

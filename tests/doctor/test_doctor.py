@@ -135,7 +135,10 @@ def test_bootstrap_of_nvshmem() -> None:
 def test_nccl_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("NCCL_ALGO=Tree\n# NCCL_PROTO=LL\nOTHER=1\nNCCL_DEBUG=INFO # loud\n")
     (tmp_path / "b").write_text("NCCL_ALGO = Ring\n")
-    assert read_nccl_files(str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "c")) == {"NCCL_ALGO": "Ring", "NCCL_DEBUG": "INFO"}
+    assert read_nccl_files(str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "c")) == {
+        "NCCL_ALGO": "Ring",
+        "NCCL_DEBUG": "INFO",
+    }
 
 
 def test_malformed_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,10 @@ def native_rows(maps, shape):
     """(source, token, expert) of every row at each rank: permute by expert, all-to-all by rank, sort chunks by expert."""
     local = shape.experts_per_rank
     sent = [
-        [[(s, int(t), e) for e in range(d * local, (d + 1) * local) for t in np.flatnonzero(routed[:, e])] for d in range(shape.world_size)]
+        [
+            [(s, int(t), e) for e in range(d * local, (d + 1) * local) for t in np.flatnonzero(routed[:, e])]
+            for d in range(shape.world_size)
+        ]
         for s, routed in enumerate(maps)
     ]
     result = []
@@ -55,7 +58,9 @@ def test_the_plan_is_a_bijection_in_native_order(case):
             source, token, expert = rows[row]
             assert slot == (token if source == rank else plans[source].dest_slots[token, rank])
             assert (place // shape.topk, plans[source].expert_ids[token, place % shape.topk]) == (token, expert)
-    places = {(rows[entry[0]][0], entry[2]) for plan, rows in zip(plans, native_rows(maps, shape)) for entry in plan.entries.tolist()}
+    places = {
+        (rows[entry[0]][0], entry[2]) for plan, rows in zip(plans, native_rows(maps, shape)) for entry in plan.entries.tolist()
+    }
     assert len(places) == sum(int(routed.sum()) for routed in maps)
 
 
@@ -81,7 +86,9 @@ def test_counts_are_read_back_from_messages(case):
     assert host.widest == max((int(n) for routed in maps for n in routed.sum(1)), default=0)
 
 
-@pytest.mark.parametrize("world_size, experts, topk, words", [(4, 6, 2, "do not divide"), (2, 4, 5, "top-k 5"), (2, 0, 1, "0 experts")])
+@pytest.mark.parametrize(
+    "world_size, experts, topk, words", [(4, 6, 2, "do not divide"), (2, 4, 5, "top-k 5"), (2, 0, 1, "0 experts")]
+)
 def test_refused_shapes(world_size, experts, topk, words):
     with pytest.raises(NotSupportedError, match=words):
         LayoutShape(world_size, experts, topk)

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 EXAMPLES = Path("examples") / "megatron"
 # What Megatron-LM's repository has beside its wheel, as far as the script touches it.
 _STAND_INS = {
-    "megatron/training/__init__.py": '''
+    "megatron/training/__init__.py": """
 import argparse
 
 def get_args():
@@ -25,31 +25,35 @@ def pretrain(datasets, model_provider, model_type, forward_step, extra_args_prov
     global args
     args = extra_args_provider(argparse.ArgumentParser()).parse_args()
     print("PRETRAIN", args.ditron, model_provider(pre_process=True, post_process=True), datasets.is_distributed, sorted(options))
-''',
+""",
     "gpt_builders.py": "def gpt_builder(): pass",
-    "model_provider.py": '''
+    "model_provider.py": """
 def model_provider(builder, pre_process, post_process):
     from ditron_train.megatron import active_features
     return builder.__name__, active_features()
-''',
-    "pretrain_gpt.py": '''
+""",
+    "pretrain_gpt.py": """
 def forward_step(): pass
 def get_embedding_ranks(): pass
 def train_valid_test_datasets_provider(): pass
-''',
+""",
 }
 
 
 def _run(*words: str | Path, **variables: str) -> str:
     path = os.pathsep.join([os.getcwd(), *(variables.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""))])
-    env = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
+    env = dict(
+        os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo"
+    )
     done = subprocess.run([str(word) for word in words], env={**env, **variables}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
 def test_a_spec_rewritten_by_one_call() -> None:
-    output = _run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "spec_example.py")
+    output = _run(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "spec_example.py"
+    )
     native, ours = map(float, re.search(r"loss: native ([\d.]+), with ditron_train ([\d.]+)", output).groups())
     assert 1 < native < 10 and abs(native - ours) < 1e-4
 

@@ -53,7 +53,8 @@ def test_verify_of_a_room(folder, monkeypatch, room):
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_a2a", "send_recv", "layer", "attention_layer", "moe_layer"])
 def test_trace(folder, op):
-    """Native's communication is found (ours may be inside its kernels), the head start is not; lanes are named by the multiprocessors that kernels take."""
+    """Native's communication is found (ours may be inside its kernels), the head start is not; lanes are named by the
+    multiprocessors that kernels take."""
     from ditron_train.trace.record import record_op
     from ditron_train.trace.timeline import read_chrome_trace
 

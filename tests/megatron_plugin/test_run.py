@@ -15,7 +15,7 @@ from ditron_train.testing.processes import run_workers_once
 pytest.importorskip("megatron.core")
 from ditron_train.megatron.run import main  # noqa: E402
 
-ARGUMENTS = '''
+ARGUMENTS = """
 import argparse
 
 def add_megatron_arguments(parser):
@@ -30,9 +30,9 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     if args.num_layers == 99:  # as when Megatron loads a YAML file: what the command line said is lost
         return argparse.Namespace(num_layers=99)
     return args
-'''
+"""
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 import helper_beside_the_script
 from megatron.training.arguments import parse_args
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     from ditron_train.megatron import active_features
     from ditron_train.megatron.patching import is_redirected
     print("RESULT", args.num_layers, active_features(), is_redirected(ColumnParallelLinear), sys.argv[0].endswith("train.py"))
-'''
+"""
 
 
 @pytest.fixture
@@ -107,7 +107,9 @@ def test_unknown_names_are_an_error(script, capsys):
     assert "does not know 'warp'; it takes a comma-separated list of: tp" in said
 
 
-@pytest.mark.parametrize("words, says", [(["missing.py"], "cannot read"), ([], "usage: torchrun"), (["--ditron", "tp"], "usage: torchrun")])
+@pytest.mark.parametrize(
+    "words, says", [(["missing.py"], "cannot read"), ([], "usage: torchrun"), (["--ditron", "tp"], "usage: torchrun")]
+)
 def test_a_script_that_cannot_be_read(words, says):
     with pytest.raises(SettingError, match=says):
         main(words)

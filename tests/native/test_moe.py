@@ -33,7 +33,11 @@ CASES = {
         (16, 16),
         torch.bfloat16,
     ),
-    "top1_probs_on_input": ({"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_score_function": "sigmoid"}, (12, 12), torch.float32),
+    "top1_probs_on_input": (
+        {"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_score_function": "sigmoid"},
+        (12, 12),
+        torch.float32,
+    ),
     "drop": ({"moe_expert_capacity_factor": 0.6}, (16, 16), torch.bfloat16),
     "pad": ({**PADDED, "num_moe_experts": 8, "moe_router_topk": 3}, (16, 16), torch.bfloat16),
     "pad_bias_by_position": (
@@ -48,7 +52,11 @@ CASES = {
         torch.float32,
     ),
     "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, (8, 8), torch.bfloat16),
-    "squared_relu_bias": ({"gated_linear_unit": False, "activation_func": torch.nn.functional.relu, "add_bias_linear": True}, (8, 8), torch.float32),
+    "squared_relu_bias": (
+        {"gated_linear_unit": False, "activation_func": torch.nn.functional.relu, "add_bias_linear": True},
+        (8, 8),
+        torch.float32,
+    ),
 }
 
 
@@ -69,7 +77,12 @@ def test_eight_ranks():
     "options",
     [
         {"expert_model_parallel_size": 2},
-        {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+        {
+            "expert_model_parallel_size": 4,
+            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "sequence_parallel": True,
+        },
     ],
     ids=["ep2_dp2", "ep4_tp2"],
 )
@@ -77,7 +90,12 @@ def test_groups_beside_data_and_tensor_parallelism(options):
     run_workers(4, layers_agree, {"num_moe_experts": 8, **options}, (6, 6, 6, 6), torch.bfloat16)
 
 
-SLICED = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "sequence_parallel": True}
+SLICED = {
+    "expert_model_parallel_size": 2,
+    "tensor_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 2,
+    "sequence_parallel": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +140,11 @@ def test_the_policy_is_asked_by_all_slices_together():
         ({"moe_token_dispatcher_type": "allgather"}, "bits", "native, moe_token_dispatcher_type is 'allgather'"),
         ({"moe_expert_capacity_factor": 5.0}, "strict", None),
         (PADDED, "strict", "native dispatcher, moe_pad_expert_input_to_capacity is on"),
-        ({"overlap_moe_expert_parallel_comm": True}, "strict", "native dispatcher, overlap_moe_expert_parallel_comm runs it beside"),
+        (
+            {"overlap_moe_expert_parallel_comm": True},
+            "strict",
+            "native dispatcher, overlap_moe_expert_parallel_comm runs it beside",
+        ),
         ({"overlap_moe_expert_parallel_comm": True}, "bits", "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm"),
     ],
     ids=["fp64", "allgather", "drop", "pad", "overlap", "overlap_bits"],

@@ -191,7 +191,11 @@ def test_stale_plan_names_what_changed(tmp_path):
 
 def test_damaged_decisions_and_unwritable_paths(tmp_path):
     path = tmp_path / "plan.json"
-    content = {"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": {"tp op on 2 ranks (strict)": {"use_ditron": True}}}
+    content = {
+        "format": "ditron_train plan 2",
+        "made_with": fingerprint(),
+        "decisions": {"tp op on 2 ranks (strict)": {"use_ditron": True}},
+    }
     path.write_text(json.dumps(content))
     with pytest.raises(SettingError, match="cannot be read"):
         load_plan(path)

@@ -125,7 +125,9 @@ def call_exchanges(context: SPContext, *, heads, groups, head_dim, length, batch
     world, options = context.world_size, dict(dtype=dtype, device=context.device)
     for layout in (qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)):
         sizes = [(layout.num_heads(i), dim) for i, dim in enumerate(layout.head_dims)]
-        to_heads([torch.zeros(length // world, batch, n * world, dim, **options) for n, dim in sizes], context=context, layout=layout)
+        to_heads(
+            [torch.zeros(length // world, batch, n * world, dim, **options) for n, dim in sizes], context=context, layout=layout
+        )
         to_sequence([torch.zeros(length, batch, n, dim, **options) for n, dim in sizes], context=context, layout=layout)
 
 
@@ -168,9 +170,7 @@ def check_by_arrival(context: SPContext, make, multiply, *, heads, groups, head_
     qkv, out = qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)
     for layout, weight_layout in ((qkv, "nn"), (out, "nt")):
         lead = (length, batch)
-        parts = [
-            make(*lead, layout.num_heads(i), dim, dtype=dtype, seed=10 * i + rank) for i, dim in enumerate(layout.head_dims)
-        ]
+        parts = [make(*lead, layout.num_heads(i), dim, dtype=dtype, seed=10 * i + rank) for i, dim in enumerate(layout.head_dims)]
         weight = make(hidden, world * layout.num_columns, dtype=dtype, seed=99)
         options = dict(context=context, layout=layout, weight_layout=weight_layout, config=config)
         given = weight if weight_layout == "nt" else weight.t().contiguous()
@@ -263,9 +263,7 @@ def _small(context: SPContext, **changes):
     """Arguments of a good call of ``gemm_a2a``, some of them changed."""
     world = context.world_size
     layout = qkv_layout(2 * world, world, 8, world)
-    good = dict(
-        x=torch.zeros(8, 1, 16), weight=torch.zeros(world * layout.num_columns, 16), layout=layout, weight_layout="nt"
-    )
+    good = dict(x=torch.zeros(8, 1, 16), weight=torch.zeros(world * layout.num_columns, 16), layout=layout, weight_layout="nt")
     return {**good, **changes}
 
 

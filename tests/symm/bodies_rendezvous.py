@@ -56,7 +56,12 @@ def overlapping_groups() -> dict[str, list]:
     found: dict[str, list] = {"low": [], "high": [], "all": []}
     with as_torch_does():
         for turn in range(3):
-            for name, group, ranks in (("low", low, (0, 1)), ("low", low, (0, 1)), ("high", high, (1, 2)), ("all", None, (0, 1, 2))):
+            for name, group, ranks in (
+                ("low", low, (0, 1)),
+                ("low", low, (0, 1)),
+                ("high", high, (1, 2)),
+                ("all", None, (0, 1, 2)),
+            ):
                 if rank in ranks:
                     local = torch.tensor(100 * turn + rank)
                     found[name].append(rendezvous(local, group if group is not None else dist.group.WORLD))

@@ -51,7 +51,9 @@ def test_four_ranks():
         run_workers(4, bodies.check_gemm_rs, [64] * 4, 40, 32, "nn", scatter, "bfloat16", 2)
 
 
-@pytest.mark.parametrize("world_size, shape, dtype", [(2, (6, 3, 10), "bfloat16"), (4, (64, 33), "bfloat16"), (4, (8, 2, 5), "float32")])
+@pytest.mark.parametrize(
+    "world_size, shape, dtype", [(2, (6, 3, 10), "bfloat16"), (4, (64, 33), "bfloat16"), (4, (8, 2, 5), "float32")]
+)
 def test_reduce_scatter_adds_in_ring_order(world_size, shape, dtype):
     run_workers(world_size, bodies.check_reduce_scatter, shape, dtype, 3)
 

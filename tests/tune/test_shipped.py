@@ -41,7 +41,12 @@ def test_every_entry_is_chosen_by(name: str) -> None:
     device = _device(name)
     assert shipped_name(device) == name
     table = active_table(device)
-    entries = [(ranks, op, sizes, entry) for ranks, ops in table.choices.items() for op, shapes in ops.items() for sizes, entry in shapes.items()]
+    entries = [
+        (ranks, op, sizes, entry)
+        for ranks, ops in table.choices.items()
+        for op, shapes in ops.items()
+        for sizes, entry in shapes.items()
+    ]
     assert entries and table.rates is not None and table.made_with["torch"]
     for ranks, op, sizes, entry in entries:
         problem = _problem(op, ranks, sizes)
@@ -61,7 +66,9 @@ def test_the_h200_table_holds_published_shapes(op: str) -> None:
         shape["model"]: choose(_published(op, shape), Machine("NVIDIA H200", "sm_90", 132)).source
         for shape in load_workloads()[op]["shapes"]
     }
-    assert [model for model in ("LLaMA3-7B", "LLaMA3.1-8B", "LLaMA3.1-70B", "Mistral-7B", "Qwen2-72B") if chosen[model] != "table"] == []
+    assert [
+        model for model in ("LLaMA3-7B", "LLaMA3.1-8B", "LLaMA3.1-70B", "Mistral-7B", "Qwen2-72B") if chosen[model] != "table"
+    ] == []
 
 
 def _published(op: str, shape: dict[str, int]) -> Problem:
@@ -78,7 +85,9 @@ def _sharded(op: str, m: int, n: int, k: int, num_ranks: int) -> Problem:
 def test_what_was_measured_on_h200s_is_what_the_model_predicts(num_ranks: int) -> None:
     results = Path(__file__).parents[2] / "benchmarks" / "results" / f"H200x{num_ranks}" / "tp.json"
     machine = Machine("NVIDIA H200", "sm_90", 132)
-    rows = [row for row in json.loads(results.read_text())["rows"] if row["op"] in ("ag_gemm", "gemm_rs") and row["pass"] == "forward"]
+    rows = [
+        row for row in json.loads(results.read_text())["rows"] if row["op"] in ("ag_gemm", "gemm_rs") and row["pass"] == "forward"
+    ]
     assert len(rows) >= 12
     for row in rows:
         problem = _sharded(row["op"], row["m"], row["n"], row["k"], num_ranks)

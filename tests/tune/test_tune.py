@@ -53,7 +53,9 @@ def test_candidates_with_other_bits_are_thrown_out(tmp_path: Path) -> None:
 
 def test_bad_input_is_refused_on_every_rank(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.json"
-    foreign.write_text('{"format": "ditron_train tuning 1", "device": "NVIDIA H200", "rates": null, "made_with": {}, "choices": {}}')
+    foreign.write_text(
+        '{"format": "ditron_train tuning 1", "device": "NVIDIA H200", "rates": null, "made_with": {}, "choices": {}}'
+    )
     for path, words, expected in (
         (foreign, SHAPE, "was made on NVIDIA H200"),
         (tmp_path / "nowhere" / "t.json", SHAPE, "no such folder"),

@@ -174,7 +174,9 @@ def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
 def test_bad_input_is_refused_on_every_rank() -> None:
     assert run_workers(2, _refused, "--column", "31", "32", "32") == ["column 31x32x32 does not divide over 2 ranks"] * 2
     bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
-           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"), ("--output", "/proc/nowhere"), ("--rooms", "tp,xp"), ("--num-experts", "0"), ("--rooms", "ep", "--num-experts", "3")]  # fmt: skip
+           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"),
+           ("--output", "/proc/nowhere"), ("--rooms", "tp,xp"), ("--num-experts", "0"),
+           ("--rooms", "ep", "--num-experts", "3")]  # fmt: skip
     for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
