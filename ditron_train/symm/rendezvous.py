@@ -35,8 +35,8 @@ class _Alias:
     """What torch takes for a process group of its own in a rendezvous: the same ranks over a renumbered store."""
 
     name: str
-    store: RenumberedStore  # both have to stay alive: C++ knows them by weak references, and calls the store's Python methods
-    group: dist.ProcessGroup
+    store: RenumberedStore  # kept: C++ holds the store, but not its Python methods
+    group: dist.ProcessGroup  # kept: C++ finds it by a weak reference
 
     def forget(self) -> None:
         torch._C._distributed_c10d._unregister_process_group(self.name)

@@ -77,8 +77,8 @@ def ranks_in_step_take_torchs_own_way() -> int:
     return sum(group is low for group in module._aliases)
 
 
-def torchs_own_way_fails() -> list[str]:
-    """What the alias is there for: as long as this fails it is needed."""
+def stand_in_shows_the_fault() -> list[str]:
+    """Ranks out of step by torch's own way: what the other tests prove rests on the stand-in counting as torch does."""
     rank = dist.get_rank()
     alone, both = dist.new_group([0]), dist.new_group([0, 1])
     with as_torch_does() as plain:

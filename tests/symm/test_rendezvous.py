@@ -29,8 +29,8 @@ def test_ranks_in_step_take_torchs_own_way():
     assert run_workers(2, bodies.ranks_in_step_take_torchs_own_way) == [0, 0]
 
 
-def test_ranks_out_of_step_would_not_meet():
-    assert all("Error" in words for (words,) in run_workers(2, bodies.torchs_own_way_fails))
+def test_the_stand_in_for_torch_shows_the_fault():
+    assert all("Error" in words for (words,) in run_workers(2, bodies.stand_in_shows_the_fault))
 
 
 def test_a_renumbered_store_serves_c_plus_plus():
