@@ -18,6 +18,7 @@ from ditron_train.policy.order import ReductionOrder, forget_orders, reduction_o
 from ditron_train.policy.plan import Entry, Plan, load_plan
 from ditron_train.policy.probe import Observation, Run, probe
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
 
 __all__ = ["Decision", "check_plan", "decide", "forget_plans"]
@@ -25,7 +26,7 @@ __all__ = ["Decision", "check_plan", "decide", "forget_plans"]
 Decision = Entry
 
 _plans: dict[Path, Plan] = {}
-_suited: set[tuple[Path, dist.ProcessGroup, str, str]] = set()
+_suited: GroupCache[tuple[Path, dist.ProcessGroup, str, str], bool] = GroupCache()
 
 
 def forget_plans() -> None:
@@ -45,8 +46,10 @@ def check_plan(sizes: Mapping[str, int] | None = None) -> None:
         SettingError: It is unreadable, foreign or stale, or all its decisions of a room are of groups of other sizes.
     """
     plan = _plan()
+    if plan is None:
+        return
     for room, size in (sizes or {}).items():
-        places = plan.places_read(room, get_settings().policy) if plan is not None else set()
+        places = plan.places_read(room, get_settings().policy)
         if places and not any(place.split(",")[0] == f"{size} ranks" for place in places):
             raise SettingError(_unsuited(plan, room, places, f"{size} ranks"))
 
@@ -136,7 +139,7 @@ def _check_suited(plan: Plan, room: str, mode: str, place: str, group: dist.Proc
     refusals = [text for text in said if text is not None]
     if refusals:
         raise SettingError(refusals[0])
-    _suited.add(once)
+    _suited[once] = True
 
 
 def _judge(mode: str, seen: Observation) -> Decision:

@@ -131,19 +131,13 @@ class SymmetricArena:
         held = self._segments.get(name)
         return held[0].num_bytes if held else 0
 
-    def _size_after(self, name: str, num_bytes: int) -> int:
-        held = self._segments.get(name)
-        have = held[0].num_bytes if held else 0
-        if have >= num_bytes:
-            return self.num_bytes
-        return self.num_bytes + num_bytes - (0 if self.graph_captured else have)
-
     def _grow(self, name: str, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ArenaError(f"buffer {name!r} must grow while a CUDA graph is captured: run the op once before capture")
         cap = get_settings().arena_bytes
-        requests = exchange(self.group, (name, num_bytes, cap, self._size_after(name, num_bytes)))
+        size_after = self.num_bytes + num_bytes - (0 if self.graph_captured else self.capacity_bytes(name))
+        requests = exchange(self.group, (name, num_bytes, cap, size_after))
         if len(set(request[:2] for request in requests)) > 1:
             raise ArenaError(f"ranks asked for different symmetric buffers: {[request[:2] for request in requests]}")
         for rank, (_, _, rank_cap, rank_size) in enumerate(requests):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import weakref
 
 import pytest
 import torch
@@ -179,6 +180,29 @@ def test_bad_plans_are_refused(tmp_path, monkeypatch, text, words):
     forget_plans()
     with pytest.raises(SettingError, match=words):
         check_plan()
+
+
+def _decide_for_groups_that_go(folder):
+    """Which of the groups before are still held when the next one's decision is there."""
+    os.environ["DITRON_PLAN"] = os.path.join(folder, "plan.json")
+    forget_plans()
+    gone, held = [], []
+    try:
+        for _ in range(3):
+            group = dist.new_group([0, 1])
+            decide("tp op 1x2", _never, lambda: [], group=group, device=torch.device("cpu"))
+            held.append([number for number, reference in enumerate(gone) if reference() is not None])
+            gone.append(weakref.ref(group))
+            dist.destroy_process_group(group)
+            del group
+    finally:
+        del os.environ["DITRON_PLAN"]
+        forget_plans()
+    return held
+
+
+def test_decisions_by_a_plan_hold_no_group_that_was_destroyed(tmp_path):
+    assert run_workers(2, _decide_for_groups_that_go, str(tmp_path)) == [[[], [], []]] * 2
 
 
 def test_stale_plan_names_what_changed(tmp_path):
