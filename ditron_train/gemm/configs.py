@@ -10,7 +10,7 @@ import torch
 from ditron_train.runtime.device import HOPPER_AND_NEWER
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["GemmConfig", "choose_config", "config_variants"]
+__all__ = ["HOPPER_SQUARE_RATE", "GemmConfig", "choose_config", "config_variants"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class GemmConfig:
 # tiles computed in halves where less than half of it is filled (1-2 % slower).
 _HOPPER_WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 _HOPPER_SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
-_HOPPER_SQUARE_RATE = 0.87
+#: What square tiles reach of the rate of wide ones, measured on Hopper.
+HOPPER_SQUARE_RATE = 0.87
 _AMPERE = GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3)
 _CDNA = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=2)
 
@@ -88,7 +89,7 @@ def _hopper_config(m: int, n: int, num_sms: int) -> GemmConfig:
     """The tile whose waves take less time; the unit is the time of one wide tile."""
     num_tiles = _HOPPER_WIDE.num_tiles(m, n)
     num_whole = _HOPPER_WIDE.num_whole_tiles(m, n, num_sms)
-    half_time = 0.5 / _HOPPER_SQUARE_RATE
+    half_time = 0.5 / HOPPER_SQUARE_RATE
     wide_time = -(-num_whole // num_sms) + (half_time if num_whole < num_tiles else 0.0)
     square_time = -(-_HOPPER_SQUARE.num_tiles(m, n) // num_sms) * half_time
     return _HOPPER_WIDE if num_whole > 0 and wide_time <= square_time else _HOPPER_SQUARE

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ditron_train.gemm.configs import GemmConfig, choose_config
+from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_config
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.tp.tuning import Choice, GatherPlan, Machine, Problem
 
 __all__ = ["Prediction", "collective_us", "gemm_us", "native_us", "nccl_bytes", "predict", "wire_bytes"]
 
-_SQUARE_RATE = 0.87  # of the rate of wide tiles, measured on Hopper
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
 _DEEP_STAGES = 4
@@ -88,13 +87,13 @@ def _throttled_us(busy_us: float) -> float:
 def _num_waves(m: int, n: int, config: GemmConfig, num_programs: int) -> float:
     """In units of a whole tile; a last wave that is computed in halves takes half a tile, at the rate of square ones."""
     num_whole = config.num_whole_tiles(m, n, num_programs)
-    return -(-num_whole // num_programs) + (0.5 / _SQUARE_RATE if num_whole < config.num_tiles(m, n) else 0.0)
+    return -(-num_whole // num_programs) + (0.5 / HOPPER_SQUARE_RATE if num_whole < config.num_tiles(m, n) else 0.0)
 
 
 def _tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> float:
     rate = rates.gemm_flop_per_us / num_sms
     if config.block_n < _WIDE_COLUMNS:
-        rate *= _SQUARE_RATE
+        rate *= HOPPER_SQUARE_RATE
     if config.num_stages < _DEEP_STAGES:
         rate *= _SHORT_RATE
     return 2 * config.block_m * config.block_n * k / rate
@@ -161,7 +160,7 @@ def _last_tile_us(
 
     free_us = np.zeros(num_programs)
     halves = num_whole + np.arange(2 * (num_tiles - num_whole)) // 2
-    for tiles, each_us in ((np.arange(num_whole), tile_us), (halves, 0.5 * tile_us / _SQUARE_RATE)):
+    for tiles, each_us in ((np.arange(num_whole), tile_us), (halves, 0.5 * tile_us / HOPPER_SQUARE_RATE)):
         for first in range(0, len(tiles), num_programs):
             wave = tiles[first : first + num_programs]
             free_us[: len(wave)] = np.maximum(free_us[: len(wave)], there_us(wave)) + each_us
