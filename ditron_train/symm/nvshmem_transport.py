@@ -110,7 +110,7 @@ def _start(device: torch.device) -> torch.Tensor:
 
 
 def _load() -> None:
-    import cuda.core
+    import cuda.core  # noqa: F401
     import nvshmem.bindings
     import nvshmem.core  # noqa: F401
 
