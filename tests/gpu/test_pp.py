@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,40 +80,41 @@ def _agree(device: torch.device, mine: bool) -> bool:
     return bool(verdict.item())
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_every_size_arrives_on_both_lanes(device, new_context, num_slots):
+def _swap(context, index: int, num_bytes: int, device: torch.device, variable: bool = False) -> bool:
+    """One message on both lanes; whether what arrives are the bits that both neighbours sent."""
     from ditron_train.pp import exchange
 
     rank = dist.get_rank()
     previous, following = _neighbours()
+    handles = exchange(
+        context,
+        send_next=_payload(rank, 0, index, num_bytes, device),
+        send_prev=_payload(rank, 1, index, num_bytes, device),
+        recv_prev=_header(num_bytes),
+        recv_next=_header(num_bytes),
+        variable_shapes=variable,
+    )
+    for handle in handles.values():
+        handle.wait()
+    right = torch.equal(handles["recv_prev"].tensor, _payload(previous, 0, index, num_bytes, device))
+    return right & torch.equal(handles["recv_next"].tensor, _payload(following, 1, index, num_bytes, device))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_every_size_arrives_on_both_lanes(device, new_context, num_slots):
     context = new_context(max(SIZES), num_slots=num_slots)
-    right = True
-    for index, num_bytes in enumerate(SIZES * 3):
-        handles = exchange(
-            context,
-            send_next=_payload(rank, 0, index, num_bytes, device),
-            send_prev=_payload(rank, 1, index, num_bytes, device),
-            recv_prev=_header(num_bytes),
-            recv_next=_header(num_bytes),
-        )
-        for handle in handles.values():
-            handle.wait()
-        right &= torch.equal(handles["recv_prev"].tensor, _payload(previous, 0, index, num_bytes, device))
-        right &= torch.equal(handles["recv_next"].tensor, _payload(following, 1, index, num_bytes, device))
+    right = all([_swap(context, index, num_bytes, device) for index, num_bytes in enumerate(SIZES * 3)])
     context.channel.synchronize()
     assert _agree(device, right)
 
 
-@pytest.mark.parametrize("mebibytes", [(12,), (0.0625, 1, 12)], ids=["large", "mixed"])
-def test_late_producers_slow_consumers_and_freed_storage(device, new_context, mebibytes):
-    """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused; small
-    messages and large ones stay in order."""
+def _late_and_freed(context, mebibytes: tuple[float, ...], device: torch.device) -> bool:
+    """60 messages round the ring while the device is late here and there and what was sent is freed; whether all came right."""
     from ditron_train.pp import exchange
 
     rank = dist.get_rank()
     previous, _ = _neighbours()
     draw, draw_of_all = random.Random(rank), random.Random(7)
-    context = new_context(12 << 20)
     received = []
     for index in range(60):
         num_bytes = int(draw_of_all.choice(mebibytes) * 2**20)
@@ -125,11 +127,16 @@ def test_late_producers_slow_consumers_and_freed_storage(device, new_context, me
         handles["recv_prev"].wait()
         received.append(handles["recv_prev"].tensor.clone())
         del handles
-    context.channel.synchronize()
-    right = all(
-        torch.equal(seen, _payload(previous, 0, index, seen.numel(), device)) for index, seen in enumerate(received)
-    )
-    assert _agree(device, right)
+    torch.cuda.synchronize()
+    context.check()
+    return all(torch.equal(seen, _payload(previous, 0, index, seen.numel(), device)) for index, seen in enumerate(received))
+
+
+@pytest.mark.parametrize("mebibytes", [(12,), (0.0625, 1, 12)], ids=["large", "mixed"])
+def test_late_producers_slow_consumers_and_freed_storage(device, new_context, mebibytes):
+    """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused; small
+    messages and large ones stay in order."""
+    assert _agree(device, _late_and_freed(new_context(12 << 20), mebibytes, device))
 
 
 def test_prefetched_receives_and_a_tensor_overwritten_after_wait(device, new_context):
@@ -279,32 +286,42 @@ def test_a_silent_neighbour_becomes_an_error_within_the_deadline(device, new_con
     assert len(set(words)) == 1, words
 
 
-def test_neighbours_that_disagree(device, new_context):
+def _disagree(context, device: torch.device, between: Callable[[], None]) -> Exception | None:
+    """Rank 1 expects another size than is sent to it; the error that this rank raises, ``between`` called after each message."""
     from ditron_train.pp import exchange
-    from ditron_train.runtime.errors import MismatchError
+    from ditron_train.runtime.errors import DitronError
 
     rank = dist.get_rank()
-    context = new_context(1 << 20)
     expected = 1000 if rank == 1 else 1024
     raised = None
     try:
         for index in range(400):
             data = _payload(rank, 0, index, 1024, device)
             exchange(context, send_next=data, recv_prev=_header(expected))["recv_prev"].wait()
-            time.sleep(0.005)
-    except MismatchError as error:
+            between()
+    except DitronError as error:
         raised = error
     torch.cuda.synchronize()
-    assert _agree(device, raised is not None and "expected [1000] uint8" in str(raised))
+    return raised
+
+
+def _tells_mismatch(raised: Exception | None) -> bool:
+    from ditron_train.runtime.errors import MismatchError
+
+    return isinstance(raised, MismatchError) and "expected [1000] uint8" in str(raised)
+
+
+def test_neighbours_that_disagree(device, new_context):
+    raised = _disagree(new_context(1 << 20), device, lambda: time.sleep(0.005))
+    assert _agree(device, _tells_mismatch(raised))
 
 
 def test_two_nodes_on_one_machine(device, monkeypatch):
     if dist.get_world_size() != 4:
         pytest.skip("needs four GPUs")
-    from ditron_train.pp import PipelineContext, exchange
+    from ditron_train.pp import PipelineContext
 
     rank = dist.get_rank()
-    previous, following = _neighbours()
     monkeypatch.setenv("NCCL_HOSTID", str(rank // 2))
     context = PipelineContext(dist.new_group(list(range(4))), device)
     num_bytes = 9 << 20
@@ -312,18 +329,7 @@ def test_two_nodes_on_one_machine(device, monkeypatch):
     right = [end is not None for end in context.local_senders] == [rank % 2 == 0, rank % 2 == 1]
     for variable in (False, True):
         for index in range(10):
-            handles = exchange(
-                context,
-                send_next=_payload(rank, 0, index, num_bytes - index, device),
-                send_prev=_payload(rank, 1, index, num_bytes - index, device),
-                recv_prev=_header(num_bytes - index),
-                recv_next=_header(num_bytes - index),
-                variable_shapes=variable,
-            )
-            for handle in handles.values():
-                handle.wait()
-            right &= torch.equal(handles["recv_prev"].tensor, _payload(previous, 0, index, num_bytes - index, device))
-            right &= torch.equal(handles["recv_next"].tensor, _payload(following, 1, index, num_bytes - index, device))
+            right &= _swap(context, index, num_bytes - index, device, variable)
     context.channel.synchronize()
     assert _agree(device, right)
     context.close()

@@ -6,7 +6,6 @@ NVSHMEM here reaches the GPUs of one host, which it maps; over a network these t
 from __future__ import annotations
 
 import importlib.util
-import random
 import sys
 import time
 from pathlib import Path
@@ -38,31 +37,12 @@ def path(request, monkeypatch):
     return request.param
 
 
-def _exchange(context, index: int, num_bytes: int, device: torch.device, variable: bool = False) -> bool:
-    from ditron_train.pp import exchange
-
-    rank = dist.get_rank()
-    previous, following = base._neighbours()
-    handles = exchange(
-        context,
-        send_next=base._payload(rank, 0, index, num_bytes, device),
-        send_prev=base._payload(rank, 1, index, num_bytes, device),
-        recv_prev=base._header(num_bytes),
-        recv_next=base._header(num_bytes),
-        variable_shapes=variable,
-    )
-    for handle in handles.values():
-        handle.wait()
-    right = torch.equal(handles["recv_prev"].tensor, base._payload(previous, 0, index, num_bytes, device))
-    return right & torch.equal(handles["recv_next"].tensor, base._payload(following, 1, index, num_bytes, device))
-
-
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_every_size_arrives_on_both_lanes(device, new_context, path, num_slots):
     context = new_context(max(SIZES), num_slots=num_slots)
     names = {type(end).__name__ for end in (*context.local_senders, *context.local_receivers)}
     assert names == ({"FarSender", "FarReceiver"} if path == "nvshmem" else {"Sender", "Receiver"})
-    right = all([_exchange(context, index, num_bytes, device) for index, num_bytes in enumerate(SIZES * 2)])
+    right = all([base._swap(context, index, num_bytes, device) for index, num_bytes in enumerate(SIZES * 2)])
     context.check()
     assert base._agree(device, right)
 
@@ -89,27 +69,7 @@ def test_pairs(device, new_context, path):
 
 
 def test_late_producers_slow_consumers_and_freed_storage(device, new_context, path):
-    from ditron_train.pp import exchange
-
-    rank = dist.get_rank()
-    previous, _ = base._neighbours()
-    draw, draw_of_all = random.Random(rank), random.Random(7)
-    context = new_context(12 << 20)
-    received = []
-    for index in range(60):
-        num_bytes = int(draw_of_all.choice((0.0625, 1, 12)) * 2**20)
-        if draw.random() < 0.3:
-            torch.cuda._sleep(draw.randint(1, 3_000_000))
-        data = base._payload(rank, 0, index, num_bytes, device)
-        handles = exchange(context, send_next=data, recv_prev=base._header(num_bytes))
-        del data
-        torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)  # takes freed memory, if there is any
-        handles["recv_prev"].wait()
-        received.append(handles["recv_prev"].tensor.clone())
-    torch.cuda.synchronize()
-    context.check()
-    payloads = (base._payload(previous, 0, index, seen.numel(), device) for index, seen in enumerate(received))
-    assert base._agree(device, all(torch.equal(seen, payload) for seen, payload in zip(received, payloads)))
+    assert base._agree(device, base._late_and_freed(new_context(12 << 20), (0.0625, 1, 12), device))
 
 
 @pytest.mark.parametrize("sends", [False, True], ids=["producer", "consumer"])
@@ -149,25 +109,16 @@ def test_a_silent_neighbour_becomes_an_error_within_the_deadline(device, new_con
 
 
 def test_neighbours_that_disagree(device, new_context, path, monkeypatch):
-    from ditron_train.pp import exchange
-    from ditron_train.runtime.errors import DitronError, MismatchError
-
     monkeypatch.setenv("DITRON_TIMEOUT_S", "3")
-    rank = dist.get_rank()
     context = new_context(1 << 20)
-    expected = 1000 if rank == 1 else 1024
-    raised = None
-    try:
-        for index in range(400):
-            data = base._payload(rank, 0, index, 1024, device)
-            exchange(context, send_next=data, recv_prev=base._header(expected))["recv_prev"].wait()
-            torch.cuda.synchronize()
-            context.check()
-    except DitronError as error:
-        raised = error
-    torch.cuda.synchronize()
-    right = isinstance(raised, MismatchError) and "expected [1000] uint8" in str(raised)
-    assert base._agree(device, right or (path == "nvshmem" and rank != 1 and raised is not None))
+
+    def let_it_be_seen() -> None:  # headers that travel with the data are compared on the device
+        torch.cuda.synchronize()
+        context.check()
+
+    raised = base._disagree(context, device, let_it_be_seen)
+    right = base._tells_mismatch(raised)
+    assert base._agree(device, right or (path == "nvshmem" and dist.get_rank() != 1 and raised is not None))
 
 
 def test_between_nodes_by_nvshmem(device, monkeypatch):
@@ -186,7 +137,7 @@ def test_between_nodes_by_nvshmem(device, monkeypatch):
     right = True
     for variable in (False, True):
         for index in range(8):
-            right &= _exchange(context, index, (9 << 20) - index * 1000, device, variable)
+            right &= base._swap(context, index, (9 << 20) - index * 1000, device, variable)
     torch.cuda.synchronize()
     context.check()
     assert base._agree(device, right)

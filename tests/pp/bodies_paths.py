@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,56 +77,6 @@ def ends() -> tuple[list[str], bool]:
     return names, any(sender is not None and sender.lent for sender in context.local_senders)
 
 
-def ahead(num_slots: int) -> tuple[int, bool]:
-    """Rank 0 sends as fast as it can while rank 1 is slow; how many messages it ever was ahead."""
-    from ditron_train.pp import exchange
-    from ditron_train.pp.messages import Header
-
-    rank = dist.get_rank()
-    context = bodies.make_context(4000, num_slots)
-    channel, most, right = context.channel or context._far, 0, True
-    words_a_flag = 1 if context.channel is not None else 2
-    for index in range(12):
-        if rank == 0:
-            exchange(context, send_next=bodies.payload(0, 0, index, (1000,), torch.float32))
-            most = max(most, index + 1 - int(channel.signals.local[2 * words_a_flag]))
-        else:
-            time.sleep(0.02)
-            handle = exchange(context, recv_prev=Header((1000,), torch.float32))["recv_prev"]
-            handle.wait()
-            right &= bodies.same_bits(handle.tensor, bodies.payload(0, 0, index, (1000,), torch.float32))
-    dist.barrier()
-    return most, right
-
-
-def wrap() -> bool:
-    """Counters that pass 2**31 and, the lower halves of NVSHMEM's signals, 2**32."""
-    from ditron_train.pp import exchange
-    from ditron_train.pp.messages import Header
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    right = True
-    for start in (2**31 - 5, 2**32 - 5):
-        context = bodies.make_context(4096, 2)
-        channel = context.channel or context._far
-        for lane in (0, 1):
-            context.local_senders[lane].messages = context.local_receivers[lane].messages = start
-            for end in (context.local_senders[lane], context.local_receivers[lane]):
-                end._fragments = end._ring_messages = start
-            if context.channel is not None:
-                context.channel.mailbox.acknowledge(lane, start)
-        words_a_flag = 1 if context.channel is not None else 2
-        channel.signals.local[: 4 * words_a_flag : words_a_flag] = (start + 2**31) % 2**32 - 2**31
-        dist.barrier()
-        for index in range(20):
-            data = bodies.payload(rank, 0, index, (9,), torch.float32)
-            handle = exchange(context, send_next=data, recv_prev=Header((9,), torch.float32))["recv_prev"]
-            handle.wait()
-            right &= bodies.same_bits(handle.tensor, bodies.payload((rank - 1) % world, 0, index, (9,), torch.float32))
-        dist.barrier()
-    return right
-
-
 def every_size() -> bool:
     """Sizes and addresses that are not multiples of 16, the smallest, and none."""
     from ditron_train.pp import exchange
@@ -160,7 +109,6 @@ def flags_of_a_second_context() -> tuple[int, list[int]]:
 
 def mixed_nodes(near: str) -> tuple[bool, list[str]]:
     """Four ranks on two nodes: one neighbour by ``near``, the other by NVSHMEM; the channels to them, the next one's first."""
-    from ditron_train.pp import exchange
     from ditron_train.pp import paths
     from ditron_train.pp.messages import Header
 
@@ -177,17 +125,7 @@ def mixed_nodes(near: str) -> tuple[bool, list[str]]:
             if index == 10:
                 context.reserve(1000)
                 header = Header((125,), torch.float32)
-            handles = exchange(
-                context,
-                send_next=bodies.payload(rank, 0, index, header.shape, header.dtype),
-                send_prev=bodies.payload(rank, 1, index, header.shape, header.dtype),
-                recv_prev=header,
-                recv_next=header,
-            )
-            for handle in handles.values():
-                handle.wait()
-            for name, lane, source in (("recv_prev", 0, (rank - 1) % 4), ("recv_next", 1, (rank + 1) % 4)):
-                right &= bodies.same_bits(handles[name].tensor, bodies.payload(source, lane, index, header.shape, header.dtype))
+            right &= bodies.swap(context, index, header)
             dist.barrier()
         names = [type(end.channel).__name__ for end in context.local_senders]
         context.close()

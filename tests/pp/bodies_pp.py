@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -111,8 +112,7 @@ def slow_neighbour(num_slots: int) -> tuple[int, bool]:
     for index in range(12):
         if rank == 0:
             exchange(context, send_next=payload(0, 0, index, *_of(header)))
-            taken = int(torch.frombuffer((_flag(context, 0, 2)), dtype=torch.int32)[0])
-            ahead = max(ahead, index + 1 - taken)
+            ahead = max(ahead, index + 1 - int(_own_flag(context, 2)))
         else:
             time.sleep(0.02)
             handle = exchange(context, recv_prev=header)["recv_prev"]
@@ -163,35 +163,60 @@ def _of(header):
     return header.shape, header.dtype
 
 
-def _flag(context, rank: int, index: int):
-    import ctypes
+def _own_flag(context, index: int) -> torch.Tensor:
+    """This rank's flag, one int32, wherever it lies; of NVSHMEM's 64-bit signals the lower half."""
+    channel = context.channel
+    if channel is None:
+        return context._far.signals.local[2 * index]
+    if not channel.flags_in_host:
+        return channel.signals.local[index]
+    word = (ctypes.c_int32 * 1).from_address(channel.mailbox.flag_host_address(dist.get_rank(), index))
+    return torch.frombuffer(word, dtype=torch.int32)[0]
 
-    return (ctypes.c_int32 * 1).from_address(context.channel.mailbox.flag_host_address(rank, index))
+
+def swap(context, index: int, header, variable_shapes: bool = False) -> bool:
+    """One message like ``header`` on both lanes; whether what arrives are the bits that both neighbours sent."""
+    from ditron_train.pp import exchange
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    handles = exchange(
+        context,
+        send_next=payload(rank, 0, index, *_of(header)),
+        send_prev=payload(rank, 1, index, *_of(header)),
+        recv_prev=header,
+        recv_next=header,
+        variable_shapes=variable_shapes,
+    )
+    for handle in handles.values():
+        handle.wait()
+    right = same_bits(handles["recv_prev"].tensor, payload((rank - 1) % world, 0, index, *_of(header)))
+    return right & same_bits(handles["recv_next"].tensor, payload((rank + 1) % world, 1, index, *_of(header)))
 
 
 def wrap_around() -> bool:
-    """Counters that pass 2**31: nothing is lost, doubled or waited for forever."""
+    """Counters that pass 2**31 and 2**32: nothing is lost, doubled or waited for forever."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = make_context(4096, 2)
-    start = 2**31 - 5
-    for lane in (0, 1):
-        context.local_senders[lane].messages = context.local_receivers[lane].messages = start
-        for end in (context.local_senders[lane], context.local_receivers[lane]):
-            end._fragments = end._ring_messages = start
-        _flag(context, rank, lane)[0] = start
-        _flag(context, rank, 2 + lane)[0] = start
-        context.channel.mailbox.acknowledge(lane, start)
-    dist.barrier()
     right = True
-    for index in range(20):
-        handles = exchange(
-            context, send_next=payload(rank, 0, index, (9,), torch.float32), recv_prev=Header((9,), torch.float32)
-        )
-        handles["recv_prev"].wait()
-        right &= same_bits(handles["recv_prev"].tensor, payload((rank - 1) % world, 0, index, (9,), torch.float32))
+    for start in (2**31 - 5, 2**32 - 5):
+        context = make_context(4096, 2)
+        for lane in (0, 1):
+            context.local_senders[lane].messages = context.local_receivers[lane].messages = start
+            for end in (context.local_senders[lane], context.local_receivers[lane]):
+                end._fragments = end._ring_messages = start
+            for flag in (lane, 2 + lane):
+                _own_flag(context, flag).fill_((start + 2**31) % 2**32 - 2**31)
+            if context.channel is not None:
+                context.channel.mailbox.acknowledge(lane, start)
+        dist.barrier()
+        for index in range(20):
+            data = payload(rank, 0, index, (9,), torch.float32)
+            handle = exchange(context, send_next=data, recv_prev=Header((9,), torch.float32))["recv_prev"]
+            handle.wait()
+            right &= same_bits(handle.tensor, payload((rank - 1) % world, 0, index, (9,), torch.float32))
+        dist.barrier()
     return right
 
 
@@ -270,25 +295,12 @@ def two_nodes(variable_shapes: bool) -> tuple[bool, list[bool]]:
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = str(rank // 2)
     try:
-        from ditron_train.pp import exchange
         from ditron_train.pp.messages import Header
 
         context = make_context(1 << 12)
         right = True
-        header = Header((7, 5), torch.float32)
         for index in range(25):
-            handles = exchange(
-                context,
-                send_next=payload(rank, 0, index, *_of(header)),
-                send_prev=payload(rank, 1, index, *_of(header)),
-                recv_prev=header,
-                recv_next=header,
-                variable_shapes=variable_shapes,
-            )
-            for handle in handles.values():
-                handle.wait()
-            right &= same_bits(handles["recv_prev"].tensor, payload((rank - 1) % 4, 0, index, *_of(header)))
-            right &= same_bits(handles["recv_next"].tensor, payload((rank + 1) % 4, 1, index, *_of(header)))
+            right &= swap(context, index, Header((7, 5), torch.float32), variable_shapes)
         reached = [end is not None for end in context.local_senders]
         dist.barrier()
         context.close()

@@ -52,14 +52,14 @@ def test_random_programs_with_prefetched_receives(path, num_slots):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_sender_is_never_more_than_the_slots_ahead_of_a_slow_neighbour(path, num_slots):
-    (most, _), (_, right) = run_workers(2, on_path, path, "ahead", num_slots)
+    (most, _), (_, right) = run_workers(2, on_path, path, "slow_neighbour", num_slots)
     assert right
     assert most == num_slots
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_counters_wrap(path):
-    assert run_workers(2, on_path, path, "wrap") == [True, True]
+    assert run_workers(2, on_path, path, "wrap_around") == [True, True]
 
 
 @pytest.mark.parametrize("path", PATHS)
