@@ -126,17 +126,17 @@ def _tune(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    os.environ.setdefault("DITRON_POLICY", "bits")  # compare ours where it is slower here, too
-    return _run_tool("verify", "ditron_train.verify.run", rest)
+    makes_plan = any(word.startswith("--plan") for word in rest)
+    return _run_tool("verify", "ditron_train.verify.run", rest, as_a_job=makes_plan)
 
 
 def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return _run_tool("postmortem", "ditron_train.postmortem.run", rest)
 
 
-def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:
+def _run_tool(command: str, module_name: str, rest: Sequence[str], *, as_a_job: bool = False) -> int:
     """Hands ``rest`` to a module with ``add_arguments(parser)`` and ``run(arguments)``."""
-    _set_megatron_environment(as_a_job=any(word.startswith("--plan") for word in rest))
+    _set_megatron_environment(as_a_job=as_a_job)
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"python -m ditron_train {command}", description=module.__doc__)
     module.add_arguments(parser)

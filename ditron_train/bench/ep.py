@@ -21,6 +21,7 @@ from ditron_train.bench.timing import Timing
 from ditron_train.data import load_workloads
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.versions import pip_command
 
 __all__ = ["add_arguments", "moe_contenders", "run"]
 
@@ -135,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import megatron.core  # noqa: F401
     except ImportError:
-        raise SettingError("bench ep needs megatron-core: pip install 'ditron_train[megatron]'") from None
+        raise SettingError(f"bench ep needs megatron-core: {pip_command('megatron-core')}") from None
     from ditron_train.bench.megatron_ep import HAVE_TE, expert_parallel_world
 
     parts = arguments.part or _PARTS

@@ -20,6 +20,7 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.records import records_of
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.versions import pip_command
 from ditron_train.stream import driver
 from ditron_train.symm.arena import get_arena
 from ditron_train.symm.transport import exchange, node_of_process
@@ -66,7 +67,7 @@ class PipelineContext:
         if self.world_size < 2:
             raise NotSupportedError("a pipeline of one stage has no neighbours to send to")
         if self.device.type == "cuda" and not driver.has_driver():
-            raise NotSupportedError("messages by copy engine need cuda-bindings: pip install 'ditron_train[cuda]'")
+            raise NotSupportedError(f"pipeline messages need cuda-bindings: {pip_command('cuda-bindings')}")
         self.records = records_of(group.group_name, dist.get_process_group_ranks(group))
         self.next_rank = (self.rank + 1) % self.world_size
         self.previous_rank = (self.rank - 1) % self.world_size

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ditron_train.runtime.errors import DitronError, NotSupportedError
+from ditron_train.runtime.versions import pip_command
 
 __all__ = [
     "event_create",
@@ -50,7 +51,7 @@ def has_driver() -> bool:
 def _require() -> ModuleType:
     driver = _driver()
     if driver is None:
-        raise NotSupportedError("copy-engine signals need cuda-bindings: pip install 'ditron_train[cuda]'")
+        raise NotSupportedError(f"copy-engine signals need cuda-bindings: {pip_command('cuda-bindings')}")
     return driver
 
 

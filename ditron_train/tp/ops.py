@@ -13,6 +13,7 @@ import torch
 
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.versions import pip_command
 from ditron_train.stream.driver import has_driver
 from ditron_train.tp.chunked import PreparedChunkedGemmRs
 from ditron_train.tp.context import RowPartition, TPContext
@@ -271,7 +272,7 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     """
     context.enter("reduce_scatter", partial.shape, partial.dtype)
     if not can_copy(context):
-        raise NotSupportedError("reduce_scatter by copy engines needs cuda-bindings: pip install 'ditron_train[cuda]'")
+        raise NotSupportedError(f"reduce_scatter by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")
     key = ("reduce_scatter", partial.shape, partial.dtype, partial.device)
     prepared = context.prepared.get(key)
     if prepared is None:

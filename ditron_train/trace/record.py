@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.tables import terminal
 from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.versions import pip_command
 from ditron_train.trace.show_timeline import draw_timelines, summary
 from ditron_train.trace.timeline import computation_us, read_chrome_trace
 
@@ -75,8 +76,8 @@ def _module(name: str, words: str) -> Callable[[BenchSession, str], None]:
     return need
 
 
-_megatron = _module("megatron.core", "megatron-core: pip install 'ditron_train[megatron]'")
-_te = _module("transformer_engine", "Transformer Engine")
+_megatron = _module("megatron.core", f"megatron-core: {pip_command('megatron-core')}")
+_te = _module("transformer_engine", f"Transformer Engine: {pip_command('transformer-engine')}")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from ditron_train.bench.session import BenchSession, add_common_arguments, bench
 from ditron_train.bench.tables import terminal
 from ditron_train.policy.plan import load_plan
 from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.versions import pip_command
 from ditron_train.verify.cases import (
     Case,
     ModelSizes,
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from ditron_train.bench.megatron_tp import megatron_world
     except ImportError as error:
-        raise NotSupportedError(f"verify compares with megatron-core: {error}; pip install 'ditron_train[megatron]'") from None
+        raise NotSupportedError(f"verify compares with megatron-core: {error}; {pip_command('megatron-core')}") from None
     if arguments.plan is not None:
         load_plan(arguments.plan)  # raises for one that cannot be used, before anything is launched
         os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
