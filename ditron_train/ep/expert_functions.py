@@ -55,7 +55,10 @@ _WAVE_TILES = 132
 
 
 def pairs_of_native_bits(pairs: frozenset[Pair], fewest_rows: int | None) -> frozenset[Pair]:
-    """Those of ``pairs`` whose GEMMs add up as native's do where the smallest expert has ``fewest_rows`` (None: not known)."""
+    """Those of ``pairs`` whose GEMMs add up as native's do where the smallest expert has ``fewest_rows``.
+
+    Where that is not known (None: a fixed capacity) all of them: that no expert has too few is up to the user.
+    """
     return pairs if fewest_rows is None or fewest_rows >= _FEWEST_ROWS else pairs - frozenset(PAIRS)
 
 

@@ -60,7 +60,8 @@ class PendingLayout:
         if self.room is not None:
             known = self.tokens_per_expert
             on_device = self.tables["expert_tokens"][: shape.experts_per_rank]
-            return self._layout(self.room.rows, on_device if known is None else known, self.room)
+            fewest_rows = None if known is None else int(known[0])
+            return self._layout(self.room.rows, on_device if known is None else known, self.room, fewest_rows)
         ahead, self.ahead = self.ahead, None
         try:
             if self.copied is not None:
@@ -80,12 +81,15 @@ class PendingLayout:
         local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
         tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
         num_rows = int(host.rows(shape)[context.rank])
-        layout = self._layout(num_rows, tokens_per_expert, room, ahead.tokens if sent else None)
-        layout.fewest_rows = host.fewest_rows
-        return layout
+        return self._layout(num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if sent else None)
 
     def _layout(
-        self, num_rows: int, tokens_per_expert: torch.Tensor, room: Room, ahead: torch.Tensor | None = None
+        self,
+        num_rows: int,
+        tokens_per_expert: torch.Tensor,
+        room: Room,
+        fewest_rows: int | None,
+        ahead: torch.Tensor | None = None,
     ) -> Layout:
         shape, tables = self.context.shape, self.tables
         return Layout(
@@ -112,6 +116,7 @@ class PendingLayout:
             entry_capacity=room.rows,
             place_capacity=room.places,
             ahead=ahead,
+            fewest_rows=fewest_rows,
         )
 
 

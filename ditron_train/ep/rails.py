@@ -64,11 +64,6 @@ class RailContext:
         self.inner.check()
 
 
-def node_of_ranks(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:
-    """What names the node of every rank of ``group`` (collective, host side)."""
-    return exchange(group, node_of_process())
-
-
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], RailContext | None] = GroupCache()
 
 
@@ -87,7 +82,7 @@ def get_rail_context(group: dist.ProcessGroup, device: torch.device, num_experts
 
 
 def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> RailContext | None:
-    names, ranks = node_of_ranks(group), dist.get_process_group_ranks(group)
+    names, ranks = exchange(group, node_of_process()), dist.get_process_group_ranks(group)
     nodes = list(dict.fromkeys(names))
     if len(nodes) == 1:
         return None

@@ -34,7 +34,7 @@ from ditron_train.ep import (
 from ditron_train.ep import rails
 from ditron_train.ep.expert_functions import pairs_of_native_bits
 from ditron_train.megatron import ep_policy
-from ditron_train.megatron.ep_tensor import ExpertSlices, all_alike, exchange_counts
+from ditron_train.megatron.ep_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
@@ -96,6 +96,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._capacity_factor: float | None = None
         self._experts: list[torch.nn.Module] = []
         self._pairs: frozenset[Pair] | None = None
+        self._is_forced = False
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
         self._slices_agree = self.tp_size == 1
@@ -138,7 +139,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         context = self._context_of_group(hidden_states, probs)
         if not self._slices_agree:  # expert parallel groups side by side decide each for itself
             self._slices_agree = True
-            if not all_alike(context is not None, self.tp_group, hidden_states.device) and context is not None:
+            if not all_true(context is not None, self.tp_group, hidden_states.device) and context is not None:
                 self._native_because, context = "another tensor parallel rank's expert parallel group is native", None
                 self._log_native()
         return context
@@ -268,9 +269,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._slices is not None:
             return None
         if self._pairs is None:
-            self._pairs = self._fused_pairs(hidden_states)
+            self._pairs, self._is_forced = self._fused_pairs(hidden_states), get_settings().policy == "force"
         pairs = self._pairs
-        if pairs and get_settings().policy != "force":  # the same on every rank, as the counts are
+        if pairs and not self._is_forced:  # the same on every rank, as the counts are
             pairs = pairs_of_native_bits(pairs, self._layout.fewest_rows)
         if not pairs:
             return None

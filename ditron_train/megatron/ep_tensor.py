@@ -13,13 +13,13 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
-__all__ = ["ExpertSlices", "all_alike", "exchange_counts"]
+__all__ = ["ExpertSlices", "all_true", "exchange_counts"]
 
 #: A sum of two is the same in either order. Of more ranks NCCL may add in an order that depends on where in the buffer a row lies.
 _RANKS_IN_ANY_PLACE = 2
 
 
-def all_alike(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+def all_true(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ``flag`` is true on every rank of ``group`` (collective)."""
     least = torch.tensor([int(flag)], device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)

@@ -141,7 +141,7 @@ class DitronDotProductAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        if self.cp_group is None or attention_bias is not None or packed_seq_params is not None:  # the latter it refuses
+        if self.cp_group is None or attention_bias is not None or packed_seq_params is not None:  # native refuses both
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
         return exchanged(self.cp_group, attend, query, key, value, self.left_in_heads)
@@ -231,10 +231,12 @@ class DitronSelfAttention(SelfAttention):
         others = {name for name, value in kwargs.items() if value is not None and name not in covered}
         if any(value is not None for value in args) or others:
             return f"the attention is called with {', '.join(sorted(others)) or 'positional options'}"
-        if packed is not None and why_not_packed(packed) is not None:
-            return why_not_packed(packed)
-        if packed is not None and config.mrope_section is not None:
-            return "packed sequences have positions in several dimensions"
+        if packed is not None:
+            reason = why_not_packed(packed)
+            if reason is None and config.mrope_section is not None:
+                reason = "packed sequences have positions in several dimensions"
+            if reason is not None:
+                return reason
         if self.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             return f"the mask is {self.attn_mask_type}"
         if self.world_size > 1 and config.num_query_groups < self.world_size:
@@ -255,8 +257,8 @@ class DitronSelfAttention(SelfAttention):
         table = None if packed is None else table_of(packed, context.world_size, self._num_rows(hidden_states))
         # A weight sharded by FSDP has its gradient reduced when its own module's backward is done. Beside the collectives of a
         # tensor parallel group the late gradient was not seen on GPUs.
-        is_sharded = hasattr(self.linear_proj.weight, "__fsdp_param__") or self.world_size > 1
-        late = None if is_sharded else late_wgrad(self.linear_qkv.weight, self.linear_proj.weight)
+        wgrad_stays = hasattr(self.linear_proj.weight, "__fsdp_param__") or self.world_size > 1
+        late = None if wgrad_stays else late_wgrad(self.linear_qkv.weight, self.linear_proj.weight)
         options = dict(row_table=table, late=late)
         with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, **options)) as project:
             parts = project(hidden_states)

@@ -206,8 +206,6 @@ LAYERS = {
     "squared_relu": {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False},
     "geglu": {"activation_func": torch.nn.functional.gelu, "bias_activation_fusion": False},
 }
-
-
 NATIVE = ("pad", "pad_by_position")  # but under "force": their gradients of tokens and router differed once, not explained
 
 
