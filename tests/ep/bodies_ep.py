@@ -284,9 +284,10 @@ def fused_forms(
             out, _ = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
             again, none = ops.dispatch(out, layout, context)
             dy = group_gemm(again, back, tiles, transpose=False)
-            dx, grads = ops.combine(
-                group_gemm(dy, weights, tiles, transpose=False), layout, context, order=order, row_grads=row_probs
-            )
+            returned, options = group_gemm(dy, weights, tiles, transpose=False), dict(order=order, row_grads=row_probs)
+            dx, grads = ops.combine(returned, layout, context, **options)
+            in_two_steps = ops.begin_combine(returned, layout, context, **options).finish()
+            assert all(torch.equal(a, b) for a, b in zip(in_two_steps, (dx, grads)))
         used = int(layout.expert_tokens.sum())
         assert none is None
         results.append([rows[:used], row_probs[:used], y[:used], out, again[:used], dy[:used], dx, grads])
