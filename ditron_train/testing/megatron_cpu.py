@@ -274,6 +274,7 @@ def model_parallel(**sizes: int) -> Iterator[None]:
     import ditron_train.megatron
     from ditron_train.megatron.routing import forget_routes
     from ditron_train.symm import close_all_arenas
+    from ditron_train.testing.groups import destroy_groups
 
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel(**sizes)
@@ -285,10 +286,7 @@ def model_parallel(**sizes: int) -> Iterator[None]:
         finally:
             ditron_train.megatron.restore()
             forget_routes()
-            parallel_state.destroy_model_parallel()
-            for group in list(dist.distributed_c10d._world.pg_map):
-                if group is not dist.group.WORLD:
-                    dist.destroy_process_group(group)
+            destroy_groups()
 
 
 def seed(value: int) -> None:

@@ -87,18 +87,10 @@ def _init_process_group(store_path: str, rank: int, world_size: int) -> None:
 
 def _leave_groups() -> None:
     """Destroy the groups that the last call has left: each has threads that wake a hundred times a second."""
-    import torch.distributed as dist
+    from ditron_train.testing.groups import destroy_groups
 
-    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    if not left:
-        return
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None:
-        parallel_state.destroy_model_parallel()
-    for group in left:
-        dist.destroy_process_group(group)
-    del left, group
-    gc.collect()
+    if destroy_groups():
+        gc.collect()
 
 
 def _run_one(request: bytes) -> bytes:

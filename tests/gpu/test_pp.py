@@ -406,6 +406,7 @@ def _megatron(stages: int, tensor: int = 1, chunks: int | None = None):
     import ditron_train.megatron
     from ditron_train.pp import close_pipeline_contexts
     from ditron_train.testing import megatron_cpu
+    from ditron_train.testing.groups import destroy_groups
 
     megatron_cpu.allow_torch_norm_with_sequence_parallel()  # torch's norm in the parameters' type
     parallel_state.initialize_model_parallel(
@@ -425,9 +426,7 @@ def _megatron(stages: int, tensor: int = 1, chunks: int | None = None):
         megatron_cpu.uninstall()
     # On every rank in the same order, which the end of the process does not promise; not after a failure.
     close_pipeline_contexts()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    destroy_groups()
 
 
 @pytest.mark.parametrize("tensor, data", LAYOUTS)
