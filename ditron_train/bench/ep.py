@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.bench.rows import Pass, Row
-from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, Sink, add_common_arguments, bench_session
 from ditron_train.bench.timing import Timing
 from ditron_train.data import load_workloads
 from ditron_train.runtime.errors import SettingError
@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("TOKENS", "HIDDEN", "FFN", "EXPERTS", "TOPK"),
         help="instead of workloads.json's: tokens of each rank, experts of all (may be repeated)",
     )
+    parser.add_argument(
+        "--no-deterministic", action="store_true", help="leave PyTorch's deterministic mode out, tried at the first model"
+    )
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the skewed routing (default %(default)s)")
 
 
@@ -101,6 +104,8 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
         raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(models)}")
     chosen = [case for case in cases if case.model in wanted]
     variants = [replace(case, zipf=zipf) for case in chosen for zipf in (0.0, arguments.zipf)]
+    if arguments.no_deterministic:
+        return variants
     return variants + [replace(case, deterministic=True) for case in chosen[:1] if case.model == models[0]]
 
 
@@ -127,8 +132,8 @@ def _deterministic(is_on: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for; returns 1 where bits differ.
+def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
 
     Raises:
         SettingError: An unknown model, or megatron-core is not installed.
@@ -140,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ditron_train.bench.megatron_ep import HAVE_TE, expert_parallel_world
 
     parts = arguments.part or _PARTS
-    with bench_session("ep", arguments) as session, expert_parallel_world():
+    with bench_session("ep", arguments, sink) as session, expert_parallel_world():
         if not HAVE_TE:
             get_logger("bench").info("Transformer Engine is not installed: native runs in PyTorch's deterministic mode")
         for case in _cases(arguments, session):

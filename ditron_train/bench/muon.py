@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ditron_train.bench.roofline import newton_schulz_flops, symmetry_ceiling
 from ditron_train.bench.rows import Row
-from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, Sink, add_common_arguments, bench_session
 from ditron_train.bench.timing import Contender
 from ditron_train.optim import Muon, orthogonalize
 from ditron_train.testing.reference_muon import (
@@ -68,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out, which takes a while to compile")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for; returns 1 where bits differ."""
-    with bench_session("muon", arguments) as session:
+def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ."""
+    with bench_session("muon", arguments, sink) as session:
         parts = arguments.part or _PARTS
         if "newton_schulz" in parts and session.world_size == 1:
             for name, rows, columns in _matrices(arguments, session):

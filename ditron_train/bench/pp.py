@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.bench.rows import Row
-from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, Sink, add_common_arguments, bench_session
 from ditron_train.bench.timing import Contender, Timing
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import FORWARD, Header
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for; returns 1 where bits differ.
+def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
 
     Raises:
         SettingError: Fewer than two ranks, or an odd number of them.
     """
-    with bench_session("pp", arguments) as session:
+    with bench_session("pp", arguments, sink) as session:
         if session.world_size < 2 or session.world_size % 2:
             raise SettingError(f"bench pp takes an even number of ranks, not {session.world_size}")
         parts = arguments.part or _PARTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +21,12 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import check_versions
 
-__all__ = ["BenchSession", "add_common_arguments", "bench_session"]
+__all__ = ["BenchSession", "Sink", "add_common_arguments", "bench_session"]
 
 _TIMEOUT_S = 300
+
+Sink = Callable[[Row], None]
+"""Takes a benchmark's rows one by one, on every rank, in the place of the table and the file that it would make of them."""
 
 
 class BenchSession:
@@ -34,16 +37,17 @@ class BenchSession:
         device: This rank's device.
         rank: Rank in WORLD.
         world_size: Number of ranks.
-        rows: What ``add`` collected; the same on every rank.
+        rows: What ``add`` was given; the same on every rank.
     """
 
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, name: str, arguments: argparse.Namespace, sink: Sink | None = None) -> None:
         self.name = name
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = _device()
         self.rows: list[Row] = []
         self._arguments = arguments
+        self._sink = sink
 
     def measure(
         self,
@@ -105,24 +109,20 @@ class BenchSession:
             sizes = "x".join(str(size) for size in row.shape.values())
             line = f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours {row.ditron_us:.0f} us"
             get_logger("bench").info("%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER")
+        if self._sink is not None:
+            self._sink(row)
 
     def save(self) -> None:
         """Rank 0 writes the rows so far: a benchmark of many shapes that is cut short keeps them."""
-        if getattr(self._arguments, "collected", None) is None:
-            self._write(is_shown=False)
+        self._write(is_shown=False)
 
     def finish(self) -> int:
-        """Rank 0 writes and shows the rows, unless the arguments have a list ``collected`` for them. Returns the exit status: 1
-        where bits of any row differ."""
-        collected: list[Row] | None = getattr(self._arguments, "collected", None)
-        if collected is not None:
-            collected.extend(self.rows)
-        else:
-            self._write(is_shown=True)
+        """Rank 0 writes and shows the rows. Returns the exit status: 1 where bits of any row differ."""
+        self._write(is_shown=True)
         return 0 if all(row.bitwise_equal for row in self.rows) else 1
 
     def _write(self, is_shown: bool) -> None:
-        if self.rank != 0 or not self.rows:
+        if self.rank != 0 or not self.rows or self._sink is not None:
             return
         stamp = collect_stamp(
             self.device, self.world_size, repetitions=self._arguments.repetitions, warmup=self._arguments.warmup
@@ -158,8 +158,8 @@ def _join() -> None:
 
 
 @contextmanager
-def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSession]:
-    """Joins the process group for the time of a benchmark.
+def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = None) -> Iterator[BenchSession]:
+    """Joins the process group for the time of a benchmark, whose rows go to ``sink`` if there is one.
 
     Raises:
         VersionError: A library is outside its supported range.
@@ -180,7 +180,7 @@ def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSes
     if joined:
         _join()
     try:
-        yield BenchSession(name, arguments)
+        yield BenchSession(name, arguments, sink)
     finally:
         if joined:
             dist.destroy_process_group()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.bench.rows import Row
-from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, Sink, add_common_arguments, bench_session
 from ditron_train.bench.sp_native import NativeUlysses
 from ditron_train.bench.tp import WIRE_GBPS
 from ditron_train.data import load_workloads
@@ -80,13 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for; returns 1 where bits differ.
+def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
 
     Raises:
         SettingError: A shape does not divide over the ranks.
     """
-    with bench_session("sp", arguments) as session:
+    with bench_session("sp", arguments, sink) as session:
         parts = arguments.part or _PARTS
         if "layer" in parts and session.device.type == "cuda":
             _layer_rows(session)

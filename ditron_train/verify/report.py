@@ -1,9 +1,11 @@
-"""The table, the sentence and the files of ``verify``."""
+"""The table, the sentences and the files of ``verify``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from rich.table import Table
@@ -15,18 +17,87 @@ from ditron_train.bench.tables import terminal
 from ditron_train.verify.outcome import RESULTS, Outcome
 from ditron_train.verify.soak import Soak, write_soak
 
-__all__ = ["print_line", "show_outcomes", "summary", "summary_of_rows", "write_outcomes"]
+__all__ = ["Report"]
 
 
-def print_line(text: str) -> None:
-    """One line on the terminal."""
+class Report:
+    """What ``verify`` found so far: named cases, rows of the other rooms' benchmarks, long runs.
+
+    Named cases and rows are in ``verify.json`` from the moment they are added, so that a run that is cut short leaves what it
+    has compared.
+
+    Attributes:
+        outcomes: Of the named cases.
+        rows: Of the other rooms.
+        soaks: Of long runs.
+    """
+
+    def __init__(self, session: BenchSession, arguments: argparse.Namespace) -> None:
+        self._session, self._arguments = session, arguments
+        self.outcomes: list[Outcome] = []
+        self.rows: list[Row] = []
+        self.soaks: list[Soak] = []
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no bit differed anywhere."""
+        equal = (*(outcome.equal for outcome in self.outcomes), *(row.bitwise_equal for row in self.rows))
+        return all(equal) and not any(soak.num_different for soak in self.soaks)
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """One more named case."""
+        self.outcomes.append(outcome)
+        self._write_rows()
+
+    def add_row(self, row: Row) -> None:
+        """One more row of a room's benchmark."""
+        self.rows.append(row)
+        self._write_rows()
+
+    def finish(self) -> None:
+        """Rank 0 shows everything and writes the long runs (``soak/<what>.json``)."""
+        if self._session.rank != 0:
+            return
+        if self.outcomes or self.rows:
+            _show(self._session, self.outcomes, self.rows, self._arguments.repeat)
+        for line in (
+            *self._sentences(),
+            *(soak.sentence() for soak in self.soaks),
+            *(f"DIFFERENT: {description}" for soak in self.soaks for description in soak.different),
+        ):
+            _print_line(line)
+        folder: Path | None = self._arguments.output
+        if folder is not None:
+            paths = [self._write_rows(), *(write_soak(folder, self._stamp, soak) for soak in self.soaks)]
+            for path in paths:
+                if path is not None:
+                    _print_line(f"written: {path}")
+
+    def _sentences(self) -> list[str]:
+        named = [_summary(self.outcomes, self._arguments.repeat)] if self.outcomes else []
+        return named + ([_summary_of_rows(self.rows)] if self.rows else [])
+
+    def _write_rows(self) -> Path | None:
+        folder: Path | None = self._arguments.output
+        rows = [*(_row(self._session, outcome) for outcome in self.outcomes if outcome.native_us), *self.rows]
+        if self._session.rank != 0 or folder is None or not rows:
+            return None
+        settings = {**self._stamp.settings, "summary": ". ".join(self._sentences())}
+        return write_results(folder, "verify", replace(self._stamp, settings=settings), rows)
+
+    @cached_property
+    def _stamp(self) -> Stamp:
+        names = ("rooms", "repeat", "straggler_ms", "poison", "random", "largest", "ops", "seed", "repetitions", "warmup")
+        settings = {name: getattr(self._arguments, name) for name in names}
+        return collect_stamp(self._session.device, self._session.world_size, **settings)
+
+
+def _print_line(text: str) -> None:
     terminal().print(text, highlight=False)
 
 
-def show_outcomes(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row], repeat: int) -> None:
+def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row], repeat: int) -> None:
     """One line a case and one for each of the other rooms' ``rows``, on rank 0."""
-    if session.rank != 0 or not (outcomes or rows):
-        return
     title = f"{session.world_size} ranks" + (f", {repeat} comparisons of each layer" if outcomes else "")
     table = Table(title=title, title_justify="left")
     for name in ("layer", "op", "shape", "dtype", *RESULTS, "native ms", "ditron ms", "verdict"):
@@ -67,44 +138,19 @@ def _bits(outcome: Outcome, result: str) -> str:
     return "equal" if count == 0 else f"{count} DIFFERENT"
 
 
-def summary_of_rows(rows: Sequence[Row]) -> str:
+def _summary_of_rows(rows: Sequence[Row]) -> str:
     """One sentence over the other rooms' rows."""
     different = sum(not row.bitwise_equal for row in rows)
     return f"{len(rows)} comparisons of other ops; {f'{different} different' if different else 'every bit is equal'}"
 
 
-def summary(outcomes: Sequence[Outcome], repeat: int) -> str:
+def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
     """One sentence over all cases."""
     ours = [outcome for outcome in outcomes if outcome.is_ours]
     different = [outcome for outcome in outcomes if not outcome.equal]
     compared = len(ours) * repeat
     text = f"{len(outcomes)} shapes: {len(ours)} run ours ({compared} comparisons), {len(outcomes) - len(ours)} natively"
     return f"{text}; {len(different)} different" if different else f"{text}; every bit is equal"
-
-
-def _stamp(session: BenchSession, arguments: argparse.Namespace, **more: object) -> Stamp:
-    names = ("repeat", "straggler_ms", "poison", "random", "largest", "ops", "seed")
-    return collect_stamp(session.device, session.world_size, **more, **{name: getattr(arguments, name) for name in names})
-
-
-def write_outcomes(
-    session: BenchSession,
-    outcomes: Sequence[Outcome],
-    others: Sequence[Row],
-    soaks: Sequence[Soak],
-    arguments: argparse.Namespace,
-) -> None:
-    """Where ``--output`` names a folder: named cases and the other rooms' rows as rows of ``verify.json``, long runs as
-    ``soak/<what>.json``."""
-    folder: Path | None = arguments.output
-    if session.rank != 0 or folder is None:
-        return
-    rows = [*(_row(session, outcome) for outcome in outcomes if outcome.native_us), *others]
-    if rows:
-        stamp = _stamp(session, arguments, summary=summary(outcomes, arguments.repeat))
-        print_line(f"written: {write_results(folder, 'verify', stamp, rows)}")
-    for soak in soaks:
-        print_line(f"written: {write_soak(folder, _stamp(session, arguments), soak)}")
 
 
 def _row(session: BenchSession, outcome: Outcome) -> Row:

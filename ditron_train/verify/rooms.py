@@ -6,8 +6,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 
-from ditron_train.bench.rows import Row
-from ditron_train.bench.session import BenchSession
+from ditron_train.bench.session import Sink
 from ditron_train.runtime.errors import SettingError
 from ditron_train.verify.cases import ModelSizes
 
@@ -44,11 +43,11 @@ def _sp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
 
 
 def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
-    if model.experts is None:
-        return ["--model", "facts"] if on_gpu else []  # a published layer; without a GPU the benchmark has one alone
+    if model.experts is None:  # a published layer; without a GPU the benchmark has one alone
+        return ["--no-deterministic", *(("--model", "facts") if on_gpu else ())]
     _divides("experts over the ranks", model.experts, world_size)
     sizes = (model.tokens, model.hidden, model.expert_ffn, model.experts, model.topk)
-    return ["--shape", *map(str, sizes)]
+    return ["--no-deterministic", "--shape", *map(str, sizes)]
 
 
 def _pp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
@@ -76,14 +75,10 @@ def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu:
     return {room: ROOMS[room](model, world_size, on_gpu) for room in rooms}
 
 
-def verify_rooms(session: BenchSession, words: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Runs the rooms' benchmarks shortly (collective); their rows, the same on every rank."""
-    rows: list[Row] = []
+def verify_rooms(words: Mapping[str, Sequence[str]], sink: Sink) -> None:
+    """Runs the rooms' benchmarks shortly (collective) and gives their rows to ``sink``, on every rank."""
     for room, options in words.items():
         module = importlib.import_module(f"ditron_train.bench.{room}")
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
-        arguments = parser.parse_args([*_QUICK, *options])
-        arguments.collected = rows
-        module.run(arguments)
-    return rows
+        module.run(parser.parse_args([*_QUICK, *options]), sink)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
 from ditron_train.bench.tables import terminal
 from ditron_train.policy.plan import load_plan
@@ -27,7 +26,7 @@ from ditron_train.verify.cases import (
     shape_cases,
 )
 from ditron_train.verify.outcome import Outcome, Stress
-from ditron_train.verify.report import print_line, show_outcomes, summary, summary_of_rows, write_outcomes
+from ditron_train.verify.report import Report
 from ditron_train.verify.rooms import parse_rooms, room_words, verify_rooms
 from ditron_train.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter
 
@@ -40,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``verify``."""
     add_case_arguments(parser)
     parser.add_argument(
-        "--rooms", metavar="NAME,NAME", help="the ops of these, too: sp, ep, pp, muon, or all (default: tensor parallel only)"
+        "--rooms",
+        metavar="NAME,NAME",
+        help="the ops of these, too, timed briefly: sp, ep, pp, muon, or all (default: tensor parallel only)",
     )
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="decide as strict does, and keep it: a job with --ditron-plan FILE asks no more"
@@ -84,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         with megatron_world(session):
             verification = _Verification(session, arguments, model)
             verification.compare()
-        return verification.report(verify_rooms(session, words))
+        verify_rooms(words, verification.report.add_row)
+        return verification.finish()
 
 
 def _check(arguments: argparse.Namespace) -> list[str]:
@@ -126,38 +128,25 @@ class _Verification:
         self.named = self._named_cases()
         self.context = get_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
         self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
-        self.outcomes: list[Outcome] = []
-        self.soaks: list[Soak] = []
+        self.report = Report(session, arguments)
 
     def compare(self) -> None:
         """The linear layers, one after the other, and the long runs."""
         from ditron_train.verify.compare import compare
 
-        self.outcomes = [
-            compare(self.session, case, self.stress, seed=self.arguments.seed + 100 * number, timed=True)
-            for number, case in enumerate(self._progress(self.named, len(self.named)))
-        ]
+        for number, case in enumerate(self._progress(self.named, len(self.named))):
+            seed = self.arguments.seed + 100 * number
+            self.report.add_outcome(compare(self.session, case, self.stress, seed=seed, timed=True))
         if self.arguments.random:
-            self.soaks.append(self._soak_random())
+            self.report.soaks.append(self._soak_random())
         if self.arguments.ops:
-            self.soaks.append(self._soak_ops())
+            self.report.soaks.append(self._soak_ops())
 
-    def report(self, others: Sequence[Row]) -> int:
-        """Shows and writes everything, ``others`` being the rows of other rooms; the exit status."""
-        session, arguments, outcomes, soaks = self.session, self.arguments, self.outcomes, self.soaks
-        show_outcomes(session, outcomes, others, arguments.repeat)
-        if session.rank == 0:
-            for line in (
-                *([summary(outcomes, arguments.repeat)] if outcomes else []),
-                *([summary_of_rows(others)] if others else []),
-                *(soak.sentence() for soak in soaks),
-                *(f"DIFFERENT: {description}" for soak in soaks for description in soak.different),
-            ):
-                print_line(line)
-        write_outcomes(session, outcomes, others, soaks, arguments)
-        well = all(outcome.equal for outcome in outcomes) and all(row.bitwise_equal for row in others)
-        grown = any(soak.what == "ops" and self._grows(soak.host_drift_bytes) for soak in soaks)
-        return 0 if well and all(soak.num_different == 0 for soak in soaks) and not grown else 1
+    def finish(self) -> int:
+        """Shows everything; the exit status."""
+        self.report.finish()
+        grown = any(soak.what == "ops" and self._grows(soak.host_drift_bytes) for soak in self.report.soaks)
+        return 0 if self.report.is_equal and not grown else 1
 
     def _named_cases(self) -> list[Case]:
         arguments = self.arguments

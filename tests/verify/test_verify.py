@@ -85,23 +85,44 @@ def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
     assert ops["last_epoch"] > shapes["last_epoch"] >= 2**31 and len(ops["host_bytes"]) > 10
 
 
-def _run_rooms(is_wrong: bool) -> int:
-    """Messages of a small model after a layer; one of them arrives with a wrong value on rank 1."""
+def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
+    """Messages of a small model; they arrive with a wrong value on rank 1, or the second pattern of them is not reached."""
     from ditron_train.bench import pp
 
+    before = rooms.ROOMS["pp"], pp._Transfers.ours, pp._PATTERNS
     rooms.ROOMS["pp"] = lambda *model: ["--no-limited", "--part", "send_recv", "--mb", "0.1"]
-    right = pp._Transfers.ours
     if is_wrong:
-        pp._Transfers.ours = lambda self, index: right(self, index).clone().add_(dist.get_rank())
+        pp._Transfers.ours = lambda self, index: before[1](self, index).clone().add_(dist.get_rank())
+    if is_cut_short:
+        pp._PATTERNS = _one_and_then_the_end()
     try:
-        return run(arguments("--row", "8", "8", "8", "--rooms", "pp"))
+        return run(arguments(*words, "--rooms", "pp"))
+    except KeyboardInterrupt as error:
+        return str(error)
     finally:
-        pp._Transfers.ours = right
+        rooms.ROOMS["pp"], pp._Transfers.ours, pp._PATTERNS = before
 
 
-def test_other_rooms() -> None:
-    assert run_workers(2, _run_rooms, False) == [0, 0]
-    assert run_workers(2, _run_rooms, True) == [1, 1]
+def _one_and_then_the_end():
+    yield "ring"
+    raise KeyboardInterrupt("cut")
+
+
+def test_other_rooms(tmp_path: Path) -> None:
+    words = ("--random", "3", "--largest", "8", "--output", str(tmp_path))
+    assert run_workers(2, _run_rooms, False, False, *words) == [0, 0]
+    stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    assert [row.model for row in rows] == ["ring", "pairs"] and stamp.settings["rooms"] == "pp"
+    assert stamp.settings["summary"] == "2 comparisons of other ops; every bit is equal"
+    assert run_workers(2, _run_rooms, True, False, *words) == [1, 1]
+
+
+def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
+    words = ("--row", "8", "8", "8", "--output", str(tmp_path))
+    assert run_workers(2, _run_rooms, False, True, *words) == ["cut", "cut"]
+    stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    assert [row.model for row in rows] == ["custom", "ring"]
+    assert stamp.settings["summary"].startswith("1 shapes: 1 run ours") and "1 comparisons of other" in stamp.settings["summary"]
 
 
 def test_rooms_take_the_models_sizes() -> None:
@@ -110,7 +131,7 @@ def test_rooms_take_the_models_sizes() -> None:
     found = {room: " ".join(words) for room, words in room_words(rooms.parse_rooms("all"), model, 2, True).items()}
     assert "--shape 32 8 2 8" in found["sp"] and "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
     assert "--shape 96 64 --shape 64 64 --shape 512 64 --shape 64 256" in found["muon"]
-    assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {"ep": ["--model", "facts"]}
+    assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {"ep": ["--no-deterministic", "--model", "facts"]}
     for room, world_size, error in (("sp", 4, "2 query groups"), ("ep", 3, "4 experts"), ("pp", 3, "even number")):
         with pytest.raises(SettingError, match=error):
             room_words([room], model, world_size, True)
