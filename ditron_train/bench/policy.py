@@ -1,4 +1,5 @@
-"""Benchmark of the policy: what ``strict`` costs once its probes are done, against ``force``, which never probes.
+"""Benchmark of the policy: what the probes of ``strict`` cost, and what it costs once they are done, against ``force``, which never
+probes.
 
 A whole transformer layer, forward and backward, under ``strict`` and under ``force``. The two take turns, a few calls each, in
 an order that is reversed from round to round, so that drift of clocks hits both alike; what counts is the ratio within each
@@ -28,7 +29,7 @@ from ditron_train.bench.tables import show_rows
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.logs import get_logger
 
-__all__ = ["MODES", "Ratio", "add_arguments", "compare_policies", "ratio_of", "run"]
+__all__ = ["MODES", "ProbeCost", "Ratio", "add_arguments", "compare_policies", "probe_cost", "ratio_of", "run"]
 
 MODES = ("strict", "force")
 Run = Callable[[int], object]
@@ -41,6 +42,21 @@ class Ratio:
     median: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class ProbeCost:
+    """Of a layer's first call under ``strict``: the maximum over ranks.
+
+    Attributes:
+        first_s: Everything that is made once included: groups, symmetric memory, kernels that were never compiled.
+        again_s: With all of that there.
+        left_bytes: Memory of tensors that is more after the second than before it.
+    """
+
+    first_s: float
+    again_s: float
+    left_bytes: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +83,36 @@ def run(arguments: argparse.Namespace) -> int:
         if session.device.type != "cuda":
             raise NotSupportedError("bench policy needs GPUs: in the interpreter nothing is timed")
         contenders = layer_contenders(session)
+        cost = probe_cost(session, contenders["ditron"])
         with _policy("force"):
             equal = session.equal(contenders["ditron"](0), contenders["native"](0))
         times, natively = compare_policies(
             session, contenders["ditron"], contenders["native"], rounds=arguments.rounds, calls=arguments.calls
         )
         row = _row(session, times, LAYER_SHAPE, equal)
-        return _finish(session, arguments, row, _summary(times, natively))
+        return _finish(session, arguments, row, _summary(times, natively, cost))
+
+
+def probe_cost(session: BenchSession, ours: Run) -> ProbeCost:
+    """Has ``strict`` decide about all shapes of ``ours``, and then once more (collective)."""
+    from ditron_train.megatron.routing import swap_routes
+
+    on_gpu = session.device.type == "cuda"
+    seconds, held = [], []
+    with _policy("strict"):
+        for _ in range(2):
+            previous = swap_routes({})
+            start_s = time.perf_counter()
+            ours(0)
+            if on_gpu:
+                torch.cuda.synchronize(session.device)
+            seconds.append(time.perf_counter() - start_s)
+            swap_routes(previous)
+            held.append(torch.cuda.memory_allocated(session.device) if on_gpu else 0)
+    mine = torch.tensor([*seconds, held[1] - held[0]], dtype=torch.float64, device=session.device)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    first_s, again_s, left_bytes = mine.tolist()
+    return ProbeCost(first_s, again_s, int(left_bytes))
 
 
 def compare_policies(
@@ -149,11 +188,13 @@ def ratio_of(times: Sequence[float], of: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(ratios), ratios[first], ratios[len(ratios) - 1 - first])
 
 
-def _summary(times: dict[str, list[float]], natively: dict[str, int]) -> str:
+def _summary(times: dict[str, list[float]], natively: dict[str, int], cost: ProbeCost) -> str:
     ratio, rounds = ratio_of(times["strict"], times["force"]), len(times["strict"])
     return (
         f"After its probes `strict` takes {ratio.median:.4f} of the time of `force` (95 % interval {ratio.low:.4f} to "
-        f"{ratio.high:.4f}, {rounds} rounds in turns); {natively['strict']} of the layer's shapes stay native under `strict`"
+        f"{ratio.high:.4f}, {rounds} rounds in turns); {natively['strict']} of the layer's shapes stay native under `strict`. "
+        f"Probing them took {cost.first_s:.1f} s with what is made once, {cost.again_s:.1f} s again, and left "
+        f"{cost.left_bytes / 2**20:.1f} MiB"
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.bench.policy import add_arguments, compare_policies, ratio_of, run
+from ditron_train.bench.policy import _summary, add_arguments, compare_policies, probe_cost, ratio_of, run
 from ditron_train.runtime.errors import SettingError
 from ditron_train.testing.processes import run_workers
 
@@ -54,6 +55,30 @@ def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
         assert natively == {"strict": 0, "force": 0}
         assert seen == ["decides"] * 2 + ["knows"] * (2 * 2 * 4)  # two modes, two calls, three rounds and a warm-up
         assert left == 0 and mode == "bits"
+
+
+def _cost() -> tuple[float, int, str]:
+    from ditron_train.bench.session import BenchSession
+    from ditron_train.megatron import routing
+
+    x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
+    known: list[int] = []
+
+    def ours(index: int) -> None:
+        known.append(len(routing._routes))
+        routing.route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
+        if len(known) == 1 and dist.get_rank() == 1:
+            time.sleep(0.3)
+
+    cost = probe_cost(BenchSession("policy", argparse.Namespace()), ours)
+    assert known == [0, 0] and not routing._routes
+    return cost.first_s, cost.left_bytes, _summary({"strict": [2.0], "force": [2.0]}, {"strict": 0}, cost)
+
+
+def test_the_cost_of_probes_is_that_of_the_slowest_rank() -> None:
+    first, second = run_workers(2, _cost)
+    assert first == second and first[0] > 0.3 and first[1] == 0
+    assert f"took {first[0]:.1f} s with what is made once, " in first[2] and "again, and left 0.0 MiB" in first[2]
 
 
 def test_bad_numbers_are_refused() -> None:
