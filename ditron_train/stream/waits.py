@@ -22,16 +22,12 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.stream import driver
 from ditron_train.symm.channel import Channel
+from ditron_train.symm.control import cyclic_difference
 
 __all__ = ["stream_notify", "stream_wait", "waits_can_be_released"]
 
 _POLL_S = 0.05
 _SLOTS = 4096
-
-
-def cyclic_difference(a: int, b: int) -> int:
-    """``a - b`` as a signed 32-bit number: at least 0 where epoch ``a`` is ``b`` or later."""
-    return (a - b + 2**31) % 2**32 - 2**31
 
 
 def waits_can_be_released() -> bool:

@@ -7,6 +7,7 @@ a waiter waits until ``signal - epoch >= 0``. The epoch is counted in device mem
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -36,9 +37,12 @@ from ditron_train.symm.control import (
     RECORD_WORDS,
     TICKET_ROLES,
     TICKET_UNIT_LOG2,
+    cyclic_difference,
 )
 
 __all__ = ["Channel", "check_all", "forget_failed"]
+
+_READY_READ_S = 2.0  # start signals are read for an error's words; the error must not be late
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -87,6 +91,7 @@ class Channel:
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._record_words = self._record.numpy()
         self._record_view = memoryview(self._record_words)  # the same; reading a word takes a quarter of numpy's time
+        self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, pin_memory=device.type == "cuda")
         words = [0] * CONTROL_WORDS
         words[CONTROL_TIMEOUT_NS] = int(self.timeout_s * 1e9)
         words[CONTROL_RECORD_ADDRESS] = self._record.data_ptr()
@@ -101,7 +106,7 @@ class Channel:
     def _filled(self, name: str, shape: tuple[int, ...], epoch: int) -> SymmetricTensor:
         tensor = self.arena.tensor(name, shape, torch.int32)
         self.arena._quiesce()  # a channel of this name before this one may have used the memory
-        tensor.local.fill_((epoch + 2**31) % 2**32 - 2**31)
+        tensor.local.fill_(cyclic_difference(epoch, 0))
         self.arena._quiesce()
         return tensor
 
@@ -118,7 +123,7 @@ class Channel:
         tensor = self._signatures.get(key)
         if tensor is None:
             assert len(key) == len(self.signature_fields)
-            words = [0, *((value + 2**31) % 2**32 - 2**31 for value in key)]
+            words = [0, *(cyclic_difference(value, 0) for value in key)]
             words += [0] * (READY_WORDS - len(words))
             tensor = self._signatures[key] = torch.tensor(words, dtype=torch.int32, device=self.arena.device)
         return tensor
@@ -175,22 +180,48 @@ class Channel:
                 f"{self.op_name} on group {self.arena.group_name}: {words[RECORD_SEEN]} rows for slot "
                 f"{words[RECORD_CHUNK]} of rank {peer}, room for {words[RECORD_EXPECTED]}{self.overflow_hint}"
             )
+        return self._timeout_error(peer, words[RECORD_CHUNK], words[RECORD_EXPECTED], words[RECORD_SEEN])
+
+    def _timeout_error(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> PeerTimeoutError:
+        """Names the rank that is really missing: a peer that has begun the call may itself be waiting for one that has not, and
+        both waits end at about the same time, so that either may be the one that was recorded."""
+        epochs = [words[0] for words in self._start_signals(expected_epoch)]
+        absent = [rank for rank, epoch in enumerate(epochs) if cyclic_difference(epoch, expected_epoch) < 0]
+        if absent and peer not in absent and self.arena.rank not in absent:
+            peer, chunk, seen_epoch = absent[0], -1, epochs[absent[0]]
         return PeerTimeoutError(
             op=self.op_name,
             group=self.arena.group_name,
             waiting_rank=self.arena.rank,
             missing_rank=peer,
-            chunk=words[RECORD_CHUNK],
-            expected_epoch=words[RECORD_EXPECTED],
-            seen_epoch=words[RECORD_SEEN],
+            chunk=chunk,
+            expected_epoch=expected_epoch,
+            seen_epoch=seen_epoch,
             timeout_s=self.timeout_s,
         )
 
+    def _start_signals(self, epoch: int) -> list[list[int]]:
+        """The start signal of every rank, [epoch, signature...], as this rank's pad for ``epoch`` holds it now.
+
+        Read beside the current stream, which may be held up by anything; zeros where that takes too long, or is not allowed
+        since a CUDA graph is being captured.
+        """
+        pad = self.ready.local[epoch & 1]
+        if pad.device.type != "cuda":
+            return pad.tolist()
+        if not torch.cuda.is_current_stream_capturing():
+            deadline_s = time.monotonic() + _READY_READ_S
+            with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):
+                self._ready_mirror.copy_(pad, non_blocking=True)
+                copied = torch.cuda.current_stream().record_event()
+            while not copied.query() and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+        return self._ready_mirror.tolist()
+
     def _describe_mismatch(self, epoch: int) -> str:
         """The same words on every rank: what each rank of the group called, in rank order."""
-        pad = self.ready.local[epoch & 1].cpu().tolist()
         calls = []
-        for rank, words in enumerate(pad):
+        for rank, words in enumerate(self._start_signals(epoch)):
             if words[0] != epoch:
                 calls.append(f"rank {rank}: not heard")
                 continue

@@ -27,6 +27,7 @@ __all__ = [
     "RECORD_WORDS",
     "TICKET_ROLES",
     "TICKET_UNIT_LOG2",
+    "cyclic_difference",
 ]
 
 CONTROL_ABORT = 0
@@ -51,3 +52,8 @@ KIND_OVERFLOW = 3
 READY_WORDS = 16  # one rank's start signal: the epoch, then 15 words of signature
 TICKET_UNIT_LOG2 = 10  # a launch takes 2**10 tickets whatever its grid is (so at most 1024 programs)
 TICKET_ROLES = 4  # two kernels of one op that count launches separately, two counters of the op
+
+
+def cyclic_difference(a: int, b: int) -> int:
+    """``a - b`` as a signed 32-bit number: at least 0 where epoch ``a`` is ``b`` or later."""
+    return (a - b + 2**31) % 2**32 - 2**31

@@ -2,7 +2,8 @@
 
     failing_peer.py RANK WORLD_SIZE PORT killed|stalled "ag_gemm copy" | "ag_gemm push" | "gemm_rs copy" | "gemm_rs store"
 
-The last rank dies, or stays away, while its third call waits on the device; every other prints what it saw as JSON.
+PORT is that of a store which outlives the job. The last rank dies, or stays away, while its third call waits on the device; every
+other prints what it saw as JSON.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def main() -> None:
     fault, op, mode = sys.argv[4], *sys.argv[5].split()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    rendezvous = f"tcp://127.0.0.1:{port}"
     limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world_size, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit)
     context = get_context(None, device)
     rows = 512 * (1 if op == "ag_gemm" else world_size)
     x = torch.randn(rows, 1024, device=device, dtype=torch.bfloat16)
@@ -64,8 +65,6 @@ def main() -> None:
     except PeerTimeoutError as error:
         seen.update(error=type(error).__name__, text=str(error), missing_rank=error.missing_rank)
     print(json.dumps({**seen, "waited_s": time.monotonic() - begin_s}), flush=True)
-    if rank == 0:
-        time.sleep(2)  # it keeps the store that the others may still want
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.errors import ArenaError, NotSupportedError, PeerTimeoutError
 from ditron_train.symm import Channel, SymmetricArena, get_arena, shm_transport
 
 CPU = torch.device("cpu")
@@ -190,3 +190,17 @@ def flags_after_another_channel() -> list[int]:
     arena = get_arena(None, CPU)
     Channel(arena, "test.again", 4).signals.local.fill_(7)
     return Channel(arena, "test.again", 4).signals.local.tolist()
+
+
+def who_is_missing(recorded: int) -> tuple[int, int, int, int]:
+    """What the error names when a wait for rank ``recorded``'s rows ran out, and of three ranks the last never began its call."""
+    channel = Channel(get_arena(None, CPU), f"test.missing{recorded}", 1)
+    epoch = 2**31 + 3  # past the wrap
+    for rank in range(3):
+        channel.ready.local[epoch & 1, rank, 0] = epoch - 2**32 - (2 if rank == 2 else 0)
+    channel.record_timeout(peer=recorded, chunk=5, expected_epoch=epoch - 2**32, seen_epoch=epoch - 2**32 - 1)
+    try:
+        channel.check()
+    except PeerTimeoutError as error:
+        return error.missing_rank, error.chunk, error.seen_epoch - error.expected_epoch, error.waiting_rank
+    raise AssertionError("no error")

@@ -75,3 +75,9 @@ def test_new_flags_start_at_the_epoch():
 
 def test_a_channel_does_not_see_the_flags_of_one_before():
     assert run_workers(2, bodies.flags_after_another_channel) == [[0] * 4] * 2
+
+
+def test_the_rank_that_never_began_is_missing_not_one_that_waits_for_it():
+    """Whose wait was recorded, of two that end together, is chance."""
+    for recorded, chunk, behind in ((0, -1, 2), (1, -1, 2), (2, 5, 1)):
+        assert run_workers(3, bodies.who_is_missing, recorded)[:2] == [(2, chunk, -behind, rank) for rank in range(2)]
