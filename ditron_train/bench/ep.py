@@ -102,11 +102,11 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     unknown = sorted(set(wanted) - set(models))
     if unknown:
         raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(models)}")
-    chosen = [case for case in cases if case.model in wanted]
+    chosen = [case for model in wanted for case in cases if case.model == model]
     variants = [replace(case, zipf=zipf) for case in chosen for zipf in (0.0, arguments.zipf)]
     if arguments.no_deterministic:
         return variants
-    return variants + [replace(case, deterministic=True) for case in chosen[:1] if case.model == models[0]]
+    return variants + [replace(case, deterministic=True) for case in chosen if case.model == models[0]]
 
 
 @contextmanager

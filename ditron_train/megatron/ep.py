@@ -92,6 +92,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._ep_context: EPContext | RailContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: Layout | rails.RailLayout | None = None
+        self._no_room: str | None = None  # why there is no pending layout: tensor parallel ranks learn it in ``token_dispatch``
         self._order: SumOrder | None = None
         self._capacity_factor: float | None = None
         self._experts: list[torch.nn.Module] = []
@@ -216,8 +217,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         self.probs, self.routing_map = probs, routing_map
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
         try:
-            arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
             if isinstance(self._ep_context, RailContext):
                 self._pending = rails.begin_layout(*arguments)
             else:
@@ -226,10 +227,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 )
                 if self._pairs is not None and "dispatch_gemm" not in self._pairs and not self._apart:
                     dispatch_ahead(tokens, self._pending)
-        except ArenaError as error:  # of a fixed capacity; raised by every rank alike
-            self._native_because, self._ep_context = str(error), None
-            self._log_native()
-            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        except ArenaError as error:  # of a fixed capacity; raised by every rank of the expert parallel group alike
+            self._no_room = str(error)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         return (tokens.clone(), probs.clone()) if self._apart else (tokens, probs)
@@ -238,9 +237,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._ep_context is None:
             return super().token_dispatch(hidden_states, probs)
         pending, self._pending = self._pending, None
-        reason = None
+        reason, self._no_room = self._no_room, None
         try:
-            self._layout = pending.finish()
+            self._layout = None if pending is None else pending.finish()
         except ArenaError as error:  # raised by every rank of the expert parallel group alike
             self._layout, reason = None, str(error)
         if self._apart and self._layout is not None and hidden_states.is_cuda:

@@ -194,9 +194,12 @@ def policy_is_asked_once(options=None):
         return answers, kept
 
 
-def falls_back_when_memory_is_capped(options=None):
-    """A cap that holds the signals but not the rows: the call goes on natively, later ones start natively."""
+def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
+    """A cap, of some ranks only if they are named, that holds the signals but not the rows: the call goes on natively, later
+    ones start natively."""
     options = {"params_dtype": torch.float32, "num_moe_experts": 6, **(options or {})}
+    if capped_ranks is not None and dist.get_rank() not in capped_ranks:
+        os.environ.pop("DITRON_ARENA_BYTES")
     with groups(**sizes_of(options)), uneven_collectives():
         native, ours = build(options, False), build(options, True)
         generator = torch.Generator().manual_seed(dist.get_rank())

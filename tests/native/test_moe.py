@@ -113,9 +113,14 @@ def test_four_ranks_padded_to_capacity(split):
     run_workers(4, sliced_layers_agree, options, (12, 12, 12, 12), torch.bfloat16, env={"DITRON_POLICY": "force"})
 
 
-def test_split_experts_go_over_to_native_together():
-    reasons = run_workers(4, falls_back_when_memory_is_capped, SLICED, env={"DITRON_ARENA_BYTES": "20000"})
-    assert all("DITRON_ARENA_BYTES" in reason for reason in reasons), reasons
+@pytest.mark.parametrize("options", [{}, PADDED], ids=["exact", "padded"])
+@pytest.mark.parametrize("capped", [(0, 1, 2, 3), (1, 3)], ids=["all", "one_group"])
+def test_split_experts_go_over_to_native_together(options, capped):
+    """Ranks 1 and 3 hold the same slices of all experts: where they have no room, 0 and 2 must hear of it."""
+    env = {"DITRON_ARENA_BYTES": "20000", "DITRON_POLICY": "force"}
+    reasons = run_workers(4, falls_back_when_memory_is_capped, {**SLICED, **options}, capped, env=env, timeout_s=100)
+    for rank, reason in enumerate(reasons):
+        assert ("DITRON_ARENA_BYTES" if rank in capped else "another tensor parallel rank has no room") in reason, reasons
 
 
 def test_rows_of_split_experts_in_the_places_of_native():
