@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="compare every op with native, bit for bit (under torchrun)", add_help=False)
     verify.set_defaults(function=_verify)
 
+    compare = commands.add_parser("compare", help="train twice by your own command, natively and with ours", add_help=False)
+    compare.set_defaults(function=_compare)
+
     postmortem = commands.add_parser("postmortem", help="name the first rank that diverged, after a failure", add_help=False)
     postmortem.set_defaults(function=_postmortem)
 
@@ -118,25 +121,30 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    _set_megatron_environment()
     return _run_tool(f"bench {arguments.bench}", f"ditron_train.bench.{arguments.bench}", rest)
 
 
 def _tune(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    _set_megatron_environment()
     return _run_tool("tune", "ditron_train.tune.run", rest)
 
 
 def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    makes_plan = any(word.startswith("--plan") for word in rest)
-    return _run_tool("verify", "ditron_train.verify.run", rest, as_a_job=makes_plan)
+    _set_megatron_environment(as_a_job=any(word.startswith("--plan") for word in rest))
+    return _run_tool("verify", "ditron_train.verify.run", rest)
+
+
+def _compare(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    return _run_tool("compare", "ditron_train.compare.run", rest)
 
 
 def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return _run_tool("postmortem", "ditron_train.postmortem.run", rest)
 
 
-def _run_tool(command: str, module_name: str, rest: Sequence[str], *, as_a_job: bool = False) -> int:
+def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:
     """Hands ``rest`` to a module with ``add_arguments(parser)`` and ``run(arguments)``."""
-    _set_megatron_environment(as_a_job=as_a_job)
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"python -m ditron_train {command}", description=module.__doc__)
     module.add_arguments(parser)

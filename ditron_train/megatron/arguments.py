@@ -54,6 +54,7 @@ class Options:
         policy: Value for ``DITRON_POLICY``, or None to leave the environment as it is.
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
         sizes: Ranks of the groups of each feature, where Megatron's arguments tell.
+        record: Folder in which every training step is noted, or None.
     """
 
     features: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class Options:
     policy: str | None = None
     plan: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    record: str | None = None
 
     def environment(self) -> dict[str, str]:
         """The ``DITRON_*`` variables that these options set."""
@@ -156,6 +158,13 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="File with the decisions of an earlier run, which are not measured again; new ones are added. Overrides DITRON_PLAN.",
     )
+    group.add_argument(
+        "--ditron-record",
+        default=None,
+        metavar="DIR",
+        help="Notes the losses, the gradient norm and the time of every step there, and a digest of the parameters after the "
+        "first and the last; also without --ditron. `python -m ditron_train compare` makes two such jobs and compares them.",
+    )
     return parser
 
 
@@ -170,6 +179,7 @@ def options_from_args(args: Any) -> Options:
         policy=getattr(args, "ditron_policy", None),
         plan=getattr(args, "ditron_plan", None),
         sizes={name: size for name, size in sizes.items() if size is not None and size > 1},
+        record=getattr(args, "ditron_record", None),
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any, Sequence
 
 from ditron_train.megatron import patching
 from ditron_train.megatron.arguments import Options, parse_features
+from ditron_train.megatron.record import record_steps
 from ditron_train.megatron.specs import count_replacements, rewrite_spec
 from ditron_train.policy import check_plan, forget_plans
 from ditron_train.runtime.logs import log_once
@@ -71,6 +72,8 @@ def apply(
 
 def apply_options(options: Options, spec: Any = None) -> Any:
     """`apply` for options that were parsed from a command line; no feature at all changes nothing."""
+    if options.record is not None:
+        record_steps(options.record)
     if not options.features:
         return spec
     from ditron_train.runtime.versions import check_versions

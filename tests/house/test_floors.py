@@ -26,7 +26,7 @@ FLOORS = {
     "policy": 4.0,
     "megatron": 5.0,
 }
-TOOLS = {"bench", "tune", "trace", "doctor", "testing", "verify", "postmortem", "cli", "__main__"}
+TOOLS = {"bench", "tune", "trace", "doctor", "testing", "verify", "compare", "postmortem", "cli", "__main__"}
 MAY_IMPORT_MEGATRON = {"megatron", *TOOLS}
 
 

@@ -1,0 +1,71 @@
+"""Runs the user's training command with the launcher put into it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["run_job", "with_launcher"]
+
+LAUNCHER = "ditron_train.megatron.run"
+_END_S = 30.0  # that a job which is interrupted gets to end by itself
+
+
+def with_launcher(words: Sequence[str]) -> list[str]:
+    """``words`` with ``-m ditron_train.megatron.run`` in front of the Python script, unless it is there.
+
+    Raises:
+        SettingError: No script stands there, it cannot be read, or features are named in the command itself.
+    """
+    words = list(words)
+    if any(word == "--ditron" or word.startswith("--ditron=") for word in words):
+        raise SettingError("--ditron stands in front of the command: compare --ditron tp torchrun ... pretrain_gpt.py ...")
+    place = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
+    if place is None:
+        raise SettingError(f"no Python script in {' '.join(words) or 'the command'!r}: give it as torchrun ... SCRIPT.py ARGUMENTS")
+    if not Path(words[place]).is_file():
+        raise SettingError(f"cannot read the script {words[place]}")
+    if LAUNCHER in words[:place]:
+        return words
+    return [*words[:place], "-m", LAUNCHER, *words[place:]]
+
+
+def run_job(words: Sequence[str], log: Path, watch: Callable[[], None]) -> None:
+    """Runs a command to its end, its output in ``log``; ``watch`` is called a few times a second.
+
+    Raises:
+        SettingError: It cannot be started, or fails; with the last lines of its output.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        try:
+            job = subprocess.Popen(list(words), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise SettingError(f"cannot start {words[0]}: {error.strerror or error}") from None
+        try:
+            while job.poll() is None:
+                watch()
+                time.sleep(0.2)
+        finally:
+            _end(job)
+    if job.returncode:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        raise SettingError(os.linesep.join([f"the job ended with status {job.returncode}; the end of {log}:", *lines[-15:]]))
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """Ends a job that still runs: torchrun passes an interrupt on to its workers."""
+    if job.poll() is not None:
+        return
+    job.send_signal(signal.SIGINT)
+    try:
+        job.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()

@@ -1,0 +1,91 @@
+"""Trains natively and with ditron_train by your own command, torchrun and all, and compares losses, gradient norms and parameters of
+every step and rank, bit for bit, and the time of a step. The command follows the options of this one."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ditron_train.compare.launch import run_job, with_launcher
+from ditron_train.compare.report import show, write_row
+from ditron_train.compare.steps import Job, differences, read_job
+from ditron_train.megatron.arguments import parse_features
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``compare``."""
+    parser.add_argument(
+        "--ditron", required=True, type=_features, metavar="NAME[,NAME]", help="what to accelerate, as at the launcher"
+    )
+    parser.add_argument(
+        "--skip", type=int, metavar="N", help="steps at the beginning that are not timed (default: half of them, at most 10)"
+    )
+    parser.add_argument("--output", type=Path, default=Path("compare"), metavar="DIR", help="logs and notes (default %(default)s)")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="adds a row to <DIR>/<device>x<ranks>/training.json")
+    parser.add_argument("--model", default="training", metavar="NAME", help="what the row is called (default %(default)s)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="torchrun ... pretrain_gpt.py ...")
+
+
+def _features(text: str) -> str:
+    try:
+        return ",".join(parse_features(text))
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 where all that native repeats is equal, 1 where something differs.
+
+    Raises:
+        SettingError: The command cannot be used, or a job failed.
+    """
+    words = with_launcher(arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command)
+    native = _train(words, "native", arguments.output, ())
+    ours = _train(words, "ditron", arguments.output, ("--ditron", arguments.ditron))
+    found = differences(native, ours)
+    own = []
+    if found:  # is it native that does not repeat itself?
+        own = differences(native, _train(words, "native-again", arguments.output, ()))
+    skip = arguments.skip if arguments.skip is not None else min(len(native) // 2, 10)
+    is_equal = show(native, ours, found, own, skip)
+    if arguments.results is not None:
+        path = write_row(arguments.results, arguments.model, arguments.ditron, native, ours, skip, is_equal=is_equal and not found)
+        Console(stderr=True).print(f"written: {path}", markup=False)
+    return 0 if is_equal else 1
+
+
+def _train(words: Sequence[str], name: str, output: Path, more: Sequence[str]) -> Job:
+    """One job: its notes in ``<output>/<name>``, its log beside them."""
+    folder = output / name
+    for old in folder.glob("rank*.jsonl"):
+        old.unlink()
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(name, total=None)
+        command = [*words, *more, "--ditron-record", str(folder.resolve())]
+        watch = _watcher(folder / "rank0.jsonl", lambda done, total: progress.update(task, completed=done, total=total))
+        run_job(command, output / f"{name}.log", watch)
+    return read_job(folder)
+
+
+def _watcher(path: Path, report: Callable[[int, int | None], None]) -> Callable[[], None]:
+    """Reports how many steps a rank's file has, and how many it will have; looks at every fifth call."""
+    calls = itertools.count()
+
+    def watch() -> None:
+        if next(calls) % 5 or not path.is_file():
+            return
+        lines = path.read_text(encoding="utf-8").split("\n")
+        if len(lines) > 1:
+            report(len(lines) - 2, json.loads(lines[0]).get("train_iters"))
+
+    return watch

@@ -1,0 +1,249 @@
+"""``compare``: two jobs of the user's own command, every figure exact; a stand-in for Megatron-LM's training loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ditron_train.bench.rows import read_results
+from ditron_train.compare.launch import LAUNCHER, run_job, with_launcher
+from ditron_train.compare.report import show, write_row
+from ditron_train.compare.steps import differences, read_job
+from ditron_train.runtime.errors import SettingError
+
+ARGUMENTS = """
+import argparse
+
+def add_megatron_arguments(parser):
+    parser.add_argument("--train-iters", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=8)
+    parser.add_argument("--noise", choices=("none", "ours", "always"), default="none")
+    return parser
+
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+"""
+
+TRAINING = """
+import os
+import torch
+from megatron.training.arguments import parse_args
+
+_args = None
+
+def get_args():
+    return _args
+
+def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, iteration=None):
+    from ditron_train.megatron import active_features
+    optimizer.zero_grad()
+    loss = (model(torch.full((2, 8), 1.0 + iteration)) ** 2).mean()
+    loss.backward()
+    noisy = _args.noise == "always" or (_args.noise == "ours" and active_features())
+    if noisy and iteration == 2:  # one bit of one weight, of the last rank
+        with torch.no_grad():
+            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                seed = os.getpid() if _args.noise == "always" else 1
+                model.weight.view(torch.int32).view(-1)[seed % 8] ^= 1 + seed % 1000
+    norm = model.weight.grad.norm().item()
+    optimizer.step()
+    return {"lm loss": loss.detach()}, 0, False, False, 0, norm, None, 0
+
+def pretrain():
+    global _args
+    _args = parse_args()
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for iteration in range(_args.train_iters):
+        train_step(None, None, model, optimizer, None, None, None, iteration=iteration)
+    print("TRAINED", flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "arguments.py").write_text(ARGUMENTS)
+    (package / "training.py").write_text(TRAINING)
+    path = tmp_path / "train.py"
+    path.write_text("from megatron.training.training import pretrain\nif __name__ == '__main__':\n    pretrain()\n")
+    return path
+
+
+def _compare(tmp_path, *words):
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), TRITON_INTERPRET="1")
+    command = [sys.executable, "-m", "ditron_train", "compare", "--ditron", "tp", "--output", tmp_path / "out", *words]
+    return subprocess.run(list(map(str, command)), check=False, env=env, capture_output=True, text=True, timeout=200)
+
+
+def _alone(monkeypatch, *words):
+    """As torchrun would start one rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launched = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    return [sys.executable, *words]
+
+
+def _torchrun(ranks, *words):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *words]
+
+
+def test_equal_jobs_of_two_ranks(script, tmp_path):
+    pytest.importorskip("megatron.core")
+    results = tmp_path / "results"
+    done = _compare(tmp_path, "--results", results, "--model", "tiny", "--skip", 2, "--", *_torchrun(2, script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal: all 20 figures of 4 steps on 2 ranks" in done.stdout  # a loss and a norm a step, two digests, two ranks
+    assert "time of a step, behind the first 2: natively" in done.stdout
+    (path,) = results.glob("*x2/training.json")
+    (row,) = read_results(path)[1]
+    assert (row.op, row.model, row.world_size, row.shape) == ("training_step tp", "tiny", 2, {"hidden_size": 8})
+    assert row.bitwise_equal and row.native_us > 0 and row.ditron_us > 0
+    assert "TRAINED" in (tmp_path / "out" / "native.log").read_text()
+    assert "tp: on for models built from now on" in (tmp_path / "out" / "ditron.log").read_text()
+    assert "tp: on" not in (tmp_path / "out" / "native.log").read_text()
+
+
+def test_one_bit_of_one_weight_is_found(monkeypatch, script, tmp_path):
+    pytest.importorskip("megatron.core")
+    done = _compare(tmp_path, *_alone(monkeypatch, script, "--noise", "ours"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "DIFFERENT: " in done.stdout and "of step 4 on rank 0" in done.stdout
+
+
+def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, tmp_path):
+    pytest.importorskip("megatron.core")
+    done = _compare(tmp_path, *_alone(monkeypatch, script, "--noise", "always"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "native does not repeat itself: " in done.stdout and "all before that is equal" in done.stdout
+
+
+def test_a_job_that_fails(script, tmp_path):
+    script.write_text("raise SystemExit('nothing to train')")
+    done = _compare(tmp_path, sys.executable, script)
+    assert done.returncode == 2 and "the job ended with status 1" in done.stderr and "nothing to train" in done.stderr
+    script.write_text("print('no loop here')")
+    done = _compare(tmp_path, sys.executable, script)
+    assert done.returncode == 2 and "did the script reach Megatron-LM's training loop?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ([], "no Python script in"),
+        (["torchrun", "-m", "pretrain"], "no Python script in"),
+        (["torchrun", "nowhere.py"], "cannot read the script nowhere.py"),
+        (["torchrun", __file__, "--ditron", "tp"], "--ditron stands in front"),
+    ],
+)
+def test_commands_that_cannot_be_used(words, says):
+    with pytest.raises(SettingError, match=says):
+        with_launcher(words)
+
+
+def test_where_the_launcher_goes():
+    assert with_launcher(["torchrun", "-x", __file__, "--a.py"]) == ["torchrun", "-x", "-m", LAUNCHER, __file__, "--a.py"]
+    there = ["torchrun", "-m", LAUNCHER, __file__]
+    assert with_launcher(there) == there
+
+
+def test_a_command_that_does_not_exist(tmp_path):
+    with pytest.raises(SettingError, match="cannot start no-such-program"):
+        run_job(["no-such-program"], tmp_path / "log", lambda: None)
+
+
+def _write(folder, rank, world_size, losses, **others):
+    folder.mkdir(exist_ok=True)
+    header = {"world_size": world_size, "train_iters": len(losses), "dtype": "torch.bfloat16", "sizes": {"hidden_size": 8}}
+    steps = [
+        {
+            "losses": {"lm loss": float(loss).hex()},
+            "grad_norm": None,
+            "seconds": None if i == 0 else 0.1 * (rank + 1),
+            "step": i + 1,
+        }
+        for i, loss in enumerate(losses)
+    ]
+    steps[-1].update(others)
+    (folder / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, [header, *steps])) + "\n")
+
+
+def test_differences_by_step_then_rank(tmp_path, capsys):
+    for kind, changed in (("one", 2.0), ("other", 2.0 + 2**-22)):
+        _write(tmp_path / kind, 0, 2, [1.0, 2.0, 3.0, changed])
+        _write(tmp_path / kind, 1, 2, [1.0, changed, float("nan"), 4.0], digest="ab" if kind == "one" else "cd")
+    one, other = read_job(tmp_path / "one"), read_job(tmp_path / "other")
+    found = differences(one, other)
+    assert [(d.step, d.rank, d.name) for d in found] == [(2, 1, "lm loss"), (4, 0, "lm loss"), (4, 1, "parameters")]
+    assert differences(one, one) == []
+    assert one.step_ms(2) == pytest.approx(200.0)  # the slower rank's
+    assert not show(one, other, found, [], 2)
+    assert "DIFFERENT: lm loss of step 2 on rank 1: 2, 2.00000024 and 2 more" in capsys.readouterr().out
+    assert show(one, other, found, found[:1], 2) and "does not repeat itself" in capsys.readouterr().out
+    assert not show(one, other, found, found[1:], 2), "native repeats step 2, and ours differs there"
+
+
+def test_more_steps_than_the_other_is_a_difference(tmp_path, capsys):
+    _write(tmp_path / "one", 0, 1, [1.0, 2.0])
+    _write(tmp_path / "other", 0, 1, [1.0, 2.0, 3.0])
+    one, other = read_job(tmp_path / "one"), read_job(tmp_path / "other")
+    assert not show(one, other, differences(one, other), [], 1)
+    assert "DIFFERENT: 2 steps natively, 3 with ditron_train" in capsys.readouterr().out
+
+
+def test_notes_that_cannot_be_read(tmp_path):
+    with pytest.raises(SettingError, match="no rank noted a step"):
+        read_job(tmp_path)
+    _write(tmp_path / "half", 0, 2, [1.0])
+    with pytest.raises(SettingError, match="1 of 2 ranks"):
+        read_job(tmp_path / "half")
+    (tmp_path / "half" / "rank1.jsonl").write_text("{")
+    with pytest.raises(SettingError, match="does not hold the notes"):
+        read_job(tmp_path / "half")
+
+
+def test_rows_of_other_models_stay(tmp_path):
+    _write(tmp_path / "job", 0, 1, [1.0, 2.0, 3.0])
+    job = read_job(tmp_path / "job")
+    for model in ("a", "b", "a"):
+        path = write_row(tmp_path, model, "tp", job, job, 1, is_equal=True)
+    assert sorted(row.model for row in read_results(path)[1]) == ["a", "b"]
+    with pytest.raises(SettingError, match="no step behind the first 9"):
+        write_row(tmp_path, "a", "tp", job, job, 9, is_equal=True)
+
+
+def test_a_digest_shows_every_bit():
+    pytest.importorskip("megatron.core")
+    from ditron_train.megatron.record import digest
+
+    tensors = [torch.randn(5000, 1000), torch.randn(33).bfloat16(), torch.randn(3).double()]
+    whole = digest(tensors)
+    assert digest(tensors) == whole and digest(reversed(tensors)) != whole
+    for tensor, bits in zip(tensors, (torch.int32, torch.int16, torch.int64)):
+        for place in (0, tensor.numel() // 2, tensor.numel() - 1):
+            tensor.view(-1).view(bits)[place] ^= 1
+            assert digest(tensors) != whole
+            tensor.view(-1).view(bits)[place] ^= 1
+    assert digest(tensors) == whole
+
+
+def test_a_script_without_the_loop_is_told(monkeypatch, tmp_path):
+    pytest.importorskip("megatron.core")
+    from ditron_train.megatron.record import record_steps
+
+    monkeypatch.delitem(sys.modules, "megatron.training.training", raising=False)
+    with pytest.raises(SettingError, match="needs the training loop of Megatron-LM"):
+        record_steps(tmp_path)
