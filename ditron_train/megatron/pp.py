@@ -26,7 +26,6 @@ from ditron_train.policy import decide
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import Header, num_bytes_of
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
-from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.transport import exchange as gather_values
 
@@ -204,14 +203,7 @@ def _reason_by_policy(context: PipelineContext, num_bytes: int) -> str | None:
 
     key = f"pp send_recv {num_bytes} bytes"
     decision = decide(key, native, ours, group=context.group, device=context.device)
-    if decision.use_ditron:
-        log_once(
-            f"{key} {context.world_size}",
-            f"pp: messages of {num_bytes} bytes are ours (links: {context.how}): {decision.reason}",
-            name="pp",
-        )
-        return None
-    return f"messages of {num_bytes} bytes: {decision.reason}"
+    return None if decision.use_ditron else f"messages of {num_bytes} bytes: {decision.reason}"
 
 
 def class_map() -> dict[type, type]:

@@ -19,6 +19,7 @@ from ditron_train.policy.plan import Entry, Plan, load_plan
 from ditron_train.policy.probe import Observation, Run, probe
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 
 __all__ = ["Decision", "check_plan", "decide", "forget_plans"]
@@ -103,18 +104,17 @@ def decide(
     if plan is not None:
         _check_suited(plan, room, mode, place, group)
     known = _agreed_entry(plan, key, group, device) if plan is not None else None
-    if known is not None:
-        if known.use_ditron:
+    if known is not None or mode == "force":
+        decision = known or Decision(True, "forced", None, None, None)
+        if decision.use_ditron:
             ours()  # memory is had and kernels are loaded now, while every rank can still turn to native
-        return known
-    if mode == "force":
-        ours()
-        return Decision(True, "forced", None, None, None)
-    if order is not None and not order.is_ours:
+    elif order is not None and not order.is_ours:
         decision = Decision(False, order.reason, None, None, None)
     else:
         decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits", also=also))
-    if plan is not None:
+    if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's
+        log_once(f"ours {key}", f"{key}: ours, {decision.reason}")
+    if plan is not None and known is None and mode != "force":
         plan.entries[key] = decision
         if dist.get_rank(group) == 0:  # of every group: stages of a pipeline have other layers
             plan.add(key, decision)

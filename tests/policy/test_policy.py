@@ -1,6 +1,7 @@
 """Decisions: wrong bits and slow variants fall back, ranks agree, plans are kept, refused and written."""
 
 import json
+import logging
 import os
 import weakref
 
@@ -240,6 +241,24 @@ def test_a_plan_that_cannot_be_added_to_is_said_once(tmp_path, caplog):
     for key in ("tp a on 2 ranks (strict)", "tp b on 2 ranks (strict)"):
         plan.add(key, Entry(True, "", True, 2.0, 1.0))
     assert len(plan.entries) == 2 and caplog.text.count("is not added to: No such file") == 1
+
+
+def _lines_of_two_decisions():
+    """What is logged where the same op is decided about twice under ``force``."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ditron_train").addHandler(handler)
+    logging.getLogger("ditron_train").setLevel(logging.INFO)
+    os.environ["DITRON_POLICY"] = "force"
+    for _ in range(2):
+        decide("tp an op 8x8", lambda: [], lambda: [], group=dist.group.WORLD, device=torch.device("cpu"))
+    os.environ.pop("DITRON_POLICY")
+    return lines
+
+
+def test_what_becomes_ours_is_said_once_on_the_first_rank():
+    assert run_workers(2, _lines_of_two_decisions) == [["tp an op 8x8 on 2 ranks (force): ours, forced"], []]
 
 
 def test_groups_write_into_one_plan(tmp_path):
