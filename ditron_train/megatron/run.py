@@ -2,10 +2,12 @@
 
 The script runs as it would on its own. When it imports ``megatron.training.arguments``, the ``--ditron`` group is added
 to Megatron's parser; once the arguments are parsed, and so before any model is built, the features are switched on.
+Its log lines begin with ``ditron_train:``, on standard error.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.abc
 import importlib.machinery
@@ -18,12 +20,14 @@ from typing import Any, Sequence
 
 from ditron_train.megatron.switch import apply_options
 from ditron_train.megatron.arguments import add_ditron_args, options_from_args, options_from_argv
-from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.errors import SettingError, VersionError
 from ditron_train.runtime.logs import get_logger, log_once
 
 __all__ = ["hook_argument_parser", "main"]
 
 _ARGUMENTS = "megatron.training.arguments"
+_USAGE = "torchrun ... -m ditron_train.megatron.run SCRIPT.py [its arguments] --ditron NAME[,NAME]"
+_DESCRIPTION = "Runs a Megatron training script as it is, with these arguments added to its own (SCRIPT.py --help shows all)."
 
 
 def hook_argument_parser(module: ModuleType) -> None:
@@ -84,13 +88,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         SettingError: No script is named, or it cannot be read.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in ("-h", "--help"):
+        add_ditron_args(argparse.ArgumentParser(usage=_USAGE, description=_DESCRIPTION, add_help=False)).print_help()
+        return
     if not words or words[0].startswith("-"):
-        raise SettingError("usage: torchrun ... -m ditron_train.megatron.run SCRIPT.py [its arguments] --ditron tp")
+        raise SettingError(f"the first argument has to be a script; usage: {_USAGE}")
     script = os.path.abspath(words[0])
     if not os.path.isfile(script):
         raise SettingError(f"cannot read the script {words[0]}")
     if not logging.getLogger().handlers and not get_logger().handlers:
-        get_logger().addHandler(logging.StreamHandler())
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("ditron_train: %(message)s"))
+        get_logger().addHandler(handler)
         get_logger().setLevel(logging.INFO)
         get_logger().propagate = False  # Megatron gives the root logger a handler of its own later
 
@@ -111,5 +120,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except SettingError as error:
+    except (SettingError, VersionError) as error:
         sys.exit(f"error: {error}")

@@ -80,7 +80,7 @@ def test_as_torchrun_starts_it(script, tmp_path):
     done = subprocess.run([*command, *map(str, words)], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "RESULT 3 ('tp',) True True" in done.stdout
-    assert "tp: on for models built from now on" in done.stderr
+    assert "\nditron_train: tp: on for models built from now on" in "\n" + done.stderr
     done = subprocess.run([*command, str(tmp_path / "missing.py")], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr == f"error: cannot read the script {tmp_path / 'missing.py'}\n"
 
@@ -99,6 +99,12 @@ def test_help_shows_the_group(script, capsys):
     assert _run(script, "--help") == 0
     said = capsys.readouterr().out
     assert "--num-layers" in said and "--ditron NAME[,NAME]" in said and "--ditron-transport" in said
+
+
+def test_help_of_the_launcher_itself(capsys):
+    main(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: torchrun ... -m ditron_train.megatron.run SCRIPT.py") and "--ditron-plan FILE" in said
 
 
 def test_unknown_names_are_an_error(script, capsys):
