@@ -6,7 +6,7 @@ from ditron_train.ep.functions import combine_rows, dispatch_tokens
 from ditron_train.ep.layout import Layout, LayoutShape
 from ditron_train.ep.ops import combine, dispatch, dispatch_ahead
 from ditron_train.ep.orders import SumOrder, index_add_order
-from ditron_train.ep.planning import PendingLayout, begin_layout
+from ditron_train.ep.planning import PendingLayout, begin_layout, fewest_rows_before
 from ditron_train.ep.rails import RailContext, get_rail_context
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "dispatch_ahead",
     "dispatch_linear",
     "dispatch_tokens",
+    "fewest_rows_before",
     "get_ep_context",
     "get_rail_context",
     "index_add_order",

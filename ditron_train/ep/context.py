@@ -115,6 +115,7 @@ class EPContext:
         self.dispatch_channel = Channel(self.arena, f"{name}_dispatch", flags, signature_fields=fields)
         self.combine_channel = Channel(self.arena, f"{name}_combine", flags, signature_fields=fields)
         self.launches: dict[tuple, KernelLaunch] = {}
+        self.counts_on_their_way: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self._agreed: set[tuple] = set()
         self.counts_channel.overflow_hint = (
             " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"

@@ -31,6 +31,7 @@ from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 
 __all__ = [
+    "FEWEST_ROWS",
     "PAIRS",
     "ExpertCall",
     "Gemm",
@@ -50,16 +51,17 @@ PAIRS: tuple[Pair, ...] = ("dispatch_gemm", "gemm_combine", "dispatch_dgrad", "d
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs (seen on 2 x H200: weight gradients
 # [512, 256] of 3072 rows differ in 0.2 % of the elements). Equal were all layers measured: experts of 377 rows and more, so of
 # three row tiles, and weights of a full wave of tiles.
-_FEWEST_ROWS = 257
+#: Rows that every expert must have for our GEMMs of its rows to add up as native's do.
+FEWEST_ROWS = 257
 _WAVE_TILES = 132
 
 
 def pairs_of_native_bits(pairs: frozenset[Pair], fewest_rows: int | None) -> frozenset[Pair]:
     """Those of ``pairs`` whose GEMMs add up as native's do where the smallest expert has ``fewest_rows``.
 
-    Where that is not known (None: a fixed capacity) all of them: that no expert has too few is up to the user.
+    Where that is not known (None: a fixed capacity) all of them: the user is warned afterwards.
     """
-    return pairs if fewest_rows is None or fewest_rows >= _FEWEST_ROWS else pairs - frozenset(PAIRS)
+    return pairs if fewest_rows is None or fewest_rows >= FEWEST_ROWS else pairs - frozenset(PAIRS)
 
 
 def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:

@@ -12,7 +12,7 @@ from ditron_train.ep.layout import HostCounts, Layout, Room
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["PendingLayout", "SentAhead", "begin_layout"]
+__all__ = ["PendingLayout", "SentAhead", "begin_layout", "fewest_rows_before"]
 
 
 @dataclass(frozen=True)
@@ -263,3 +263,22 @@ def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event 
     event = torch.cuda.Event()
     event.record()
     return host, event
+
+
+def fewest_rows_before(context: EPContext) -> int | None:
+    """Rows of the expert, of those that have some, that had fewest in an earlier layout of `context`; never waits.
+
+    For layouts of a fixed capacity, whose counts the host does not learn: call it behind ``begin_layout``. One call begins to
+    copy the last exchange's counts, the first one behind the copy's end reads them and begins anew. The copy stands on the
+    current stream, in front of the start signal that lets peers write the next counts.
+
+    Returns:
+        None while nothing has arrived, and always while a CUDA graph is captured: replays are not looked at.
+    """
+    if context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    begun = context.counts_on_their_way
+    if begun is not None and begun[1] is not None and not begun[1].query():
+        return None
+    context.counts_on_their_way = _copy_to_host(context.messages.local)
+    return None if begun is None else HostCounts.from_messages(begun[0].numpy(), context.shape).fewest_rows

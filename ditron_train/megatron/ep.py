@@ -95,6 +95,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._no_room: str | None = None  # why there is no pending layout: tensor parallel ranks learn it in ``token_dispatch``
         self._order: SumOrder | None = None
         self._capacity_factor: float | None = None
+        self._has_warned = False
         self._experts: list[torch.nn.Module] = []
         self._pairs: frozenset[Pair] | None = None
         self._is_forced = False
@@ -248,6 +249,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             reason = self._meet_slices(hidden_states.device, reason)
         if reason is not None:
             return self._dispatch_natively(hidden_states, probs, reason)
+        if self._capacity_factor is not None and not self._has_warned:
+            self._has_warned = ep_policy.warns_of_few_rows(self._ep_context)
         self._call = self._expert_call(hidden_states)
         if self._call is not None:
             return hidden_states, probs  # the experts dispatch them

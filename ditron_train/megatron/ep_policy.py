@@ -8,6 +8,7 @@ the mode that is in force.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder
+from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder, fewest_rows_before
 from ditron_train.ep import expert_functions as pairs_of
 from ditron_train.ep.launching import compiling
 from ditron_train.policy import decide
@@ -23,7 +24,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["forget", "fused_pairs_here", "why_not_here"]
+__all__ = ["forget", "fused_pairs_here", "warns_of_few_rows", "why_not_here"]
 
 _HEAD_START_US = 1000
 
@@ -229,3 +230,16 @@ def _ahead(body: Callable[[ExpertCall], list[Any]], call: ExpertCall) -> list[An
     """``body(call)`` with the host ahead of the device: what a GEMM an expert costs to launch is hidden in a layer."""
     torch.cuda._sleep(_HEAD_START_US * 1800)  # cycles of about 1.8 GHz
     return body(call)
+
+
+def warns_of_few_rows(context: EPContext) -> bool:
+    """With a fixed capacity: whether an expert had so few rows that bits may differ, which the log then says (no host sync)."""
+    fewest = fewest_rows_before(context)
+    if fewest is None or fewest >= pairs_of.FEWEST_ROWS:
+        return False
+    message = (
+        f"ep: an expert had {fewest} rows; where one has fewer than {pairs_of.FEWEST_ROWS} the GEMMs of DITRON_EP_CAPACITY may "
+        "add up in another order than Transformer Engine's (exact sizes do not)"
+    )
+    log_once("ep few rows", message, level=logging.WARNING)
+    return True

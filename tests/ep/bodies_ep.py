@@ -9,7 +9,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, get_ep_context, get_rail_context
+from ditron_train.ep import (
+    begin_layout,
+    combine_rows,
+    dispatch_tokens,
+    fewest_rows_before,
+    get_ep_context,
+    get_rail_context,
+)
 from ditron_train.ep import fused, ops
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.group_gemm import group_gemm, group_linear
@@ -220,6 +227,7 @@ def fixed_capacity(steps, factor):
     """No host sync: rows, sums and gradients as with exact sizes, in buffers of fixed size."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 6, 2)
+    context.counts_on_their_way, fewest = None, [None]
     for step in range(steps):
         routed = routing("random", rank, 10, 6, 2, step)
         probs = (torch.rand(routed.shape) * routed).requires_grad_()
@@ -228,6 +236,10 @@ def fixed_capacity(steps, factor):
         for capacity in (None, factor):
             x.grad = probs.grad = None
             layout = begin_layout(routed, probs, 24, torch.float32, context, capacity_factor=capacity).finish()
+            if capacity is None:
+                fewest.append(layout.fewest_rows)
+            else:
+                assert layout.fewest_rows is None and fewest_rows_before(context) == fewest[step]
             rows, row_probs = dispatch_tokens(x, probs, layout, context, "ascending")
             out = combine_rows(rows * row_probs[:, None], layout, context, "ascending")
             out.backward(torch.ones_like(out))

@@ -36,6 +36,7 @@ from ditron_train.ep import (  # noqa: E402
     dispatch,
     dispatch_ahead,
     dispatch_tokens,
+    fewest_rows_before,
 )
 from ditron_train.symm import close_all_arenas  # noqa: E402
 
@@ -171,6 +172,24 @@ def test_changing_counts_stragglers_and_poisoned_buffers():
         back, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(back, x * topk) and torch.equal(grads, probs), step
         context.rows_buffer(1, 1, hidden, torch.bfloat16).local.fill_(float("nan"))
+    context.check()
+
+
+def test_few_rows_are_seen_without_a_host_sync():
+    experts, hidden, expected = 16 * dist.get_world_size(), 512, None
+    pair = DispatcherPair(config(experts, 8, hidden))
+    routed, probs = zipf_routing(300, experts, 8, exponent=2, device="cuda", seed=dist.get_rank())
+    pair.dispatch("ditron", normals(300, hidden, dtype=torch.bfloat16, seed=0), routed, probs)
+    context = pair.ditron._ep_context
+    context.counts_on_their_way = None
+    for exponent in (3, 0, 1):
+        routed, probs = zipf_routing(300, experts, 8, exponent=exponent, device="cuda", seed=dist.get_rank())
+        begin_layout(routed, probs, hidden, torch.bfloat16, context, capacity_factor=16.0).finish()
+        assert fewest_rows_before(context) == expected
+        counts = routed.sum(0)
+        dist.all_reduce(counts)
+        torch.cuda.synchronize()
+        expected = int(counts[counts > 0].min())
     context.check()
 
 

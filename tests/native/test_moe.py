@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from ep_workers import (  # noqa: E402
     sliced_layers_agree,
 )
 
+from ditron_train.ep.expert_functions import FEWEST_ROWS  # noqa: E402
+from ditron_train.runtime import logs  # noqa: E402
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
 PADDED = {"moe_expert_capacity_factor": 1.2, "moe_pad_expert_input_to_capacity": True}
@@ -121,6 +124,17 @@ def test_split_experts_go_over_to_native_together(options, capped):
     reasons = run_workers(4, falls_back_when_memory_is_capped, {**SLICED, **options}, capped, env=env, timeout_s=100)
     for rank, reason in enumerate(reasons):
         assert ("DITRON_ARENA_BYTES" if rank in capped else "another tensor parallel rank has no room") in reason, reasons
+
+
+def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
+    from ditron_train.megatron import ep_policy
+
+    monkeypatch.setattr(logs, "_seen", set())
+    seen = iter([None, FEWEST_ROWS, FEWEST_ROWS - 1])
+    monkeypatch.setattr(ep_policy, "fewest_rows_before", lambda context: next(seen))
+    assert [ep_policy.warns_of_few_rows(None) for _ in range(3)] == [False, False, True]
+    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert f"an expert had {FEWEST_ROWS - 1} rows" in record.message and "DITRON_EP_CAPACITY" in record.message
 
 
 def test_rows_of_split_experts_in_the_places_of_native():
