@@ -22,9 +22,9 @@ PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
 
 _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
-    "tp": (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward")),
+    "tp": (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward"), ("training_step tp", "forward_backward")),
     "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
-    "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward")),
+    "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward"), ("training_step ep", "forward_backward")),
     "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
     "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
 }
@@ -101,13 +101,19 @@ def _gains(root: Path) -> str:
                 continue
             stamp, rows = found[-1]
             span = _span([row.speedup for row in rows])
-            shown.append(f"`{op}` {'' if direction == 'forward' else 'forward + backward '}{span}")
+            shown.append(f"{_op_words(op, direction)} {span}")
             machines.append(f"{stamp.count} x {stamp.device}")
             equal = equal and all(row.bitwise_equal for row in rows)
         if shown:
             bits = "equal" if equal else "**DIFFER**"
             lines.append(f"| `{feature}` | {', '.join(shown)} | {bits} | {', '.join(dict.fromkeys(machines))} |")
     return "\n".join(lines) if len(lines) > 2 else "No results of a GPU machine are committed yet."
+
+
+def _op_words(op: str, direction: str) -> str:
+    if op.startswith("training_step"):
+        return "whole training step"
+    return f"`{op}`" if direction == "forward" else f"`{op}` forward + backward"
 
 
 def render_results(root: Path) -> str:
@@ -118,7 +124,7 @@ def render_results(root: Path) -> str:
 
 
 def _title(path: Path, stamp: Stamp) -> str:
-    command = path.stem if path.stem == "verify" else f"bench {path.stem}"
+    command = {"verify": "verify", "training": "compare"}.get(path.stem, f"bench {path.stem}")
     return f"{stamp.count} x {stamp.device}: `{command}`"
 
 

@@ -95,7 +95,7 @@ def _ms(step: Step) -> str:
     return "-" if step.seconds is None else f"{step.seconds * 1e3:.1f}"
 
 
-def write_row(folder: Path, model: str, features: str, native: Job, ours: Job, skip: int, *, is_equal: bool) -> Path:
+def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is_equal: bool) -> Path:
     """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced.
 
     Raises:
@@ -111,7 +111,7 @@ def write_row(folder: Path, model: str, features: str, native: Job, ours: Job, s
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stamp = collect_stamp(device, native.header["world_size"])
     row = Row(
-        op=f"training_step {features}", direction="forward_backward", model=model, world_size=native.header["world_size"],
+        op=f"training_step {','.join(ours.header['features'])}", direction="forward_backward", model=model, world_size=native.header["world_size"],
         dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"], native_us=times[0] * 1e3,
         ditron_us=times[1] * 1e3, bitwise_equal=is_equal, comm_sms=0,
     )  # fmt: skip

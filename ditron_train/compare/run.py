@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ditron_train.compare.launch import run_job, with_launcher
 from ditron_train.compare.report import show, write_row
-from ditron_train.compare.steps import Job, differences, read_job
+from ditron_train.compare.steps import Difference, Job, differences, read_job
 from ditron_train.megatron.arguments import parse_features
 from ditron_train.runtime.errors import SettingError
 
@@ -23,8 +23,13 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``compare``."""
+    parser.add_argument("--ditron", type=_features, metavar="NAME[,NAME]", help="what to accelerate, as at the launcher")
     parser.add_argument(
-        "--ditron", required=True, type=_features, metavar="NAME[,NAME]", help="what to accelerate, as at the launcher"
+        "--notes",
+        type=Path,
+        nargs=2,
+        metavar=("NATIVE", "OURS"),
+        help="trains nothing: what two jobs with --ditron-record wrote, across nodes for instance",
     )
     parser.add_argument(
         "--skip", type=int, metavar="N", help="steps at the beginning that are not timed (default: half of them, at most 10)"
@@ -48,19 +53,31 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SettingError: The command cannot be used, or a job failed.
     """
-    words = with_launcher(arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command)
-    native = _train(words, "native", arguments.output, ())
-    ours = _train(words, "ditron", arguments.output, ("--ditron", arguments.ditron))
+    native, ours = (read_job(folder) for folder in arguments.notes) if arguments.notes else _train_both(arguments)
+    if native.header["features"]:
+        raise SettingError(f"what ours is compared with ran with --ditron {','.join(native.header['features'])}")
     found = differences(native, ours)
-    own = []
-    if found:  # is it native that does not repeat itself?
-        own = differences(native, _train(words, "native-again", arguments.output, ()))
+    own: list[Difference] = []
+    if found and not arguments.notes:  # is it native that does not repeat itself?
+        own = differences(native, _train(_command(arguments), "native-again", arguments.output, ()))
     skip = arguments.skip if arguments.skip is not None else min(len(native) // 2, 10)
     is_equal = show(native, ours, found, own, skip)
     if arguments.results is not None:
-        path = write_row(arguments.results, arguments.model, arguments.ditron, native, ours, skip, is_equal=is_equal and not found)
+        path = write_row(arguments.results, arguments.model, native, ours, skip, is_equal=is_equal and not found)
         Console(stderr=True).print(f"written: {path}", markup=False)
     return 0 if is_equal else 1
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    return with_launcher(arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command)
+
+
+def _train_both(arguments: argparse.Namespace) -> tuple[Job, Job]:
+    if arguments.ditron is None:
+        raise SettingError("--ditron names what to accelerate: compare --ditron tp torchrun ... pretrain_gpt.py ...")
+    words = _command(arguments)
+    native = _train(words, "native", arguments.output, ())
+    return native, _train(words, "ditron", arguments.output, ("--ditron", arguments.ditron))
 
 
 def _train(words: Sequence[str], name: str, output: Path, more: Sequence[str]) -> Job:

@@ -36,7 +36,7 @@ class Job:
     """One run.
 
     Attributes:
-        header: ``world_size``, ``dtype``, ``sizes``.
+        header: ``world_size``, ``features``, ``dtype``, ``sizes``.
         ranks: The steps of each rank; as many on each.
     """
 

@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,20 +60,22 @@ class StepRecorder:
 
     Args:
         folder: Is there; the rank's file in it is replaced.
+        features: That are switched on.
         arguments: Megatron's.
 
     Raises:
         OSError: It cannot be written.
     """
 
-    def __init__(self, folder: Path, arguments: Any) -> None:
+    def __init__(self, folder: Path, features: Sequence[str], arguments: Any) -> None:
         self._file = (folder / f"rank{dist.get_rank()}.jsonl").open("w", encoding="utf-8", buffering=1)
         self._last = getattr(arguments, "train_iters", None)
         self._steps = 0
         self._before_s: float | None = None
         sizes = {name: getattr(arguments, name, None) for name in SIZES}
         self._write(
-            world_size=dist.get_world_size(), train_iters=self._last, dtype=str(getattr(arguments, "params_dtype", "")),
+            world_size=dist.get_world_size(), features=list(features), train_iters=self._last,
+            dtype=str(getattr(arguments, "params_dtype", "")),
             sizes={name: size for name, size in sizes.items() if isinstance(size, int)},
         )  # fmt: skip
 
@@ -104,7 +106,7 @@ class StepRecorder:
         self._before_s = time.perf_counter()
 
 
-def _wrap(module: ModuleType, folder: Path) -> Any:
+def _wrap(module: ModuleType, folder: Path, features: Sequence[str]) -> Any:
     """``module.train_step`` with a note after each call; ranks are known by the first."""
     native = module.train_step
     signature = inspect.signature(native)
@@ -116,15 +118,19 @@ def _wrap(module: ModuleType, folder: Path) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         result = native(*args, **kwargs)
         if recorder is None:
-            recorder = StepRecorder(folder, module.get_args())
+            recorder = StepRecorder(folder, features, module.get_args())
         recorder.step(given.get("iteration"), result[0], result[_GRAD_NORM], given["optimizer"])
         return result
 
     return train_step
 
 
-def record_steps(folder: str | Path) -> None:
+def record_steps(folder: str | Path, features: Sequence[str]) -> None:
     """From now on every step of Megatron-LM's training loop is noted under ``folder``, one for all ranks.
+
+    Args:
+        folder: Made where it is not there.
+        features: That are switched on; noted, too.
 
     Raises:
         SettingError: The process has no such loop, or the folder cannot be made.
@@ -136,4 +142,4 @@ def record_steps(folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(f"--ditron-record {folder}: {error.strerror or error}") from None
-    module.train_step = _wrap(module, Path(folder))
+    module.train_step = _wrap(module, Path(folder), features)

@@ -73,7 +73,7 @@ def apply(
 def apply_options(options: Options, spec: Any = None) -> Any:
     """`apply` for options that were parsed from a command line; no feature at all changes nothing."""
     if options.record is not None:
-        record_steps(options.record)
+        record_steps(options.record, options.features)
     if not options.features:
         return spec
     from ditron_train.runtime.versions import check_versions

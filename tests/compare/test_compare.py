@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ import torch
 from ditron_train.bench.rows import read_results
 from ditron_train.compare.launch import LAUNCHER, run_job, with_launcher
 from ditron_train.compare.report import show, write_row
+from ditron_train.compare.run import add_arguments, run
 from ditron_train.compare.steps import differences, read_job
 from ditron_train.runtime.errors import SettingError
 
@@ -101,6 +103,12 @@ def _torchrun(ranks, *words):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *words]
 
 
+def run_notes(*folders):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(["--notes", *map(str, folders)]))
+
+
 def test_equal_jobs_of_two_ranks(script, tmp_path):
     pytest.importorskip("megatron.core")
     results = tmp_path / "results"
@@ -115,6 +123,9 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     assert "TRAINED" in (tmp_path / "out" / "native.log").read_text()
     assert "tp: on for models built from now on" in (tmp_path / "out" / "ditron.log").read_text()
     assert "tp: on" not in (tmp_path / "out" / "native.log").read_text()
+    assert run_notes(tmp_path / "out" / "native", tmp_path / "out" / "ditron") == 0
+    with pytest.raises(SettingError, match="ran with --ditron tp"):
+        run_notes(tmp_path / "out" / "ditron", tmp_path / "out" / "native")
 
 
 def test_one_bit_of_one_weight_is_found(monkeypatch, script, tmp_path):
@@ -167,7 +178,7 @@ def test_a_command_that_does_not_exist(tmp_path):
 
 def _write(folder, rank, world_size, losses, **others):
     folder.mkdir(exist_ok=True)
-    header = {"world_size": world_size, "train_iters": len(losses), "dtype": "torch.bfloat16", "sizes": {"hidden_size": 8}}
+    header = {"world_size": world_size, "features": [], "train_iters": len(losses), "dtype": "torch.bfloat16", "sizes": {}}
     steps = [
         {
             "losses": {"lm loss": float(loss).hex()},
@@ -219,10 +230,10 @@ def test_rows_of_other_models_stay(tmp_path):
     _write(tmp_path / "job", 0, 1, [1.0, 2.0, 3.0])
     job = read_job(tmp_path / "job")
     for model in ("a", "b", "a"):
-        path = write_row(tmp_path, model, "tp", job, job, 1, is_equal=True)
+        path = write_row(tmp_path, model, job, job, 1, is_equal=True)
     assert sorted(row.model for row in read_results(path)[1]) == ["a", "b"]
     with pytest.raises(SettingError, match="no step behind the first 9"):
-        write_row(tmp_path, "a", "tp", job, job, 9, is_equal=True)
+        write_row(tmp_path, "a", job, job, 9, is_equal=True)
 
 
 def test_a_digest_shows_every_bit():
@@ -246,4 +257,4 @@ def test_a_script_without_the_loop_is_told(monkeypatch, tmp_path):
 
     monkeypatch.delitem(sys.modules, "megatron.training.training", raising=False)
     with pytest.raises(SettingError, match="needs the training loop of Megatron-LM"):
-        record_steps(tmp_path)
+        record_steps(tmp_path, ())
