@@ -44,11 +44,15 @@ def _versions(facts: Facts) -> list[Finding]:
         if version is None:
             level: Level = "error" if entry.required else "note"
             findings.append(Finding("versions", level, f"{entry.name} is not installed", pip_command(entry.name)))
-        elif is_supported(entry, version):
-            findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {specifier_here(entry)})"))
+        elif not is_supported(entry, version):
+            fix = pip_command(entry.name) if entry.distributions else f"use one in {specifier_here(entry)}"
+            text = f"{entry.name} {version} is outside {specifier_here(entry)} ({entry.why})"
+            findings.append(Finding("versions", "error", text, fix))
+        elif entry.interpreted and not facts.gpus and not is_supported(entry, version, entry.interpreted):
+            text = f"{entry.name} {version} is too new for Triton's interpreter, all that runs without a GPU ({entry.why})"
+            findings.append(Finding("versions", "warning", text, pip_command(entry.name, entry.interpreted)))
         else:
-            fix = f"install a version in {specifier_here(entry)}: {entry.why}"
-            findings.append(Finding("versions", "error", f"{entry.name} {version} is outside {specifier_here(entry)}", fix))
+            findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {specifier_here(entry)})"))
     return findings
 
 

@@ -58,7 +58,7 @@ SUPPORTED: tuple[Supported, ...] = (
         True,
         "numpy",
         ("numpy",),
-        "2.4 breaks range() in the interpreter of Triton 3.6",
+        "without a GPU below 2.4, which breaks range() in Triton 3.6's interpreter",
         interpreted=">=1.26,<2.4",
     ),
     Supported("megatron-core", ">=0.16.1,<0.17", False, "megatron.core", ("megatron-core",), "0.16.1 is the reference"),
@@ -102,13 +102,14 @@ def find_versions() -> dict[str, str | None]:
     return {entry.name: find_version(entry) for entry in SUPPORTED}
 
 
-def is_supported(entry: Supported, version: str) -> bool:
-    """Whether ``version`` lies in the range of ``entry``; a local part such as ``+cu130`` does not matter."""
+def is_supported(entry: Supported, version: str, specifier: str | None = None) -> bool:
+    """Whether ``version`` lies in the range of ``entry`` that holds here, or in ``specifier``; a local part such as ``+cu130`` does
+    not matter."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
     try:
-        return SpecifierSet(specifier_here(entry)).contains(Version(version), prereleases=True)
+        return SpecifierSet(specifier or specifier_here(entry)).contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
 
@@ -119,14 +120,14 @@ def specifier_here(entry: Supported) -> str:
     return entry.interpreted if entry.interpreted and interpreted else entry.specifier
 
 
-def pip_command(name: str) -> str:
-    """How ``name`` is installed in its supported range: one of ``SUPPORTED``, or what pip calls it."""
+def pip_command(name: str, specifier: str | None = None) -> str:
+    """How ``name`` is installed: one of ``SUPPORTED``, in the range that holds here (or ``specifier``), or what pip calls it."""
     entry = next((entry for entry in SUPPORTED if entry.name == name), None)
     if entry is None:
         return f"pip install {name}"
     distribution = entry.distributions[0] if entry.distributions else name
     extra = "[pytorch]" if name == "transformer-engine" else ""
-    return f"pip install '{distribution}{extra}{specifier_here(entry)}'"
+    return f"pip install '{distribution}{extra}{specifier or specifier_here(entry)}'"
 
 
 def version_problems(versions: dict[str, str | None] | None = None) -> list[str]:
@@ -144,7 +145,8 @@ def version_problems(versions: dict[str, str | None] | None = None) -> list[str]
                 problems.append(f"{entry.name} is not installed; {entry.specifier} is needed")
             continue
         if not is_supported(entry, version):
-            problems.append(f"{entry.name} {version} is outside the supported range {specifier_here(entry)} ({entry.why})")
+            fix = f"; {pip_command(entry.name)}" if entry.distributions else ""
+            problems.append(f"{entry.name} {version} is outside the supported range {specifier_here(entry)} ({entry.why}){fix}")
     return problems
 
 

@@ -168,11 +168,15 @@ def test_features_say_why_they_stay_native() -> None:
     assert "megatron-core" in state(examine(machine(versions={**GOOD_VERSIONS, "megatron-core": None})), "tp")[1]
 
 
-def test_no_gpu() -> None:
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = dict(gpus=(), driver=None, nccl=None, peer_access=(), links={}, multicast=None)
     report = examine(machine(**bare, environment={"TRITON_INTERPRET": "1"}))
     assert report.healthy and state(report, "tp")[0] == "interpreted"
     assert state(examine(machine(**bare, environment={})), "tp")[0] == "native"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    report = examine(machine(**bare, environment={}, versions={**GOOD_VERSIONS, "numpy": "2.4.6"}))
+    (finding,) = [finding for finding in report.findings if finding.level == "warning"]
+    assert "numpy 2.4.6 is too new for Triton's interpreter" in finding.text and finding.fix == "pip install 'numpy>=1.26,<2.4'"
 
 
 def test_topology_is_parsed() -> None:

@@ -45,6 +45,7 @@ def test_outside_the_range(name: str, version: str) -> None:
     (problem,) = versions.version_problems({**GOOD, name: version})
     entry = next(entry for entry in versions.SUPPORTED if entry.name == name)
     assert name in problem and version in problem and versions.specifier_here(entry) in problem
+    assert name == "python" or problem.endswith(f"; {versions.pip_command(name)}")
 
 
 def test_missing_required() -> None:
