@@ -224,8 +224,7 @@ def dispatch_gemm_kernel(
     slot_capacity = tl.load(limits + 2)
     if program == 0:
         dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
-        for step in tl.static_range(WORLD_SIZE):
-            dl.verify_ready(ready, signature, epoch, control, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready, signature, epoch, control, rank, WORLD_SIZE, TARGET)
     if program < NUM_SENDERS:
         for peer in tl.static_range(WORLD_SIZE):
             dl.await_ready(ready, epoch, control, peer, WORLD_SIZE, TARGET)
@@ -357,9 +356,7 @@ def gemm_combine_kernel(
         num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS, WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, BLOCK_M,
         TILE_COUNT, TARGET,
     ))  # fmt: skip
-    if program == 0:
-        for step in tl.static_range(WORLD_SIZE):
-            dl.verify_ready(ready, signature, epoch, control, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready, signature, epoch, control, rank, WORLD_SIZE, TARGET)
     for step in tl.static_range(WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
         if tl.load(chunk_entries + peer * (NUM_CHUNKS + 1) + NUM_CHUNKS) > 0:

@@ -29,8 +29,7 @@ def start(
     program = tl.program_id(0)
     if program == 0:
         dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
-        for step in tl.static_range(WORLD_SIZE):
-            dl.verify_ready(ready, signature, epoch, control, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready, signature, epoch, control, rank, WORLD_SIZE, TARGET)
     if program < NUM_SENDERS:
         for peer in tl.static_range(WORLD_SIZE):
             dl.await_ready(ready, epoch, control, peer, WORLD_SIZE, TARGET)

@@ -24,11 +24,13 @@ from ditron_train.lang.memory import (
 )
 from ditron_train.lang.waits import (
     announce,
+    await_peers,
     await_ready,
     last_epoch,
     next_epoch,
     notify,
     record_failure,
+    verify_peers,
     verify_ready,
     wait,
     wait_many,
@@ -37,6 +39,7 @@ from ditron_train.lang.waits import (
 
 __all__ = [
     "announce",
+    "await_peers",
     "await_ready",
     "barrier_all",
     "bulk_store_wait",
@@ -60,6 +63,7 @@ __all__ = [
     "symm_at",
     "sync_threads",
     "thread_id",
+    "verify_peers",
     "verify_ready",
     "wait",
     "wait_many",

@@ -31,5 +31,4 @@ def agree_kernel(
         tl.store(tickets_ptr + 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     rank = dl.rank(control_ptr)
     dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
-    for step in tl.static_range(1, WORLD_SIZE):
-        dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)

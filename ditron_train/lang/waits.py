@@ -34,11 +34,13 @@ TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
 
 __all__ = [
     "announce",
+    "await_peers",
     "await_ready",
     "last_epoch",
     "next_epoch",
     "notify",
     "record_failure",
+    "verify_peers",
     "verify_ready",
     "wait",
     "wait_many",
@@ -320,6 +322,13 @@ def await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, T
 
 
 @triton.jit
+def await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """``await_ready`` for all peers, from ``rank`` + 1 on."""
+    for step in tl.static_range(1, WORLD_SIZE):
+        await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+
+
+@triton.jit
 def verify_ready(
     ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
 ):
@@ -336,3 +345,11 @@ def verify_ready(
     different = tl.sum(((theirs != mine) & (lanes > 0)).to(tl.int32), axis=0)
     if arrived * different > 0:
         record_failure(control_ptr, KIND_MISMATCH, peer, -1, epoch, different)
+
+
+@triton.jit
+def verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """``verify_ready`` for all peers, from ``rank`` + 1 on, in the first program of a launch; the others do nothing."""
+    if tl.program_id(0) == 0:
+        for step in tl.static_range(1, WORLD_SIZE):
+            verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)

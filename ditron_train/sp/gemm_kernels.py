@@ -9,7 +9,7 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
 from ditron_train.schedule.tiles import grouped_tile
-from ditron_train.sp.kernels import await_peers, next_work, push_item, start_epoch, verify_peers
+from ditron_train.sp.kernels import next_work, push_item, start_epoch
 
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
 
@@ -69,14 +69,14 @@ def gemm_a2a_kernel(
         if pending != 0:
             dl.notify_stored(pending, epoch, True, TARGET)
         else:
-            await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+            dl.await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
             dl.fence_async_proxy(TARGET)
         store_tile(c_desc, acc, peer * slot_rows + row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
         flags = dl.symm_at(signals_addresses, peer, tl.int32)
         pending = (flags + rank * tiles_per_rank + tile_m * num_tiles_n + tile_n).to(tl.int64)
     if pending != 0:
         dl.notify_stored(pending, epoch, True, TARGET)
-    verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
 
 
 @triton.jit
@@ -257,7 +257,7 @@ def a2a_gemm_kernel(
     num_granules = tl.cdiv(M, GRANULE_ROWS)
     start_epoch(ready_addresses, signature_ptr, tickets_ptr, epoch, rank, WORLD_SIZE, TARGET)
     if tl.program_id(0) < num_push:
-        await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+        dl.await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
         _push_drawn(
             part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, tickets_ptr, rank, epoch,
             M, half_rows, buffer_stride, num_groups, width0, width1, width2,
@@ -286,4 +286,4 @@ def a2a_gemm_kernel(
         else:
             acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)

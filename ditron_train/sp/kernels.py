@@ -21,13 +21,11 @@ import ditron_train.lang as dl
 
 __all__ = [
     "arrived_kernel",
-    "await_peers",
     "next_work",
     "push_item",
     "push_kernel",
     "receive_kernel",
     "start_epoch",
-    "verify_peers",
 ]
 
 
@@ -39,23 +37,6 @@ def start_epoch(
     if tl.program_id(0) == 0:
         dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
         tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
-
-
-@triton.jit
-def await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """Waits for the start signals of all peers: after them, their buffers of this op may be written."""
-    for step in tl.static_range(1, WORLD_SIZE):
-        dl.await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
-
-
-@triton.jit
-def verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """The first program compares the signatures of all peers with this rank's."""
-    if tl.program_id(0) == 0:
-        for step in tl.static_range(1, WORLD_SIZE):
-            dl.verify_ready(
-                ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET
-            )
 
 
 @triton.jit
@@ -345,7 +326,7 @@ def push_kernel(
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
     start_epoch(ready_addresses, signature_ptr, tickets_ptr, epoch, rank, WORLD_SIZE, TARGET)
-    await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+    dl.await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
     for item in range(tl.program_id(0), tl.cdiv(M, GRANULE_ROWS) * WORLD_SIZE, tl.num_programs(0)):
         push_item(
             item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
@@ -353,4 +334,4 @@ def push_kernel(
             GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
             TO_HEADS, HAS_TABLE, WORLD_SIZE, TARGET,
         )  # fmt: skip
-    verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)

@@ -85,9 +85,7 @@ def gather_start_kernel(
     for block in range(0, tl.cdiv(num_flags, BLOCK)):
         offsets = block * BLOCK + lanes
         tl.store(epochs_ptr + offsets, epoch + tl.zeros((BLOCK,), tl.int32), mask=offsets < num_flags)
-    for step in tl.static_range(1, WORLD_SIZE):
-        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
 
 
 @triton.jit(do_not_specialize=["granule_rows"])

@@ -261,17 +261,6 @@ def _store_to_owner(
     return (flags + rank * flags_per_rank + local_tile * tl.cdiv(N, BLOCK_N) + tile_n).to(tl.int64)
 
 
-@triton.jit
-def _verify_peers(
-    ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
-):
-    """Checks, in one program of a launch, that every peer's start signal of this epoch came with the same signature."""
-    if tl.program_id(0) == 0:
-        for step in tl.static_range(1, WORLD_SIZE):
-            peer = (rank + step) % WORLD_SIZE
-            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
-
-
 @triton.jit(do_not_specialize=["M", "K", "slot_rows", "flags_per_rank"])
 def gemm_rs_kernel(
     a_desc, b_desc, slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7, slots_addresses, slots_ptr,
@@ -340,7 +329,7 @@ def gemm_rs_kernel(
                 BLOCK_M, BLOCK_N, SPLIT_STORE, WORLD_SIZE, USE_DESCRIPTORS, TARGET,
             )  # fmt: skip
     _signal_stored(pending, epoch, TARGET)
-    _verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
     _fold(
         work, num_tiles, counter_ptr, slots_ptr, signals_ptr, out_ptr, row_starts_ptr, epoch, control_ptr, rank, N,
         slot_rows, slot_stride, flags_per_rank,
