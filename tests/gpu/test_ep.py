@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -412,30 +413,54 @@ def test_combined_schedule(monkeypatch):
         assert not wrong, wrong
 
 
+@contextlib.contextmanager
+def groups_of(**sizes):
+    """Other groups for the time of one test, on four GPUs."""
+    from megatron.core import parallel_state
+
+    if dist.get_world_size() != 4:
+        pytest.skip("needs four GPUs")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+
+
+def assert_equal_layers(options):
+    layers, tokens = layer_pair(options, torch.device("cuda")), (700, 1, 400, 900)[dist.get_rank()]
+    x, grad = (normals(tokens, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
+    results = [one_step(layers[kind], x, grad, False) for kind in ("native", "native", "ditron")]
+    assert layers["ditron"].token_dispatcher._ep_context is not None, layers["ditron"].token_dispatcher._native_because
+    assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
+    wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("in_any_place", [1, 2])
 @pytest.mark.parametrize("fused", FUSED)
 def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused, in_any_place):
     """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by megatron-core."""
-    from megatron.core import parallel_state
-
     from ditron_train.megatron import ep_tensor
 
     monkeypatch.setattr(ep_tensor, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows lie where native's do
-    if dist.get_world_size() != 4:
-        pytest.skip("needs four GPUs")
     monkeypatch.setenv("DITRON_POLICY", "bits")
     sizes = dict(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**sizes)
-    try:
-        options = config(8, 3, 512, fused=fused, sequence_parallel=True, num_attention_heads=2, **sizes)
-        layers, tokens = layer_pair(options, torch.device("cuda")), (700, 1, 400, 900)[dist.get_rank()]
-        x, grad = (normals(tokens, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
-        results = [one_step(layers[kind], x, grad, False) for kind in ("native", "native", "ditron")]
-        assert layers["ditron"].token_dispatcher._ep_context is not None, layers["ditron"].token_dispatcher._native_because
-        assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
-        wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
-        assert not wrong, wrong
-    finally:
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    with groups_of(**sizes):
+        assert_equal_layers(config(8, 3, 512, fused=fused, sequence_parallel=True, num_attention_heads=2, **sizes))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(expert_model_parallel_size=2),
+        dict(expert_model_parallel_size=4, tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True),
+    ],
+    ids=["ep2_dp2", "ep4_tp2"],
+)
+def test_groups_beside_data_and_tensor_parallelism(monkeypatch, sizes):
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    with groups_of(**{name: size for name, size in sizes.items() if name != "sequence_parallel"}):
+        assert_equal_layers(config(8, 3, 512, fused=HAVE_TE, num_attention_heads=2, **sizes))
