@@ -15,7 +15,7 @@ ROOMS = {
     "sp": "Ulysses: projections and all-to-all",
     "ep": "mixture of experts: dispatch, grouped GEMMs, combine",
     "muon": "optimizer: Newton-Schulz steps",
-    "policy": "what the policy strict costs once its probes are done",
+    "policy": "what the probes of strict cost, and strict once they are done",
 }
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.bench.rows import Pass, Row
-from ditron_train.bench.session import BenchSession, Sink, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, Sink, bench_session
 from ditron_train.bench.timing import Timing
 from ditron_train.data import load_workloads
 from ditron_train.runtime.errors import SettingError
@@ -77,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     w = session.world_size
+    check_sizes("--shape", arguments.shape)
     if arguments.shape:
         cases = [Case("custom", *shape) for shape in arguments.shape]
         if any(case.num_experts % w for case in cases):
@@ -98,11 +100,7 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
             ),
         ]
     models = [case.model for case in cases]
-    wanted = arguments.model or models
-    unknown = sorted(set(wanted) - set(models))
-    if unknown:
-        raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(models)}")
-    chosen = [case for model in wanted for case in cases if case.model == model]
+    chosen = [case for model in choose_models(arguments.model, models) for case in cases if case.model == model]
     variants = [replace(case, zipf=zipf) for case in chosen for zipf in (0.0, arguments.zipf)]
     if arguments.no_deterministic:
         return variants

@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.bench.roofline import newton_schulz_flops, symmetry_ceiling
 from ditron_train.bench.rows import Row
-from ditron_train.bench.session import BenchSession, Sink, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, Sink, bench_session
 from ditron_train.bench.timing import Contender
 from ditron_train.optim import Muon, orthogonalize
 from ditron_train.testing.reference_muon import (
@@ -69,9 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
-    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ."""
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
+
+    Raises:
+        SettingError: A size below 1, or an unknown model.
+    """
     with bench_session("muon", arguments, sink) as session:
         parts = arguments.part or _PARTS
+        check_sizes("--shape", arguments.shape)
+        check_sizes("--layers", arguments.layers and [[arguments.layers]])
+        _check_models(arguments)
         if "newton_schulz" in parts and session.world_size == 1:
             for name, rows, columns in _matrices(arguments, session):
                 session.add(_newton_schulz_row(session, name, rows, columns, with_peer=not arguments.no_peer))
@@ -81,6 +89,10 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
                 session.add(_step_row(session, model, layer, arguments.layers or num_layers))
                 session.save()
         return session.finish()
+
+
+def _check_models(arguments: argparse.Namespace) -> None:
+    choose_models(arguments.model, [*_RATIOS, *(entry[0].split()[0] for entry in _MODEL_MATRICES), *_MODELS])
 
 
 def _matrices(arguments: argparse.Namespace, session: BenchSession) -> list[tuple[str, int, int]]:

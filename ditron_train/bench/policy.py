@@ -22,11 +22,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ditron_train.bench.rows import RESULTS, Row, write_results
-from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.arguments import add_common_arguments
+from ditron_train.bench.rows import Row, write_results
+from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.stamp import collect_stamp
 from ditron_train.bench.tables import show_rows
-from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import get_logger
 
 __all__ = ["MODES", "ProbeCost", "Ratio", "add_arguments", "compare_policies", "probe_cost", "ratio_of", "run"]
@@ -73,8 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
         SettingError: A number of rounds or calls below 1.
         NotSupportedError: megatron-core is not installed, or there is no GPU.
     """
-    if min(arguments.rounds, arguments.calls) < 1:
-        raise SettingError("--rounds and --calls have to be above 0")
     try:
         from ditron_train.bench.megatron_tp import LAYER_SHAPE, layer_contenders, megatron_world
     except ImportError as error:
@@ -228,6 +227,6 @@ def _finish(session: BenchSession, arguments: argparse.Namespace, row: Row, summ
         )
         show_rows([row], stamp)
         get_logger("bench").info("%s", summary)
-        path = write_results(arguments.output or RESULTS, "policy", stamp, [row])
+        path = write_results(arguments.output, "policy", stamp, [row])
         get_logger("bench").info("written: %s", path)
     return 0 if row.bitwise_equal else 1

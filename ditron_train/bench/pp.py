@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.arguments import add_common_arguments, check_sizes
 from ditron_train.bench.rows import Row
-from ditron_train.bench.session import BenchSession, Sink, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, Sink, bench_session
 from ditron_train.bench.timing import Contender, Timing
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import FORWARD, Header
@@ -55,9 +56,10 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
     with bench_session("pp", arguments, sink) as session:
         if session.world_size < 2 or session.world_size % 2:
             raise SettingError(f"bench pp takes an even number of ranks, not {session.world_size}")
+        check_sizes("--mb", [[mb] for mb in arguments.mb or ()])
         parts = arguments.part or _PARTS
         on_gpu = session.device.type == "cuda"
-        sizes = [int(mb * _MB) // 512 * 512 for mb in arguments.mb or (_GPU_MB if on_gpu else (0.1, 1))]
+        sizes = [max(int(mb * _MB) // 512, 1) * 512 for mb in arguments.mb or (_GPU_MB if on_gpu else (0.1, 1))]
         limited = {} if arguments.no_limited or not on_gpu else _limited_groups(session)
         if "send_recv" in parts or "gemm_beside_transfer" in parts:
             context = get_pipeline_context(dist.group.WORLD, session.device)

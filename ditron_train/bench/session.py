@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.arguments import check_counts, check_folder
 from ditron_train.bench.inputs import make_values
-from ditron_train.bench.rows import RESULTS, Row, write_results
+from ditron_train.bench.rows import Row, write_results
 from ditron_train.bench.stamp import collect_stamp
 from ditron_train.bench.tables import show_rows
 from ditron_train.bench.timing import Contender, Timing, measure, num_input_sets
@@ -21,7 +22,7 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import check_versions
 
-__all__ = ["BenchSession", "Sink", "add_common_arguments", "bench_session"]
+__all__ = ["BenchSession", "Sink", "bench_session"]
 
 _TIMEOUT_S = 300
 
@@ -129,9 +130,8 @@ class BenchSession:
         )
         if is_shown:
             show_rows(self.rows, stamp)
-        folder = self._arguments.output or (RESULTS if self.device.type == "cuda" else None)
-        if folder is not None:
-            path = write_results(folder, self.name, stamp, self.rows)
+        if self._arguments.output is not None:
+            path = write_results(self._arguments.output, self.name, stamp, self.rows)
             if is_shown:
                 get_logger("bench").info("written: %s", path)
 
@@ -163,9 +163,14 @@ def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = 
 
     Raises:
         VersionError: A library is outside its supported range.
+        SettingError: A count or the folder of results cannot be.
         DitronError: More processes than GPUs; CPU without the interpreter.
     """
     check_versions()
+    check_counts(arguments)
+    folder: Path | None = getattr(arguments, "output", None)
+    if folder is not None and sink is None:
+        check_folder(folder)
     if not torch.cuda.is_available():
         from ditron_train.runtime.device import is_interpreter
 
@@ -184,15 +189,3 @@ def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = 
     finally:
         if joined:
             dist.destroy_process_group()
-
-
-def add_common_arguments(parser: argparse.ArgumentParser, *, model_option: bool = True) -> None:
-    """Adds what every benchmark takes; without ``--model`` where a benchmark has more to say by it."""
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--repetitions", type=int, default=15 if on_gpu else 3, help="timed calls (default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=4 if on_gpu else 1, help="calls before them (default %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help=f"folder of the JSON files (default {RESULTS}; none without a GPU)"
-    )
-    if model_option:
-        parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated)")

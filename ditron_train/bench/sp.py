@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.bench.rows import Row
-from ditron_train.bench.session import BenchSession, Sink, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, Sink, bench_session
 from ditron_train.bench.sp_native import NativeUlysses
 from ditron_train.bench.tp import WIRE_GBPS
 from ditron_train.data import load_workloads
@@ -131,16 +132,19 @@ def _known_cases(world_size: int) -> list[Case]:
 
 
 def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
+    check_sizes("--shape", arguments.shape)
     shapes = arguments.shape or ([(64, 8, 4, 16)] if session.device.type == "cpu" else None)
     cases = _known_cases(session.world_size)
+    wanted = choose_models(arguments.model, [case.model for case in cases])
     if shapes is not None:
         names = {tuple(case.shape.values()): case.model for case in cases}
         cases = [Case(names.get(tuple(shape), "custom"), *shape) for shape in shapes]
-    elif arguments.model:
-        cases = [case for case in cases if case.model in arguments.model]
+    else:
+        cases = [case for case in cases if case.model in wanted]
     for case in cases:
         if case.seqlen % (2 * session.world_size) or case.groups % session.world_size or case.heads % case.groups:
-            raise SettingError(f"{case} does not divide over {session.world_size} ranks")
+            sizes = ", ".join(f"{name} {size}" for name, size in case.shape.items())
+            raise SettingError(f"an attention of {sizes} does not divide over {session.world_size} ranks")
     return cases
 
 

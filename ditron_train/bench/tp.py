@@ -10,8 +10,9 @@ import argparse
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.bench.rows import Row
-from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.timing import Contender, Timing
 from ditron_train.bench.tp_contenders import Case, Linear, backward_contenders, op_contenders
 from ditron_train.data import load_workloads
@@ -94,19 +95,16 @@ def cases_of(op: str, arguments: argparse.Namespace, session: BenchSession) -> l
     """The shapes that ``--shape`` and ``--model`` ask for.
 
     Raises:
-        SettingError: A model is unknown, or a shape does not divide over the ranks.
+        SettingError: A model is unknown, a size not above 0, or a shape does not divide over the ranks.
     """
+    check_sizes("--shape", arguments.shape)
+    published = [Case(op, shape["model"], shape["M"], shape["N"], shape["K"]) for shape in load_workloads()[op]["shapes"]]
+    wanted = choose_models([name for name in arguments.model or () if name], [case.model for case in published])
     shapes = arguments.shape or ([(256, 256, 256)] if session.device.type == "cpu" else None)
     if shapes is not None:
         cases = [Case(op, "custom", *shape) for shape in shapes]
     else:
-        workload = load_workloads()[op]["shapes"]
-        cases = [Case(op, shape["model"], shape["M"], shape["N"], shape["K"]) for shape in workload]
-        wanted = [name for name in arguments.model or () if name] or [case.model for case in cases]
-        unknown = sorted(set(wanted) - {case.model for case in cases})
-        if unknown:
-            raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(c.model for c in cases)}")
-        cases = [case for case in cases if case.model in wanted]
+        cases = [case for case in published if case.model in wanted]
     for case in cases:
         split = case.n if op == "ag_gemm" else case.k
         if case.m % session.world_size or split % session.world_size:

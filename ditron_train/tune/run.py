@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
         "--output",
+        dest="table",
         type=Path,
         default=Path("tuning.json"),
         metavar="FILE",
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with bench_session("tune", arguments) as session:
         context = get_context(dist.group.WORLD, session.device)
-        table = _agreed_table(arguments.output, session, context)
+        table = _agreed_table(arguments.table, session, context)
         classes = _classes(_problems(arguments, session), session, context)
         num_steps = len(STAGES) * sum(len(shape_class.trials) for shape_class in classes)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -95,11 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
                 session,
                 context,
                 advance=lambda what: progress.update(task, advance=1, description=what),
-                keep=lambda: _save(table, classes, arguments.output, session, context),
+                keep=lambda: _save(table, classes, arguments.table, session, context),
             )
         if session.rank == 0:
             terminal().print(_as_table(classes, context))
-            get_logger("tune").info("written: %s (to use it: DITRON_TUNING=%s)", arguments.output, arguments.output)
+            get_logger("tune").info("written: %s (to use it: DITRON_TUNING=%s)", arguments.table, arguments.table)
         return 1 if any(shape_class.differing for shape_class in classes) else 0
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ditron_train.bench.session import BenchSession, add_common_arguments, bench_session
+from ditron_train.bench.arguments import add_common_arguments, check_counts, check_folder
+from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.tables import terminal
 from ditron_train.policy.plan import load_plan
 from ditron_train.runtime.errors import NotSupportedError, SettingError
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stress.add_argument(
         "--first-epoch", type=int, default=_FIRST_EPOCH, metavar="N", help="where epochs begin (default %(default)s: near the wrap)"
     )
-    add_common_arguments(parser.add_argument_group("timing"))
+    add_common_arguments(parser.add_argument_group("timing"), model_option=False, writes_results=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,8 +94,7 @@ def _check(arguments: argparse.Namespace) -> list[str]:
     """The names of ``--rooms``; raises for whatever cannot be, before anything is launched."""
     if arguments.repeat < 1 or min(arguments.random, arguments.straggler_ms, arguments.ops) < 0:
         raise SettingError("--repeat has to be above 0, --random, --ops and --straggler-ms not below")
-    if arguments.repetitions < 1 or arguments.warmup < 0:
-        raise SettingError("--repetitions has to be above 0, --warmup not below")
+    check_counts(arguments)
     if arguments.seconds is not None and arguments.seconds <= 0:
         raise SettingError("--seconds has to be above 0")
     if not 0 <= arguments.first_epoch < 2**31:
@@ -102,18 +102,8 @@ def _check(arguments: argparse.Namespace) -> list[str]:
     if arguments.largest is not None and arguments.largest < 1:
         raise SettingError("--largest has to be above 0")
     if arguments.output is not None:
-        _check_folder(arguments)
+        check_folder(arguments.output)
     return parse_rooms(arguments.rooms)
-
-
-def _check_folder(arguments: argparse.Namespace) -> None:
-    """A folder that cannot be written is an error before anything is launched, not after an hour."""
-    try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(f"cannot write into {arguments.output}: {error.strerror}") from None
-    if not os.access(arguments.output, os.W_OK):
-        raise SettingError(f"cannot write into {arguments.output}")
 
 
 class _Verification:

@@ -1,0 +1,90 @@
+"""What the command lines of benchmarks and of ``verify`` have in common, and what is refused before anything is launched."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from ditron_train.bench.rows import RESULTS
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["add_common_arguments", "check_counts", "check_folder", "check_sizes", "choose_models"]
+
+_LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "warmup": 0}
+
+
+def add_common_arguments(
+    parser: argparse._ActionsContainer, *, model_option: bool = True, writes_results: bool = True
+) -> None:
+    """Adds how often to measure and where results go.
+
+    Args:
+        parser: Or a group of one.
+        model_option: Without ``--model`` where it means something else, or nothing.
+        writes_results: Whether results are written, on GPUs, where no folder is named.
+    """
+    on_gpu = torch.cuda.is_available()
+    for name, default, text in (("repetitions", 15 if on_gpu else 3, "timed calls"), ("warmup", 4 if on_gpu else 1, "calls before them")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{text} (default %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=RESULTS if on_gpu and writes_results else None,
+        help="folder of the JSON files (default: " + (f"{RESULTS}, none without a GPU)" if writes_results else "none is written)"),
+    )
+    if model_option:
+        parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated)")
+
+
+def check_counts(arguments: argparse.Namespace) -> None:
+    """Refuses what cannot be counted; a tool need not have all of these options.
+
+    Raises:
+        SettingError: A count below the least that makes sense.
+    """
+    for name, least in _LEAST.items():
+        if getattr(arguments, name, least) < least:
+            raise SettingError(f"--{name} has to be {'above 0' if least else '0 or more'}")
+
+
+def check_folder(folder: Path) -> None:
+    """Makes ``folder``: one that cannot be written is an error before anything is launched, not after an hour.
+
+    Raises:
+        SettingError: It cannot be made, or not be written into.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"cannot write into {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise SettingError(f"cannot write into {folder}")
+
+
+def check_sizes(option: str, shapes: Iterable[Sequence[float]] | None) -> None:
+    """Refuses sizes below the smallest that there is.
+
+    Raises:
+        SettingError: One of them is not above 0.
+    """
+    for shape in shapes or ():
+        if min(shape) <= 0:
+            raise SettingError(f"{option} {' '.join(map(str, shape))}: sizes have to be above 0")
+
+
+def choose_models(wanted: Sequence[str] | None, models: Iterable[str]) -> list[str]:
+    """Those of ``models`` that are wanted, in that order; all of them where none is named.
+
+    Raises:
+        SettingError: One is named that is not among them.
+    """
+    models = dict.fromkeys(models)
+    unknown = sorted(set(wanted or ()) - set(models))
+    if unknown:
+        raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(models)}")
+    return list(dict.fromkeys(wanted or models))
