@@ -38,6 +38,7 @@ class OpContext:
     Attributes:
         comm_stream: A stream of high priority beside the current one; None on the CPU.
         comm_handle: The driver's handle of it; 0 on the CPU.
+        prepared: What ops keep for the shapes they have seen; emptied before a buffer of the arena moves.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
@@ -58,20 +59,11 @@ class OpContext:
         self._last_stream: torch.cuda.Stream | None = None
         self._last_was_capturing = False
         self._agreed: set[tuple] = set()
-        self._prepared: dict[tuple, Any] = {}
-        self._prepared_generation = -1
+        self.prepared: dict[tuple, Any] = {}
         self.arena.before_freeing(self._forget_prepared)
 
     def _forget_prepared(self) -> None:
-        self._prepared.clear()
-
-    @property
-    def prepared(self) -> dict[tuple, Any]:
-        """What ops keep for the shapes they have seen; emptied whenever a buffer of the arena has moved."""
-        if self._prepared_generation != self.arena.generation:
-            self._prepared.clear()
-            self._prepared_generation = self.arena.generation
-        return self._prepared
+        self.prepared.clear()
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
         """A channel of this context (collective)."""
@@ -164,7 +156,7 @@ class OpContext:
         graph captured: what is let go of may be in use by what is enqueued, and by graphs for ever.
         """
         self._agreed.clear()
-        self._prepared.clear()
+        self.prepared.clear()
         for channel in self._channels:
             channel.forget_signatures()
 

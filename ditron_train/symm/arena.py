@@ -90,7 +90,6 @@ class SymmetricArena:
         self._segments: dict[str, tuple[Segment, torch.Tensor]] = {}
         self._kept_for_graphs: list[Segment] = []
         self.graph_captured = False
-        self.generation = 0  # counts growths: what was prepared with buffers of an earlier one is stale
         self._let_go: list[weakref.WeakMethod] = []
         self.closed = False
 
@@ -147,7 +146,6 @@ class SymmetricArena:
                     f"bytes, above rank {rank}'s cap DITRON_ARENA_BYTES={rank_cap}"
                 )
         self._retire(name)
-        self.generation += 1
         segment = self._transport.allocate(self.group, self.device, num_bytes)
         addresses = torch.tensor(segment.addresses, dtype=torch.int64, device=self.device)
         self._segments[name] = (segment, addresses)
