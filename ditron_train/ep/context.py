@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep.layout import LayoutShape, Room
-from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms
+from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.launch import KernelLaunch
@@ -234,9 +234,7 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], EPContex
 
 def get_ep_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> EPContext:
     """The one context of these arguments; made at the first call, which is collective."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(device)
     key = (group, device, num_experts, topk)
     context = _contexts.get(key)
     if context is None or context.arena.closed:

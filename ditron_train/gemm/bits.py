@@ -9,7 +9,7 @@ import torch
 
 from ditron_train.gemm.ops import matmul_nn, matmul_nt, matmul_tn
 from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
-from ditron_train.runtime.device import kernel_target
+from ditron_train.runtime.device import kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 
 __all__ = ["Layout", "known_bits", "probe_bits"]
@@ -109,9 +109,7 @@ def probe_bits(
         raise NotSupportedError(f"probe_bits: layout {layout!r} is not nt, nn or tn")
     a_shape = (k, m) if layout == "tn" else (m, k)
     b_shape = (n, k) if layout == "nt" else (k, n)
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(device)
     key = _ProbeKey(m, n, k, layout, dtype, device, a_row_stride or a_shape[1], b_row_stride or b_shape[1])
     if key in _probed:
         return _probed[key]

@@ -19,7 +19,7 @@ from ditron_train.optim.products import (
     scaled_square,
     symmetric_choices,
 )
-from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.device import is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 
@@ -172,7 +172,7 @@ def plan_products(
         return ProductPlan(False, False, False, "no GPU: whole products of torch")
     if not _has_kernels(m, n, dtype) and m * n > MAX_GRAPH_ELEMENTS:
         return ProductPlan(False, False, False, "a type, size or alignment that cuBLAS serves better")
-    key = (m, n, dtype, device.index if device.index is not None else torch.cuda.current_device(), transposed)
+    key = (m, n, dtype, with_index(device).index, transposed)
     if key not in _plans:
         if torch.cuda.is_current_stream_capturing():
             return ProductPlan(False, False, False, "not measured before the CUDA graph capture began")

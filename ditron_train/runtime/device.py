@@ -11,7 +11,7 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["HOPPER_AND_NEWER", "device_name", "driver_version", "is_interpreter", "kernel_target", "num_sms"]
+__all__ = ["HOPPER_AND_NEWER", "device_name", "driver_version", "is_interpreter", "kernel_target", "num_sms", "with_index"]
 
 #: Of ``kernel_target``: GPUs with TMA and tensor cores that take operands from shared memory.
 HOPPER_AND_NEWER = ("sm_90", "sm_100")
@@ -22,6 +22,14 @@ def is_interpreter() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def with_index(device: torch.device | str) -> torch.device:
+    """The device; of CUDA without an index, the current GPU: what is kept for a device is found by the one that is meant."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 @lru_cache(maxsize=None)
@@ -47,9 +55,9 @@ def kernel_target(device: torch.device) -> str:
     Raises:
         NotSupportedError: A CPU device while Triton is not in interpreter mode, or a GPU that is too old.
     """
-    device = torch.device(device)
+    device = with_index(device)
     if device.type == "cuda":
-        return _cuda_target(device.index if device.index is not None else torch.cuda.current_device())
+        return _cuda_target(device.index)
     if device.type == "cpu" and is_interpreter():
         return "interpreter"
     if device.type == "cpu":
@@ -64,10 +72,8 @@ def _cuda_num_sms(index: int) -> int:
 
 def num_sms(device: torch.device) -> int:
     """Number of multiprocessors; 1 in the interpreter, where the programs of a grid run one after another."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return 1
-    return _cuda_num_sms(device.index if device.index is not None else torch.cuda.current_device())
+    device = with_index(device)
+    return _cuda_num_sms(device.index) if device.type == "cuda" else 1
 
 
 @lru_cache(maxsize=None)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.lang.agree import agree_kernel
-from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.device import kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.records import records_of
@@ -193,9 +193,7 @@ def context_of(
     group = group if group is not None else dist.group.WORLD
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(device)
     context = _contexts.get((kind, group, device))
     if context is None or context.arena.closed:
         context = _contexts[kind, group, device] = kind(group, device, first_epoch=first_epoch)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.groups import GroupCache, forget_destroyed_groups
 from ditron_train.runtime.logs import log_once
@@ -212,9 +213,7 @@ _arenas: GroupCache[tuple[dist.ProcessGroup, str], SymmetricArena] = GroupCache(
 def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> SymmetricArena:
     """The one arena of ``group`` (``None``: WORLD) on ``device``; made at the first call, which is collective."""
     group = group if group is not None else dist.group.WORLD
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(device)
     key = (group, str(device))
     arena = _arenas.get(key)
     if arena is None or arena.closed:
