@@ -18,6 +18,7 @@ from ditron_train.runtime.settings import SETTINGS
 __all__ = [
     "FEATURES",
     "Options",
+    "SIZES",
     "add_ditron_args",
     "available_features",
     "options_from_argv",
@@ -35,7 +36,7 @@ FEATURES: dict[str, str] = {
 }
 
 #: Megatron's argument that says how many ranks a feature's groups have.
-_SIZES = {
+SIZES = {
     "tp": "tensor_model_parallel_size",
     "sp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -53,7 +54,7 @@ class Options:
         timeout_s: Value for ``DITRON_TIMEOUT_S`` in seconds, or None to leave the environment as it is.
         policy: Value for ``DITRON_POLICY``, or None to leave the environment as it is.
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
-        sizes: Ranks of the groups of each feature, where Megatron's arguments tell.
+        sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
         record: Folder in which every training step is noted, or None.
     """
 
@@ -171,14 +172,14 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def options_from_args(args: Any) -> Options:
     """The options in a parsed namespace; fields that are missing there count as not given."""
     features = tuple(getattr(args, "ditron", None) or ())
-    sizes = {name: getattr(args, _SIZES[name], None) for name in features if name in _SIZES}
+    sizes = {name: getattr(args, SIZES[name], None) for name in features if name in SIZES}
     return Options(
         features=features,
         transport=getattr(args, "ditron_transport", None),
         timeout_s=getattr(args, "ditron_timeout_s", None),
         policy=getattr(args, "ditron_policy", None),
         plan=getattr(args, "ditron_plan", None),
-        sizes={name: size for name, size in sizes.items() if size is not None and size > 1},
+        sizes={name: size for name, size in sizes.items() if size is not None},
         record=getattr(args, "ditron_record", None),
     )
 

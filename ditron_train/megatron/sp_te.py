@@ -25,6 +25,7 @@ from ditron_train.megatron.sp_linears import overlaps_tensor_parallelism, reduce
 from ditron_train.megatron.sp_output import LeftInHeads
 from ditron_train.megatron.sp_packed import table_of, why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, route_exchange
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import LateWgrad, SPContext, output_projection, qkv_projection
 
 __all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
@@ -44,11 +45,19 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         self._whole: list[TEDotProductAttention] = []
         self.left_in_heads: list[LeftInHeads] | None = None
         group = getattr(kwargs.get("pg_collection"), "cp", None)
-        if config.context_parallel_size > 1 and kwargs.get("cp_comm_type") == "a2a" and group is not None:
-            ways = group.size() * config.tensor_model_parallel_size
-            if config.num_attention_heads % ways == 0 and config.num_query_groups % ways == 0:
-                inner = config_of_one_rank(config, group.size())
+        if config.context_parallel_size > 1 and group is not None:
+            try:
+                inner = self._config_of_one_rank(config, group.size(), kwargs.get("cp_comm_type"))
+            except NotSupportedError as error:
+                log_native("sp attention", str(error))
+            else:
                 self._whole.append(TEDotProductAttention(inner, *args, **kwargs))
+
+    @staticmethod
+    def _config_of_one_rank(config: Any, world_size: int, cp_comm_type: str | None) -> Any:
+        if cp_comm_type != "a2a":
+            raise NotSupportedError(f"--cp-comm-type is {cp_comm_type or 'p2p'} (a2a is covered)")
+        return config_of_one_rank(config, world_size)
 
     @property
     def can_attend(self) -> bool:

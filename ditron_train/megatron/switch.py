@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Sequence
 
 from ditron_train.megatron import patching
-from ditron_train.megatron.arguments import Options, parse_features
+from ditron_train.megatron.arguments import SIZES, Options, parse_features
 from ditron_train.megatron.record import record_steps
 from ditron_train.megatron.specs import count_replacements, rewrite_spec
 from ditron_train.policy import check_plan, forget_plans
@@ -83,8 +83,12 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     get_settings()  # a malformed variable is reported here, before any model is built
     for name in unknown_variables():
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
-    check_plan(options.sizes)
+    check_plan({name: size for name, size in options.sizes.items() if size > 1})
     check_table()
+    for name, size in options.sizes.items():
+        if size == 1:
+            option = SIZES[name].replace("_", "-")
+            log_once(f"alone {name}", f"{name}: nothing to accelerate where --{option} is 1", level=logging.WARNING)
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()
     if spec is not None:

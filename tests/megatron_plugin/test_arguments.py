@@ -34,7 +34,7 @@ def test_values():
 def test_sizes_of_groups_are_known_from_megatrons_arguments():
     args = _parser().parse_args(["--ditron", "tp,pp,sp"])
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size = 4, 1, 8
-    assert options_from_args(args).sizes == {"tp": 4}
+    assert options_from_args(args).sizes == {"tp": 4, "pp": 1}
 
 
 def test_adding_twice_changes_nothing_and_help_names_every_feature(capsys):

@@ -106,6 +106,23 @@ def _failed_op_never_reaches_the_weights():
         del context
 
 
+def _lines_of_groups_of_one_rank():
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron.arguments import Options
+    from ditron_train.megatron.switch import apply_options
+    from ditron_train.runtime import logs
+
+    logs._seen.clear()
+    with _Lines() as lines:
+        apply_options(Options(("sp",), sizes={"tp": 4, "sp": 1}))
+        plugin.restore()
+    return lines
+
+
+def test_a_feature_whose_groups_have_one_rank_is_said_to_do_nothing():
+    assert run_workers(1, _lines_of_groups_of_one_rank)[0][0] == "sp: nothing to accelerate where --context-parallel-size is 1"
+
+
 def test_failed_op_never_reaches_the_weights():
     run_workers(2, _failed_op_never_reaches_the_weights)
 
