@@ -15,13 +15,14 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.stream import driver
 from ditron_train.symm.shm_transport import _FOLDER, _map_file
-from ditron_train.symm.transport import all_ranks_or_raise, exchange
+from ditron_train.symm.transport import exchange, on_all_ranks
 
 __all__ = ["FLAGS", "HEADER_DEPTH", "HEADER_WORDS", "MAX_LOANS", "Mailbox"]
 
@@ -65,26 +66,22 @@ class Mailbox:
     def _map(self, group: dist.ProcessGroup) -> mmap.mmap:
         path = os.path.join(_FOLDER, f"ditron-pp-{os.getpid()}-{secrets.token_hex(8)}")
         num_bytes = _FAULT_BYTES + self.world_size * _ROW_BYTES
-        error, memory = None, None
+        path_of_first = exchange(group, path)[0]
+        self._claim_path = f"{path_of_first}-fault"
+
+        def reserve() -> mmap.mmap | None:
+            return _map_file(path_of_first, num_bytes, create=True) if self.rank == 0 else None
+
+        def share() -> mmap.mmap:
+            return own if own is not None else _map_file(path_of_first, num_bytes, create=False)
+
         try:
-            if self.rank == 0:
-                memory = _map_file(path, num_bytes, create=True)
-        except OSError as failure:
-            error = f"cannot reserve {num_bytes} bytes in {_FOLDER}: {failure}"
-        try:
-            path_of_first = exchange(group, path)[0]
-            self._claim_path = f"{path_of_first}-fault"
-            if memory is None and error is None:
-                try:
-                    memory = _map_file(path_of_first, num_bytes, create=False)
-                except OSError as failure:
-                    error = f"cannot map shared memory: {failure}"
-            all_ranks_or_raise(group, error, "sharing a mailbox")
+            own = on_all_ranks(group, f"reserving {num_bytes} bytes in {_FOLDER}", reserve, (OSError,))
+            return on_all_ranks(group, "mapping a mailbox", share, (OSError,))
         finally:
-            if self.rank == 0 and memory is not None:
-                os.unlink(path)
-        assert memory is not None
-        return memory
+            if self.rank == 0:
+                with suppress(FileNotFoundError):
+                    os.unlink(path_of_first)
 
     def _register(self, group: dist.ProcessGroup, device: torch.device) -> int | None:
         """Address of the memory for the device's streams; None where the driver of any rank refuses to register it."""

@@ -8,9 +8,7 @@ are whole allocations (slices are refused by its own calls), so peers are addres
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,14 +17,12 @@ from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.device_bytes import DeviceBytes
 from ditron_train.symm.reserve import Reserve, first_common_gap
-from ditron_train.symm.transport import Segment, all_ranks_or_raise, exchange
+from ditron_train.symm.transport import Segment, exchange, on_all_ranks
 
 __all__ = ["NvshmemTransport"]
 
 _ALIGNMENT_BYTES = 4096
 _DEFAULT_RESERVE_BYTES = 2 << 30
-
-_Result = TypeVar("_Result")
 
 
 class NvshmemTransport:
@@ -85,12 +81,12 @@ def _start(device: torch.device) -> torch.Tensor:
     """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve; a rank that fails fails all."""
     world = dist.group.WORLD
     reserve_bytes = _agreed_reserve_bytes(world)
-    _on_all_ranks(world, "loading NVSHMEM", _load)
+    on_all_ranks(world, "loading NVSHMEM", _load)
     import nvshmem.core
     from cuda.core import Device
 
     rank = dist.get_rank()
-    unique_id = _on_all_ranks(world, "starting NVSHMEM", lambda: nvshmem.core.get_unique_id(empty=rank != 0))
+    unique_id = on_all_ranks(world, "starting NVSHMEM", lambda: nvshmem.core.get_unique_id(empty=rank != 0))
     unique_ids = [unique_id]
     dist.broadcast_object_list(unique_ids, src=0)
 
@@ -106,7 +102,7 @@ def _start(device: torch.device) -> torch.Tensor:
         )
         return nvshmem.core.tensor((reserve_bytes,), dtype=torch.uint8)
 
-    return _on_all_ranks(world, "starting NVSHMEM", initialise)
+    return on_all_ranks(world, "starting NVSHMEM", initialise)
 
 
 def _load() -> None:
@@ -125,18 +121,3 @@ def _agreed_reserve_bytes(world: dist.ProcessGroup) -> int:
     if len(set(sizes)) > 1:
         raise ArenaError(f"NVSHMEM takes as much on every rank, but DITRON_ARENA_BYTES says {sizes}")
     return sizes[0]
-
-
-def _on_all_ranks(world: dist.ProcessGroup, what: str, step: Callable[[], _Result]) -> _Result:
-    """``step()``, behind which every rank knows whether all ranks have done it (collective).
-
-    Raises:
-        ArenaError: It failed on a rank; on every rank alike.
-    """
-    error, result = None, None
-    try:
-        result = step()
-    except Exception as failure:  # nvshmem4py raises classes of its own; every rank must hear of it
-        error = f"{type(failure).__name__}: {failure}"
-    all_ranks_or_raise(world, error, what)
-    return cast(_Result, result)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.symm.transport import Segment, all_ranks_or_raise, exchange
+from ditron_train.symm.transport import Segment, exchange, on_all_ranks
 
 __all__ = ["ShmTransport"]
 
@@ -36,25 +37,19 @@ class ShmTransport:
         """See ``Transport.allocate``."""
         rank = dist.get_rank(group)
         path = os.path.join(_FOLDER, f"ditron-{os.getpid()}-{secrets.token_hex(8)}")
-        error = None
-        own = None
+
+        def reserve() -> mmap.mmap:
+            return _map_file(path, num_bytes, create=True)
+
+        def map_all() -> list[mmap.mmap]:
+            return [own if peer == path else _map_file(peer, num_bytes, create=False) for peer in paths]
+
         try:
-            own = _map_file(path, num_bytes, create=True)
-        except OSError as failure:
-            error = f"cannot reserve {num_bytes} bytes in {_FOLDER}: {failure}"
-        try:
-            all_ranks_or_raise(group, error, "allocating shared memory")
+            own = on_all_ranks(group, f"reserving {num_bytes} bytes in {_FOLDER}", reserve, (OSError,))
             paths = exchange(group, path)
-            maps = [own if peer == rank else None for peer in range(len(paths))]
-            try:
-                for peer, peer_path in enumerate(paths):
-                    if peer != rank:
-                        maps[peer] = _map_file(peer_path, num_bytes, create=False)
-            except OSError as failure:
-                error = f"cannot map a peer's shared memory: {failure}"
-            all_ranks_or_raise(group, error, "mapping shared memory")
+            maps = on_all_ranks(group, "mapping the peers' shared memory", map_all, (OSError,))
         finally:
-            if own is not None:
+            with suppress(FileNotFoundError):
                 os.unlink(path)
         tensors = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in maps]
         return Segment(local=tensors[rank], peers=list(tensors), addresses=[tensor.data_ptr() for tensor in tensors])

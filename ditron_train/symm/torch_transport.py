@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.symm.rendezvous import rendezvous
-from ditron_train.symm.transport import Segment, all_ranks_or_raise
+from ditron_train.symm.transport import Segment, on_all_ranks
 
 __all__ = ["TorchTransport"]
 
@@ -24,19 +24,12 @@ class TorchTransport:
         """See ``Transport.allocate``."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        error = None
-        local = handle = None
-        try:
-            local = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
-            local.zero_()
-        except RuntimeError as failure:
-            error = f"cannot allocate {num_bytes} bytes: {failure}"
-        all_ranks_or_raise(group, error, "allocating symmetric memory")
-        try:
-            handle = rendezvous(local, group)
-        except (RuntimeError, AttributeError, TypeError) as failure:  # the last two: a torch without these private functions
-            error = f"peers cannot reach each other: {failure}"
-        all_ranks_or_raise(group, error, "mapping symmetric memory")
+        def reserve() -> torch.Tensor:
+            return symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+
+        local = on_all_ranks(group, f"allocating {num_bytes} bytes of symmetric memory", reserve, (RuntimeError,))
+        errors = (RuntimeError, AttributeError, TypeError)  # the last two: a torch without these private functions
+        handle = on_all_ranks(group, "reaching the peers' symmetric memory", lambda: rendezvous(local, group), errors)
         torch.cuda.synchronize(device)  # zero-filled before any peer may write
         dist.barrier(group)
         # buffer_ptrs are bases of the allocation: ours starts at an offset when the allocator shares a block

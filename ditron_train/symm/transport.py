@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["Segment", "Transport", "all_ranks_or_raise", "exchange", "node_of_process", "select_transport"]
+__all__ = ["Segment", "Transport", "exchange", "node_of_process", "on_all_ranks", "select_transport"]
+
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -64,12 +66,30 @@ def exchange(group: dist.ProcessGroup, value: object) -> list:
     return values
 
 
-def all_ranks_or_raise(group: dist.ProcessGroup, error: str | None, what: str) -> None:
-    """Collective: raises the same ``ArenaError`` on every rank if any rank passes an error text."""
-    errors = exchange(group, error)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+def on_all_ranks(
+    group: dist.ProcessGroup, what: str, step: Callable[[], _Result], errors: tuple[type[Exception], ...] = (Exception,)
+) -> _Result:
+    """``step()``, behind which every rank knows that all ranks have done it (collective).
+
+    Args:
+        group: Whose ranks.
+        what: The step in words.
+        step: What each rank does by itself.
+        errors: What says that it failed; anything else is a mistake of ours and leaves the peers waiting.
+
+    Raises:
+        ArenaError: It failed on a rank; the same on every rank.
+    """
+    text, result = None, None
+    try:
+        result = step()
+    except errors as failure:
+        text = f"{type(failure).__name__}: {failure}"
+    texts = exchange(group, text)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     if failed:
-        raise ArenaError(f"{what} failed on {len(failed)} of {len(errors)} ranks: " + "; ".join(failed))
+        raise ArenaError(f"{what} failed on {len(failed)} of {len(texts)} ranks: " + "; ".join(failed))
+    return cast(_Result, result)
 
 
 def node_of_process() -> tuple[str, str, str]:

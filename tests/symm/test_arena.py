@@ -56,7 +56,7 @@ def test_different_transports_are_the_same_error_on_every_rank():
     assert words[0] == words[1] and words[0].startswith("ranks chose different transports: ['shm', 'nvshmem']")
 
 
-@pytest.mark.parametrize("what, words", [("reserve", "cannot reserve 256 bytes in /dev/shm"), ("map", "cannot map a peer's")])
+@pytest.mark.parametrize("what, words", [("reserve", "reserving 256 bytes in /dev/shm"), ("map", "mapping the peers' shared memory")])
 def test_too_little_memory_is_the_same_error_on_every_rank(what, words):
     (mine, left), (theirs, left_1) = run_workers(2, bodies.memory_is_full, what)
     assert mine == theirs and "failed on 1 of 2 ranks: rank 1: " in mine and words in mine and "No space left" in mine
