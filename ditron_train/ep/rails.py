@@ -14,7 +14,6 @@ gradients add up in that order. Exact sizes only, with host syncs for the counts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +25,8 @@ from ditron_train.ep.context import EPContext, get_ep_context
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.groups import GroupCache, belongs_to
+from ditron_train.runtime.groups import GroupCache
+from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import exchange, node_of_process
 
 __all__ = ["PendingRailLayout", "RailContext", "RailLayout", "begin_layout", "combine", "dispatch", "get_rail_context"]
@@ -82,7 +82,7 @@ def get_rail_context(group: dist.ProcessGroup, device: torch.device, num_experts
 
 
 def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> RailContext | None:
-    names, ranks = exchange(group, node_of_process()), dist.get_process_group_ranks(group)
+    names = exchange(group, node_of_process())
     nodes = list(dict.fromkeys(names))
     if len(nodes) == 1:
         return None
@@ -93,11 +93,8 @@ def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: i
         raise NotSupportedError(f"expert parallel: {num_experts} experts do not divide by the group's {len(names)} ranks")
     node, local = divmod(dist.get_rank(group), local_size)
 
-    def part(members: Sequence[int]) -> dist.ProcessGroup:
-        return belongs_to(dist.new_group([ranks[member] for member in members], use_local_synchronization=True), group)
-
-    node_group = part(range(node * local_size, (node + 1) * local_size))
-    rail = part(range(local, len(names), local_size))
+    node_group = make_group(group, list(range(node * local_size, (node + 1) * local_size)), "ditron_ep_node")
+    rail = make_group(group, list(range(local, len(names), local_size)), "ditron_ep_rail")
     inner_experts = num_experts // len(nodes)
     inner = get_ep_context(node_group, device, inner_experts, min(topk, inner_experts))
     return RailContext(inner, rail, node_group, len(nodes), local_size, num_experts, topk)

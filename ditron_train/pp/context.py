@@ -8,7 +8,6 @@ import torch.distributed as dist
 from ditron_train.pp import paths
 from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.far import FarChannel, FarReceiver, FarSender, FarSlots, NvshmemPuts, make_far_arena
-from ditron_train.pp.groups import make_group
 from ditron_train.pp.kernel_channel import KernelChannel
 from ditron_train.pp.lanes import Receiver, Sender
 from ditron_train.pp.mailbox import MAX_LOANS, Mailbox
@@ -23,6 +22,7 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.versions import pip_command
 from ditron_train.stream import driver
 from ditron_train.symm.arena import get_arena
+from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import exchange, node_of_process
 
 _BACKWARD_LOANS = 3  # a gradient is let go of when the next one arrives

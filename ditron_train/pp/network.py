@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.pp.groups import make_group
 from ditron_train.pp.messages import LANE_NAMES, MAX_DIMS, Header
 from ditron_train.runtime.logs import log_once
+from ditron_train.symm.groups import make_group
 
 __all__ = ["NetworkLanes", "NetworkWork"]
 
