@@ -1,0 +1,29 @@
+"""Groups that only their members make, by ranks that have made different numbers of groups before."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.groups import is_destroyed
+from ditron_train.symm.groups import make_group
+from ditron_train.testing.processes import run_workers
+
+
+def _pairs() -> tuple[list[int], float, bool, bool]:
+    """Even and odd ranks make groups of their own at once; then the parent is destroyed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for _ in range(rank):  # members would wait for each other under different names
+        dist.new_group([rank], use_local_synchronization=True)
+    parent = dist.new_group(list(range(world)))
+    group = make_group(parent, list(range(rank % 2, world, 2)), "test_pairs")
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=group)
+    ranks, before = dist.get_process_group_ranks(group), is_destroyed(group)
+    dist.destroy_process_group(parent)
+    return ranks, total.item(), before, is_destroyed(group)
+
+
+def test_members_alone_make_a_group_which_belongs_to_its_parent() -> None:
+    for rank, result in enumerate(run_workers(4, _pairs)):
+        assert result == ([rank % 2, rank % 2 + 2], 2.0 * (rank % 2) + 2, False, True)
