@@ -1,7 +1,7 @@
 """The command line: ``python -m ditron_train doctor``, ``bench``, ...
 
 Every command is a function that imports what it needs, so that ``--help`` is quick and works where nothing is installed.
-Exit status: 0 well, 1 the command found something wrong, 2 it could not be run as asked.
+Exit status: 0 well, 1 the command found something wrong, 2 it could not be run as asked, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import ditron_train
 
 __all__ = ["main"]
 
-_TRACED = ("ag_gemm", "gemm_rs", "layer", "gemm_a2a", "a2a_gemm", "attention_layer", "moe_layer", "send_recv")
 _REQUIRED = ("torch", "triton", "numpy", "packaging", "rich")
 
 
@@ -50,65 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     postmortem = commands.add_parser("postmortem", help="name the first rank that diverged, after a failure", add_help=False)
     postmortem.set_defaults(function=_postmortem)
 
-    trace = commands.add_parser("trace", help="draw what overlaps, or the order in which tiles run and chunks travel")
-    what = trace.add_mutually_exclusive_group(required=True)
-    what.add_argument("--op", choices=_TRACED, help="run it (under torchrun): traces and a picture")
-    what.add_argument("--schedule", choices=("ag_gemm", "gemm_rs"), help="lay it out: a table and a picture, nothing runs")
-    trace.add_argument(
-        "--shape",
-        nargs=3,
-        type=int,
-        metavar=("M", "N", "K"),
-        help="of ag_gemm and gemm_rs (default: LLaMA-70B's; CPU run: 256 each)",
+    trace = commands.add_parser(
+        "trace", help="draw what overlaps, or the order in which tiles run and chunks travel", add_help=False
     )
-    trace.add_argument("--output", default="trace", metavar="DIR", help="where the files go (default %(default)s)")
-    layout = trace.add_argument_group("of --schedule")
-    layout.add_argument("--world-size", type=int, default=8, metavar="RANKS")
-    layout.add_argument("--ranks-per-node", type=int, metavar="RANKS", help="default: one node")
-    layout.add_argument("--rows", type=_integers, metavar="R0,R1,...", help="rows of each rank where they differ")
-    layout.add_argument("--num-sms", type=int, default=132, metavar="SMS")
     trace.set_defaults(function=_trace)
     return parser
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 512,512,256") from None
-
-
-def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    from pathlib import Path
-
-    _refuse(rest)
-    folder = Path(arguments.output)
-    if arguments.op:
-        _set_megatron_environment()
-        from ditron_train.trace.record import record_op
-
-        return record_op(arguments.op, arguments.shape, folder)
-    from ditron_train.trace.schedule import ScheduleRequest, plan_rank
-    from ditron_train.trace.show_schedule import draw_schedules, show_schedules
-
-    default = (8192, 28672, 8192) if arguments.schedule == "ag_gemm" else (8192, 8192, 28672)
-    m, n, k = arguments.shape or default
-    request = ScheduleRequest(
-        op=arguments.schedule,
-        m=m,
-        n=n,
-        k=k,
-        world_size=arguments.world_size,
-        ranks_per_node=arguments.ranks_per_node,
-        row_counts=arguments.rows,
-        num_sms=arguments.num_sms,
-    )
-    schedules = [plan_rank(request, rank) for rank in range(request.world_size)]
-    show_schedules(request, schedules)
-    picture = folder / f"schedule-{arguments.schedule}.png"
-    draw_schedules(request, schedules, picture)
-    print(f"written: {picture}")
-    return 0
 
 
 def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -123,6 +68,11 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment()
     return _run_tool(f"bench {arguments.bench}", f"ditron_train.bench.{arguments.bench}", rest)
+
+
+def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    _set_megatron_environment()
+    return _run_tool("trace", "ditron_train.trace.run", rest)
 
 
 def _tune(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -146,7 +96,7 @@ def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:
     """Hands ``rest`` to a module with ``add_arguments(parser)`` and ``run(arguments)``."""
     module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(prog=f"python -m ditron_train {command}", description=module.__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m ditron_train {command}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     return module.run(parser.parse_args(rest))
 
@@ -184,13 +134,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    from ditron_train.runtime.errors import DitronError
+    from ditron_train.runtime.errors import DitronError, PeerTimeoutError
 
     try:
         return arguments.function(arguments, rest)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of a pipe had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (DitronError, _UsageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, PeerTimeoutError) else 2

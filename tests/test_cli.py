@@ -54,6 +54,34 @@ def test_a_plan_is_made_as_a_job_would_make_it(capsys: pytest.CaptureFixture, mo
     assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO" not in os.environ and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+def test_interrupted_and_hung(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Ctrl-C needs no traceback; a peer that did not come is something wrong, not a wrong command line."""
+    from ditron_train import doctor
+    from ditron_train.runtime.errors import PeerTimeoutError
+
+    who = dict(op="ag_gemm", group="tp", waiting_rank=0, missing_rank=1, chunk=2, expected_epoch=3, seen_epoch=2, timeout_s=5.0)
+    for error, status, text in (
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (PeerTimeoutError(**who), 1, "error: ag_gemm on group tp: rank 0 waited 5 s for rank 1"),
+        (PermissionError(13, "Permission denied", "x"), 2, "Permission denied: 'x'"),
+    ):
+
+        def fail(error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(doctor, "examine", fail)
+        assert main(["doctor"]) == status
+        assert text in capsys.readouterr().err
+
+
+def test_options_are_not_guessed(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["trace", "--sched", "ag_gemm"])
+    assert stopped.value.code == 2
+    assert main(["trace", "--op", "ag_gemm", "--rows", "1,2"]) == 2
+    assert "--rows: of --schedule" in capsys.readouterr().err
+
+
 def test_import_does_nothing_else() -> None:
     code = (
         "import sys, os; before = dict(os.environ); import ditron_train, ditron_train.cli\n"

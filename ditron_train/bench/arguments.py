@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import torch
 
 from ditron_train.bench.rows import RESULTS
-from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.versions import pip_command
 
-__all__ = ["add_common_arguments", "check_counts", "check_folder", "check_sizes", "choose_models"]
+__all__ = ["add_common_arguments", "check_counts", "check_folder", "check_matplotlib", "check_sizes", "choose_models"]
 
 _LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "warmup": 0}
 
@@ -64,6 +66,16 @@ def check_folder(folder: Path) -> None:
         raise SettingError(f"cannot write into {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise SettingError(f"cannot write into {folder}")
+
+
+def check_matplotlib() -> None:
+    """Refuses a picture that cannot be drawn, before what it shows is run.
+
+    Raises:
+        NotSupportedError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise NotSupportedError(f"pictures need matplotlib: {pip_command('matplotlib')}")
 
 
 def check_sizes(option: str, shapes: Iterable[Sequence[float]] | None) -> None:

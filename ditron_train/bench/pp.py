@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.bench.arguments import add_common_arguments, check_sizes
+from ditron_train.bench.arguments import add_common_arguments, check_folder, check_matplotlib, check_sizes
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, Sink, bench_session
 from ditron_train.bench.timing import Contender, Timing
@@ -56,6 +56,9 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
     with bench_session("pp", arguments, sink) as session:
         if session.world_size < 2 or session.world_size % 2:
             raise SettingError(f"bench pp takes an even number of ranks, not {session.world_size}")
+        if arguments.picture is not None:
+            check_matplotlib()
+            check_folder(arguments.picture.parent)
         check_sizes("--mb", [[mb] for mb in arguments.mb or ()])
         parts = arguments.part or _PARTS
         on_gpu = session.device.type == "cuda"

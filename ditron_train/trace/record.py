@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ditron_train.bench.arguments import check_folder
 from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.tables import terminal
 from ditron_train.runtime.errors import NotSupportedError, SettingError
@@ -47,10 +48,7 @@ def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path) -> int:
     make, needs, takes_shape = OPS[op]
     if shape is not None and not takes_shape:
         raise SettingError(f"--shape is of ag_gemm and gemm_rs; {op} has one of its own")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(f"cannot write into {folder}: {error.strerror}") from None
+    check_folder(folder)
     with bench_session("trace", argparse.Namespace()) as session:
         for need in needs:
             need(session, op)

@@ -150,7 +150,8 @@ def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
     different = [outcome for outcome in outcomes if not outcome.equal]
     compared = len(ours) * repeat
     text = f"{len(outcomes)} shapes: {len(ours)} run ours ({compared} comparisons), {len(outcomes) - len(ours)} natively"
-    return f"{text}; {len(different)} different" if different else f"{text}; every bit is equal"
+    verdict = "every bit is equal" if ours else "nothing was compared"
+    return f"{text}; {f'{len(different)} different' if different else verdict}"
 
 
 def _row(session: BenchSession, outcome: Outcome) -> Row:

@@ -84,7 +84,8 @@ class Soak:
     def sentence(self) -> str:
         """For people."""
         rate = f"{self.done / max(self.seconds, 1e-9) * 60:,.0f} a minute"
-        verdict = f"{self.num_different} DIFFERENT" if self.num_different else "every bit is equal"
+        equal = "every bit is equal" if self.compared else "nothing was compared"
+        verdict = f"{self.num_different} DIFFERENT" if self.num_different else equal
         epochs = f"epochs {self.first_epoch} to {self.last_epoch}" + (", across 2**31" if self.crossed_the_wrap else "")
         drift = f"memory drift {self.host_drift_bytes / 2**20:.2f} MiB" if self.host_bytes else "memory not read"
         unit = "shapes" if self.what == "random" else "ops"

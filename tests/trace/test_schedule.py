@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -90,5 +91,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(words) == 0 and (tmp_path / "schedule-ag_gemm.png").exists()
     assert main([*words, "--ranks-per-node", "3"]) == 2
     assert "do not divide into nodes" in capsys.readouterr().err
+    capsys.readouterr()
     assert main([*words[:-1], "/proc/nowhere"]) == 2
-    assert "/proc/nowhere" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.err.startswith("error: cannot write into /proc/nowhere") and not said.out
+
+
+def test_without_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "matplotlib" else find_spec(name, *more))
+    assert main(["trace", "--op", "ag_gemm", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: pictures need matplotlib: pip install matplotlib\n"

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditron_train.cli import _TRACED
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.testing.processes import run_workers
-from ditron_train.trace.record import OPS, record_op
+from ditron_train.trace.record import record_op
 from ditron_train.trace.show_timeline import draw_timelines, summary
 from ditron_train.trace.timeline import Interval, computation_us, exposed, read_chrome_trace, total_us
 
@@ -121,10 +120,6 @@ def test_record_on_cpu_processes(tmp_path: Path) -> None:
 def test_ops_of_the_other_rooms(tmp_path: Path, op: str) -> None:
     assert run_workers(2, _record_other, op, str(tmp_path)) == [0, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{op}-ditron.json", f"{op}-native.json", f"{op}.png"]
-
-
-def test_the_command_line_offers_every_op() -> None:
-    assert set(_TRACED) == set(OPS)
 
 
 def test_what_cannot_be_recorded_is_refused_on_every_rank(tmp_path: Path) -> None:
