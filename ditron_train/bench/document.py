@@ -89,7 +89,7 @@ def _gains(root: Path) -> str:
     shortly and do not count."""
     measured = (read_results(path) for path in _result_files(root) if path.stem != "verify")
     results = sorted(measured, key=lambda result: result[0].count)
-    lines = ["| `--ditron` | time natively / ours, over the measured shapes | bits | measured on |", "| --- | --- | --- | --- |"]
+    lines = ["| `--ditron` | speed over native, from the least to the most of the shapes | bits | measured on |", "| --- | --- | --- | --- |"]
     for feature, headlines in _HEADLINES.items():
         shown, machines, equal = [], [], True
         for op, direction in headlines:

@@ -149,8 +149,8 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_argparse_setting("DITRON_POLICY"),
         default=None,
         metavar="{strict,fast,bits,force}",
-        help="strict (the default): a linear layer is overlapped where its bits equal native's and its time is lower, on this "
-        "machine at this shape; fast: where its time is lower; bits: where its bits equal native's; force: wherever it can be. "
+        help="When ours runs instead of native. strict (the default): where its bits equal native's and its time is lower, on this "
+        "machine at this shape; fast: where its time is lower; bits: where its bits equal native's; force: wherever it can. "
         "Overrides DITRON_POLICY.",
     )
     group.add_argument(

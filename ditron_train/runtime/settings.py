@@ -173,8 +173,8 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("strict", "fast", "bits", "force"),
         "strict",
         "strict, fast, bits, force",
-        "When a linear layer runs as an overlapped op. strict: where its bits equal native's and its time is lower, on this "
-        "machine at this shape. fast: where its time is lower. bits: where its bits equal native's. force: wherever it can.",
+        "When ours runs instead of native. strict: where its bits equal native's and its time is lower, on this machine at this "
+        "shape. fast: where its time is lower. bits: where its bits equal native's. force: wherever it can.",
     ),
     Setting(
         "plan",
