@@ -113,7 +113,7 @@ def decide(
     else:
         decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits", also=also))
     if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's
-        log_once(f"ours {key}", f"{key}: ours, {decision.reason}")
+        log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")
     if plan is not None and known is None and mode != "force":
         plan.entries[key] = decision
         if dist.get_rank(group) == 0:  # of every group: stages of a pipeline have other layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.tables import terminal
 from ditron_train.policy.plan import load_plan
 from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.verify.cases import (
     Case,
@@ -79,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
     # Whatever is proven equal is verified, be it faster on this machine or not.
     os.environ.setdefault("DITRON_POLICY", "bits")
+    get_logger("policy").setLevel(logging.WARNING)  # what becomes ours stands in the table; of random shapes that is thousands
     with bench_session("verify", arguments) as session:
         on_gpu = session.device.type == "cuda"
         model = model_sizes(arguments, on_gpu)
