@@ -1,0 +1,220 @@
+"""Ours with a fault in every room that asks the policy for itself: a wrong bit on one rank, or one rank that is slow.
+
+Run by CPU processes with a probe that compares there, too, and by GPUs under torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.bench.inputs import make_values
+from ditron_train.policy import decide, forget_plans
+from ditron_train.policy.plan import Entry
+from ditron_train.policy.probe import Observation, Run, same_bits
+
+__all__ = ["ROOMS", "decision_on_cpu", "decision_with"]
+
+Fault = Callable[[torch.Tensor], torch.Tensor]
+
+
+def wrong(tensor: torch.Tensor) -> torch.Tensor:
+    """One wrong bit on rank 1."""
+    if dist.get_rank() != 1:
+        return tensor
+    tensor = tensor.detach().clone()
+    tensor.view(-1).view(torch.uint8)[-1] ^= 1
+    return tensor
+
+
+def slow(tensor: torch.Tensor) -> torch.Tensor:
+    """About 5 ms more on rank 0."""
+    if dist.get_rank() == 0:
+        torch.cuda._sleep(10_000_000) if tensor.is_cuda else time.sleep(5e-3)
+    return tensor
+
+
+FAULTS: dict[str, Fault | None] = {"none": None, "wrong": wrong, "wrong gradient": wrong, "slow": slow}
+
+
+class _Spoil(torch.autograd.Function):
+    """A fault in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx, tensor, fault, in_backward):
+        ctx.fault = fault if in_backward else None
+        return tensor.view_as(tensor) if in_backward else fault(tensor).view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.fault(grad) if ctx.fault else grad, None, None
+
+
+class _SpoiledHandle:
+    def __init__(self, handle, fault: Fault) -> None:
+        self._handle, self._fault = handle, fault
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self.tensor = self._fault(self._handle.tensor)
+
+
+def _spoil_first(name: str, results, in_backward: bool):
+    first, *others = results if isinstance(results, tuple) else (results,)
+    first = _Spoil.apply(first, FAULTS[name], in_backward)
+    return (first, *others) if isinstance(results, tuple) else first
+
+
+@contextlib.contextmanager
+def _replaced(owner: object, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    right = getattr(owner, name)
+    setattr(owner, name, make(right))
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def _ask_exchange(device: torch.device) -> None:
+    from ditron_train.megatron.sp_routing import AttentionShape, forget_routes, route_exchange
+
+    forget_routes()
+    on_gpu = device.type == "cuda"
+    heads, dim = (16, 64) if on_gpu else (4, 8)
+    route_exchange(dist.group.WORLD, AttentionShape(heads, heads, dim, dim), _values(device, 256 if on_gpu else 8, 1, heads, dim))
+
+
+def _ask_projections(device: torch.device) -> None:
+    from ditron_train.megatron.sp_routing import AttentionShape, forget_routes, route_projections
+
+    forget_routes()
+    qkv, out, like = (_values(device, *shape) for shape in ((2048, 1024), (1024, 1024), (256, 1, 1024)))
+    route_projections(dist.group.WORLD, AttentionShape(16, 8, 64, 64), tuple(like.shape), qkv, out, like)
+
+
+def _ask_message(device: torch.device) -> None:
+    from ditron_train.megatron import pp
+    from ditron_train.pp import get_pipeline_context
+
+    num_bytes = 1 << 20 if device.type == "cuda" else 4096
+    context = get_pipeline_context(dist.group.WORLD, device)
+    context.reserve(num_bytes)
+    pp._reason_by_policy(context, num_bytes)
+
+
+def _ask_experts(device: torch.device) -> None:
+    from ditron_train.bench.megatron_ep import DispatcherPair, expert_parallel_world, moe_config, zipf_routing
+    from ditron_train.megatron import ep_policy
+
+    ep_policy.forget()
+    on_gpu = device.type == "cuda"
+    tokens, hidden, experts = (512, 1024, 16) if on_gpu else (12, 16, 4)
+    x = _values(device, tokens, hidden)
+    _, probs = zipf_routing(tokens, experts, 2, exponent=0.0, device=device, seed=dist.get_rank())
+    sizes = dict(hidden=hidden, ffn_hidden=hidden, num_experts=experts, topk=2, dtype=x.dtype)
+    with expert_parallel_world():
+        DispatcherPair(moe_config(**sizes)).ditron._ask_policy(x, probs)
+    ep_policy.forget()
+
+
+def _values(device: torch.device, *shape: int) -> torch.Tensor:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return make_values(shape, dtype, device, seed=7, rank=dist.get_rank())
+
+
+def _spoil_function(module: str, name: str) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    def spoil(fault: str) -> contextlib.AbstractContextManager[None]:
+        def make(right: Callable) -> Callable:
+            return lambda *given, **options: _spoil_first(fault, right(*given, **options), "gradient" in fault)
+
+        return _replaced(importlib.import_module(module), name, make)
+
+    return spoil
+
+
+def _spoil_message(fault: str) -> contextlib.AbstractContextManager[None]:
+    from ditron_train.megatron import pp
+
+    def make(right: Callable) -> Callable:
+        def exchange(*given, **options):
+            handles = right(*given, **options)
+            return {name: _SpoiledHandle(one, FAULTS[fault]) if name == "recv_prev" else one for name, one in handles.items()}
+
+        return exchange
+
+    return _replaced(pp, "exchange", make)
+
+
+def _spoil_experts(fault: str) -> contextlib.AbstractContextManager[None]:
+    from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
+
+    def make(right: Callable) -> Callable:
+        def combine_postprocess(self, *given):
+            out = right(self, *given)
+            return out if self._ep_context is None else _spoil_first(fault, out, "gradient" in fault)
+
+        return combine_postprocess
+
+    return _replaced(DitronMoEAlltoAllTokenDispatcher, "combine_postprocess", make)
+
+
+#: By name: asks the policy, and puts a fault into ours.
+ROOMS = {
+    "exchange": (_ask_exchange, _spoil_function("ditron_train.megatron.sp_routing", "heads_exchange")),
+    "projections": (_ask_projections, _spoil_function("ditron_train.megatron.sp_routing", "qkv_projection")),
+    "message": (_ask_message, _spoil_message),
+    "experts": (_ask_experts, _spoil_experts),
+}
+
+
+def decision_with(room: str, fault: str, device: torch.device, mode: str, folder: str) -> Entry:
+    """What the policy decides about ``room`` with ``fault`` (a key of ``FAULTS``), as it stands in the plan that it writes."""
+    ask, spoil = ROOMS[room]
+    path = Path(folder) / f"{room}-{fault}-{mode}.json".replace(" ", "-")
+    before = {name: os.environ.get(name) for name in ("DITRON_PLAN", "DITRON_POLICY")}
+    os.environ.update(DITRON_PLAN=str(path), DITRON_POLICY=mode)
+    forget_plans()
+    try:
+        with spoil(fault) if FAULTS[fault] else contextlib.nullcontext():
+            ask(device)
+        dist.barrier()
+        (entry,) = json.loads(path.read_text())["decisions"].values()
+        dist.barrier()
+        return Entry(**entry)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        forget_plans()
+
+
+def probe_on_cpu(native: Run, ours: Run, *, group, device: torch.device, timed: bool = True, also=()) -> Observation:
+    """``probe`` where GPUs would be: bits count, and the host's times."""
+    equal = all([same_bits(one(), other()) for one, other in ((native, ours), *also)])
+    times = [min(_seconds(run) for _ in range(3)) for run in (native, ours)]
+    worst = torch.tensor([float(not equal), *times], dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    different, native_s, ours_s = worst.tolist()
+    return Observation(different == 0.0, *((native_s * 1e6, ours_s * 1e6) if timed else (None, None)))
+
+
+def _seconds(run: Run) -> float:
+    start_s = time.perf_counter()
+    run()
+    return time.perf_counter() - start_s
+
+
+def decision_on_cpu(room: str, fault: str, mode: str, folder: str) -> Entry:
+    """``decision_with`` in a CPU process."""
+    with _replaced(sys.modules[decide.__module__], "probe", lambda right: probe_on_cpu):
+        return decision_with(room, fault, torch.device("cpu"), mode, folder)
