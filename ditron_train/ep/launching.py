@@ -17,7 +17,7 @@ from ditron_train.symm.channel import Channel
 __all__ = ["DTYPES", "Kind", "check_tokens", "compiling", "launch", "move_tile", "signature"]
 
 #: Types of tokens, and their code in a signature.
-DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Kind(IntEnum):
@@ -41,7 +41,7 @@ def signature(
     shape = context.shape
     if not context.only_compiles:
         context.records.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
-    return channel.signature((hidden, DTYPES[dtype], shape.num_experts, shape.topk, int(kind), row_capacity))
+    return channel.signature((hidden, dtype, shape.num_experts, shape.topk, int(kind), row_capacity))
 
 
 def launch(

@@ -9,6 +9,7 @@ import torch
 
 from ditron_train.pp.mailbox import HEADER_WORDS
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.symm.control import DTYPES
 
 __all__ = ["BACKWARD", "FORWARD", "LANE_NAMES", "Header", "disagreement", "fragment_ends", "num_bytes_of"]
 
@@ -18,20 +19,6 @@ LANE_NAMES = ("forward", "backward")
 MAX_DIMS = HEADER_WORDS - 6  # sequence, checksum and the four words below
 _WHOLE_BYTES = 8 << 20
 _ALIGNMENT_BYTES = 4096
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
 
 
 def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -63,17 +50,17 @@ class Header:
         """
         if len(self.shape) > MAX_DIMS:
             raise NotSupportedError(f"a message of {len(self.shape)} dimensions; at most {MAX_DIMS}")
-        if self.dtype not in _DTYPES:
+        if self.dtype not in DTYPES:
             raise NotSupportedError(f"messages of {self.dtype} are not supported")
         loan = 0 if self.loan is None else self.loan + 1
-        words = [_DTYPES.index(self.dtype), int(self.by_network), loan, len(self.shape), *self.shape]
+        words = [DTYPES.index(self.dtype), int(self.by_network), loan, len(self.shape), *self.shape]
         return words + [0] * (HEADER_WORDS - 2 - len(words))
 
     @classmethod
     def from_words(cls, words: list[int]) -> Header:
         """Inverse of ``to_words``."""
         code, by_network, loan, num_dims = words[:4]
-        return cls(tuple(words[4 : 4 + num_dims]), _DTYPES[code], bool(by_network), loan - 1 if loan else None)
+        return cls(tuple(words[4 : 4 + num_dims]), DTYPES[code], bool(by_network), loan - 1 if loan else None)
 
 
 def disagreement(group: str, lane: int, message: int, sent: tuple[int, str], expected: tuple[int, str]) -> str:

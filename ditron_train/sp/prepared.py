@@ -19,7 +19,7 @@ from ditron_train.sp.layouts import HeadsLayout
 __all__ = ["DTYPES", "PreparedA2AGemm", "PreparedExchange", "PreparedGather", "PreparedGemmA2A", "WeightLayout"]
 
 WeightLayout = Literal["nt", "nn"]
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GEMM_A2A, _TO_HEADS, _A2A_GEMM, _TO_SEQUENCE, _GATHER = 1, 2, 3, 4, 5  # first word of a signature
 
 
@@ -68,7 +68,7 @@ class _Transfer:
         self.towards_heads = operation in (_GEMM_A2A, _TO_HEADS)
         self.channel = context.heads_channel if self.towards_heads else context.sequence_channel
         widths = (*layout.widths, 0, 0)[:3]
-        values = (operation, m, layout.num_groups, *widths, k, DTYPES[dtype], granule_rows, block_n, int(packed))
+        values = (operation, m, layout.num_groups, *widths, k, dtype, granule_rows, block_n, int(packed))
         self.signature = context.agree(self.channel, values)
         self.granule_rows = granule_rows
         self.num_granules = -(-m // granule_rows)

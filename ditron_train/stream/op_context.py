@@ -124,7 +124,7 @@ class OpContext:
         for channel in self._channels:
             channel.synchronize()
 
-    def agree(self, channel: Channel, values: Sequence[int], *, num_roles: int = 2) -> torch.Tensor:
+    def agree(self, channel: Channel, values: Sequence[int | torch.dtype], *, num_roles: int = 2) -> torch.Tensor:
         """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
 
         Only after that may buffers grow (collectively). Known signatures cost a lookup.

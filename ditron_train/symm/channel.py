@@ -24,6 +24,7 @@ from ditron_train.symm.control import (
     CONTROL_TIMEOUT_NS,
     CONTROL_WORDS,
     CONTROL_WORLD_SIZE,
+    DTYPES,
     KIND_MISMATCH,
     KIND_OVERFLOW,
     KIND_TIMEOUT,
@@ -58,7 +59,8 @@ class Channel:
             are zero at first and free for the op's own counters.
 
     Args:
-        signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``).
+        signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``); the values
+            of ``dtype`` are types.
         first_epoch: Epoch before the first launch; tests start near the wrap.
         by_address: Kernels write the peers' flags; False where NVSHMEM's calls do, on whichever node they are.
 
@@ -98,7 +100,7 @@ class Channel:
         words[CONTROL_RANK] = arena.rank
         words[CONTROL_WORLD_SIZE] = arena.world_size
         self.control = torch.tensor(words, dtype=torch.int64, device=device)
-        self._signatures: dict[tuple[int, ...], torch.Tensor] = {}
+        self._signatures: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
         self.overflow_hint = ""  # what a slot is and which setting makes room, for the error of an op that has slots
         self._error: DitronError | None = None
         _channels.add(self)
@@ -117,13 +119,14 @@ class Channel:
         epoch = int(self.tickets[0]) >> TICKET_UNIT_LOG2  # a fresh flag must not be ahead of the epoch after a wrap
         self.signals = self._filled(f"{self.op_name}/signals", (num_signals,), epoch)
 
-    def signature(self, values: Sequence[int]) -> torch.Tensor:
+    def signature(self, values: Sequence[int | torch.dtype]) -> torch.Tensor:
         """The int32 ``[READY_WORDS]`` device tensor that travels with the start signal; cached by its values."""
         key = tuple(values)
         tensor = self._signatures.get(key)
         if tensor is None:
             assert len(key) == len(self.signature_fields)
-            words = [0, *(cyclic_difference(value, 0) for value in key)]
+            numbers = (DTYPES.index(value) if isinstance(value, torch.dtype) else value for value in key)
+            words = [0, *(cyclic_difference(number, 0) for number in numbers)]
             words += [0] * (READY_WORDS - len(words))
             tensor = self._signatures[key] = torch.tensor(words, dtype=torch.int32, device=self.arena.device)
         return tensor
@@ -225,8 +228,9 @@ class Channel:
             if words[0] != epoch:
                 calls.append(f"rank {rank}: not heard")
                 continue
-            fields = ", ".join(f"{name}={value}" for name, value in zip(self.signature_fields, words[1:]))
-            calls.append(f"rank {rank}: {fields}")
+            fields = zip(self.signature_fields, words[1:])
+            named = (f"{name}={DTYPES[value] if name == 'dtype' else value}" for name, value in fields)
+            calls.append(f"rank {rank}: {', '.join(named)}")
         return (
             f"{self.op_name} on group {self.arena.group_name}: the ranks called it with different arguments, and the "
             f"result must not be used. " + "; ".join(calls)

@@ -7,6 +7,8 @@ compare-and-swap on the abort word, and from then on every wait of the channel r
 
 from __future__ import annotations
 
+import torch
+
 __all__ = [
     "CONTROL_ABORT",
     "CONTROL_RANK",
@@ -14,6 +16,7 @@ __all__ = [
     "CONTROL_TIMEOUT_NS",
     "CONTROL_WORDS",
     "CONTROL_WORLD_SIZE",
+    "DTYPES",
     "KIND_MISMATCH",
     "KIND_OVERFLOW",
     "KIND_TIMEOUT",
@@ -29,6 +32,22 @@ __all__ = [
     "TICKET_UNIT_LOG2",
     "cyclic_difference",
 ]
+
+#: Types by the number that stands for them in signatures and headers.
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 
 CONTROL_ABORT = 0
 CONTROL_TIMEOUT_NS = 1

@@ -75,7 +75,7 @@ class TPContext(OpContext):
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
         super().__init__(group, device, first_epoch=first_epoch)
-        fields = ("total_rows", "row_partition", "columns", "element_bytes")
+        fields = ("total_rows", "row_partition", "columns", "dtype")
         self.gather_channel = self.add_channel(
             "tp.gather", self.world_size * FLAGS_PER_RANK, (*fields, "granule_rows")
         )

@@ -76,7 +76,7 @@ class PreparedGather:
         else:
             num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
             self.granule_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
-        values = (partition.num_rows, partition.fingerprint, num_columns, dtype.itemsize, self.granule_rows)
+        values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.granule_rows)
         self.signature = context.agree(channel, values)
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype)
         self.row_starts = context.table(partition, partition.starts)

@@ -15,11 +15,12 @@ from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.versions import pip_command
 from ditron_train.stream.driver import has_driver
+from ditron_train.symm.control import DTYPES
 from ditron_train.tp.chunked import PreparedChunkedGemmRs
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs, padded_columns
-from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.scatter import SUM_DTYPES, PreparedScatter
 from ditron_train.tp.tuning import Choice, GatherPlan, Op, Problem, ScatterMode, choose
 
 __all__ = [
@@ -169,6 +170,8 @@ def start_all_gather(
     if prepared is None:
         if x.device != context.device or x.dim() < 2:
             raise NotSupportedError(f"all_gather: x {tuple(x.shape)} on {x.device}, the context is on {context.device}")
+        if x.dtype not in DTYPES:
+            raise NotSupportedError(f"all_gather: {x.dtype} is not supported")
         partition = _partition("all_gather", context, x, row_counts, total=False)
         if partition.num_rows == 0 or x.shape[-1] == 0:
             raise NotSupportedError(f"all_gather: nothing to gather in {tuple(x.shape)}")
@@ -278,6 +281,8 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     if prepared is None:
         if partial.device != context.device or partial.dim() < 2 or partial.numel() == 0:
             raise NotSupportedError(f"reduce_scatter: {tuple(partial.shape)} on {partial.device}, context on {context.device}")
+        if partial.dtype not in SUM_DTYPES:
+            raise NotSupportedError(f"reduce_scatter: {partial.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
         partition = _partition("reduce_scatter", context, partial, None, total=True)
         prepared = PreparedScatter(context, partition, partial.shape[-1], partial.dtype)
         context.prepared[key] = prepared

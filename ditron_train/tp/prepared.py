@@ -160,7 +160,7 @@ class PreparedGemmRs(_PreparedGemm):
         self.channel = channel = context.scatter_channel
         self._num_own_rows = partition.count(context.rank)
         block = config.block_m
-        values = (self.m, partition.fingerprint, n, dtype.itemsize, block, config.block_n)
+        values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
         self._signature = context.agree(channel, values)
         ends = zip(partition.starts, partition.starts[1:])
         num_slot_tiles = max(-(-end // block) - start // block for start, end in ends if end > start)

@@ -19,7 +19,10 @@ from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather_kernels import gather_start_kernel
 from ditron_train.tp.scatter_kernels import fold_rows_kernel
 
-__all__ = ["PreparedScatter"]
+__all__ = ["SUM_DTYPES", "PreparedScatter"]
+
+#: What is added up: in fp32, each sum rounded.
+SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _FOLD_BLOCK = 4096
 
@@ -35,7 +38,7 @@ class PreparedScatter:
         self.context = context
         self.channel = channel = context.reduce_channel
         self.partition = partition
-        values = (partition.num_rows, partition.fingerprint, num_columns, dtype.itemsize)
+        values = (partition.num_rows, partition.fingerprint, num_columns, dtype)
         self._signature = context.agree(channel, values)
         self._slots = context.slots(context.world_size * partition.max_count, num_columns, dtype)
         self._row_starts = context.table(partition, partition.starts)

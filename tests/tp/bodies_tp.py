@@ -233,7 +233,8 @@ def mismatched(field: str) -> str:
             for count in (32, 48):
                 ag_gemm(integers((count, k), 1), integers((16, k), 2), context=context)
             rows = 48 if rank else 32
-        ag_gemm(integers((rows, k), 1), integers((16, k), 2), context=context)
+        dtype = (torch.bfloat16, torch.float16)[rank] if field == "dtype" else torch.float32
+        ag_gemm(integers((rows, k), 1, dtype), integers((16, k), 2, dtype), context=context)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -290,8 +291,8 @@ def bad_calls() -> list[str]:
             ((x, weight), {"row_counts": (-4, 12)}),
         ],
         "gemm_rs": [((x[:3], weight), {}), ((x, integers((8, 17), 2)), {}), ((meta, weight), {})],
-        "all_gather": [((meta,), {}), ((x[:0],), {}), ((x[0],), {})],
-        "start_reduce_scatter": [((x[:3],), {}), ((meta,), {}), ((x[:, :0],), {})],
+        "all_gather": [((meta,), {}), ((x[:0],), {}), ((x[0],), {}), ((x.to(torch.complex64),), {})],
+        "start_reduce_scatter": [((x[:3],), {}), ((meta,), {}), ((x[:, :0],), {}), ((x.double(),), {})],
     }
     ops = {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "all_gather": all_gather, "start_reduce_scatter": start_reduce_scatter}
     words = []

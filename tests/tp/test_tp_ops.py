@@ -74,7 +74,7 @@ def test_epochs_wrap():
     assert run_workers(2, bodies.check_wrap) == [-(2**31) + 5] * 2
 
 
-@pytest.mark.parametrize("field", ["rows", "columns", "known"])
+@pytest.mark.parametrize("field", ["rows", "columns", "dtype", "known"])
 def test_mismatch_is_the_same_error_on_every_rank(field):
     words = run_workers(2, bodies.mismatched, field)
     assert words[0] == words[1]
@@ -84,7 +84,7 @@ def test_mismatch_is_the_same_error_on_every_rank(field):
 
 def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled():
     words, words_1 = run_workers(2, bodies.bad_calls)
-    assert words == words_1 and len(words) == 21
+    assert words == words_1 and len(words) == 23
     assert [text for text in words if not text.startswith(("ag_gemm: ", "gemm_rs: ", "all_gather: ", "reduce_scatter: "))] == []
 
 
