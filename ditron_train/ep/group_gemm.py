@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel, list_tiles
@@ -31,6 +32,15 @@ def _clipped_rows(matrix: torch.Tensor, block_rows: int, block_columns: int) -> 
     """``matrix`` [rows, columns] for blocks that end at any row, see ``group_gemm_kernels``."""
     rows, columns = matrix.shape
     return TensorDescriptor(matrix, [rows, block_rows, columns], [columns, columns, 1], [1, block_rows, block_columns])
+
+
+def _own_storage(part: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage begins where ``part`` does.
+
+    ``torch.compile`` makes other code for another storage offset, which may add up in another order: Megatron's compiled
+    activations must find what they find behind native's GEMMs.
+    """
+    return from_dlpack(to_dlpack(part))
 
 
 def _reach(weights: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int] | None:
@@ -172,7 +182,7 @@ def gemm_operands(
         spanning,
         _clipped_rows(padded, tiles.block_m, config.store_block[1]),
         _places(distances, x.device),
-        padded[tiles.block_m :],
+        _own_storage(padded[tiles.block_m :]),
         n,
         k,
         config,

@@ -53,8 +53,6 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
         return "the expert parallel group has one rank"
     if config.moe_router_padding_for_quantization:
         return "moe_router_padding_for_quantization is on"
-    if dispatcher.drop_and_pad and get_settings().policy != "force":
-        return "moe_pad_expert_input_to_capacity is on (a layer's gradients once differed, see the README)"
     if config.overlap_moe_expert_parallel_comm and get_settings().policy in ("strict", "fast"):
         return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
     if config.cuda_graph_impl != "none" and (
@@ -122,6 +120,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         reason = "Transformer Engine is not installed"
         if self.tp_size > 1:
             reason = f"experts are split over {self.tp_size} tensor parallel ranks"
+        elif self._apart:
+            reason = "overlap_moe_expert_parallel_comm is on"
         elif HAVE_TE:
             from ditron_train.megatron.ep_te import why_not_capacity
 

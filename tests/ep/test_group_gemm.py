@@ -35,6 +35,7 @@ def test_forward_and_all_gradients_are_exact(counts, n, k, dtype):
     x = integers(rows, k, dtype=dtype, seed=99).requires_grad_()
     tiles = row_tiles(torch.tensor(counts), rows)
     y = group_linear(x, weights, tiles)
+    assert y.storage_offset() == 0 and y.is_contiguous() and y.untyped_storage().nbytes() == y.numel() * y.itemsize
     grad = integers(rows, n, dtype=dtype, seed=98)
     y.backward(grad)
     for weight, part, x_part, dx_part, g_part in zip(

@@ -158,7 +158,7 @@ def test_the_policy_is_asked_by_all_slices_together():
         ({"moe_router_dtype": "fp64"}, "bits", "native dispatcher, torch.float64 is not covered"),
         ({"moe_token_dispatcher_type": "allgather"}, "bits", "native, moe_token_dispatcher_type is 'allgather'"),
         ({"moe_expert_capacity_factor": 5.0}, "strict", None),
-        (PADDED, "strict", "native dispatcher, moe_pad_expert_input_to_capacity is on"),
+        (PADDED, "strict", None),
         (
             {"overlap_moe_expert_parallel_comm": True},
             "strict",
