@@ -80,7 +80,7 @@ def group_gemm_rows(
     ours: dict[str, Callable] = {
         "forward": lambda tiles: group_gemm(x, weights, tiles),
         "dgrad": lambda tiles: group_gemm(g, weights, tiles, transpose=False),
-        "wgrad": lambda tiles: group_wgrad(g, x, tiles),
+        "wgrad": lambda tiles: group_wgrad(g, x, tiles).unbind(),
     }
     names = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
     for product, op in names.items():
@@ -89,9 +89,8 @@ def group_gemm_rows(
             "ditron": lambda index, p=product: ours[p](row_tiles(tokens_per_expert, num_rows)),
         }
         results = [contenders[name](0) for name in ("ditron", "native")]
-        parts = [list(result) if product == "wgrad" else [result] for result in results]
-        equal = session.equal(*parts)
-        del results, parts
+        equal = session.equal(*(result if product == "wgrad" else [result] for result in results))
+        del results
         timings = session.measure(contenders)
         yield Row(
             op=op,

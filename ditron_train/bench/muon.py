@@ -197,19 +197,21 @@ def _step_row(session: BenchSession, model: str, layer: list[tuple[int, int]], n
         split = qkv if native[index].shape[0] == qkv_rows else None
         reference_step(native[index], momenta[index], ours[index].grad, lr=_LR, qkv=split)
 
-    def native_step(index: int) -> None:
+    def native_step(index: int) -> list[torch.Tensor]:
         if session.world_size > 1:
             reference_layer_wise_step(native, native_one, shards, group)
         else:
             for own in shards[0]:
                 native_one(own)
+        return native
 
-    optimizer.step()
-    native_step(0)
-    equal = session.equal([param.detach() for param in ours], native)
+    def our_step(index: int) -> list[torch.Tensor]:
+        optimizer.step()
+        return [param.detach() for param in ours]
+
+    equal = session.equal(our_step(0), native_step(0))
     flops = num_layers * sum(_layer_flops(shape, qkv if shape[0] == qkv_rows else None) for shape in layer)
-    contenders = {"native": native_step, "ditron": lambda index: optimizer.step()}
-    timings = session.measure(contenders, most=_most(flops / session.world_size))
+    timings = session.measure({"native": native_step, "ditron": our_step}, most=_most(flops / session.world_size))
     return Row(
         op="muon_step",
         direction="forward",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,15 @@ __all__ = ["BenchSession", "Sink", "bench_session"]
 
 _TIMEOUT_S = 300
 
-Sink = Callable[[Row], None]
-"""Takes a benchmark's rows one by one, on every rank, in the place of the table and the file that it would make of them."""
+
+class Sink(Protocol):
+    """Takes a benchmark's rows, on every rank, in the place of the table and the file that it would make of them."""
+
+    def meet(self, session: BenchSession, contenders: Mapping[str, Contender]) -> None:
+        """What is about to be measured for the next row, or a part of it (collective)."""
+
+    def add_row(self, row: Row) -> None:
+        """One more row."""
 
 
 class BenchSession:
@@ -60,6 +68,8 @@ class BenchSession:
         in_turn: bool = True,
     ) -> dict[str, Timing]:
         """``timing.measure`` with the repetitions that the command line asks for, at most ``most`` for what is long."""
+        if self._sink is not None:
+            self._sink.meet(self, contenders)
         repetitions, warmup = (
             number if most is None else min(number, most) for number in (self._arguments.repetitions, self._arguments.warmup)
         )
@@ -111,7 +121,7 @@ class BenchSession:
             line = f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours {row.ditron_us:.0f} us"
             get_logger("bench").info("%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER")
         if self._sink is not None:
-            self._sink(row)
+            self._sink.add_row(row)
 
     def save(self) -> None:
         """Rank 0 writes the rows so far: a benchmark of many shapes that is cut short keeps them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -102,10 +101,4 @@ def _disturb(session: BenchSession, context: TPContext, stress: Stress, late: np
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
         dist.barrier()
-    if stress.straggler_ms:
-        rank, delay_ms = int(late.integers(session.world_size)), late.uniform(0.0, stress.straggler_ms)
-        if rank == session.rank:
-            if session.device.type == "cuda":
-                torch.cuda._sleep(int(delay_ms * 1.8e6))  # cycles at about 1.8 GHz
-            else:
-                time.sleep(delay_ms / 1e3)
+    stress.delay(session, late)

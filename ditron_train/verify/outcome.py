@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from ditron_train.bench.session import BenchSession
 from ditron_train.verify.cases import Case
 
 __all__ = ["RESULTS", "Outcome", "Stress"]
@@ -16,14 +21,26 @@ class Stress:
     """What makes a race show.
 
     Attributes:
-        repeat: Comparisons of each case, each on new data.
+        repeat: Comparisons of each case, of a linear layer each on new data.
         straggler_ms: A random rank comes up to this late to every op.
-        poison: Symmetric buffers are filled with NaN in front of every op.
+        poison: The linear layers' symmetric buffers are filled with NaN in front of every op.
     """
 
     repeat: int = 1
     straggler_ms: float = 0.0
     poison: bool = False
+
+    def delay(self, session: BenchSession, late: np.random.Generator) -> None:
+        """Makes one rank late to what comes next; ``late`` is in the same state on every rank."""
+        if not self.straggler_ms:
+            return
+        rank, delay_ms = int(late.integers(session.world_size)), late.uniform(0.0, self.straggler_ms)
+        if rank != session.rank:
+            return
+        if session.device.type == "cuda":
+            torch.cuda._sleep(int(delay_ms * 1.8e6))  # cycles at about 1.8 GHz
+        else:
+            time.sleep(delay_ms / 1e3)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Report:
         self._session, self._arguments = session, arguments
         self.outcomes: list[Outcome] = []
         self.rows: list[Row] = []
+        self._row_comparisons = 0
         self.soaks: list[Soak] = []
 
     @property
@@ -49,9 +50,10 @@ class Report:
         self.outcomes.append(outcome)
         self._write_rows()
 
-    def add_row(self, row: Row) -> None:
-        """One more row of a room's benchmark."""
+    def add_row(self, row: Row, num_comparisons: int) -> None:
+        """One more row of a room's benchmark, and how often its op was compared."""
         self.rows.append(row)
+        self._row_comparisons += num_comparisons
         self._write_rows()
 
     def finish(self) -> None:
@@ -75,7 +77,7 @@ class Report:
 
     def _sentences(self) -> list[str]:
         named = [_summary(self.outcomes, self._arguments.repeat)] if self.outcomes else []
-        return named + ([_summary_of_rows(self.rows)] if self.rows else [])
+        return named + ([_summary_of_rows(self.rows, self._row_comparisons)] if self.rows else [])
 
     def _write_rows(self) -> Path | None:
         folder: Path | None = self._arguments.output
@@ -138,10 +140,11 @@ def _bits(outcome: Outcome, result: str) -> str:
     return "equal" if count == 0 else f"{count} DIFFERENT"
 
 
-def _summary_of_rows(rows: Sequence[Row]) -> str:
+def _summary_of_rows(rows: Sequence[Row], num_comparisons: int) -> str:
     """One sentence over the other rooms' rows."""
     different = sum(not row.bitwise_equal for row in rows)
-    return f"{len(rows)} comparisons of other ops; {f'{different} different' if different else 'every bit is equal'}"
+    text = f"{len(rows)} rows of other ops ({num_comparisons} comparisons)"
+    return f"{text}; {f'{different} different' if different else 'every bit is equal'}"
 
 
 def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from ditron_train.bench.session import Sink
+import numpy as np
+import torch
+
+from ditron_train.bench.rows import Row
+from ditron_train.bench.session import BenchSession
+from ditron_train.bench.timing import Contender
 from ditron_train.runtime.errors import SettingError
 from ditron_train.verify.cases import ModelSizes
+from ditron_train.verify.outcome import Stress
+from ditron_train.verify.report import Report
 
 __all__ = ["ROOMS", "parse_rooms", "room_words", "verify_rooms"]
 
@@ -75,10 +83,44 @@ def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu:
     return {room: ROOMS[room](model, world_size, on_gpu) for room in rooms}
 
 
-def verify_rooms(words: Mapping[str, Sequence[str]], sink: Sink) -> None:
-    """Runs the rooms' benchmarks shortly (collective) and gives their rows to ``sink``, on every rank."""
+class _UnderStress:
+    """A benchmark's sink: compares what is measured again and again, and gives its rows to the report with what that found."""
+
+    def __init__(self, report: Report, stress: Stress, seed: int) -> None:
+        self._report, self._stress = report, stress
+        self._late = np.random.default_rng(seed)
+        self._equal, self._compared = True, 0
+
+    def meet(self, session: BenchSession, contenders: Mapping[str, Contender]) -> None:
+        """Compares ``native`` and ``ditron``, as often as the command line asks for beyond the benchmark's own comparison."""
+        extra = self._stress.repeat if self._stress.straggler_ms else self._stress.repeat - 1
+        if not {"native", "ditron"} <= contenders.keys():
+            return
+        for turn in range(extra):
+            native = list(_tensors(contenders["native"](turn)))
+            self._stress.delay(session, self._late)
+            ours = list(_tensors(contenders["ditron"](turn)))
+            self._equal &= session.equal(ours, native)
+            self._compared += 1
+
+    def add_row(self, row: Row) -> None:
+        """The benchmark's row, equal where every comparison was."""
+        self._report.add_row(replace(row, bitwise_equal=row.bitwise_equal and self._equal), 1 + self._compared)
+        self._equal, self._compared = True, 0
+
+
+def _tensors(result: object) -> Iterable[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for part in result:
+            yield from _tensors(part)
+
+
+def verify_rooms(words: Mapping[str, Sequence[str]], report: Report, stress: Stress, seed: int) -> None:
+    """Runs the rooms' benchmarks shortly (collective), compares under ``stress``, and adds their rows to ``report``."""
     for room, options in words.items():
         module = importlib.import_module(f"ditron_train.bench.{room}")
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
-        module.run(parser.parse_args([*_QUICK, *options]), sink)
+        module.run(parser.parse_args([*_QUICK, *options]), _UnderStress(report, stress, seed))

@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", type=Path, metavar="FILE", help="decide as strict does, and keep it: a job with --ditron-plan FILE asks no more"
     )
     stress = parser.add_argument_group("stress")
-    stress.add_argument("--repeat", type=int, default=1, metavar="N", help="compare each case N times, on new data")
+    stress.add_argument("--repeat", type=int, default=1, metavar="N", help="compare each op N times, layers on new data")
     stress.add_argument("--straggler-ms", type=float, default=0.0, metavar="MS", help="a random rank is up to this late")
-    stress.add_argument("--poison", action="store_true", help="fill symmetric buffers with NaN in front of every op")
+    stress.add_argument("--poison", action="store_true", help="fill the layers' symmetric buffers with NaN in front of every op")
     stress.add_argument("--ops", type=int, default=0, metavar="N", help="N small ops, all compared, and memory watched")
     stress.add_argument("--seconds", type=float, metavar="S", help="begin no random shape and none of --ops after S seconds")
     stress.add_argument(
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         with megatron_world(session):
             verification = _Verification(session, arguments, model)
             verification.compare()
-        verify_rooms(words, verification.report.add_row)
+        verify_rooms(words, verification.report, verification.stress, arguments.seed)
         return verification.finish()
 
 

@@ -113,8 +113,34 @@ def test_other_rooms(tmp_path: Path) -> None:
     assert run_workers(2, _run_rooms, False, False, *words) == [0, 0]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     assert [row.model for row in rows] == ["ring", "pairs"] and stamp.settings["rooms"] == "pp"
-    assert stamp.settings["summary"] == "2 comparisons of other ops; every bit is equal"
+    assert stamp.settings["summary"] == "2 rows of other ops (2 comparisons); every bit is equal"
     assert run_workers(2, _run_rooms, True, False, *words) == [1, 1]
+
+
+def _run_with_a_late_difference(folder: str) -> int:
+    """The third comparison of a message differs, on rank 1 alone, and no other."""
+    from ditron_train.bench import pp
+
+    before = rooms.ROOMS["pp"], pp._Transfers.ours
+    rooms.ROOMS["pp"] = lambda *model: ["--no-limited", "--part", "send_recv", "--mb", "0.1"]
+    calls: list[int] = []
+
+    def ours(self, index: int) -> torch.Tensor:
+        calls.append(index)
+        return before[1](self, index).clone().add_(dist.get_rank() if len(calls) == 6 else 0)
+
+    pp._Transfers.ours = ours  # three comparisons of the benchmark's own come first
+    try:
+        return run(arguments("--random", "1", "--rooms", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder))
+    finally:
+        rooms.ROOMS["pp"], pp._Transfers.ours = before
+
+
+def test_other_rooms_under_stress(tmp_path: Path) -> None:
+    assert run_workers(2, _run_with_a_late_difference, str(tmp_path)) == [1, 1]
+    stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    assert [row.bitwise_equal for row in rows] == [False, True]
+    assert stamp.settings["summary"] == "2 rows of other ops (8 comparisons); 1 different"
 
 
 def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
@@ -122,7 +148,7 @@ def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
     assert run_workers(2, _run_rooms, False, True, *words) == ["cut", "cut"]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     assert [row.model for row in rows] == ["custom", "ring"]
-    assert stamp.settings["summary"].startswith("1 shapes: 1 run ours") and "1 comparisons of other" in stamp.settings["summary"]
+    assert stamp.settings["summary"].startswith("1 shapes: 1 run ours") and "1 rows of other ops (1 comparisons)" in stamp.settings["summary"]
 
 
 def test_rooms_take_the_models_sizes() -> None:
