@@ -8,6 +8,7 @@ folder is removed. See ``DITRON_POSTMORTEM``.
 from __future__ import annotations
 
 import atexit
+import errno
 import itertools
 import json
 import mmap
@@ -58,10 +59,14 @@ class _Ring:
         self._keep = keep
         folder.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with open(partial, "w+b") as file:  # a new file: of an earlier run's, another process may hold a map
-            file.truncate(HEADER_BYTES + CAPACITY * SLOT.size)
-            self.memory = mmap.mmap(file.fileno(), 0)
-        os.replace(partial, self.path)
+        try:
+            with open(partial, "w+b") as file:  # a new file: of an earlier run's, another process may hold a map
+                os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + CAPACITY * SLOT.size)  # a full disk: here, not by SIGBUS later
+                self.memory = mmap.mmap(file.fileno(), 0)
+            os.replace(partial, self.path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         self.positions = itertools.count(1)
         self._header: dict[str, Any] = {
             "rank": _rank(), "world_size": _world_size(), "host": socket.gethostname(), "pid": os.getpid(),
@@ -180,9 +185,18 @@ def _spans(ranks: Sequence[int]) -> list[Any]:
 
 
 def _default_folder() -> Path:
+    """A folder of this job in the temporary one.
+
+    Raises:
+        OSError: It cannot be made, or somebody else has made it: a file there could be a link to another one.
+    """
     words = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_PORT")]
     job = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(word for word in words if word)) or "alone"
-    return Path(tempfile.gettempdir()) / f"ditron_postmortem-{os.getuid()}" / job
+    mine = Path(tempfile.gettempdir()) / f"ditron_postmortem-{os.getuid()}"
+    mine.mkdir(mode=0o700, exist_ok=True)
+    if mine.is_symlink() or mine.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to somebody else", str(mine))
+    return mine / job
 
 
 _ring: _Ring | None = None
@@ -198,12 +212,12 @@ def _open_ring() -> _Ring | None:
     named = get_settings().postmortem
     if named == _OFF:
         return None
-    folder = Path(named) if named else _default_folder()
     try:
-        _ring = _Ring(folder, keep=named is not None)
+        _ring = _Ring(Path(named) if named else _default_folder(), keep=named is not None)
     except OSError as error:
         _ring_failed = True
-        get_logger("records").warning("no records of the last ops: cannot write into %s: %s", folder, error.strerror)
+        where = error.filename or named or tempfile.gettempdir()
+        get_logger("records").warning("no records of the last ops: cannot write %s: %s", where, error.strerror)
     return _ring
 
 

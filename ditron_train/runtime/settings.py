@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,25 +48,22 @@ def _some_of(*choices: str) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError("must be a number above 0")
-    return value
+def _number(kind: Callable[[str], Any], allowed: Callable[[Any], bool], words: str) -> Callable[[str], Any]:
+    """Parses a number of a ``kind`` (``float`` or ``int``); what is none gets the same ``words`` as one that is not allowed."""
+
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            value = kind(text)
+            if allowed(value):
+                return value
+        raise ValueError(f"must be {words}")
+
+    return parse
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("must be a whole number from 0 up")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise ValueError("must be a whole number above 0")
-    return value
+_positive_float = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
+_positive_int = _number(int, lambda value: value > 0, "a whole number above 0")
+_count = _number(int, lambda value: value >= 0, "a whole number from 0 up")
 
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -76,12 +74,11 @@ def _num_bytes(text: str) -> int:
     unit = text.strip()[len(digits) :].lower()
     if unit in ("b",):
         unit = ""
-    if unit not in _UNITS:
-        raise ValueError("must be a size such as 268435456, 256M or 2GiB")
-    value = int(float(digits) * _UNITS[unit])
-    if value <= 0:
-        raise ValueError("must be a size above 0")
-    return value
+    with suppress(ValueError, OverflowError):
+        value = int(float(digits) * _UNITS.get(unit, 0))
+        if value > 0:
+            return value
+    raise ValueError("must be a size above 0 such as 268435456, 256M or 2GiB")
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -258,7 +255,7 @@ def get_settings() -> Settings:
             continue
         try:
             values[setting.field] = setting.parse(text)
-        except (ValueError, OverflowError) as error:
+        except ValueError as error:
             raise SettingError(f"{setting.variable}={text!r}: {error}") from None
     return Settings(**values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -124,13 +125,38 @@ def test_a_record_costs_about_a_microsecond(tmp_path: Path) -> None:
     assert best_us < 5
 
 
-def test_a_folder_that_cannot_be_written_costs_the_records_only(monkeypatch, caplog) -> None:
-    monkeypatch.setenv("DITRON_POSTMORTEM", "/proc/nowhere")
+@pytest.fixture
+def no_ring(monkeypatch) -> None:
+    """As in a process that has called no op yet."""
     monkeypatch.setattr(records, "_ring", None)
     monkeypatch.setattr(records, "_ring_failed", False)
     monkeypatch.setattr(records, "_records", {})
+
+
+def test_a_folder_that_cannot_be_written_costs_the_records_only(no_ring, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("DITRON_POSTMORTEM", "/proc/nowhere")
     records.records_of("0", [0]).record("op")
-    assert "cannot write into /proc/nowhere" in caplog.text
+    assert "cannot write /proc/nowhere" in caplog.text
+
+
+def test_a_full_disk_costs_the_records_only(no_ring, monkeypatch, caplog, tmp_path: Path) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("DITRON_POSTMORTEM", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    records.records_of("0", [0]).record("op")
+    assert f"cannot write {tmp_path}: No space left" in caplog.text and not list(tmp_path.iterdir())
+
+
+def test_nothing_is_written_where_somebody_else_has_made_the_folder(no_ring, monkeypatch, caplog, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (tmp_path / f"ditron_postmortem-{os.getuid()}").symlink_to(target)
+    monkeypatch.delenv("DITRON_POSTMORTEM", raising=False)
+    monkeypatch.setattr(records.tempfile, "gettempdir", lambda: str(tmp_path))
+    records.records_of("0", [0]).record("op")
+    assert "it belongs to somebody else" in caplog.text and not list(target.iterdir())
 
 
 def test_off_writes_nothing(monkeypatch) -> None:
