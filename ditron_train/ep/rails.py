@@ -26,8 +26,9 @@ from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
+from ditron_train.symm.exchange import exchange
 from ditron_train.symm.groups import make_group
-from ditron_train.symm.transport import exchange, node_of_process
+from ditron_train.symm.transport import node_of_process
 
 __all__ = ["PendingRailLayout", "RailContext", "RailLayout", "begin_layout", "combine", "dispatch", "get_rail_context"]
 

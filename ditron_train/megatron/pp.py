@@ -27,7 +27,7 @@ from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import Header, num_bytes_of
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
-from ditron_train.symm.transport import exchange as gather_values
+from ditron_train.symm.exchange import exchange as gather_values
 
 __all__ = ["DitronP2PCommunicator", "class_map", "stop"]
 

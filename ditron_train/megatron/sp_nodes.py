@@ -18,8 +18,9 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.sp import HeadsLayout, SPContext, get_context, heads_exchange, sequence_exchange
 from ditron_train.sp.layouts import global_rows
+from ditron_train.symm.exchange import exchange
 from ditron_train.symm.groups import make_group
-from ditron_train.symm.transport import exchange, node_of_process
+from ditron_train.symm.transport import node_of_process
 
 __all__ = ["NodesContext", "forget_nodes", "get_nodes_context", "spans_nodes"]
 

@@ -22,8 +22,9 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.versions import pip_command
 from ditron_train.stream import driver
 from ditron_train.symm.arena import get_arena
+from ditron_train.symm.exchange import exchange
 from ditron_train.symm.groups import make_group
-from ditron_train.symm.transport import exchange, node_of_process
+from ditron_train.symm.transport import node_of_process
 
 _BACKWARD_LOANS = 3  # a gradient is let go of when the next one arrives
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.stream import driver
+from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.shm_transport import _FOLDER, _map_file
-from ditron_train.symm.transport import exchange, on_all_ranks
 
 __all__ = ["FLAGS", "HEADER_DEPTH", "HEADER_WORDS", "MAX_LOANS", "Mailbox"]
 

@@ -14,7 +14,7 @@ from ditron_train.pp.kernels import MAX_PROGRAMS
 from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingError
 from ditron_train.runtime.settings import Settings
 from ditron_train.stream import driver, waits_can_be_released
-from ditron_train.symm.transport import exchange
+from ditron_train.symm.exchange import exchange
 
 __all__ = ["COPY", "KERNEL", "NCCL", "NVSHMEM", "WORDS", "asked_by_all", "far_path", "streams_can_signal"]
 

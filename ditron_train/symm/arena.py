@@ -14,7 +14,8 @@ from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.groups import GroupCache, forget_destroyed_groups
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
-from ditron_train.symm.transport import Segment, Transport, exchange, select_transport
+from ditron_train.symm.exchange import exchange
+from ditron_train.symm.transport import Segment, Transport, select_transport
 
 __all__ = ["SymmetricArena", "SymmetricTensor", "close_all_arenas", "get_arena"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.groups import belongs_to
-from ditron_train.symm.transport import exchange
+from ditron_train.symm.exchange import exchange
 
 __all__ = ["make_group"]
 

@@ -13,11 +13,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import ArenaError
+from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.device_bytes import DeviceBytes
+from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.reserve import Reserve, first_common_gap
-from ditron_train.symm.transport import Segment, exchange, on_all_ranks
+from ditron_train.symm.transport import Segment
 
 __all__ = ["NvshmemTransport"]
 
@@ -37,13 +38,18 @@ class NvshmemTransport:
 
     @classmethod
     def get(cls, group: dist.ProcessGroup, device: torch.device) -> NvshmemTransport:
-        """The process's transport, started at the first call (collective over WORLD, which must hold ``group``).
+        """The process's transport, started at the first call: then collective over WORLD, which holds ``group``.
 
         Raises:
-            ArenaError: nvshmem4py is missing or does not start; the same on every rank.
+            ArenaError: nvshmem4py is missing in the group, does not start, or ranks outside of the group did not come to start it
+                within ``DITRON_TIMEOUT_S``; on every rank of the group alike.
         """
         if cls._instance is None:
-            cls._instance = cls(_start(device))
+            on_all_ranks(group, "loading NVSHMEM", _load)
+            try:
+                cls._instance = cls(_start(device))
+            except PeerTimeoutError as error:
+                raise ArenaError(f"NVSHMEM starts on all ranks of a job at once: {error}") from error
         return cls._instance
 
     def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
@@ -81,21 +87,19 @@ def _start(device: torch.device) -> torch.Tensor:
     """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve; a rank that fails fails all."""
     world = dist.group.WORLD
     reserve_bytes = _agreed_reserve_bytes(world)
-    on_all_ranks(world, "loading NVSHMEM", _load)
     import nvshmem.core
     from cuda.core import Device
 
     rank = dist.get_rank()
     unique_id = on_all_ranks(world, "starting NVSHMEM", lambda: nvshmem.core.get_unique_id(empty=rank != 0))
-    unique_ids = [unique_id]
-    dist.broadcast_object_list(unique_ids, src=0)
+    unique_id_of_first = exchange(world, unique_id)[0]
 
     def initialise() -> torch.Tensor:
         cuda_device = Device(device.index)
         cuda_device.set_current()
         nvshmem.core.init(
             device=cuda_device,
-            uid=unique_ids[0],
+            uid=unique_id_of_first,
             rank=rank,
             nranks=dist.get_world_size(),
             initializer_method="uid",

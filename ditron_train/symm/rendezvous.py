@@ -16,10 +16,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.symm.transport import exchange
+from ditron_train.symm.exchange import exchange, store_of
 
 __all__ = ["RenumberedStore", "rendezvous"]
 
@@ -94,7 +93,7 @@ def _alias_of(group: dist.ProcessGroup) -> _Alias:
     """The group's alias in this process; where torch looks for a store differs between 2.11 and 2.13, so it is known at both."""
     if group not in _aliases:
         name, rank, world_size = next(_names), dist.get_rank(group), dist.get_world_size(group)
-        store = RenumberedStore(dist.PrefixStore("ditron_train rendezvous", distributed_c10d._get_process_group_store(group)))
+        store = RenumberedStore(dist.PrefixStore("rendezvous", store_of(group)))
         alias = _Alias(name, store, dist.ProcessGroup(store, rank, world_size))
         torch._C._distributed_c10d._register_process_group(name, alias.group)
         torch._C._distributed_c10d._SymmetricMemory.set_group_info(name, rank, world_size, store)

@@ -10,7 +10,8 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from ditron_train.symm.transport import Segment, exchange, on_all_ranks
+from ditron_train.symm.exchange import exchange, on_all_ranks
+from ditron_train.symm.transport import Segment
 
 __all__ = ["ShmTransport"]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ditron_train.symm.exchange import on_all_ranks
 from ditron_train.symm.rendezvous import rendezvous
-from ditron_train.symm.transport import Segment, on_all_ranks
+from ditron_train.symm.transport import Segment
 
 __all__ = ["TorchTransport"]
 

@@ -10,17 +10,16 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.exchange import exchange
 
-__all__ = ["Segment", "Transport", "exchange", "node_of_process", "on_all_ranks", "select_transport"]
-
-_Result = TypeVar("_Result")
+__all__ = ["Segment", "Transport", "node_of_process", "select_transport"]
 
 
 @dataclass
@@ -57,39 +56,6 @@ class Transport(Protocol):
             ArenaError: On every rank, if any rank could not allocate or map.
         """
         ...
-
-
-def exchange(group: dist.ProcessGroup, value: object) -> list:
-    """Returns ``value`` of every rank, by group rank (collective, host side, blocking)."""
-    values: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def on_all_ranks(
-    group: dist.ProcessGroup, what: str, step: Callable[[], _Result], errors: tuple[type[Exception], ...] = (Exception,)
-) -> _Result:
-    """``step()``, behind which every rank knows that all ranks have done it (collective).
-
-    Args:
-        group: Whose ranks.
-        what: The step in words.
-        step: What each rank does by itself.
-        errors: What says that it failed; anything else is a mistake of ours and leaves the peers waiting.
-
-    Raises:
-        ArenaError: It failed on a rank; the same on every rank.
-    """
-    text, result = None, None
-    try:
-        result = step()
-    except errors as failure:
-        text = f"{type(failure).__name__}: {failure}"
-    texts = exchange(group, text)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-    if failed:
-        raise ArenaError(f"{what} failed on {len(failed)} of {len(texts)} ranks: " + "; ".join(failed))
-    return cast(_Result, result)
 
 
 def node_of_process() -> tuple[str, str, str]:

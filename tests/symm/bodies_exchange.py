@@ -1,0 +1,70 @@
+"""What the workers of the exchanges' tests run, on each rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import PeerTimeoutError
+from ditron_train.symm import exchange as module
+from ditron_train.tp import TPContext
+
+CPU = torch.device("cpu")
+
+
+def _timeout_of(call: Callable[[], object]) -> tuple[int, str]:
+    """Who is missing, and the words."""
+    least, module._LEAST_TIMEOUT_S = module._LEAST_TIMEOUT_S, 1.0
+    os.environ["DITRON_TIMEOUT_S"] = "1"
+    try:
+        call()
+    except PeerTimeoutError as error:
+        return error.missing_rank, str(error)
+    finally:
+        module._LEAST_TIMEOUT_S = least
+        del os.environ["DITRON_TIMEOUT_S"]
+    raise AssertionError("nobody was missing")
+
+
+def overlapping_groups_in_turn() -> tuple[list, int]:
+    """What each group's ranks said, and how many keys are left in the store of the largest."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    lists = [list(range(world)), [0, 1], list(range(1, world))]
+    groups = [dist.new_group(ranks) for ranks in lists]
+    said = []
+    for repeat in range(10):
+        said = [module.exchange(group, (repeat, rank)) for group, ranks in zip(groups, lists) if rank in ranks]
+    dist.barrier()
+    keys = module._meetings[groups[0]].store
+    left = sum(keys.check([f"{number}/{rank}"]) for number in range(11) for rank in range(world))
+    return said, left
+
+
+def a_rank_does_not_come() -> tuple[int, str] | None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    answer = None
+    if dist.get_rank() != 2:
+        answer = _timeout_of(lambda: module.exchange(group, "here"))
+    dist.barrier()
+    return answer
+
+
+def groups_of_different_sizes() -> tuple[int, str]:
+    """Rank 0 was given the group of the first two ranks, the others that of all."""
+    pair, everyone = dist.new_group([0, 1]), dist.new_group(list(range(dist.get_world_size())))
+    answer = _timeout_of(lambda: TPContext(pair if dist.get_rank() == 0 else everyone, CPU))
+    dist.barrier()
+    return answer
+
+
+def groups_of_one_name() -> list[list[str]]:
+    """Destroyed and made anew: torch may give the name again, and with it what is in the store."""
+    said = []
+    for text in ("old", "new"):
+        group = dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True)
+        said += [[group.group_name, *module.exchange(group, text)]]
+        dist.destroy_process_group(group)
+    return said

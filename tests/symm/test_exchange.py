@@ -1,0 +1,36 @@
+"""What ranks tell each other on the host: by group rank, with a deadline, nothing left behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bodies_exchange as bodies  # noqa: E402
+
+from ditron_train.testing.processes import run_workers  # noqa: E402
+
+
+def test_groups_that_overlap_exchange_in_turn_and_leave_the_last_values() -> None:
+    for rank, (said, left) in enumerate(run_workers(3, bodies.overlapping_groups_in_turn)):
+        lists = [ranks for ranks in ([0, 1, 2], [0, 1], [1, 2]) if rank in ranks]
+        assert said == [[(9, member) for member in ranks] for ranks in lists]
+        assert left == 3
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    first, second, absent = run_workers(3, bodies.a_rank_does_not_come)
+    assert first[0] == second[0] == 2 and absent is None
+    assert "rank 0 waited 1 s for rank 2" in first[1] and "an agreement of all ranks" in first[1]
+
+
+def test_groups_of_different_sizes_end_in_an_error_on_every_rank() -> None:
+    answers = run_workers(3, bodies.groups_of_different_sizes)
+    assert [missing for missing, _ in answers] == [1, 0, 0]
+    assert all("never called this op" in words for _, words in answers)
+
+
+def test_a_group_made_anew_does_not_hear_the_old_ones_words() -> None:
+    for (name, *old), (name_again, *new) in run_workers(2, bodies.groups_of_one_name):
+        assert name == name_again
+        assert old == ["old", "old"] and new == ["new", "new"]
