@@ -61,9 +61,9 @@ def median_time_ms(results: Sequence[StepResult]) -> float:
 
 
 def print_table(
-    console: Console, native: Sequence[StepResult], ditron: Sequence[StepResult], times_ms: tuple[float, float]
+    console: Console, native: Sequence[StepResult], ditron: Sequence[StepResult], times_ms: tuple[float, float], note: str
 ) -> None:
-    """Losses side by side (at most 20 rows), and the time per step."""
+    """Losses side by side (at most 20 rows), and the time per step, with ``note`` behind it."""
     table = Table(title="loss of every step, same seed, same data")
     for title in ("step", "native", "ditron_train", "difference"):
         table.add_column(title, justify="right")
@@ -73,7 +73,7 @@ def print_table(
             difference = "0" if a.loss == b.loss else f"{b.loss - a.loss:+.1e}"
             table.add_row(str(step + 1), f"{a.loss:.6f}", f"{b.loss:.6f}", difference)
     console.print(table)
-    console.print(f"time per step: native {times_ms[0]:.1f} ms, ditron_train {times_ms[1]:.1f} ms")
+    console.print(f"time per step: native {times_ms[0]:.1f} ms, ditron_train {times_ms[1]:.1f} ms{note}", soft_wrap=True)
 
 
 def plot_losses(path: Path, native: Sequence[StepResult], ditron: Sequence[StepResult], title: str) -> None:

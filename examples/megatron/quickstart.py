@@ -60,6 +60,10 @@ def _arguments() -> argparse.Namespace:
         parser.error("--ep needs --experts")
     if arguments.distributed_optimizer and arguments.optimizer != "adam":
         parser.error("--distributed-optimizer is Adam's; dist_muon shards by itself")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)  # now: not after two trainings
+    except OSError as error:
+        raise SystemExit(f"error: cannot write into {arguments.out}: {error.strerror}") from None
     chosen = {"sp": arguments.sp > 1, "ep": arguments.ep > 1, "pp": arguments.pp > 1, "muon": arguments.optimizer != "adam"}
     arguments.ditron = arguments.ditron or ("tp", *(name for name, is_used in chosen.items() if is_used))
     return arguments
@@ -209,9 +213,8 @@ def main() -> int:
 
     comparison = Comparison(native, again, ours)
     times_ms = median_time_ms(again or native), median_time_ms(ours)
-    print_table(console, native, ours, times_ms)
+    print_table(console, native, ours, times_ms, "" if on_gpu else " (interpreted kernels: no word about a GPU's)")
     if dist.get_rank() == 0:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         summary = {"device": where, "world_size": world_size, "native_ms": times_ms[0], "ditron_ms": times_ms[1],
                    "largest_loss_difference": comparison.largest, "different": comparison.different,
                    "not_repeated_by_native": comparison.unstable}  # fmt: skip
