@@ -6,6 +6,7 @@
 import logging
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
@@ -13,6 +14,9 @@ if __name__ == "__main__":
     logging.disable(logging.ERROR)  # of this launcher alone
     try:
         main(["--standalone", "--nproc-per-node", *sys.argv[1:]])
+    except SignalException as error:
+        print(f"ended by {error.sigval.name}", file=sys.stderr)
+        sys.exit(128 + error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:

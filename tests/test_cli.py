@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,15 @@ def test_missing_torch_is_said(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: torch is not installed"), done.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_the_launcher_ends_without_a_traceback(tmp_path: Path, sent: signal.Signals) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import time; print('ready', flush=True); time.sleep(60)")
+    launched = subprocess.Popen([sys.executable, "scripts/launch.py", "1", str(script)], cwd=Path(ditron_train.__file__).parents[1],
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    assert launched.stdout.readline() == "ready\n"
+    launched.send_signal(sent)
+    _, said = launched.communicate(timeout=60)
+    assert launched.returncode == 128 + sent and said == f"ended by {sent.name}\n"
