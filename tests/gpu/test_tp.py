@@ -251,14 +251,17 @@ def test_epochs_wrap(device, all_equal):
 def test_a_late_peer_and_different_calls_are_errors(device, monkeypatch):
     monkeypatch.setenv("DITRON_TIMEOUT_S", "3")
     world, rank = dist.get_world_size(), dist.get_rank()
-    context = TPContext(dist.new_group(list(range(world))), device)
     weight = normals(256, 256, seed=9)
-    with pytest.raises(MismatchError) as mismatch:
-        ag_gemm(normals(128 if rank == 0 else 256, 256, seed=1), weight, context=context)
-        context.synchronize()
-    words = [None] * world
-    dist.all_gather_object(words, str(mismatch.value))
-    assert len(set(words)) == 1
+    for rows, dtype in ((256, torch.bfloat16), (128, torch.float16)):  # of rank 0; the others have 128 and bf16
+        context = TPContext(dist.new_group(list(range(world))), device)
+        if rank > 0:
+            rows, dtype = 128, torch.bfloat16
+        with pytest.raises(MismatchError) as mismatch:
+            ag_gemm(normals(rows, 256, seed=1, dtype=dtype), weight.to(dtype), context=context)
+            context.synchronize()
+        words = [None] * world
+        dist.all_gather_object(words, str(mismatch.value))
+        assert len(set(words)) == 1 and "rank 1: total_rows" in words[0]
     context = TPContext(dist.new_group(list(range(world))), device)
     gemm_rs(normals(128 * world, 256, seed=1), weight, context=context)
     context.synchronize()
