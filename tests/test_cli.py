@@ -105,7 +105,9 @@ def test_missing_torch_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_the_launcher_ends_without_a_traceback(tmp_path: Path, sent: signal.Signals) -> None:
     script = tmp_path / "waits.py"
-    script.write_text("import time; print('ready', flush=True); time.sleep(60)")
+    script.write_text(
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print('ready', flush=True); time.sleep(60)"
+    )
     launched = subprocess.Popen([sys.executable, "scripts/launch.py", "1", str(script)], cwd=Path(ditron_train.__file__).parents[1],
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
     assert launched.stdout.readline() == "ready\n"
