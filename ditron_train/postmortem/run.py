@@ -15,6 +15,7 @@ from rich.table import Table
 from ditron_train.bench.tables import terminal
 from ditron_train.postmortem.diverge import Divergence, find_divergence
 from ditron_train.postmortem.files import Call, RankFile, read_folder
+from ditron_train.runtime.errors import SettingError
 
 __all__ = ["add_arguments", "run"]
 
@@ -32,8 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0 where all ranks went the same way, else 1.
 
     Raises:
-        SettingError: The folder holds no records, or they cannot be read.
+        SettingError: The folder holds no records, they cannot be read, or a negative number of calls is asked for.
     """
+    if arguments.last < 0:
+        raise SettingError("--last has to be 0 or more")
     files = read_folder(arguments.folder)
     divergence = find_divergence(files)
     if arguments.json:

@@ -98,6 +98,8 @@ def test_bad_folders(tmp_path: Path, capsys) -> None:
     (tmp_path / "rank0.records").write_bytes(b"something else")
     assert main(["postmortem", str(tmp_path)]) == 2
     assert "holds no records of this version" in capsys.readouterr().err
+    assert main(["postmortem", str(tmp_path), "--last", "-1"]) == 2
+    assert "--last has to be 0 or more" in capsys.readouterr().err
 
 
 def _ring(folder: Path) -> records._Ring:
