@@ -14,6 +14,7 @@ ROOMS = {
     "pp": "pipeline: send and receive by copy engine",
     "sp": "Ulysses: projections and all-to-all",
     "ep": "mixture of experts: dispatch, grouped GEMMs, combine",
+    "gemm": "the tile GEMM alone against cuBLAS, at one rank's share of the layers",
     "muon": "optimizer: Newton-Schulz steps",
     "policy": "what the probes of strict cost, and strict once they are done",
 }

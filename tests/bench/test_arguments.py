@@ -26,6 +26,9 @@ REFUSED = [
     ("sp", "--shape 2 8 8 8", "an attention of seqlen 2, heads 8, groups 8, head_size 8 does not divide over 2 ranks"),
     ("ep", "--shape 8 8 8 8 0", "--shape 8 8 8 8 0: sizes"),
     ("pp", "--mb -1", "--mb -1.0: sizes"),
+    ("gemm", "--model GPT-9", "unknown model GPT-9; there are LLaMA3-7B"),
+    ("gemm", "--shape 8 0 8", "--shape 8 0 8: sizes"),
+    ("gemm", "--tp 0", "--tp 0: sizes"),
     ("muon", "--shape 8 0", "--shape 8 0: sizes"),
     ("muon", "--layers -1", "--layers -1: sizes"),
 ]
