@@ -9,7 +9,7 @@ die() {
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3 python3.11 python3.12 python}; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
