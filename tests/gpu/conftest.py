@@ -1,13 +1,40 @@
-"""Every rank of torchrun runs pytest on the same tests; skipped with a reason where there is no GPU or no torchrun."""
+"""Every rank of torchrun runs pytest on the same tests, rank 0 reports; skipped with a reason without GPUs or torchrun."""
 
 from __future__ import annotations
 
 import datetime
+import io
 import os
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+class _FailuresOnly:
+    """What a rank beside the first reports: nothing while tests pass, at the end what failed here."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._text = io.StringIO()
+        config.pluginmanager.getplugin("terminalreporter")._tw._file = self._text
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        reporter, text = config.pluginmanager.getplugin("terminalreporter"), self._text.getvalue()
+        if reporter.stats.keys() & {"failed", "error"}:
+            lines = text[max(text.find("= FAILURES ="), 0) :].splitlines()
+            sys.stderr.write("".join(f"[rank {RANK}] {line}\n" for line in lines))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """All ranks run the same tests: the first one's report is enough."""
+    if RANK > 0:
+        config.pluginmanager.register(_FailuresOnly(config))
 
 
 @pytest.fixture(scope="session")
