@@ -16,7 +16,7 @@ from ditron_train.bench.arguments import add_common_arguments, check_counts, che
 from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.tables import terminal
 from ditron_train.policy.plan import load_plan
-from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.verify.cases import (
@@ -86,10 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
         on_gpu = session.device.type == "cuda"
         model = model_sizes(arguments, on_gpu)
         words = room_words(rooms, model, session.world_size, on_gpu)
-        with megatron_world(session):
-            verification = _Verification(session, arguments, model)
-            verification.compare()
-        verify_rooms(words, verification.report, verification.stress, arguments.seed)
+        report = Report(session, arguments)
+        try:
+            with megatron_world(session):
+                verification = _Verification(session, arguments, model, report)
+                verification.compare()
+            verify_rooms(words, report, verification.stress, arguments.seed)
+        except (KeyboardInterrupt, DitronError):
+            report.finish()  # what was compared until then
+            raise
         return verification.finish()
 
 
@@ -112,28 +117,29 @@ def _check(arguments: argparse.Namespace) -> list[str]:
 class _Verification:
     """One run of the command."""
 
-    def __init__(self, session: BenchSession, arguments: argparse.Namespace, model: ModelSizes) -> None:
+    def __init__(self, session: BenchSession, arguments: argparse.Namespace, model: ModelSizes, report: Report) -> None:
         from ditron_train.tp import get_context
 
-        self.session, self.arguments, self.model = session, arguments, model
+        self.session, self.arguments, self.model, self.report = session, arguments, model, report
         self.on_gpu = session.device.type == "cuda"
         self.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.on_gpu else "float32"))
         self.named = self._named_cases()
         self.context = get_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
         self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
-        self.report = Report(session, arguments)
 
     def compare(self) -> None:
         """The linear layers, one after the other, and the long runs."""
         from ditron_train.verify.compare import compare
+        from ditron_train.verify.endure import endure
 
         for number, case in enumerate(self._progress(self.named, len(self.named))):
             seed = self.arguments.seed + 100 * number
             self.report.add_outcome(compare(self.session, case, self.stress, seed=seed, timed=True))
         if self.arguments.random:
-            self.report.soaks.append(self._soak_random())
+            self._soak_random(self._soak("random", self.arguments.random))
         if self.arguments.ops:
-            self.report.soaks.append(self._soak_ops())
+            soak = self._soak("ops", self.arguments.ops)
+            endure(self.session, soak, self.context, seed=self.arguments.seed, limit_s=self.arguments.seconds)
 
     def finish(self) -> int:
         """Shows everything; the exit status."""
@@ -150,11 +156,15 @@ class _Verification:
             case.local_shapes(self.session.world_size)  # raises for all before anything runs
         return named
 
-    def _soak_random(self):
+    def _soak(self, what: str, planned: int) -> Soak:
+        soak = Soak(what, planned, self._epoch())
+        self.report.soaks.append(soak)
+        return soak
+
+    def _soak_random(self, soak: Soak) -> None:
         from ditron_train.verify.compare import compare
 
         session, arguments = self.session, self.arguments
-        soak = Soak("random", arguments.random, self._epoch())
         meter = SoakMeter(soak, session.device, arguments.seconds, before_reading=self._forget)
         cases = random_cases(
             arguments.random, arguments.seed, session.world_size, self.on_gpu,
@@ -171,7 +181,6 @@ class _Verification:
                 soak.differs(f"{case} {outcome.num_different}")
             meter.sample()
         meter.finish(self._epoch())
-        return soak
 
     def _forget(self) -> None:
         """Lets go of what is kept for known shapes, so that memory which grows nevertheless is seen."""
@@ -187,13 +196,6 @@ class _Verification:
 
         channels = (self.context.gather_channel, self.context.scatter_channel)
         return max(int(channel.tickets[0]) for channel in channels) >> TICKET_UNIT_LOG2
-
-    def _soak_ops(self):
-        from ditron_train.verify.endure import endure
-
-        soak = Soak("ops", self.arguments.ops, self._epoch())
-        endure(self.session, soak, self.context, seed=self.arguments.seed, limit_s=self.arguments.seconds)
-        return soak
 
     def _grows(self, drift_bytes: int) -> bool:
         return not self.session.agree(drift_bytes < MAX_DRIFT_BYTES)

@@ -39,7 +39,7 @@ class Soak:
         by_kind: ``done`` by op and dtype.
         seconds: Of the whole run.
         first_epoch: Epoch in front of the first launch.
-        last_epoch: The largest that an op has reached; above ``2**31 - 1`` where the run has crossed the wrap.
+        last_epoch: The largest that an op has reached; above ``2**31 - 1`` where the run has crossed the wrap; 0 until its end.
         host_bytes: Resident memory of this rank, sampled through the run after its first tenth.
         device_bytes: Memory that torch holds for tensors on this rank's GPU, sampled alike.
     """
@@ -86,7 +86,8 @@ class Soak:
         rate = f"{self.done / max(self.seconds, 1e-9) * 60:,.0f} a minute"
         equal = "every bit is equal" if self.compared else "nothing was compared"
         verdict = f"{self.num_different} DIFFERENT" if self.num_different else equal
-        epochs = f"epochs {self.first_epoch} to {self.last_epoch}" + (", across 2**31" if self.crossed_the_wrap else "")
+        reached = f"to {self.last_epoch}" if self.last_epoch else "on"
+        epochs = f"epochs {self.first_epoch} {reached}" + (", across 2**31" if self.crossed_the_wrap else "")
         drift = f"memory drift {self.host_drift_bytes / 2**20:.2f} MiB" if self.host_bytes else "memory not read"
         unit = "shapes" if self.what == "random" else "ops"
         return f"{self.done:,} of {self.planned:,} {unit} in {self.seconds:.0f} s ({rate}), {self.compared:,} results " \
@@ -117,9 +118,10 @@ class SoakMeter:
 
     def time_is_up(self) -> bool:
         """Whether to stop, the same on every rank (collective now and then where there is a limit)."""
+        self._soak.seconds = self._seconds()
         if self._limit_s is None or self._soak.done % self._AGREE_EVERY:
             return False
-        flag = torch.tensor([int(time.monotonic() - self._start_s > self._limit_s)], device=self._device)
+        flag = torch.tensor([int(self._seconds() > self._limit_s)], device=self._device)
         dist.broadcast(flag, src=0)
         return bool(flag.item())
 
@@ -132,8 +134,11 @@ class SoakMeter:
     def finish(self, last_epoch: int) -> None:
         """The end of the run."""
         self._read()
-        self._soak.seconds = time.monotonic() - self._start_s
+        self._soak.seconds = self._seconds()
         self._soak.last_epoch = last_epoch
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start_s
 
     def _read(self) -> None:
         self._before_reading()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,29 @@ def _one_and_then_the_end():
     raise KeyboardInterrupt("cut")
 
 
+def _run_interrupted_soak(folder: str) -> str:
+    """Cut in the third of nine shapes."""
+    from ditron_train.verify import compare
+
+    right, calls = compare.compare, []
+
+    def cut(*given, **options) -> Outcome:
+        calls.append(1)
+        if len(calls) == 3:
+            time.sleep(0.1)
+            raise KeyboardInterrupt("cut")
+        return right(*given, **options)
+
+    compare.compare = cut
+    close_all_arenas()
+    try:
+        run(arguments("--random", "9", "--largest", "8", "--output", folder))
+    except KeyboardInterrupt as error:
+        return str(error)
+    finally:
+        compare.compare = right
+
+
 def test_other_rooms(tmp_path: Path) -> None:
     words = ("--random", "3", "--largest", "8", "--output", str(tmp_path))
     assert run_workers(2, _run_rooms, False, False, *words) == [0, 0]
@@ -148,7 +172,13 @@ def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
     assert run_workers(2, _run_rooms, False, True, *words) == ["cut", "cut"]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     assert [row.model for row in rows] == ["custom", "ring"]
-    assert stamp.settings["summary"].startswith("1 shapes: 1 run ours") and "1 rows of other ops (1 comparisons)" in stamp.settings["summary"]
+    assert run_workers(2, _run_interrupted_soak, str(tmp_path)) == ["cut", "cut"]
+    summary = json.loads(next(tmp_path.glob("*/soak/random.json")).read_text())["summary"]
+    assert (summary["done"], summary["compared"], summary["last_epoch"]) == (2, 6, 0) and summary["seconds"] > 0
+    sentence = summary["sentence"]
+    assert sentence.startswith("2 of 9 shapes in ") and "every bit is equal; epochs 2147483584 on;" in sentence
+    summary = stamp.settings["summary"]
+    assert summary.startswith("1 shapes: 1 run ours") and "1 rows of other ops (1 comparisons)" in summary
 
 
 def test_rooms_take_the_models_sizes() -> None:
