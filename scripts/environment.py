@@ -128,21 +128,42 @@ def _is_too_old(name: str, version: str) -> bool:
 
 
 def install(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> None:
-    """Installs ``names`` without touching what is there; megatron-core without its dependencies (they are ours)."""
+    """Installs ``names``; what else is there stays. Of megatron-core none of its dependencies (they are ours)."""
     kept = installed(python)
     pins = {**pins, **{name: kept[name] for name in CORE if kept.get(name) and name not in names}}
-    chosen = os.environ.get("TORCH", CUDA_TORCH if gpu else f"{pins['torch']}+cpu")  # a plain version: CUDA libraries
-    if "torch" in names:
-        pins["torch"] = chosen
-    constraints = python.parent.parent / "constraints.txt"
-    constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
-    exact = {name: f"{name}=={pins[name]}" if name in pins else name for name in names}
-    groups = ([n for n in names if n in CORE], [n for n in names if n not in CORE and n != "megatron-core"])
-    for group in groups:
-        if group:
-            _pip(python, ["-c", str(constraints), *(exact[name] for name in group)])
+    core = [name for name in names if name in CORE]
+    if core:
+        pins["torch"] = _install_core(python, core, {name: pins[name] for name in CORE}, gpu)
+    found = installed(python)  # torch brings its own
+    others = [name for name in names if name not in (*CORE, "megatron-core")]
+    others = [name for name in others if name not in found or _is_too_old(name, found[name])]
+    _install_group(python, others, pins)
     if "megatron-core" in names:
-        _pip(python, ["--no-deps", exact["megatron-core"]])
+        _pip(python, ["--no-deps", f"megatron-core=={pins['megatron-core']}"])
+
+
+def _install_core(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> str:
+    """Installs what is missing of ``CORE``, and what torch asks for; returns torch's version."""
+    if "torch" in names and not gpu and "TORCH" not in os.environ:
+        version = f"{pins['torch']}+cpu"
+        try:
+            _install_group(python, names, {**pins, "torch": version})
+            return version
+        except SetupError as error:
+            print(error, file=sys.stderr)
+            _say(f"trying torch {CUDA_TORCH} with its CUDA libraries instead (some 3 GB; it runs on the CPU, too). To avoid that,")
+            _say("install a CPU build as pytorch.org shows, and name the Python that can import it: PYTHON=...")
+    version = os.environ.get("TORCH", CUDA_TORCH) if "torch" in names else pins["torch"]
+    _install_group(python, names, {**pins, "torch": version})
+    return version
+
+
+def _install_group(python: Path, names: list[str], pins: dict[str, str]) -> None:
+    """Installs ``names``, and what they ask for, in the versions of ``pins``."""
+    if names:
+        constraints = python.parent.parent / "constraints.txt"
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+        _pip(python, ["-c", str(constraints), *(f"{name}=={pins[name]}" if name in pins else name for name in names)])
 
 
 def _pip(python: Path, arguments: list[str]) -> None:
@@ -154,13 +175,7 @@ def _pip(python: Path, arguments: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
-        hint = ""
-        if any("+cpu" in word for word in arguments):
-            hint = (
-                "\nIf pip finds no CPU build of torch here: install one as pytorch.org shows and start this script with "
-                f"that Python, or set TORCH={CUDA_TORCH} for the CUDA build (gigabytes; it runs on the CPU too)."
-            )
-        raise SetupError(f"pip could not install {' '.join(arguments)}:\n{tail}{hint}")
+        raise SetupError(f"pip could not install {' '.join(arguments)}:\n{tail}")
 
 
 def check(python: Path, pins: dict[str, str], gpu: bool) -> None:
