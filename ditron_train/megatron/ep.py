@@ -136,9 +136,11 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._native_because not in (None, _COMPARED):
             log_once(f"native ep {self._native_because}", f"ep: native dispatcher, {self._native_because}")
 
-    def _context_for(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | RailContext | None:
+    def _context_for(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> EPContext | RailContext | None:
         """The context of this call, or None for the native path; every rank that holds these experts gets the same answer."""
-        context = self._context_of_group(hidden_states, probs)
+        context = self._context_of_group(hidden_states, routing_map, probs)
         if not self._slices_agree:  # expert parallel groups side by side decide each for itself
             self._slices_agree = True
             if not all_true(context is not None, self.tp_group, hidden_states.device) and context is not None:
@@ -156,7 +158,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             capacity_factor=self.moe_expert_capacity_factor,
         )
 
-    def _context_of_group(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> EPContext | RailContext | None:
+    def _context_of_group(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> EPContext | RailContext | None:
         if self._native_because is None:
             self._native_because = _why_not_tensors(hidden_states, probs, self._expert_capacity(len(probs)))
         device = hidden_states.device
@@ -168,7 +172,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._native_because is None:
             try:
                 if self._asks_policy and device.type == "cuda":  # on the CPU there are no times to compare
-                    self._native_because = self._ask_policy(hidden_states, probs)
+                    self._native_because = self._ask_policy(hidden_states, routing_map, probs)
                 if self._native_because is not None:
                     self._log_native()
                     return None
@@ -193,7 +197,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
         return over_nodes
 
-    def _ask_policy(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
+    def _ask_policy(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> str | None:
         """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher."""
         self._asks_policy = False
         fused, topk = self.config.moe_permute_fusion, self.config.moe_router_topk
@@ -206,13 +210,14 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
         group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
         pad_factor = self.moe_expert_capacity_factor if self.drop_and_pad else None
-        return ep_policy.why_not_here(make, hidden_states, probs, topk=topk, fused=fused, group=group, pad_factor=pad_factor)
+        first_step = (hidden_states, routing_map, probs)
+        return ep_policy.why_not_here(make, *first_step, topk=topk, fused=fused, group=group, pad_factor=pad_factor)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._call = None
-        self._ep_context = self._context_for(hidden_states, probs)
+        self._ep_context = self._context_for(hidden_states, routing_map, probs)
         if self._ep_context is None:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.hidden_shape = hidden_states.shape

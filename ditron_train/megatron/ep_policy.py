@@ -1,8 +1,8 @@
 """Asks the policy once for each kind of MoE layer: bits and time of dispatch and combine, forward and backward.
 
 Ranks may hold different numbers of tokens, so the question is asked for the largest number of the first step and the
-answer holds for every later one. Native is compared in PyTorch's deterministic mode, where it repeats itself, and timed in
-the mode that is in force.
+answer holds for every later one; the first step's own tokens, wherever they are routed, are compared, too. Native is compared
+in PyTorch's deterministic mode, where it repeats itself, and timed in the mode that is in force.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def _random_inputs(
 def why_not_here(
     make: Callable[[bool], Any],
     hidden_states: torch.Tensor,
+    routing_map: torch.Tensor,
     probs: torch.Tensor,
     *,
     topk: int,
@@ -81,6 +82,7 @@ def why_not_here(
     Args:
         make: Builds a dispatcher, native (True) or ours.
         hidden_states: The first step's tokens ``[..., hidden]``.
+        routing_map: bool ``[num_tokens, num_experts]``.
         probs: ``[num_tokens, num_experts]``.
         topk: Experts of a token.
         fused: Whether ``moe_permute_fusion`` is on.
@@ -99,10 +101,14 @@ def why_not_here(
     if pad_factor is not None:
         capacity = get_capacity(num_tokens=num_tokens * topk, num_experts=probs.shape[1], capacity_factor=pad_factor)
     with torch.inference_mode(False):
-        x, routed, weights, grad = _random_inputs(num_tokens, hidden_states, probs, topk, 1 + dist.get_rank(group), capacity)
+        even = _random_inputs(num_tokens, hidden_states, probs, topk, 1 + dist.get_rank(group), capacity)
+        own, *routing = (one.clone() if one.is_inference() else one.detach() for one in (hidden_states, routing_map, probs))
+        own = own.view(-1, own.shape[-1])
+        given = (own, *routing, even[3][: len(own)])
     calls = {"native": 0}
 
-    def run(dispatcher: Any) -> list[torch.Tensor]:
+    def run(dispatcher: Any, data: tuple[torch.Tensor, ...] = even) -> list[torch.Tensor]:
+        x, routed, weights, grad = data
         leaves = [x.detach().requires_grad_(), weights.detach().requires_grad_()]
         with torch.inference_mode(False), torch.enable_grad():
             tokens, row_probs = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(leaves[0], routed, leaves[1]))
@@ -119,9 +125,14 @@ def why_not_here(
         with _deterministic() if calls["native"] == 1 and not fused else contextlib.nullcontext():
             return run(dispatchers["native"])
 
-    words = f"ep {num_tokens} tokens x {x.shape[1]}, top-{topk} of {probs.shape[1]}, {x.dtype}" + ", fused" * fused
+    def native_given() -> list[torch.Tensor]:
+        with contextlib.nullcontext() if fused else _deterministic():
+            return run(dispatchers["native"], given)
+
+    words = f"ep {num_tokens} tokens x {own.shape[1]}, top-{topk} of {probs.shape[1]}, {own.dtype}" + ", fused" * fused
     words += "" if capacity is None else f", padded to {capacity}"
-    decision = decide(words, native, lambda: run(dispatchers["ours"]), group=group, device=x.device)
+    also = [(native_given, lambda: run(dispatchers["ours"], given))]
+    decision = decide(words, native, lambda: run(dispatchers["ours"]), group=group, device=own.device, also=also)
     _answers[key] = None if decision.use_ditron else decision.reason
     return _answers[key]
 

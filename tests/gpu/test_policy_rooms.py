@@ -36,7 +36,7 @@ def test_wrong_bits_fall_back(device, folder, room):
         assert fault == "none" or "bits would not be" in decision.reason
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", list(ROOMS)[:4])
 def test_a_slow_rank_falls_back(device, folder, room):
     decision = decision_with(room, "slow", device, "strict", folder)
     assert decision.bits_equal and not decision.use_ditron and "not faster" in decision.reason

@@ -188,7 +188,8 @@ def policy_is_asked_once(options=None):
     with groups(**sizes_of(options)), uneven_collectives():
         layer = build(options, True)
         probs = torch.rand(5 + dist.get_rank(), 8)
-        answers = [layer.token_dispatcher._ask_policy(torch.randn(len(probs), 1, BASE["hidden_size"]), probs) for _ in range(2)]
+        given = torch.randn(len(probs), 1, BASE["hidden_size"]), probs > 0, probs
+        answers = [layer.token_dispatcher._ask_policy(*given) for _ in range(2)]
         kept = len(ep_policy._answers)
         ep_policy.forget()
         return answers, kept

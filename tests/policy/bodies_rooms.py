@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,18 +112,25 @@ def _ask_message(device: torch.device) -> None:
     pp._reason_by_policy(context, num_bytes)
 
 
+def _routing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A skewed one of a job's first step."""
+    from ditron_train.bench.megatron_ep import zipf_routing
+
+    tokens, experts = (512, 16) if device.type == "cuda" else (12, 4)
+    return zipf_routing(tokens, experts, 2, exponent=1.0, device=device, seed=dist.get_rank())
+
+
 def _ask_experts(device: torch.device) -> None:
-    from ditron_train.bench.megatron_ep import DispatcherPair, expert_parallel_world, moe_config, zipf_routing
+    from ditron_train.bench.megatron_ep import DispatcherPair, expert_parallel_world, moe_config
     from ditron_train.megatron import ep_policy
 
     ep_policy.forget()
-    on_gpu = device.type == "cuda"
-    tokens, hidden, experts = (512, 1024, 16) if on_gpu else (12, 16, 4)
-    x = _values(device, tokens, hidden)
-    _, probs = zipf_routing(tokens, experts, 2, exponent=0.0, device=device, seed=dist.get_rank())
+    routed, probs = _routing(device)
+    hidden, experts = 1024 if device.type == "cuda" else 16, probs.shape[1]
+    x = _values(device, len(probs), hidden)
     sizes = dict(hidden=hidden, ffn_hidden=hidden, num_experts=experts, topk=2, dtype=x.dtype)
     with expert_parallel_world():
-        DispatcherPair(moe_config(**sizes)).ditron._ask_policy(x, probs)
+        DispatcherPair(moe_config(**sizes)).ditron._ask_policy(x, routed, probs)
     ep_policy.forget()
 
 
@@ -154,13 +162,15 @@ def _spoil_message(fault: str) -> contextlib.AbstractContextManager[None]:
     return _replaced(pp, "exchange", make)
 
 
-def _spoil_experts(fault: str) -> contextlib.AbstractContextManager[None]:
+def _spoil_experts(fault: str, *, of_own_tokens_only: bool = False) -> contextlib.AbstractContextManager[None]:
     from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
 
     def make(right: Callable) -> Callable:
         def combine_postprocess(self, *given):
             out = right(self, *given)
-            return out if self._ep_context is None else _spoil_first(fault, out, "gradient" in fault)
+            if self._ep_context is None or (of_own_tokens_only and not torch.equal(self.routing_map, _routing(out.device)[0])):
+                return out
+            return _spoil_first(fault, out, "gradient" in fault)
 
         return combine_postprocess
 
@@ -173,13 +183,14 @@ ROOMS = {
     "projections": (_ask_projections, _spoil_function("ditron_train.megatron.sp_routing", "qkv_projection")),
     "message": (_ask_message, _spoil_message),
     "experts": (_ask_experts, _spoil_experts),
+    "experts of the step's own tokens": (_ask_experts, partial(_spoil_experts, of_own_tokens_only=True)),
 }
 
 
 def decision_with(room: str, fault: str, device: torch.device, mode: str, folder: str) -> Entry:
     """What the policy decides about ``room`` with ``fault`` (a key of ``FAULTS``), as it stands in the plan that it writes."""
     ask, spoil = ROOMS[room]
-    path = Path(folder) / f"{room}-{fault}-{mode}.json".replace(" ", "-")
+    path = Path(folder) / f"{list(ROOMS).index(room)}-{fault}-{mode}.json".replace(" ", "-")
     before = {name: os.environ.get(name) for name in ("DITRON_PLAN", "DITRON_POLICY")}
     os.environ.update(DITRON_PLAN=str(path), DITRON_POLICY=mode)
     forget_plans()

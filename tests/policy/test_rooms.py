@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bodies_rooms import decision_on_cpu  # noqa: E402
 
 
-@pytest.mark.parametrize("room", ["exchange", "message", "experts"])
+@pytest.mark.parametrize("room", ["exchange", "message", "experts", "experts of the step's own tokens"])
 def test_one_wrong_bit_on_one_rank_falls_back(tmp_path: Path, room: str) -> None:
     for fault in ("none", "wrong", *(() if room == "message" else ("wrong gradient",))):
         first, second = run_workers(2, decision_on_cpu, room, fault, "bits", str(tmp_path))
