@@ -178,6 +178,14 @@ def _normal(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tens
         return torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
 
 
+def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
+    """The call's own ``like`` where it has ``shape``, else normal values."""
+    if tuple(like.shape) != tuple(shape):
+        return _normal(shape, like, seed)
+    with torch.inference_mode(False):
+        return like.clone() if like.is_inference() else like.detach()
+
+
 def _forward_backward(
     function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -310,8 +318,8 @@ def route_projections(
     weight_out: torch.Tensor,
     like: torch.Tensor,
 ) -> SPContext | None:
-    """The context to run the projections of an input of ``input_shape`` [s / W, b, hidden], of the type and on the device of
-    ``like``, fused with their exchanges, or None."""
+    """The context to run the projections of an input of ``input_shape`` [s / W, b, hidden], which is ``like`` or has its type and
+    device, fused with their exchanges, or None."""
     autocast = torch.is_autocast_enabled(like.device.type)
     key = ("projections", input_shape, weight_qkv.shape, weight_out.shape, shape, like.dtype, like.device, group, autocast)
 
@@ -328,7 +336,7 @@ def route_projections(
         if hidden is not None:
             return hidden
         whole = (rows[0] * world, rows[1])
-        inputs = [_normal(input_shape, like, 1 + rank), weight_qkv.detach(), weight_out.detach()]
+        inputs = [_given(input_shape, like, 1 + rank), weight_qkv.detach(), weight_out.detach()]
         inputs += _parts(whole, out_layout, like, 1, 41 + rank)
         grads = [*_parts(whole, layout, like, 1, 51 + rank), _normal((*rows, weight_out.shape[0]), like, 61 + rank)]
 
