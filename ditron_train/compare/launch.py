@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ __all__ = ["run_job", "with_launcher"]
 
 LAUNCHER = "ditron_train.megatron.run"
 _END_S = 30.0  # that a job which is interrupted gets to end by itself
+_ERROR = re.compile(r"(\[rank\d+\]: )?([\w.]+(Error|Exception): |error: |\S+\.py: error: )")
 
 
 def with_launcher(words: Sequence[str]) -> list[str]:
@@ -40,7 +42,7 @@ def run_job(words: Sequence[str], log: Path, watch: Callable[[], None]) -> None:
     """Runs a command to its end, its output in ``log``; ``watch`` is called a few times a second.
 
     Raises:
-        SettingError: It cannot be started, or fails; with the last lines of its output.
+        SettingError: It cannot be started, or fails; with the first error and the last lines of its output.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
@@ -56,7 +58,9 @@ def run_job(words: Sequence[str], log: Path, watch: Callable[[], None]) -> None:
             _end(job)
     if job.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        raise SettingError(os.linesep.join([f"the job ended with status {job.returncode}; the end of {log}:", *lines[-15:]]))
+        words = [f"the job ended with status {job.returncode}"]
+        words += [f"its first error: {line}" for line in lines if _ERROR.match(line)][:1]  # torchrun has the last word, and says little
+        raise SettingError(os.linesep.join([*words, f"the end of {log}:", *lines[-15:]]))
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

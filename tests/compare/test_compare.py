@@ -146,6 +146,9 @@ def test_a_job_that_fails(script, tmp_path):
     script.write_text("raise SystemExit('nothing to train')")
     done = _compare(tmp_path, sys.executable, script)
     assert done.returncode == 2 and "the job ended with status 1" in done.stderr and "nothing to train" in done.stderr
+    script.write_text("import atexit\natexit.register(print, *range(20), sep='\\n')\nraise ValueError('no data')")
+    done = _compare(tmp_path, sys.executable, script)
+    assert "its first error: ValueError: no data\n" in done.stderr
     script.write_text("print('no loop here')")
     done = _compare(tmp_path, sys.executable, script)
     assert done.returncode == 2 and "did the script reach Megatron-LM's training loop?" in done.stderr
