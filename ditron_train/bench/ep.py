@@ -227,8 +227,13 @@ def _movement_rows(
     context.check()
 
 
+def _fewest_rows(counts: torch.Tensor, device: torch.device) -> int | None:
+    """What decides whether a layer takes our GEMMs; None on CPU, where the values are integers and every sum exact."""
+    return None if device.type == "cpu" else int(counts[counts > 0].min())
+
+
 def _gemm_rows(session: BenchSession, case: Case, dtype: torch.dtype) -> Iterator[Row]:
-    from ditron_train.bench.ep_gemm import group_gemm_rows
+    from ditron_train.bench.ep_gemm import group_gemm_rows, products_of_native_bits
     from ditron_train.bench.megatron_ep import zipf_routing
 
     routed, _ = zipf_routing(
@@ -236,11 +241,17 @@ def _gemm_rows(session: BenchSession, case: Case, dtype: torch.dtype) -> Iterato
     )
     counts = routed.sum(0)
     dist.all_reduce(counts)
+    fewest = _fewest_rows(counts, session.device)
     mine = counts.view(session.world_size, -1)[session.rank].tolist()
-    gated = 2 * case.ffn_hidden
-    for n, k in ((gated, case.hidden), (case.hidden, case.ffn_hidden)):
+    for n, k in ((2 * case.ffn_hidden, case.hidden), (case.hidden, case.ffn_hidden)):
+        products = products_of_native_bits(fewest, n, k)
+        if len(products) < 3:
+            get_logger("bench").info(
+                "%s, experts %dx%d: of our grouped GEMMs %s measured, an expert has %d rows and a layer leaves the others native",
+                _model(case), n, k, "only wgrad is" if products else "none is", fewest,
+            )  # fmt: skip
         yield from group_gemm_rows(
-            session, model=_model(case), shape=case.shape, counts=mine, n=n, k=k, dtype=dtype
+            session, model=_model(case), shape=case.shape, counts=mine, products=products, n=n, k=k, dtype=dtype
         )
 
 

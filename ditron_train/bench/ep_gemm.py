@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession
+from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
 
-__all__ = ["group_gemm_rows"]
+__all__ = ["Product", "group_gemm_rows", "products_of_native_bits"]
+
+Product = Literal["forward", "dgrad", "wgrad"]
+_NAMES: dict[Product, str] = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
+
+
+def products_of_native_bits(fewest_rows: int | None, n: int, k: int) -> tuple[Product, ...]:
+    """Those products of experts ``[n, k]`` that a layer leaves to ours where its smallest expert has ``fewest_rows``.
+
+    The gate is the layer's own, ``pairs_of_native_bits``; None: sums are exact in any order.
+    """
+    if pairs_of_native_bits(frozenset(PAIRS), fewest_rows):
+        return tuple(_NAMES)
+    return ("wgrad",) if own_wgrad_has_native_bits(n, k) else ()
 
 
 def _native_products(counts: list[int], n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[str, Callable]:
@@ -53,7 +68,15 @@ def _loops(counts: list[int], y: torch.Tensor, dx: torch.Tensor, dw: list[torch.
 
 
 def group_gemm_rows(
-    session: BenchSession, *, model: str, shape: dict[str, int], counts: list[int], n: int, k: int, dtype: torch.dtype
+    session: BenchSession,
+    *,
+    model: str,
+    shape: dict[str, int],
+    counts: list[int],
+    products: tuple[Product, ...],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
 ) -> Iterator[Row]:
     """Rows ``group_gemm``, ``group_dgrad`` and ``group_wgrad`` for experts [n, k] with ``counts`` rows each.
 
@@ -62,6 +85,7 @@ def group_gemm_rows(
         model: For the rows.
         shape: For the rows.
         counts: Rows of each local expert.
+        products: Which of the three.
         n: Output columns.
         k: Input columns.
         dtype: Of rows and weights.
@@ -77,13 +101,12 @@ def group_gemm_rows(
     x, g, weights = values(num_rows, k), values(num_rows, n), [values(n, k) for _ in counts]
     tokens_per_expert = torch.tensor(counts, device=device)
     native = _native_products(counts, n, k, dtype, device)
-    ours: dict[str, Callable] = {
+    ours: dict[Product, Callable] = {
         "forward": lambda tiles: group_gemm(x, weights, tiles),
         "dgrad": lambda tiles: group_gemm(g, weights, tiles, transpose=False),
         "wgrad": lambda tiles: group_wgrad(g, x, tiles).unbind(),
     }
-    names = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
-    for product, op in names.items():
+    for product in products:
         contenders = {
             "native": lambda index, p=product: native[p](x, g, weights),
             "ditron": lambda index, p=product: ours[p](row_tiles(tokens_per_expert, num_rows)),
@@ -93,7 +116,7 @@ def group_gemm_rows(
         del results
         timings = session.measure(contenders)
         yield Row(
-            op=op,
+            op=_NAMES[product],
             direction="forward" if product == "forward" else "backward",
             model=model,
             world_size=session.world_size,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ditron_train.bench import ep
+from ditron_train.bench.ep_gemm import products_of_native_bits
 from ditron_train.bench.rows import read_results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.testing.processes import run_workers
@@ -31,6 +32,30 @@ def test_rows_of_parts_and_routings(tmp_path: Path) -> None:
     models = ("small", "small, Zipf 1", "small, deterministic")
     assert [(row.model, row.op, row.direction) for row in rows] == [(model, *row) for model in models for row in each]
     assert all(row.bitwise_equal and row.native_us > 0 for row in rows)
+
+
+def _run_as_with_rows(fewest: int, *words: str) -> int:
+    ep._fewest_rows = lambda counts, device: fewest
+    return _run(*words)
+
+
+def test_grouped_gemms_that_a_layer_leaves_native_have_no_rows(tmp_path: Path) -> None:
+    options = ("--part", "group_gemm", "--no-deterministic", "--output", str(tmp_path))
+    assert run_workers(2, _run_as_with_rows, 257, *options) == [0, 0]
+    (path,) = tmp_path.glob("*/ep.json")
+    rows = read_results(path)[1]
+    ops = ["group_gemm", "group_dgrad", "group_wgrad"]
+    assert [(row.model, row.op) for row in rows] == [(model, op) for model in ("small", "small, Zipf 1") for op in 2 * ops]
+    assert all(row.bitwise_equal and row.native_us > 0 for row in rows)
+    path.unlink()
+    assert run_workers(2, _run_as_with_rows, 256, *options) == [0, 0]
+    assert not path.exists() or not read_results(path)[1]
+
+
+def test_a_wgrad_of_many_tiles_is_measured_whatever_the_rows() -> None:
+    assert products_of_native_bits(256, 4096, 1408) == ("wgrad",)
+    assert products_of_native_bits(256, 1408, 2048) == ()
+    assert products_of_native_bits(257, 1408, 2048) == products_of_native_bits(None, 1, 1) == ("forward", "dgrad", "wgrad")
 
 
 def test_an_unknown_model_is_refused() -> None:
