@@ -21,6 +21,7 @@ from ditron_train.ep import expert_functions as pairs_of
 from ditron_train.ep.launching import compiling
 from ditron_train.policy import decide
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 
@@ -28,8 +29,8 @@ __all__ = ["forget", "fused_pairs_here", "warns_of_few_rows", "why_not_here"]
 
 _HEAD_START_US = 1000
 
-_answers: dict[tuple[Any, ...], str | None] = {}
-_pairs: dict[tuple[Any, ...], frozenset[Pair]] = {}
+_answers: GroupCache[tuple[Any, ...], str | None] = GroupCache()
+_pairs: GroupCache[tuple[Any, ...], frozenset[Pair]] = GroupCache()
 
 
 def forget() -> None:
@@ -155,7 +156,7 @@ def fused_pairs_here(
     """
     first, second = experts.linear_fc1.weight0, experts.linear_fc2.weight0
     into_main_grad = experts.linear_fc2.fuse_wgrad_accumulation
-    key = (context, tuple(first.shape), tuple(second.shape), hidden_states.dtype, order, into_main_grad, layout.ragged)
+    key = (group, context.shape, tuple(first.shape), tuple(second.shape), hidden_states.dtype, order, into_main_grad, layout.ragged)
     if key not in _pairs:
         with torch.no_grad():
             _pairs[key] = _ask_for_pairs(experts, layout, context, hidden_states, order, group)
