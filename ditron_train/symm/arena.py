@@ -178,9 +178,10 @@ class SymmetricArena:
                 let_go()
 
     def _quiesce(self) -> None:
+        """Collective: the devices of all ranks are done with what they were given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)
+        exchange(self.group, None)
 
     def close(self) -> None:
         """Frees everything; collective, explicit, never from a finaliser. The arena must not be used afterwards."""

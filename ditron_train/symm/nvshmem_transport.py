@@ -79,7 +79,7 @@ class NvshmemTransport:
             peers.append(torch.as_tensor(DeviceBytes(address, num_bytes), device=device) if address else None)
             addresses.append(address)
         torch.cuda.synchronize(device)
-        dist.barrier(group)
+        exchange(group, None)
         return Segment(local, peers, addresses, release=partial(self._reserve.give_back, offset))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ditron_train.symm.exchange import on_all_ranks
+from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.rendezvous import rendezvous
 from ditron_train.symm.transport import Segment
 
@@ -32,7 +32,7 @@ class TorchTransport:
         errors = (RuntimeError, AttributeError, TypeError)  # the last two: a torch without these private functions
         handle = on_all_ranks(group, "reaching the peers' symmetric memory", lambda: rendezvous(local, group), errors)
         torch.cuda.synchronize(device)  # zero-filled before any peer may write
-        dist.barrier(group)
+        exchange(group, None)
         # buffer_ptrs are bases of the allocation: ours starts at an offset when the allocator shares a block
         offset = local.data_ptr() - handle.buffer_ptrs[handle.rank]
         peers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(handle.world_size)]
