@@ -68,6 +68,8 @@ class Report:
             *(f"DIFFERENT: {description}" for soak in self.soaks for description in soak.different),
         ):
             _print_line(line)
+        if self._session.world_size == 1:
+            _print_line("one rank has nothing to overlap: torchrun --nproc-per-node N -m ditron_train verify ...")
         folder: Path | None = self._arguments.output
         if folder is not None:
             paths = [self._write_rows(), *(write_soak(folder, self._stamp, soak) for soak in self.soaks)]
