@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,9 @@ __all__ = [
     "event_create",
     "event_query",
     "event_record",
+    "graph_destroy",
+    "graph_launch",
+    "graph_record",
     "has_driver",
     "memcpy_async",
     "memcpys_async",
@@ -117,6 +120,31 @@ def event_query(event: Any) -> bool:
 def stream_wait_event(stream: int, event: Any) -> None:
     """Holds the stream until the event has come."""
     _check(_require().cuStreamWaitEvent(stream, event, 0))
+
+
+def graph_record(stream: int, enqueue: Callable[[], None]) -> Any:
+    """What ``enqueue`` puts onto the stream, recorded instead of run, for ``graph_launch``."""
+    driver = _require()
+    _check(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        enqueue()
+    finally:
+        captured = driver.cuStreamEndCapture(stream)
+    _check(captured)
+    instantiated = driver.cuGraphInstantiate(captured[1], 0)
+    driver.cuGraphDestroy(captured[1])
+    _check(instantiated)
+    return instantiated[1]
+
+
+def graph_launch(graph: Any, stream: int) -> None:
+    """Runs behind what the stream has."""
+    _check(_require().cuGraphLaunch(graph, stream))
+
+
+def graph_destroy(graph: Any) -> None:
+    """Frees it once it is not running."""
+    _require().cuGraphExecDestroy(graph)
 
 
 @lru_cache(maxsize=None)

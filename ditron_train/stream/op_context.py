@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.records import records_of
 from ditron_train.stream import driver
 from ditron_train.stream.events import current_handle, current_stream
+from ditron_train.stream.recorded import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
@@ -57,13 +58,15 @@ class OpContext:
         self._records = records_of(self.arena.group_name, dist.get_process_group_ranks(self.group))
         self._channels: list[Channel] = []
         self._last_stream: torch.cuda.Stream | None = None
-        self._last_was_capturing = False
+        self._is_capturing = False
+        self._recorded = RecordedSequences(self.comm_handle)
         self._agreed: set[tuple] = set()
         self.prepared: dict[tuple, Any] = {}
         self.arena.before_freeing(self._forget_prepared)
 
     def _forget_prepared(self) -> None:
         self.prepared.clear()
+        self._recorded.clear()
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
         """A channel of this context (collective)."""
@@ -88,9 +91,9 @@ class OpContext:
             capturing = torch._C._cuda_isCurrentStreamCapturing()
             # A capture may not wait for a stream outside of it; it begins, and a replay is ordered, behind what was before.
             last = self._last_stream
-            if last is not None and last is not stream and last != stream and capturing == self._last_was_capturing:
+            if last is not None and last is not stream and last != stream and capturing == self._is_capturing:
                 stream.wait_stream(last)
-            self._last_stream, self._last_was_capturing = stream, capturing
+            self._last_stream, self._is_capturing = stream, capturing
             if capturing:
                 self.arena.graph_captured = True
 
@@ -113,6 +116,14 @@ class OpContext:
         else:
             driver.event_record(event, first)
             driver.stream_wait_event(second, event)
+
+    def run_again(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+        """Runs what ``enqueue`` puts onto the communication stream, which is the same whenever it comes with ``key``; what comes
+        often is recorded (``stream.recorded``)."""
+        if self.is_cuda and not self._is_capturing:
+            self._recorded.run(key, enqueue)
+        else:
+            enqueue()
 
     def leave(self, channel: Channel) -> None:
         """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""
@@ -156,7 +167,7 @@ class OpContext:
         graph captured: what is let go of may be in use by what is enqueued, and by graphs for ever.
         """
         self._agreed.clear()
-        self.prepared.clear()
+        self._forget_prepared()
         for channel in self._channels:
             channel.forget_signatures()
 

@@ -67,17 +67,24 @@ class PreparedScatter:
 
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
-        self.begin()
+        self.context.fork()
+        self.context.run_again((self, partial.data_ptr()), lambda: self._send_all(partial))
+
+    def _send_all(self, partial: torch.Tensor) -> None:
+        self._signal_start()
         copy_with_flags(self._copies, partial.data_ptr(), self.context.comm_stream)
 
     def begin(self) -> None:
         """Start signals, behind what the current stream has done; ``send`` follows."""
+        self.context.fork()
+        self._signal_start()
+
+    def _signal_start(self) -> None:
         context, channel = self.context, self.channel
-        stream = context.fork()
         if not self._start.repeat("start", context.comm_handle):
             self._start(
                 context.reduce_epoch, 1, channel.ready.addresses, channel.ready.local, self._signature, channel.tickets,
-                channel.control, stream=stream, key="start",
+                channel.control, stream=context.comm_stream, key="start",
             )  # fmt: skip
 
     def send(self, partial: torch.Tensor, position: int) -> None:

@@ -2,7 +2,7 @@
 
     failing_peer.py RANK WORLD_SIZE PORT killed|stalled "ag_gemm copy" | "ag_gemm push" | "gemm_rs copy" | "gemm_rs store"
 
-PORT is that of a store which outlives the job. The last rank dies, or stays away, while its third call waits on the device; every
+PORT is that of a store which outlives the job. The last rank dies, or stays away, while its fifth call waits on the device; every
 other prints what it saw as JSON.
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
         run = functools.partial(ag_gemm, x, weight, context=context, plan=GatherPlan(mode))
     else:
         run = functools.partial(gemm_rs, x, weight, context=context, scatter=mode)
-    for _ in range(2):
+    for _ in range(4):  # from then on sends by copy engines are recorded
         run()
     context.synchronize()
     dist.barrier()

@@ -1,0 +1,80 @@
+"""Recorded sequences, with a driver that writes down what it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ditron_train.stream import driver, recorded
+from ditron_train.stream.recorded import RecordedSequences
+
+STREAM = 7
+
+
+class _Driver:
+    """A stream is a list; while one is recorded, what is put onto it goes into the graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream: list[str] = []
+        self.alive: list[list[str]] = []
+        for name in ("record", "launch", "destroy"):
+            monkeypatch.setattr(driver, f"graph_{name}", getattr(self, name))
+
+    def record(self, stream: int, enqueue: Callable[[], None]) -> list[str]:
+        assert stream == STREAM
+        before, self.stream = self.stream, []
+        enqueue()
+        graph, self.stream = self.stream, before
+        self.alive.append(graph)
+        return graph
+
+    def launch(self, graph: list[str], stream: int) -> None:
+        assert stream == STREAM and graph in self.alive
+        self.stream += [f"graph of {operation}" for operation in graph]
+
+    def destroy(self, graph: list[str]) -> None:
+        self.alive.remove(graph)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> _Driver:
+    return _Driver(monkeypatch)
+
+
+def test_what_comes_often_is_recorded_and_runs_once_each_time(fake: _Driver) -> None:
+    sequences = RecordedSequences(STREAM)
+    for _ in range(5):
+        for key in ("a", "b"):
+            sequences.run(key, lambda key=key: fake.stream.append(key))
+    sequences.run("c", lambda: fake.stream.append("c"))
+    assert fake.stream == ["a", "b"] * 3 + ["graph of a", "graph of b"] * 2 + ["c"]
+    assert fake.alive == [["a"], ["b"]]
+
+
+def test_what_is_forgotten_is_freed_and_recorded_anew(fake: _Driver) -> None:
+    sequences = RecordedSequences(STREAM)
+    for text in ("old", "new"):
+        for _ in range(4):
+            sequences.run("key", lambda text=text: fake.stream.append(text))
+        sequences.clear()
+        assert fake.alive == []
+    assert fake.stream == ["old"] * 3 + ["graph of old"] + ["new"] * 3 + ["graph of new"]
+    for _ in range(3):
+        sequences.run("key", lambda: fake.stream.append("last"))
+    assert len(fake.alive) == 1
+    del sequences
+    assert fake.alive == []
+
+
+def test_what_is_kept_is_bounded(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "_MOST_RECORDED", 2)
+    monkeypatch.setattr(recorded, "_MOST_COUNTED", 3)
+    sequences = RecordedSequences(STREAM)
+    for key in range(40):
+        sequences.run(key, lambda: None)
+        assert len(sequences._calls) <= 3
+    for _ in range(5):
+        for key in "abc":
+            sequences.run(key, lambda: None)
+    assert len(fake.alive) == 2 == len(sequences._graphs)
