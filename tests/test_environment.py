@@ -1,0 +1,80 @@
+"""The environment of the scripts: what is installed where torch is missing, kept, or to be had in one build only."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``scripts/environment.py`` as a module; nothing of what it wants is installed, and pip installs nothing."""
+    spec = importlib.util.spec_from_file_location("environment_script", ROOT / "scripts" / "environment.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.delenv("TORCH", raising=False)
+    monkeypatch.setattr(module, "installed", lambda python: {})
+    return module
+
+
+def _installs(module: ModuleType, folder: Path, gpu: bool, refused: str = "none") -> list[list[str]]:
+    """What pip is asked for, group by group, where it has no build of torch with ``refused`` in its version."""
+    asked: list[list[str]] = []
+
+    def pip(python: Path, arguments: list[str]) -> None:
+        asked.append([word for word in arguments if "==" in word])
+        if any(word.startswith("torch==") and refused in word for word in arguments):
+            raise module.SetupError("no such build")
+
+    module._pip = pip
+    (folder / "bin").mkdir(exist_ok=True)
+    module.install(folder / "bin" / "python", ["torch", "triton", "numpy", "rich", "setuptools"], module.read_pins(), gpu)
+    return asked
+
+
+def _torch(group: list[str]) -> str:
+    return next(word for word in group if word.startswith("torch=="))
+
+
+def test_a_cpu_build_where_there_is_one(environment: ModuleType, tmp_path: Path) -> None:
+    core, others = _installs(environment, tmp_path, gpu=False)
+    assert _torch(core) == f"torch=={environment.read_pins()['torch']}+cpu" and [word.split("==")[0] for word in others] == [
+        "rich",
+        "setuptools",
+    ]
+
+
+def test_else_the_cuda_build(environment: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    refused, core, _ = _installs(environment, tmp_path, gpu=False, refused="+cpu")
+    assert "+cpu" in _torch(refused) and _torch(core) == f"torch=={environment.CUDA_TORCH}"
+    assert "CUDA libraries instead" in capsys.readouterr().err
+
+
+def test_gpus_and_torch_by_name(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _torch(_installs(environment, tmp_path, gpu=True)[0]) == f"torch=={environment.CUDA_TORCH}"
+    monkeypatch.setenv("TORCH", "2.12.0")
+    assert _torch(_installs(environment, tmp_path, gpu=False)[0]) == "torch==2.12.0"
+    with pytest.raises(environment.SetupError, match="no such build"):
+        _installs(environment, tmp_path, gpu=False, refused="2.12.0")
+
+
+def test_torch_chooses_its_own_setuptools(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 asks for one below 82, which must not meet a pin of a newer one."""
+    known: dict[str, str] = {}
+    monkeypatch.setattr(environment, "installed", lambda python: known)
+
+    def group(python: Path, names: list[str], pins: dict[str, str]) -> None:
+        if "torch" in names:
+            assert "setuptools" not in pins
+            known.update(torch="2.11.0", setuptools="81.0.0")
+        else:
+            assert names == ["rich"] and pins["torch"] == environment.CUDA_TORCH
+
+    monkeypatch.setattr(environment, "_install_group", group)
+    environment.install(tmp_path, ["torch", "rich", "setuptools"], environment.read_pins(), True)
+    assert known["torch"] == "2.11.0"
