@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ditron_train.runtime.files import replace_file
+
 __all__ = ["Pass", "RESULTS", "Row", "Stamp", "read_results", "result_path", "write_results"]
 
 RESULTS = Path("benchmarks") / "results"
@@ -164,9 +166,7 @@ def write_results(folder: Path, bench: str, stamp: Stamp, rows: Iterable[Row]) -
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(json.dumps(row.to_json()) for row in rows)
     text = f'{{"stamp": {json.dumps(asdict(stamp), indent=1)},\n "rows": [\n  {lines}\n]}}\n'
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    replace_file(path, text)
     return path
 
 

@@ -17,6 +17,7 @@ import torch
 from ditron_train import __version__
 from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.files import replace_file
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.versions import find_versions
 
@@ -96,9 +97,7 @@ class Plan:
             "made_with": fingerprint(),
             "decisions": {key: asdict(entry) for key, entry in sorted(entries.items())},
         }
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(partial, self.path)
+        replace_file(self.path, json.dumps(content, indent=1) + "\n")
 
 
 def load_plan(path: Path) -> Plan:

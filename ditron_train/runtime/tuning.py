@@ -12,7 +12,6 @@ sees them, each rounded up to the next 2^i or 3 * 2^(i - 1).
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.files import replace_file
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
@@ -87,10 +87,8 @@ class TuningTable:
         Raises:
             SettingError: The path cannot be written.
         """
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            partial.write_text(self.to_text(), encoding="utf-8")
-            os.replace(partial, path)
+            replace_file(path, self.to_text())
         except OSError as error:
             raise SettingError(f"cannot write the tuning table {path}: {error.strerror}") from None
 

@@ -1,0 +1,23 @@
+"""Files that others may be reading."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["replace_file"]
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Puts ``text`` where ``path`` is, at once: no reader sees half of it, and where it fails, what was there stays.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full; nothing is left behind.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
