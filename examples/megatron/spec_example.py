@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 
+warnings.filterwarnings("ignore")  # megatron-core's, on what is not installed
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch and triton are imported
 
