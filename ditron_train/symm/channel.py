@@ -203,17 +203,29 @@ class Channel:
             timeout_s=self.timeout_s,
         )
 
-    def _start_signals(self, epoch: int) -> list[list[int]]:
+    def _start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:
         """The start signal of every rank, [epoch, signature...], as this rank's pad for ``epoch`` holds it now.
 
         Read beside the current stream, which may be held up by anything; zeros where that takes too long, or is not allowed
         since a CUDA graph is being captured.
+
+        Args:
+            epoch: Of the call.
+            patient: Reads again, for a while, until all ranks have begun the call: a difference is recorded as soon as two have,
+                and every rank is to give the same words.
         """
+        deadline_s = time.monotonic() + _READY_READ_S
+        signals = self._read_start_signals(epoch, deadline_s)
+        while patient and any(words[0] != epoch for words in signals) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+            signals = self._read_start_signals(epoch, deadline_s)
+        return signals
+
+    def _read_start_signals(self, epoch: int, deadline_s: float) -> list[list[int]]:
         pad = self.ready.local[epoch & 1]
         if pad.device.type != "cuda":
             return pad.tolist()
         if not torch.cuda.is_current_stream_capturing():
-            deadline_s = time.monotonic() + _READY_READ_S
             with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):
                 self._ready_mirror.copy_(pad, non_blocking=True)
                 copied = torch.cuda.current_stream().record_event()
@@ -224,7 +236,7 @@ class Channel:
     def _describe_mismatch(self, epoch: int) -> str:
         """The same words on every rank: what each rank of the group called, in rank order."""
         calls = []
-        for rank, words in enumerate(self._start_signals(epoch)):
+        for rank, words in enumerate(self._start_signals(epoch, patient=True)):
             if words[0] != epoch:
                 calls.append(f"rank {rank}: not heard")
                 continue

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import threading
 import weakref
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import ArenaError, NotSupportedError, PeerTimeoutError
+from ditron_train.runtime.errors import ArenaError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.symm import Channel, SymmetricArena, get_arena, shm_transport
+from ditron_train.symm.control import KIND_MISMATCH, RECORD_EXPECTED, RECORD_KIND, RECORD_STATE
 
 CPU = torch.device("cpu")
 
@@ -203,4 +205,30 @@ def who_is_missing(recorded: int) -> tuple[int, int, int, int]:
         channel.check()
     except PeerTimeoutError as error:
         return error.missing_rank, error.chunk, error.seen_epoch - error.expected_epoch, error.waiting_rank
+    raise AssertionError("no error")
+
+
+def words_of_a_mismatch() -> str:
+    """The error of three ranks that differ, read as soon as rank 0's signal is there: the last one's comes 0.3 s later."""
+    channel = Channel(get_arena(None, CPU), "test.mismatch", 1, signature_fields=("elements",))
+    epoch = 7
+    signals = channel.ready.local[epoch & 1]
+
+    def arrive(ranks) -> None:
+        for rank in ranks:
+            signals[rank, 1] = 10 + rank
+            signals[rank, 0] = epoch
+
+    arrive(range(2))
+    late = threading.Timer(0.3, arrive, [[2]])
+    late.start()
+    words = {RECORD_KIND: KIND_MISMATCH, RECORD_EXPECTED: epoch, RECORD_STATE: 1}
+    for word, value in words.items():
+        channel._record_words[word] = value
+    try:
+        channel.check()
+    except MismatchError as error:
+        return str(error)
+    finally:
+        late.join()
     raise AssertionError("no error")

@@ -81,3 +81,10 @@ def test_the_rank_that_never_began_is_missing_not_one_that_waits_for_it():
     """Whose wait was recorded, of two that end together, is chance."""
     for recorded, chunk, behind in ((0, -1, 2), (1, -1, 2), (2, 5, 1)):
         assert run_workers(3, bodies.who_is_missing, recorded)[:2] == [(2, chunk, -behind, rank) for rank in range(2)]
+
+
+def test_a_mismatch_waits_for_the_words_of_ranks_that_are_on_their_way():
+    """A difference is recorded as soon as two ranks have called; the error names what all of them called."""
+    words = run_workers(3, bodies.words_of_a_mismatch)
+    assert len(set(words)) == 1
+    assert words[0].endswith("rank 0: elements=10; rank 1: elements=11; rank 2: elements=12")
