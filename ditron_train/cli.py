@@ -129,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _REQUIRED:
             raise
-        print(f"error: {error.name} is not installed here; pip install {error.name}", file=sys.stderr)
+        from ditron_train.runtime.versions import pip_command
+
+        print(f"error: {error.name} is not installed here; {pip_command(error.name)}", file=sys.stderr)
         return 2
 
 

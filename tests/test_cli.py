@@ -92,14 +92,19 @@ def test_import_does_nothing_else() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_missing_torch_is_said(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from ditron_train.cli import main\n"
-        "sys.exit(main(['doctor']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: torch is not installed"), done.stderr
+def _without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.modules['torch'] = None\nfrom ditron_train.cli import main\nsys.exit(main({list(words)}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_missing_torch_is_said() -> None:
+    done = _without_torch("doctor")
+    assert done.returncode == 2 and done.stderr == "error: torch is not installed here; pip install 'torch>=2.11,<2.14'\n"
+
+
+def test_records_are_read_without_torch(tmp_path: Path) -> None:
+    done = _without_torch("postmortem", str(tmp_path))
+    assert done.returncode == 2 and "holds no records" in done.stderr
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

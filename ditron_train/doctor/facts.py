@@ -81,19 +81,6 @@ class Facts:
 
 def collect_facts() -> Facts:
     """Looks at this machine and this process."""
-    versions = find_versions()
-    common = dict(
-        environment=_environment(),
-        nccl_files=read_nccl_files(*_NCCL_FILES),
-        nvshmem_library=_nvshmem_library(),
-        interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
-        infiniband=tuple(sorted(os.listdir("/sys/class/infiniband"))) if os.path.isdir("/sys/class/infiniband") else (),
-        shared_memory=_shared_memory(),
-        distributions=_duplicate_distributions(),
-        compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc"),
-    )
-    if versions["torch"] is None:
-        return Facts(versions=versions, **common)
     import torch
 
     from ditron_train.bench.stamp import nccl_version
@@ -102,7 +89,7 @@ def collect_facts() -> Facts:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Facts(
-        versions=versions,
+        versions=find_versions(),
         gpus=tuple(_gpu(torch.cuda.get_device_properties(index)) for index in range(count)),
         driver=driver_version(),
         nccl=nccl_version(),
@@ -111,9 +98,16 @@ def collect_facts() -> Facts:
         ),
         links=_links() if count > 1 else {},
         multicast=_multicast(count),
+        environment=_environment(),
+        nccl_files=read_nccl_files(*_NCCL_FILES),
+        nvshmem_library=_nvshmem_library(),
+        interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
+        infiniband=tuple(sorted(os.listdir("/sys/class/infiniband"))) if os.path.isdir("/sys/class/infiniband") else (),
+        shared_memory=_shared_memory(),
         libraries=_loaded_copies(),
+        distributions=_duplicate_distributions(),
+        compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc"),
         has_cuda_bindings=has_driver(),
-        **common,
     )
 
 
