@@ -207,14 +207,18 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
     operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose)
     if 0 in operands.y.shape:
         return operands.y
-    config = operands.config
+    config, b = operands.config, operands.b
+    half_b = b
+    if config.split_store:
+        half = config.block_n // 2
+        half_b = TensorDescriptor(b.base, b.shape, b.strides, [1, half, config.block_k] if transpose else [1, config.block_k, half])
     constants = dict(
         BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, TRANSPOSE_B=transpose,
         SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // config.block_n))
     _launch(group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(
-        operands.a, operands.b, operands.c, operands.places, tiles.tiles, operands.n, operands.k
+        operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k
     )
     return operands.y
 

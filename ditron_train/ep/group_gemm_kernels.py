@@ -12,8 +12,12 @@ have none, are read by masked loads for experts that end within the first BLOCK 
 Seen on 4 x H200, 32 experts of about 2048 rows on each, 4096 x 7168 and 7168 x 2048, against Transformer Engine's: forward
 1.00, dgrad 0.99-1.01, wgrad 1.00-1.10; with the counts of Zipf routing (440 to 19,700 rows on the fullest rank) forward 1.00,
 dgrad 1.00-1.02, wgrad 0.98-1.02. These GEMMs run at the power limit: after one call of warm-up only, the same rows came out
-at 0.94-1.00. Tried, all within 1 %: groups of 4 or 16 row tiles, tiles grouped by expert, ends of experts of up to 64 rows
-as half tiles behind the others.
+at 0.94-1.00. Tried, all within 1 %: groups of 4 or 16 row tiles, tiles grouped by expert.
+
+With few tiles the last wave counts. Seen on one H200, two experts of 2058 and 2099 rows: dgrad of 14336 x 4096 at 0.84 of
+Transformer Engine's speed, 0.91 with the last wave in halves, 8192 x 14336 at 0.92 and 0.95; never slower in 26 cases (15 experts
+of 550 rows 1.10-1.55 and 1.17-1.70). Ends of experts of up to 64 rows as half tiles behind the others instead: 0.96 there,
+but up to 13 % slower with more experts. Tiles of 128 x 128: 0.73 and 0.83.
 """
 
 import triton
@@ -73,7 +77,7 @@ def group_product(
 
 @triton.jit
 def group_gemm_kernel(
-    a_desc, b_desc, c_desc, places, tiles, N, K,
+    a_desc, b_desc, half_b_desc, c_desc, places, tiles, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
 ):  # fmt: skip
@@ -83,11 +87,20 @@ def group_gemm_kernel(
     (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C behind BLOCK_M rows of padding, as
     clipped blocks. A tile at the end of an expert reads on into the next one's rows; their results are clipped. Nobody
     waits: no signals.
+
+    With SPLIT_STORE a last wave that is at most half full is computed in halves of BLOCK_N // 2 columns, so that it takes
+    half the time; half_b_desc reads the weights in such halves (else it is b_desc).
     """
+    num_programs = tl.num_programs(0)
     num_row_tiles = tl.load(tiles)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), num_row_tiles * num_tiles_n, tl.num_programs(0), flatten=True):
+    num_tiles = num_row_tiles * num_tiles_n
+    num_whole = num_tiles
+    if SPLIT_STORE:
+        tail = num_tiles % num_programs
+        num_whole = tl.where(2 * tail <= num_programs, num_tiles - tail, num_tiles)
+    for tile in tl.range(tl.program_id(0), num_whole, num_programs, flatten=True):
         row_tile, col_tile = grouped_tile(tile, num_row_tiles, num_tiles_n, GROUP_M)
         entry = tiles + 4 + row_tile * 4
         place = tl.load(places + tl.load(entry))
@@ -96,6 +109,18 @@ def group_gemm_kernel(
         col = col_tile * BLOCK_N
         acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+    if SPLIT_STORE:
+        for half in range(tl.program_id(0), 2 * (num_tiles - num_whole), num_programs):
+            row_tile, col_tile = grouped_tile(num_whole + half // 2, num_row_tiles, num_tiles_n, GROUP_M)
+            entry = tiles + 4 + row_tile * 4
+            place = tl.load(places + tl.load(entry))
+            row = tl.load(entry + 1)
+            valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
+            col = col_tile * BLOCK_N + half % 2 * (BLOCK_N // 2)
+            acc = group_product(
+                a_desc, half_b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, TRANSPOSE_B
+            )
+            store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N // 2, False)
 
 
 @triton.jit

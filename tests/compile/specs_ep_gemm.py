@@ -5,13 +5,15 @@ from ditron_train.testing.compile_check import KernelSpec
 
 def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
     split = n >= 256
+    half = n // 2 if split else n
     return KernelSpec(
         name=f"ep_group_gemm_{name}",
         kernel="ditron_train.ep.group_gemm_kernels:group_gemm_kernel",
         signature={
             "a_desc": f"tensordesc<bf16[{m},{k}]>",
             "b_desc": f"tensordesc<bf16[1,{n},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{n}]>",
-            "c_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>",
+            "half_b_desc": f"tensordesc<bf16[1,{half},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{half}]>",
+            "c_desc": f"tensordesc<bf16[1,{m},{half}]>",
             "places": "*i32",
             "tiles": "*i32",
             "N": "i32",

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ditron_train.ep import group_gemm as host_side
 from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
+from ditron_train.gemm.configs import GemmConfig
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.testing import interpreter
@@ -45,6 +47,24 @@ def test_forward_and_all_gradients_are_exact(counts, n, k, dtype):
         assert torch.equal(part, (x_part.float() @ w.t()).to(dtype))
         assert torch.equal(dx_part, (g_part.float() @ w).to(dtype))
         assert torch.equal(weight.grad, (g_part.float().t() @ x_part.float()).to(dtype))
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 7, 20])
+@given(st.lists(st.sampled_from([0, 1, 31, 32, 33, 70]), min_size=1, max_size=6), st.sampled_from([40, 136, 520]))
+@settings(max_examples=15, deadline=None)
+def test_a_last_wave_in_halves(num_programs, counts, n):
+    rows, k = sum(counts), 24
+    x = integers(rows, k, dtype=torch.float32, seed=9)
+    weights = [integers(n, k, dtype=torch.float32, seed=i) for i in range(len(counts))]
+    tiles = row_tiles(torch.tensor(counts), rows)
+    wide = GemmConfig(tiles.block_m, 256, 16, num_warps=4, num_stages=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_side, "num_sms", lambda device: num_programs)
+        patch.setattr(host_side, "choose_config", lambda *arguments: wide)
+        y = group_gemm(x, weights, tiles)
+        dx = group_gemm(y, weights, tiles, transpose=False)
+    for weight, part, y_part, dx_part in zip(weights, *(t.split(counts) for t in (x, y, dx))):
+        assert torch.equal(y_part, part @ weight.t()) and torch.equal(dx_part, y_part @ weight)
 
 
 def test_a_row_that_is_not_a_number_stays_with_its_expert():

@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
+from ditron_train.ep import group_gemm as host_side
 from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
+from ditron_train.gemm.configs import GemmConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -40,8 +42,14 @@ def test_published_layers(n, k):
         assert torch.equal(weights[index].grad, g_part.t() @ x_part), index
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["own_choice", "wide"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_any_counts_are_exact_on_integers(dtype):
+def test_any_counts_are_exact_on_integers(monkeypatch, dtype, wide):
+    """With wide tiles, too, whose last wave is computed in halves."""
+    if wide:
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("such tiles are for Hopper and newer")
+        monkeypatch.setattr(host_side, "choose_config", lambda *arguments: GemmConfig(128, 256, 64, num_warps=8, num_stages=4))
     draw = random.Random(1)
     for index in range(25):
         counts = [draw.choice([0, 0, 1, 7, 63, 64, 65, 128, 129, 400]) for _ in range(draw.randint(1, 40))]
