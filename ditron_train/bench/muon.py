@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from ditron_train.bench.arguments import add_common_arguments, check_sizes, choo
 from ditron_train.bench.roofline import newton_schulz_flops, symmetry_ceiling
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, Sink, bench_session
-from ditron_train.bench.timing import Contender
+from ditron_train.bench.timing import with_host_ahead
 from ditron_train.optim import Muon, orthogonalize
 from ditron_train.testing.reference_muon import (
     reference_layer_wise_step,
@@ -35,7 +34,6 @@ _RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
 _SIZES = (1024, 2048, 4096, 8192, 16384)
 _QKV = (512, 128, 128)  # rows of q, k and v in a group: 4 heads of 128 share one key and value head
 _LR = 0.01
-_HEAD_START_CYCLES = 2_000_000  # about a millisecond of the GPU's clock: some thirty launches of torch's operators
 _LONG_S = 0.25  # about what one contender may take in one measurement
 _NATIVE_FLOPS = 6e14  # a second, to guess how long it will take
 
@@ -123,18 +121,6 @@ def _most(flops: float) -> int:
     return max(1, int(_LONG_S * _NATIVE_FLOPS / flops))
 
 
-def _with_host_ahead(contender: Callable[[int], object], device: torch.device) -> Contender:
-    """The contender behind a wait on the device, which ``measure(inside=True)`` does not count."""
-
-    def run(index: int, around: Callable[[], AbstractContextManager] = nullcontext) -> None:
-        if device.type == "cuda":
-            torch.cuda._sleep(_HEAD_START_CYCLES)
-        with around():
-            contender(index)
-
-    return run
-
-
 def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int, *, with_peer: bool) -> Row:
     grads = [_normal((rows, columns), session, seed) for seed in range(session.num_input_sets(4 * rows * columns))]
 
@@ -154,7 +140,7 @@ def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int
             contenders["peer"] = lambda index: compiled(pick(index))
     equal = all(session.equal([ours(i)], [reference_newton_schulz(pick(i))]) for i in range(len(grads)))
     flops = newton_schulz_flops(rows, columns)
-    ahead = {name: _with_host_ahead(contender, session.device) for name, contender in contenders.items()}
+    ahead = {name: with_host_ahead(contender, session.device) for name, contender in contenders.items()}
     timings = session.measure(ahead, most=_most(flops), inside=True)
     native_us = timings["native"].median_us
     return Row(
