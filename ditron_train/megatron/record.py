@@ -122,6 +122,7 @@ def _wrap(module: ModuleType, folder: Path, features: Sequence[str]) -> Any:
         recorder.step(given.get("iteration"), result[0], result[_GRAD_NORM], given["optimizer"])
         return result
 
+    train_step._records_steps = True
     return train_step
 
 
@@ -142,4 +143,5 @@ def record_steps(folder: str | Path, features: Sequence[str]) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(f"--ditron-record {folder}: {error.strerror or error}") from None
-    module.train_step = _wrap(module, Path(folder), features)
+    if not hasattr(module.train_step, "_records_steps"):  # Megatron-LM may parse its arguments twice
+        module.train_step = _wrap(module, Path(folder), features)

@@ -59,6 +59,7 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
 
 def pretrain():
     global _args
+    parse_args()  # as Megatron-LM does where it reads a checkpoint's arguments: twice
     _args = parse_args()
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
