@@ -249,7 +249,7 @@ def _lines_of_two_decisions():
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("ditron_train").addHandler(handler)
-    logging.getLogger("ditron_train").setLevel(logging.INFO)
+    logging.getLogger("ditron_train.policy").setLevel(logging.INFO)  # ``verify`` asks for less
     os.environ["DITRON_POLICY"] = "force"
     for _ in range(2):
         decide("tp an op 8x8", lambda: [], lambda: [], group=dist.group.WORLD, device=torch.device("cpu"))
