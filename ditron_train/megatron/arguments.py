@@ -18,7 +18,7 @@ from ditron_train.runtime.settings import SETTINGS
 __all__ = [
     "FEATURES",
     "Options",
-    "SIZES",
+    "SIZE_ARGUMENTS",
     "add_ditron_args",
     "available_features",
     "options_from_argv",
@@ -36,7 +36,7 @@ FEATURES: dict[str, str] = {
 }
 
 #: Megatron's argument that says how many ranks a feature's groups have.
-SIZES = {
+SIZE_ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
     "sp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -172,7 +172,7 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def options_from_args(args: Any) -> Options:
     """The options in a parsed namespace; fields that are missing there count as not given."""
     features = tuple(getattr(args, "ditron", None) or ())
-    sizes = {name: getattr(args, SIZES[name], None) for name in features if name in SIZES}
+    sizes = {name: getattr(args, SIZE_ARGUMENTS[name], None) for name in features if name in SIZE_ARGUMENTS}
     return Options(
         features=features,
         transport=getattr(args, "ditron_transport", None),

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Sequence
 
 from ditron_train.megatron import patching
-from ditron_train.megatron.arguments import SIZES, Options, parse_features
+from ditron_train.megatron.arguments import SIZE_ARGUMENTS, Options, parse_features
 from ditron_train.megatron.record import record_steps
 from ditron_train.megatron.specs import count_replacements, rewrite_spec
 from ditron_train.policy import check_plan, forget_plans
@@ -87,7 +87,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     check_table()
     for name, size in options.sizes.items():
         if size == 1:
-            option = SIZES[name].replace("_", "-")
+            option = SIZE_ARGUMENTS[name].replace("_", "-")
             log_once(f"alone {name}", f"{name}: nothing to accelerate where --{option} is 1", level=logging.WARNING)
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()
