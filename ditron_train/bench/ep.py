@@ -19,6 +19,7 @@ from ditron_train.bench.arguments import add_common_arguments, check_sizes, choo
 from ditron_train.bench.rows import Pass, Row
 from ditron_train.bench.session import BenchSession, Sink, bench_session
 from ditron_train.bench.timing import Timing
+from ditron_train.bench.tp import WIRE_GBPS
 from ditron_train.data import load_workloads
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
@@ -27,7 +28,6 @@ from ditron_train.runtime.versions import pip_command
 __all__ = ["add_arguments", "moe_contenders", "run"]
 
 _PARTS = ("dispatch", "combine", "group_gemm", "layer")
-_WIRE_GBPS = 370.0  # what NVLink carries on an H200, the link speed that limits are computed with
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ def _row(
         ditron_us=ditron_us,
         bitwise_equal=equal,
         comm_sms=comm_sms,
-        limit_us=wire / _WIRE_GBPS / 1e3 if wire and on_gpu else None,
+        limit_us=wire / WIRE_GBPS / 1e3 if wire and on_gpu else None,
         wire_gbps=None if wire is None else wire / ditron_us / 1e3,
         logical_gbps=None if logical is None else logical / ditron_us / 1e3,
         spread=max(timing.spread for timing in timings.values()),
