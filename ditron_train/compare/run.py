@@ -1,5 +1,6 @@
-"""Trains natively and with ditron_train by your own command, torchrun and all, and compares losses, gradient norms and parameters of
-every step and rank, bit for bit, and the time of a step. The command follows the options of this one."""
+"""Trains natively and with ditron_train by your own command, torchrun and all, and compares the losses and gradient norms of every
+step, and the parameters after the first and the last one, on every rank, bit for bit; then the time of a step. The command follows
+the options of this one."""
 
 from __future__ import annotations
 
@@ -95,14 +96,14 @@ def _train(words: Sequence[str], name: str, output: Path, more: Sequence[str]) -
 
 
 def _watcher(path: Path, report: Callable[[int, int | None], None]) -> Callable[[], None]:
-    """Reports how many steps a rank's file has, and how many it will have; looks at every fifth call."""
+    """Reports which step a rank's file has come to, and which will be the last; looks at every fifth call."""
     calls = itertools.count()
 
     def watch() -> None:
         if next(calls) % 5 or not path.is_file():
             return
-        lines = path.read_text(encoding="utf-8").split("\n")
-        if len(lines) > 1:
-            report(len(lines) - 2, json.loads(lines[0]).get("train_iters"))
+        header, *steps = path.read_text(encoding="utf-8").split("\n")[:-1] or [""]  # the last line may be half written
+        if steps:
+            report(json.loads(steps[-1])["step"], json.loads(header)["train_iters"])
 
     return watch
