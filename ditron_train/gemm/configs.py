@@ -60,7 +60,7 @@ class GemmConfig:
         return num_tiles - tail if self.split_store and 2 * tail <= num_programs else num_tiles
 
 
-# Hopper: the first, with its tail halved, ran at 0.97-1.07 of cuBLAS's speed (geomean 1.01, ``bench gemm``) on one rank's share
+# Hopper: the first, with its tail halved, ran at 0.96-1.06 of cuBLAS's speed (geomean 1.01, ``bench gemm``) on one rank's share
 # of published layers at TP 8, the second at 0.87 of its rate but with half the tile, which gives small shapes more programs.
 # Four stages of the first and one store block take 224 of 227 KiB of shared memory and are worth up to 5 % over three.
 # Not explained: cuBLAS takes 1477 us at 8192x7392x8192, but 1435 in four calls of 2048 rows, as async-TP makes them; ours takes
