@@ -44,23 +44,30 @@ class _Meeting:
         self._number += 1
         keys = [f"{self._number}/{rank}" for rank in range(self._world_size)]
         self.store.set(keys[self._rank], pickle.dumps(value))
-        self._wait(keys)
-        values = [pickle.loads(self.store.get(key)) for key in keys]
+        self._wait(keys, f"{self._number}/given up")
+        values = [pickle.loads(word) for word in self.store.multi_get(keys)]
         self.store.delete_key(f"{self._number - 1}/{self._rank}")  # all have read it: they are here
         return values
 
-    def _wait(self, keys: list[str]) -> None:
+    def _wait(self, keys: list[str], given_up: str) -> None:
+        """Until all ``keys`` are there; who comes when others have given up hears it, and so counts as they do."""
         timeout_s = max(get_settings().timeout_s, _LEAST_TIMEOUT_S)
         deadline_s = time.monotonic() + timeout_s
         while not self.store.check(keys):  # not ``wait``: it would keep the store from the communicators' own threads
             if time.monotonic() > deadline_s:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 if missing:
-                    raise PeerTimeoutError(
-                        op="an agreement of all ranks", group=self._name, waiting_rank=self._rank, missing_rank=missing[0],
-                        chunk=-1, expected_epoch=self._number, seen_epoch=self._number - 1, timeout_s=timeout_s,
-                    )  # fmt: skip
+                    self.store.set(given_up, pickle.dumps((self._rank, missing[0], timeout_s)))
+                    raise self._timeout(self._rank, missing[0], timeout_s)
             time.sleep(_POLL_S)
+        if self.store.check([given_up]):
+            raise self._timeout(*pickle.loads(self.store.get(given_up)))
+
+    def _timeout(self, waiting_rank: int, missing_rank: int, timeout_s: float) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            op="an agreement of all ranks", group=self._name, waiting_rank=waiting_rank, missing_rank=missing_rank,
+            chunk=-1, expected_epoch=self._number, seen_epoch=self._number - 1, timeout_s=timeout_s,
+        )  # fmt: skip
 
 
 _meetings: GroupCache[dist.ProcessGroup, _Meeting] = GroupCache()
@@ -99,10 +106,13 @@ def on_all_ranks(
 
     Raises:
         ArenaError: It failed on a rank; the same on every rank.
+        PeerTimeoutError: A rank did not come, to this or to what ``step`` exchanges.
     """
     text, result = None, None
     try:
         result = step()
+    except PeerTimeoutError:  # it met the group itself: nobody would come to hear of it
+        raise
     except errors as failure:
         text = f"{type(failure).__name__}: {failure}"
     texts = exchange(group, text)

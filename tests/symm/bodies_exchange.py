@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,30 @@ def a_rank_does_not_come() -> tuple[int, str] | None:
     answer = None
     if dist.get_rank() != 2:
         answer = _timeout_of(lambda: module.exchange(group, "here"))
+    dist.barrier()
+    return answer
+
+
+def a_rank_comes_too_late() -> tuple[int, float, list[str]]:
+    """Who was missing, how long it took to hear that, and what all said when they met afterwards."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    if dist.get_rank() == 2:
+        dist.barrier()
+    start_s = time.monotonic()
+    missing, _ = _timeout_of(lambda: module.exchange(group, "nobody hears this"))
+    seconds = time.monotonic() - start_s
+    if dist.get_rank() != 2:
+        dist.barrier()
+    return missing, seconds, module.exchange(group, f"rank {dist.get_rank()}")
+
+
+def a_step_that_meets_nobody() -> tuple[int, float] | None:
+    """Who was missing from a step that all ranks do together, and how long it took to say so."""
+    group, answer = dist.new_group(list(range(dist.get_world_size()))), None
+    if dist.get_rank() != 2:
+        start_s = time.monotonic()
+        missing, _ = _timeout_of(lambda: module.on_all_ranks(group, "meeting", lambda: module.exchange(group, "here")))
+        answer = missing, time.monotonic() - start_s
     dist.barrier()
     return answer
 

@@ -24,6 +24,19 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert "rank 0 waited 1 s for rank 2" in first[1] and "an agreement of all ranks" in first[1]
 
 
+def test_who_comes_too_late_hears_that_the_others_have_given_up() -> None:
+    *waited, late = run_workers(3, bodies.a_rank_comes_too_late)
+    said = [f"rank {rank}" for rank in range(3)]
+    assert [(missing, words) for missing, _, words in (*waited, late)] == [(2, said)] * 3
+    assert late[1] < 1.0 <= min(seconds for _, seconds, _ in waited)
+
+
+def test_a_step_that_waits_for_its_peers_waits_once() -> None:
+    *present, absent = run_workers(3, bodies.a_step_that_meets_nobody)
+    assert absent is None
+    assert all(missing == 2 and 1.0 <= seconds < 2.0 for missing, seconds in present)
+
+
 def test_groups_of_different_sizes_end_in_an_error_on_every_rank() -> None:
     answers = run_workers(3, bodies.groups_of_different_sizes)
     assert [missing for missing, _ in answers] == [1, 0, 0]
