@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.logs import log_once
 from ditron_train.stream import driver
 
 __all__ = ["RecordedSequences"]
@@ -27,6 +29,7 @@ class RecordedSequences:
         self._stream = stream
         self._graphs: dict[Hashable, Any] = {}
         self._calls: dict[Hashable, int] = {}
+        self._most_recorded = _MOST_RECORDED
 
     def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
         """Runs what ``enqueue`` puts onto the stream, behind what the stream has; it must do the same for the same ``key``.
@@ -39,13 +42,20 @@ class RecordedSequences:
             return
         enqueue()
         calls = self._calls.get(key, 0) + 1
-        if calls > _CALLS_BEFORE and len(self._graphs) < _MOST_RECORDED:
-            self._graphs[key] = driver.graph_record(self._stream, enqueue)
-            del self._calls[key]
+        if calls > _CALLS_BEFORE and len(self._graphs) < self._most_recorded:
+            self._record(key, enqueue)
         else:
             if len(self._calls) >= _MOST_COUNTED:
                 self._calls.clear()
             self._calls[key] = calls
+
+    def _record(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+        del self._calls[key]
+        try:
+            self._graphs[key] = driver.graph_record(self._stream, enqueue)
+        except DitronError as error:  # the GPU's memory is full, for instance; what this call asked for has been enqueued
+            self._most_recorded = 0
+            log_once("recorded sequences", f"stream operations that come again are no longer recorded: {error}")
 
     def clear(self) -> None:
         """Forgets everything; a sequence that is running ends as if it were kept."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ditron_train.runtime.errors import DitronError
 from ditron_train.stream import driver, recorded
 from ditron_train.stream.recorded import RecordedSequences
 
@@ -78,3 +79,23 @@ def test_what_is_kept_is_bounded(fake: _Driver, monkeypatch: pytest.MonkeyPatch)
         for key in "abc":
             sequences.run(key, lambda: None)
     assert len(fake.alive) == 2 == len(sequences._graphs)
+
+
+def test_a_gpu_without_room_for_another_graph_goes_on_without(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences, asked = RecordedSequences(STREAM), []
+
+    def run(key: str, times: int) -> None:
+        for _ in range(times):
+            sequences.run(key, lambda: fake.stream.append(key))
+
+    def refuse(stream: int, enqueue: Callable[[], None]) -> None:
+        asked.append(stream)
+        raise DitronError("out of memory")
+
+    run("kept", 3)
+    monkeypatch.setattr(driver, "graph_record", refuse)
+    run("refused", 5)
+    run("another", 5)
+    run("kept", 1)
+    assert fake.stream == ["kept"] * 3 + ["refused"] * 5 + ["another"] * 5 + ["graph of kept"]
+    assert asked == [STREAM]
