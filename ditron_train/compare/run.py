@@ -55,8 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         SettingError: The command cannot be used, or a job failed.
     """
     native, ours = (read_job(folder) for folder in arguments.notes) if arguments.notes else _train_both(arguments)
-    if native.header["features"]:
-        raise SettingError(f"what ours is compared with ran with --ditron {','.join(native.header['features'])}")
+    _check_alike(native, ours)
     found = differences(native, ours)
     own: list[Difference] = []
     if found and not arguments.notes:  # is it native that does not repeat itself?
@@ -67,6 +66,24 @@ def run(arguments: argparse.Namespace) -> int:
         path = write_row(arguments.results, arguments.model, native, ours, skip, is_equal=is_equal and not found)
         Console(stderr=True).print(f"written: {path}", markup=False)
     return 0 if is_equal else 1
+
+
+def _check_alike(native: Job, ours: Job) -> None:
+    """Refuses two jobs whose notes say that they did not train the same, or that no native one is among them.
+
+    Raises:
+        SettingError: Such jobs.
+    """
+    if native.header["features"]:
+        raise SettingError(f"what ours is compared with ran with --ditron {','.join(native.header['features'])}")
+    said = [
+        {"ranks": job.header["world_size"], "dtype": job.header["dtype"], **job.header["sizes"], "first step": job.ranks[0][0].number}
+        for job in (native, ours)
+    ]
+    differing = [name for name in dict.fromkeys([*said[0], *said[1]]) if said[0].get(name) != said[1].get(name)]
+    if differing:
+        words = (f"{name} {said[0].get(name, '-')}, {said[1].get(name, '-')}" for name in differing)
+        raise SettingError(f"the two jobs did not train the same: {'; '.join(words)}")
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:

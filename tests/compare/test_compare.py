@@ -180,9 +180,9 @@ def test_a_command_that_does_not_exist(tmp_path):
         run_job(["no-such-program"], tmp_path / "log", lambda: None)
 
 
-def _write(folder, rank, world_size, losses, **others):
+def _write(folder, rank, world_size, losses, sizes=None, **others):
     folder.mkdir(exist_ok=True)
-    header = {"world_size": world_size, "features": [], "train_iters": len(losses), "dtype": "torch.bfloat16", "sizes": {}}
+    header = {"world_size": world_size, "features": [], "train_iters": len(losses), "dtype": "torch.bfloat16", "sizes": sizes or {}}
     steps = [
         {
             "losses": {"lm loss": float(loss).hex()},
@@ -228,6 +228,25 @@ def test_notes_that_cannot_be_read(tmp_path):
     (tmp_path / "half" / "rank1.jsonl").write_text("{")
     with pytest.raises(SettingError, match="does not hold the notes"):
         read_job(tmp_path / "half")
+
+
+@pytest.mark.parametrize(
+    "world_size, others, says",
+    [
+        (2, {}, "ranks 1, 2"),
+        (1, {"sizes": {"hidden_size": 16}}, "hidden_size 8, 16"),
+        (1, {"sizes": {}}, "hidden_size 8, -"),
+        (1, {"step": 7}, "first step 1, 7"),
+    ],
+)
+def test_jobs_that_did_not_train_the_same(tmp_path, world_size, others, says):
+    others = {"sizes": {"hidden_size": 8}, **others}
+    _write(tmp_path / "one", 0, 1, [1.0], sizes={"hidden_size": 8})
+    for rank in range(world_size):
+        _write(tmp_path / "other", rank, world_size, [1.0], **others)
+    with pytest.raises(SettingError, match=f"did not train the same: {says}$"):
+        run_notes(tmp_path / "one", tmp_path / "other")
+    assert run_notes(tmp_path / "one", tmp_path / "one") == 0
 
 
 def test_rows_of_other_models_stay(tmp_path):
