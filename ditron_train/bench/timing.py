@@ -136,12 +136,12 @@ def _time_cuda(
 ) -> list[list[float]]:
     barrier = torch.zeros(1, device=device)
     ends: deque[torch.cuda.Event] = deque()
-    events = [
-        [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)] for _ in contenders
-    ]
-    for index in range(warmup + repetitions):
+    calls = range(warmup + repetitions)
+    # Of each call its own, warm-up too: the host would wait for the last call that an event of several was recorded in.
+    events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in contenders]
+    for index in calls:
         for contender, of_one in zip(contenders, events):
-            pair = of_one[max(index - warmup, 0)]
+            pair = of_one[index]
             if len(ends) == _MOST_CALLS_AHEAD:
                 ends.popleft().synchronize()
             torch.cuda._sleep(_HEAD_START_CYCLES)
@@ -149,7 +149,7 @@ def _time_cuda(
             _call(contender, index, lambda edge, pair=pair: pair[edge].record(), inside)
             ends.append(pair[1])
     torch.cuda.synchronize(device)
-    return [[1e3 * start.elapsed_time(end) for start, end in of_one] for of_one in events]
+    return [[1e3 * start.elapsed_time(end) for start, end in of_one[warmup:]] for of_one in events]
 
 
 def _time_cpu(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench import timing
 from ditron_train.bench.timing import _summary, measure, num_input_sets, with_host_ahead
 from ditron_train.testing.processes import run_workers
 
@@ -60,10 +61,43 @@ def test_a_contender_behind_a_wait_is_still_one() -> None:
     assert ahead(4) == 5  # as who compares results calls it
 
 
+class _Event:
+    """An event of a device that has done nothing until the host waits for it."""
+
+    waited: list[int] = []
+    enqueued = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.place: int | None = None
+
+    def record(self) -> None:
+        assert self.place is None, "an event of two calls"
+        _Event.enqueued += 1
+        self.place = _Event.enqueued
+
+    def synchronize(self) -> None:
+        _Event.waited.append((_Event.enqueued - self.place) // 2)
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.place / 1e3
+
+
+def test_the_host_is_eight_calls_ahead_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Event, "waited", [])
+    monkeypatch.setattr(_Event, "enqueued", 0)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    for name in ("_sleep", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda argument: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
+    times_us = timing._time_cuda([lambda index: None] * 2, None, torch.device("cpu"), repetitions=6, warmup=4, inside=False)
+    assert _Event.waited == [7] * 12  # calls behind the one that is waited for
+    assert [round(time_us) for time_us in times_us[0]] == [18, 22, 26, 30, 34, 38]  # of the fifth to the tenth turn
+
+
 def test_median_and_spread() -> None:
-    timing = _summary([[10.0, 11.0, 90.0], [12.0, 13.0, 14.0]])
-    assert timing.median_us == 12.5
-    assert timing.spread == pytest.approx(2.0 / 12.5)
+    summary = _summary([[10.0, 11.0, 90.0], [12.0, 13.0, 14.0]])
+    assert summary.median_us == 12.5
+    assert summary.spread == pytest.approx(2.0 / 12.5)
 
 
 def test_inputs_outside_the_cache() -> None:
