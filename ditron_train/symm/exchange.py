@@ -77,7 +77,7 @@ def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
     """Returns ``value`` of every rank, by group rank (collective, host side, blocking).
 
     Raises:
-        PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``, 30 s at least.
+        PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``, 30 s at least; also on that rank, where it comes later.
     """
     return _meeting_of(group).exchange(value)
 
