@@ -6,6 +6,7 @@ after the deadline, where a collective would hold the others until torch ends th
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import time
 from collections.abc import Callable
@@ -30,11 +31,12 @@ class _Meeting:
     """The exchanges of one group: numbered, since all ranks make the same ones in the same order.
 
     A group that is made anew may get the name, and so the part of the store, of one that was destroyed: each rank counts in the
-    store how many there have been.
+    store how many there have been of these members, all of whom have been in each.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        store = dist.PrefixStore("ditron_train exchange", distributed_c10d._get_process_group_store(group))
+        members = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
+        store = dist.PrefixStore(f"ditron_train exchange {members}", distributed_c10d._get_process_group_store(group))
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self.store = dist.PrefixStore(str(store.add(f"groups of rank {self._rank}", 1)), store)
         self._name = getattr(group, "group_name", "") or f"of {self._world_size}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.errors import PeerTimeoutError
 from ditron_train.symm import exchange as module
@@ -89,3 +90,15 @@ def groups_of_one_name() -> list[list[str]]:
     """As if a group had been destroyed and another been given its name, and with it its part of the store."""
     group = dist.new_group(list(range(dist.get_world_size())))
     return [module._Meeting(group).exchange(text) for text in ("old", "new")]
+
+
+def groups_of_one_name_and_other_ranks() -> list[list[str]]:
+    """As if a group of two ranks had been destroyed, and one of three been given its name and its part of the store."""
+    pair, everyone = dist.new_group([0, 1]), dist.new_group(list(range(dist.get_world_size())))
+    part, find_store = dist.PrefixStore("one name", distributed_c10d._get_default_store()), distributed_c10d._get_process_group_store
+    distributed_c10d._get_process_group_store = lambda group: part
+    try:
+        groups = [("old", pair), ("new", everyone)] if dist.get_rank() < 2 else [("new", everyone)]
+        return [module._Meeting(group).exchange(text) for text, group in groups]
+    finally:
+        distributed_c10d._get_process_group_store = find_store

@@ -45,3 +45,8 @@ def test_groups_of_different_sizes_end_in_an_error_on_every_rank() -> None:
 
 def test_a_group_made_anew_does_not_hear_the_old_ones_words() -> None:
     assert run_workers(2, bodies.groups_of_one_name) == [[["old", "old"], ["new", "new"]]] * 2
+
+
+def test_a_group_made_anew_of_other_ranks_does_not_hear_the_old_ones_words() -> None:
+    old, new = ["old"] * 2, ["new"] * 3
+    assert run_workers(3, bodies.groups_of_one_name_and_other_ranks) == [[old, new], [old, new], [new]]
