@@ -38,7 +38,8 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor whose storage begins where ``part`` does.
 
     ``torch.compile`` makes other code for another storage offset, which may add up in another order: Megatron's compiled
-    activations must find what they find behind native's GEMMs.
+    activations must find what they find behind native's GEMMs. The allocator does not know the new storage: ``record_stream``
+    does nothing for it, so it may only be used on the stream that it was made on.
     """
     return from_dlpack(to_dlpack(part))
 

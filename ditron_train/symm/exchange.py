@@ -22,7 +22,8 @@ from ditron_train.runtime.settings import get_settings
 __all__ = ["exchange", "on_all_ranks", "store_of"]
 
 _LEAST_TIMEOUT_S = 30.0  # whatever DITRON_TIMEOUT_S says: ranks come here from imports and compilation
-_POLL_S = 0.001
+_POLL_S = 0.001  # at first; twice as long each time, up to
+_MOST_POLL_S = 0.05  # one store serves all ranks of a job
 
 _Result = TypeVar("_Result")
 
@@ -54,14 +55,15 @@ class _Meeting:
     def _wait(self, keys: list[str], given_up: str) -> None:
         """Until all ``keys`` are there; who comes when others have given up hears it, and so counts as they do."""
         timeout_s = max(get_settings().timeout_s, _LEAST_TIMEOUT_S)
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s, pause_s = time.monotonic() + timeout_s, _POLL_S
         while not self.store.check(keys):  # not ``wait``: it would keep the store from the communicators' own threads
             if time.monotonic() > deadline_s:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 if missing:
                     self.store.set(given_up, pickle.dumps((self._rank, missing[0], timeout_s)))
                     raise self._timeout(self._rank, missing[0], timeout_s)
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_POLL_S)
         if self.store.check([given_up]):
             raise self._timeout(*pickle.loads(self.store.get(given_up)))
 
