@@ -9,8 +9,26 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # A busy machine makes any example slow: time is the test's own limit, not an example's.
 settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("any_machine")
+
+
+@pytest.fixture
+def megatron_training(tmp_path):
+    """``megatron_training(script, arguments=..., training=...)``: path of a script beside stand-ins for modules of
+    ``megatron.training``, which is in no wheel."""
+
+    def write(script: str, **modules: str):
+        package = tmp_path / "megatron" / "training"
+        package.mkdir(parents=True)
+        for name, source in {"__init__": "", **modules}.items():
+            (package / f"{name}.py").write_text(source)
+        path = tmp_path / "train.py"
+        path.write_text(script)
+        return path
+
+    return write

@@ -14,14 +14,20 @@ from ditron_train.bench.rows import RESULTS
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.versions import pip_command
 
-__all__ = ["add_common_arguments", "check_counts", "check_folder", "check_matplotlib", "check_sizes", "choose_models"]
+__all__ = [
+    "add_common_arguments",
+    "add_shape_argument",
+    "check_counts",
+    "check_folder",
+    "check_matplotlib",
+    "check_sizes",
+    "choose_models",
+]
 
 _LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "warmup": 0}
 
 
-def add_common_arguments(
-    parser: argparse._ActionsContainer, *, model_option: bool = True, writes_results: bool = True
-) -> None:
+def add_common_arguments(parser: argparse._ActionsContainer, *, model_option: bool = True, writes_results: bool = True) -> None:
     """Adds how often to measure and where results go.
 
     Args:
@@ -30,7 +36,10 @@ def add_common_arguments(
         writes_results: Whether results are written, on GPUs, where no folder is named.
     """
     on_gpu = torch.cuda.is_available()
-    for name, default, text in (("repetitions", 15 if on_gpu else 3, "timed calls"), ("warmup", 4 if on_gpu else 1, "calls before them")):
+    for name, default, text in (
+        ("repetitions", 15 if on_gpu else 3, "timed calls"),
+        ("warmup", 4 if on_gpu else 1, "calls before them"),
+    ):
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{text} (default %(default)s)")
     parser.add_argument(
         "--output",
@@ -41,6 +50,12 @@ def add_common_arguments(
     )
     if model_option:
         parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated)")
+
+
+def add_shape_argument(parser: argparse._ActionsContainer, text: str, *, repeated: bool = True) -> None:
+    """Adds ``--shape M N K``: a list of shapes, or one where it is not ``repeated``; ``text`` is its help."""
+    action = "append" if repeated else "store"
+    parser.add_argument("--shape", nargs=3, type=int, action=action, metavar=("M", "N", "K"), help=text)
 
 
 def check_counts(arguments: argparse.Namespace) -> None:

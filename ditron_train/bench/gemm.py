@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ditron_train.bench.arguments import add_common_arguments, check_sizes, choose_models
+from ditron_train.bench.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, Sink, bench_session
 from ditron_train.data import load_workloads
@@ -33,8 +33,10 @@ class _Product(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench gemm``."""
     add_common_arguments(parser)
-    parser.add_argument("--tp", type=int, default=_TP, help="whose share of a layer: ranks of tensor parallelism (default: %(default)s)")
-    parser.add_argument("--shape", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="products instead of the layers'")
+    parser.add_argument(
+        "--tp", type=int, default=_TP, help="whose share of a layer: ranks of tensor parallelism (default: %(default)s)"
+    )
+    add_shape_argument(parser, "products instead of the layers'")
 
 
 def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:

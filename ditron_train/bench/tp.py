@@ -10,7 +10,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from ditron_train.bench.arguments import add_common_arguments, check_sizes, choose_models
+from ditron_train.bench.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.timing import Contender, Timing
@@ -41,14 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(may be repeated)",
     )
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
-    parser.add_argument(
-        "--shape",
-        nargs=3,
-        type=int,
-        metavar=("M", "N", "K"),
-        action="append",
-        help="global sizes instead of workloads.json's (may be repeated; default without a GPU: 256 256 256)",
-    )
+    add_shape_argument(parser, "global sizes instead of workloads.json's (may be repeated; default without a GPU: 256 256 256)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
 
 

@@ -39,7 +39,7 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
 
     ``torch.compile`` makes other code for another storage offset, which may add up in another order: Megatron's compiled
     activations must find what they find behind native's GEMMs. The allocator does not know the new storage: ``record_stream``
-    does nothing for it, so it may only be used on the stream that it was made on.
+    does nothing for it, so who uses it on another stream keeps it until the one that it was made on has waited for that.
     """
     return from_dlpack(to_dlpack(part))
 

@@ -33,6 +33,7 @@ from ditron_train.ep import (
 )
 from ditron_train.ep import rails
 from ditron_train.ep.expert_functions import pairs_of_native_bits
+from ditron_train.ep.launching import DTYPES
 from ditron_train.megatron import ep_policy
 from ditron_train.megatron.ep_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.runtime.device import is_interpreter
@@ -43,7 +44,6 @@ from ditron_train.runtime.settings import get_settings
 __all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map", "stop"]
 
 _COMPARED = "it is what ours is compared with"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
@@ -68,7 +68,7 @@ def _why_not_tensors(hidden_states: torch.Tensor, probs: torch.Tensor, expert_ca
     if hidden_states.device.type == "cpu" and not is_interpreter():
         return "the tensors are on the CPU and Triton's interpreter is off"
     for tensor in (hidden_states, probs):
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             return f"{tensor.dtype} is not covered"
     return None
 

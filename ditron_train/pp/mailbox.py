@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ditron_train.stream import driver
 from ditron_train.symm.exchange import exchange, on_all_ranks
-from ditron_train.symm.shm_transport import _FOLDER, _map_file
+from ditron_train.symm.shm_transport import FOLDER, map_file
 
 __all__ = ["FLAGS", "HEADER_DEPTH", "HEADER_WORDS", "MAX_LOANS", "Mailbox"]
 
@@ -64,19 +64,19 @@ class Mailbox:
         self._generation = 0
 
     def _map(self, group: dist.ProcessGroup) -> mmap.mmap:
-        path = os.path.join(_FOLDER, f"ditron-pp-{os.getpid()}-{secrets.token_hex(8)}")
+        path = os.path.join(FOLDER, f"ditron-pp-{os.getpid()}-{secrets.token_hex(8)}")
         num_bytes = _FAULT_BYTES + self.world_size * _ROW_BYTES
         path_of_first = exchange(group, path)[0]
         self._claim_path = f"{path_of_first}-fault"
 
         def reserve() -> mmap.mmap | None:
-            return _map_file(path_of_first, num_bytes, create=True) if self.rank == 0 else None
+            return map_file(path_of_first, num_bytes, create=True) if self.rank == 0 else None
 
         def share() -> mmap.mmap:
-            return own if own is not None else _map_file(path_of_first, num_bytes, create=False)
+            return own if own is not None else map_file(path_of_first, num_bytes, create=False)
 
         try:
-            own = on_all_ranks(group, f"reserving {num_bytes} bytes in {_FOLDER}", reserve, (OSError,))
+            own = on_all_ranks(group, f"reserving {num_bytes} bytes in {FOLDER}", reserve, (OSError,))
             return on_all_ranks(group, "mapping a mailbox", share, (OSError,))
         finally:
             if self.rank == 0:

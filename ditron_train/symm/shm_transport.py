@@ -13,12 +13,17 @@ import torch.distributed as dist
 from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.transport import Segment
 
-__all__ = ["ShmTransport"]
+__all__ = ["FOLDER", "ShmTransport", "map_file"]
 
-_FOLDER = "/dev/shm"
+FOLDER = "/dev/shm"  # where shared memory is a file
 
 
-def _map_file(path: str, num_bytes: int, create: bool) -> mmap.mmap:
+def map_file(path: str, num_bytes: int, create: bool) -> mmap.mmap:
+    """Maps a file of shared memory, made anew or there already.
+
+    Raises:
+        OSError: It cannot be made or opened, or there is no room for it.
+    """
     flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -37,16 +42,16 @@ class ShmTransport:
     def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
         """See ``Transport.allocate``."""
         rank = dist.get_rank(group)
-        path = os.path.join(_FOLDER, f"ditron-{os.getpid()}-{secrets.token_hex(8)}")
+        path = os.path.join(FOLDER, f"ditron-{os.getpid()}-{secrets.token_hex(8)}")
 
         def reserve() -> mmap.mmap:
-            return _map_file(path, num_bytes, create=True)
+            return map_file(path, num_bytes, create=True)
 
         def map_all() -> list[mmap.mmap]:
-            return [own if peer == path else _map_file(peer, num_bytes, create=False) for peer in paths]
+            return [own if peer == path else map_file(peer, num_bytes, create=False) for peer in paths]
 
         try:
-            own = on_all_ranks(group, f"reserving {num_bytes} bytes in {_FOLDER}", reserve, (OSError,))
+            own = on_all_ranks(group, f"reserving {num_bytes} bytes in {FOLDER}", reserve, (OSError,))
             paths = exchange(group, path)
             maps = on_all_ranks(group, "mapping the peers' shared memory", map_all, (OSError,))
         finally:

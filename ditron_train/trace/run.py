@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ditron_train.bench.arguments import check_folder, check_matplotlib
+from ditron_train.bench.arguments import add_shape_argument, check_folder, check_matplotlib
 from ditron_train.bench.tables import terminal
 from ditron_train.runtime.errors import SettingError
 from ditron_train.trace.record import OPS, record_op
@@ -24,13 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--op", choices=OPS, help="run it: traces and a picture")
     what.add_argument("--schedule", choices=_SHAPES, help="lay it out: a table and a picture, nothing runs")
-    parser.add_argument(
-        "--shape",
-        nargs=3,
-        type=int,
-        metavar=("M", "N", "K"),
-        help="of ag_gemm and gemm_rs (default: LLaMA-70B's; a run without a GPU: 256 each)",
-    )
+    add_shape_argument(parser, "of ag_gemm and gemm_rs (default: LLaMA-70B's; a run without a GPU: 256 each)", repeated=False)
     parser.add_argument(
         "--output", type=Path, default=Path("trace"), metavar="DIR", help="where the files go (default %(default)s)"
     )

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import ditron_train
+from ditron_train.bench.arguments import add_shape_argument
 from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.stamp import nccl_version
 from ditron_train.bench.tables import terminal
@@ -51,14 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", action="append", help="shapes published for this model (may be repeated; default: all, and a LLaMA-70B layer)"
     )
-    parser.add_argument(
-        "--shape",
-        nargs=3,
-        type=int,
-        metavar=("M", "N", "K"),
-        action="append",
-        help="global sizes of one linear layer, tried as column and as row layer (may be repeated)",
-    )
+    add_shape_argument(parser, "global sizes of one linear layer, tried as column and as row layer (may be repeated)")
     add_model_arguments(parser)
     parser.add_argument(
         "--output",

@@ -72,15 +72,9 @@ def pretrain():
 
 
 @pytest.fixture
-def script(tmp_path):
-    package = tmp_path / "megatron" / "training"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "arguments.py").write_text(ARGUMENTS)
-    (package / "training.py").write_text(TRAINING)
-    path = tmp_path / "train.py"
-    path.write_text("from megatron.training.training import pretrain\nif __name__ == '__main__':\n    pretrain()\n")
-    return path
+def script(megatron_training):
+    main = "from megatron.training.training import pretrain\nif __name__ == '__main__':\n    pretrain()\n"
+    return megatron_training(main, arguments=ARGUMENTS, training=TRAINING)
 
 
 def _compare(tmp_path, *words):

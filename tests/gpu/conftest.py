@@ -6,6 +6,7 @@ import datetime
 import io
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def device() -> torch.device:
     if not dist.is_initialized():
         dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=120))
     return device
+
+
+@pytest.fixture
+def folder(device, tmp_path):
+    """Rank 0's folder, the same on every rank of an even number of them."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of GPUs")
+    path = [str(tmp_path)]
+    dist.broadcast_object_list(path, src=0)
+    yield Path(path[0])
+    dist.barrier()
 
 
 @pytest.fixture

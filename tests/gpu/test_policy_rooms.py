@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 pytest.importorskip("megatron.core")
@@ -16,16 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
 from bodies_rooms import ROOMS, decision_with  # noqa: E402
 
 SLOW_US = 2000.0
-
-
-@pytest.fixture
-def folder(device, tmp_path):
-    """Rank 0's folder, the same on every rank."""
-    if dist.get_world_size() % 2:
-        pytest.skip("needs an even number of GPUs")
-    path = [str(tmp_path)]
-    dist.broadcast_object_list(path, src=0)
-    return path[0]
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,17 +18,6 @@ OPS = {
     "muon": {"muon_step"},
     "ep": {"dispatch", "combine", "group_gemm", "group_dgrad", "group_wgrad", "moe_layer"},
 }
-
-
-@pytest.fixture
-def folder(device, tmp_path):
-    """Rank 0's folder, the same on every rank."""
-    if dist.get_world_size() % 2:
-        pytest.skip("needs an even number of GPUs")
-    path = [str(tmp_path)]
-    dist.broadcast_object_list(path, src=0)
-    yield Path(path[0])
-    dist.barrier()
 
 
 @pytest.mark.parametrize("room", OPS)

@@ -47,15 +47,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def script(tmp_path):
-    package = tmp_path / "megatron" / "training"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "arguments.py").write_text(ARGUMENTS)
+def script(megatron_training, tmp_path):
     (tmp_path / "helper_beside_the_script.py").write_text("")
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
+    return megatron_training(SCRIPT, arguments=ARGUMENTS)
 
 
 def _launch(words):

@@ -187,10 +187,10 @@ ROOMS = {
 }
 
 
-def decision_with(room: str, fault: str, device: torch.device, mode: str, folder: str) -> Entry:
+def decision_with(room: str, fault: str, device: torch.device, mode: str, folder: Path) -> Entry:
     """What the policy decides about ``room`` with ``fault`` (a key of ``FAULTS``), as it stands in the plan that it writes."""
     ask, spoil = ROOMS[room]
-    path = Path(folder) / f"{list(ROOMS).index(room)}-{fault}-{mode}.json".replace(" ", "-")
+    path = folder / f"{list(ROOMS).index(room)}-{fault}-{mode}.json".replace(" ", "-")
     before = {name: os.environ.get(name) for name in ("DITRON_PLAN", "DITRON_POLICY")}
     os.environ.update(DITRON_PLAN=str(path), DITRON_POLICY=mode)
     forget_plans()
@@ -225,7 +225,7 @@ def _seconds(run: Run) -> float:
     return time.perf_counter() - start_s
 
 
-def decision_on_cpu(room: str, fault: str, mode: str, folder: str) -> Entry:
+def decision_on_cpu(room: str, fault: str, mode: str, folder: Path) -> Entry:
     """``decision_with`` in a CPU process."""
     with _replaced(sys.modules[decide.__module__], "probe", lambda right: probe_on_cpu):
         return decision_with(room, fault, torch.device("cpu"), mode, folder)

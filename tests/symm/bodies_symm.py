@@ -138,7 +138,7 @@ def different_transports() -> str:
 def memory_is_full(what: str) -> tuple[str, str]:
     """One rank cannot reserve, or not map; every rank raises the same words, and memory is there for the next request."""
     arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
-    right = shm_transport._map_file
+    right = shm_transport.map_file
 
     def full(path: str, num_bytes: int, create: bool):
         if create == (what == "reserve"):
@@ -146,11 +146,11 @@ def memory_is_full(what: str) -> tuple[str, str]:
         return right(path, num_bytes, create)
 
     if dist.get_rank() == 1:
-        shm_transport._map_file = full
+        shm_transport.map_file = full
     try:
         words = error_of(lambda: arena.tensor("test.full", (16,), torch.float32))
     finally:
-        shm_transport._map_file = right
+        shm_transport.map_file = right
     arena.tensor("test.full", (16,), torch.float32)
     arena.close()
     return words, ", ".join(os.path.basename(path) for path in glob.glob(f"/dev/shm/ditron-{os.getpid()}-*"))
