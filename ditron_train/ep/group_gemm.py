@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel, list_tiles
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.operands import make_descriptor
+from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
@@ -111,9 +112,9 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     constants = dict(
         NUM_EXPERTS=num_experts, EXPERTS=_power_of_two(num_experts), BLOCK_M=block_m, BLOCK=_LIST_BLOCK
     )
-    _launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)(
-        tokens_per_expert, tiles, max_tiles
-    )
+    launch = _launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)
+    with on_device(tokens_per_expert.device):
+        launch(tokens_per_expert, tiles, max_tiles)
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
 
 
@@ -218,9 +219,9 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
         SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // config.block_n))
-    _launch(group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(
-        operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k
-    )
+    launch = _launch(group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)
+    with on_device(x.device):
+        launch(operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k)
     return operands.y
 
 
@@ -257,16 +258,11 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_s
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(max(num_sms(x.device) - spare_sms, 1), tiles.num_experts * config.num_tiles(n, k))
-    _launch(group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)(
-        _clipped_rows(grad, config.block_k, config.block_m),
-        _clipped_rows(x, config.block_k, config.block_n),
-        TensorDescriptor(dw, list(shape), [n * k, k, 1], [1, store_m, store_n]),
-        grad,
-        x,
-        tiles.row_ends,
-        n,
-        k,
-    )
+    launch = _launch(group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)
+    operands = _clipped_rows(grad, config.block_k, config.block_m), _clipped_rows(x, config.block_k, config.block_n)
+    result = TensorDescriptor(dw, list(shape), [n * k, k, 1], [1, store_m, store_n])
+    with on_device(x.device):
+        launch(*operands, result, grad, x, tiles.row_ends, n, k)
     return dw
 
 

@@ -79,7 +79,7 @@ class KernelLaunch:
 
         ``key``: says for ``repeat`` what these arguments are; everything that can differ between two calls must be in it.
         """
-        specialization = _specialization(arguments)
+        specialization = (_current_device(), *_specialization(arguments))  # compiled code is loaded on one device
         compiled = self._compiled.get(specialization)
         if compiled is None:
             self._first(specialization, arguments, stream)
@@ -139,6 +139,10 @@ def compiled_together(device: torch.device) -> Iterator[None]:
         with AsyncCompileMode(executor, ignore_errors=True) as mode:
             yield
         list(executor.map(load, mode.future_kernels.values()))
+
+
+def _current_device() -> int:
+    return -1 if is_interpreter() else torch.cuda.current_device()
 
 
 def _current_stream() -> int:

@@ -38,6 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_FailuresOnly(config))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_gpu() -> None:
+    """Under torchrun every rank runs its tests on its own GPU, those that need no group, too."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """This rank's GPU, with NCCL initialised over all ranks.
@@ -50,7 +57,6 @@ def device() -> torch.device:
     if "RANK" not in os.environ:
         pytest.skip("needs torchrun (scripts/test_gpu.sh)")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=120))
     return device

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 import torch
 
+from ditron_train.ep.group_gemm import group_gemm, row_tiles
 from ditron_train.gemm import GemmConfig, known_bits, matmul_nn, matmul_nt, matmul_tn, probe_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_gpu():
-    """Under torchrun every rank runs these tests on its own GPU."""
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 # (N, K) of column linears and of row linears, at TP 1; 8192 tokens
 COLUMN = [(11008, 4096), (14336, 4096), (28672, 8192), (53248, 16384), (29568, 8192)]
@@ -107,3 +101,15 @@ def test_a_captured_product_replays():
     x.copy_(matrix(512, 512, seed=3))
     graph.replay()
     assert torch.equal(out, matmul_nt(x, weight))
+
+
+def test_every_device_of_a_process_has_its_own_code():
+    """What was launched on one GPU is launched on another, and again on the first, whichever is the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    home, counts = torch.cuda.current_device(), [100, 0, 156]
+    for device in (home, (home + 1) % torch.cuda.device_count()) * 2:
+        x, weight = (torch.randint(-2, 3, (rows, 512), device=device).bfloat16() for rows in (256, 128))
+        assert torch.equal(matmul_nt(x, weight), x @ weight.t())
+        y = group_gemm(x, [weight] * 3, row_tiles(torch.tensor(counts, device=device), 256))
+        assert torch.equal(y, x @ weight.t()) and torch.cuda.current_device() == home

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -15,12 +14,6 @@ from ditron_train.optim.products import ProductPlan, addmm_choices, symmetric_ch
 from ditron_train.testing import reference_muon as reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_gpu():
-    """Under torchrun every rank runs these tests on its own GPU."""
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def matrix(*shape, dtype=torch.float32, seed=0):

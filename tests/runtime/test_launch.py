@@ -44,6 +44,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> tuple[KernelLaunch, list[tuple]]:
         lambda desc, meta: expand(desc, None) if meta is None else [("map", desc.base.data_ptr()), *desc.shape, *desc.strides],
     )  # fmt: skip
     monkeypatch.setattr(launching, "_current_stream", lambda: 5)
+    monkeypatch.setattr(launching, "_current_device", lambda: 0)
     made = KernelLaunch(_kernel, 131, {"BLOCK": 64})
     monkeypatch.setattr(made, "_first", lambda key, arguments, stream: made._compiled.update({key: _compiled(calls)}))
     made(*_arguments(torch.zeros(64, 64, dtype=torch.bfloat16)))  # compiles
@@ -76,6 +77,21 @@ def test_what_has_no_key_is_not_kept(launch: tuple[KernelLaunch, list[tuple]]) -
     made, calls = launch
     made(*_arguments(torch.zeros(64, 64, dtype=torch.bfloat16)))
     assert len(calls) == 1 and not made.repeat(None, 5)
+
+
+def test_another_device_loads_the_kernel_itself(
+    launch: tuple[KernelLaunch, list[tuple]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded code belongs to one device: launched on another, the driver calls it an invalid handle."""
+    made, calls = launch
+    arguments = _arguments(torch.zeros(64, 64, dtype=torch.bfloat16))
+    monkeypatch.setattr(launching, "_current_device", lambda: 1)
+    made(*arguments)  # compiles again
+    assert not calls and len(made._compiled) == 2
+    for device in (0, 1, 0):
+        monkeypatch.setattr(launching, "_current_device", lambda: device)
+        made(*arguments)
+    assert len(calls) == 3 and len(made._compiled) == 2
 
 
 def test_what_is_kept_is_bounded(launch: tuple[KernelLaunch, list[tuple]], monkeypatch: pytest.MonkeyPatch) -> None:
