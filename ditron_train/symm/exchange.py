@@ -2,14 +2,22 @@
 
 Through the group's store, not its communicator: a rank that does not come, since it died or was given another group, is named
 after the deadline, where a collective would hold the others until torch ends the process.
+
+One store serves all ranks of a job, so who waits looks at one key: the *outcome* of an exchange. Each rank sets its value and
+counts itself; the last to come reads all values and publishes them as the outcome; who gives up publishes that. The store takes
+the first, so an exchange succeeds for all of its ranks or for none. With 256 clients of one TCPStore, the last of them 3 s late,
+that is 16,000 keys looked up instead of 3,200,000 where each waits for all values: 0.3 instead of 0.9 s of the store's time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
+import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -23,54 +31,125 @@ __all__ = ["exchange", "on_all_ranks", "store_of"]
 
 _LEAST_TIMEOUT_S = 30.0  # whatever DITRON_TIMEOUT_S says: ranks come here from imports and compilation
 _POLL_S = 0.001  # at first; twice as long each time, up to
-_MOST_POLL_S = 0.05  # one store serves all ranks of a job
+_MOST_POLL_S = 0.05
+_GRACE_S = 0.5  # in which a rank that gave up shows that it has come back in a new group
 
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class _GivenUp:
+    """The outcome where a rank did not come: who gave up, in which of its meetings, whom it missed, after how long."""
+
+    rank: int
+    meeting: str
+    missing_rank: int
+    timeout_s: float
+
+
+#: Meetings of which this process has heard that they gave up, and its own meeting then.
+_heard: dict[str, str] = {}
 
 
 class _Meeting:
     """The exchanges of one group: numbered, since all ranks make the same ones in the same order.
 
-    A group that is made anew may get the name, and so the part of the store, of one that was destroyed: each rank counts in the
-    store how many there have been of these members, all of whom have been in each.
+    A group that is made anew may get the name, and so the part of the store, of one that was destroyed. The store counts, for
+    these members, the groups that have met: all were there, so all find the same count when the next is made. What was given up
+    in a group that never met is told from what is given up in this one by the mark of the rank's meeting.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         members = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
-        store = dist.PrefixStore(f"ditron_train exchange {members}", distributed_c10d._get_process_group_store(group))
+        self._members = dist.PrefixStore(f"ditron_train exchange {members}", distributed_c10d._get_process_group_store(group))
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.store = dist.PrefixStore(str(store.add(f"groups of rank {self._rank}", 1)), store)
+        self._num_before = int(self._members.compare_set("groups that met", "", "0"))
+        self.store = dist.PrefixStore(str(self._num_before), self._members)
         self._name = getattr(group, "group_name", "") or f"of {self._world_size}"
+        self._mark = secrets.token_hex(8)
+        self.store.set(f"meeting of {self._rank}", self._mark)
+        self._has_met = False
         self._number = 0
 
     def exchange(self, value: object) -> list[Any]:
-        self._number += 1
-        keys = [f"{self._number}/{rank}" for rank in range(self._world_size)]
-        self.store.set(keys[self._rank], pickle.dumps(value))
-        self._wait(keys, f"{self._number}/given up")
-        values = [pickle.loads(word) for word in self.store.multi_get(keys)]
-        self.store.delete_key(f"{self._number - 1}/{self._rank}")  # all have read it: they are here
-        return values
+        """``value`` of every rank, by group rank."""
+        word = pickle.dumps(value)
+        outcome = self._next_outcome(word)
+        while isinstance(outcome, _GivenUp):
+            if not self._is_past(outcome):
+                raise self._timeout(outcome)
+            outcome = self._next_outcome(word)
+        self._has_met = True
+        self._forget(self._number - 1)  # all have read it: they are here
+        return [pickle.loads(word) for word in outcome]
 
-    def _wait(self, keys: list[str], given_up: str) -> None:
-        """Until all ``keys`` are there; who comes when others have given up hears it, and so counts as they do."""
-        timeout_s = max(get_settings().timeout_s, _LEAST_TIMEOUT_S)
-        deadline_s, pause_s = time.monotonic() + timeout_s, _POLL_S
-        while not self.store.check(keys):  # not ``wait``: it would keep the store from the communicators' own threads
+    def _next_outcome(self, word: bytes) -> list[bytes] | _GivenUp:
+        """Of the next exchange: what all ranks said, pickled, or who gave up."""
+        self._number += 1
+        begun_s = time.monotonic()
+        keys = [f"{self._number}/{rank}" for rank in range(self._world_size)]
+        try:
+            if not self._is_settled():  # else the others have given up
+                self.store.set(keys[self._rank], word)
+                if self.store.add(f"{self._number}/arrived", 1) >= self._world_size and self.store.check(keys):
+                    return self._settle_with_all(keys)
+            timeout_s = max(get_settings().timeout_s, _LEAST_TIMEOUT_S)
+            if self._wait(begun_s + timeout_s):
+                return pickle.loads(self.store.get(f"{self._number}/outcome"))
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if not missing:  # the last one is about to settle it, or has died before it could
+                return self._settle_with_all(keys)
+            return self._settle(_GivenUp(self._rank, self._mark, missing[0], timeout_s))
+        except BaseException:  # an interrupt: the others are neither to wait for this rank nor to take what it said for an answer
+            with suppress(RuntimeError):
+                self._settle(_GivenUp(self._rank, self._mark, self._rank, round(time.monotonic() - begun_s, 1)))
+            raise
+
+    def _is_settled(self) -> bool:
+        return self.store.check([f"{self._number}/outcome"])
+
+    def _wait(self, deadline_s: float) -> bool:
+        """Until the outcome is there; False where it is not by the deadline."""
+        pause_s = _POLL_S
+        while not self._is_settled():  # not ``wait``: it would keep the store from the communicators' own threads
             if time.monotonic() > deadline_s:
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                if missing:
-                    self.store.set(given_up, pickle.dumps((self._rank, missing[0], timeout_s)))
-                    raise self._timeout(self._rank, missing[0], timeout_s)
+                return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_POLL_S)
-        if self.store.check([given_up]):
-            raise self._timeout(*pickle.loads(self.store.get(given_up)))
+        return True
 
-    def _timeout(self, waiting_rank: int, missing_rank: int, timeout_s: float) -> PeerTimeoutError:
+    def _settle_with_all(self, keys: list[str]) -> list[bytes] | _GivenUp:
+        if not self._has_met:  # before anybody can know it and make the next group
+            self._members.set("groups that met", str(self._num_before + 1))
+        return self._settle(self.store.multi_get(keys))
+
+    def _settle(self, outcome: list[bytes] | _GivenUp) -> list[bytes] | _GivenUp:
+        """Publishes the outcome unless there is one; returns the one that holds."""
+        return pickle.loads(self.store.compare_set(f"{self._number}/outcome", "", pickle.dumps(outcome)))
+
+    def _is_past(self, outcome: _GivenUp) -> bool:
+        """Whether that was given up in a group before this one. Who was not in it waits a moment: the rank that gave up shows
+        that it has left that group when it comes to this one."""
+        if _heard.setdefault(outcome.meeting, self._mark) != self._mark:
+            return True
+        deadline_s = time.monotonic() + (0.0 if self._has_met else _GRACE_S)
+        while self.store.get(f"meeting of {outcome.rank}").decode() == outcome.meeting:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _forget(self, number: int) -> None:
+        self.store.delete_key(f"{number}/{self._rank}")
+        if self._rank == 0:
+            self.store.delete_key(f"{number}/arrived")
+            self.store.delete_key(f"{number}/outcome")
+
+    def _timeout(self, outcome: _GivenUp) -> PeerTimeoutError:
+        waiting_rank = self._rank if outcome.rank == outcome.missing_rank else outcome.rank
         return PeerTimeoutError(
-            op="an agreement of all ranks", group=self._name, waiting_rank=waiting_rank, missing_rank=missing_rank,
-            chunk=-1, expected_epoch=self._number, seen_epoch=self._number - 1, timeout_s=timeout_s,
+            op="an agreement of all ranks", group=self._name, waiting_rank=waiting_rank, missing_rank=outcome.missing_rank,
+            chunk=-1, expected_epoch=self._number, seen_epoch=self._number - 1, timeout_s=outcome.timeout_s,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -17,10 +18,10 @@ from ditron_train.tp import TPContext
 CPU = torch.device("cpu")
 
 
-def _timeout_of(call: Callable[[], object]) -> tuple[int, str]:
+def _timeout_of(call: Callable[[], object], timeout_s: float = 1.0) -> tuple[int, str]:
     """Who is missing, and the words."""
-    least, module._LEAST_TIMEOUT_S = module._LEAST_TIMEOUT_S, 1.0
-    os.environ["DITRON_TIMEOUT_S"] = "1"
+    least, module._LEAST_TIMEOUT_S = module._LEAST_TIMEOUT_S, timeout_s
+    os.environ["DITRON_TIMEOUT_S"] = str(timeout_s)
     try:
         call()
     except PeerTimeoutError as error:
@@ -31,8 +32,8 @@ def _timeout_of(call: Callable[[], object]) -> tuple[int, str]:
     raise AssertionError("nobody was missing")
 
 
-def overlapping_groups_in_turn() -> tuple[list, int]:
-    """What each group's ranks said, and how many keys are left in the store of the largest."""
+def overlapping_groups_in_turn() -> tuple[list, list[str]]:
+    """What each group's ranks said, and the keys that are left in the store of the largest."""
     rank, world = dist.get_rank(), dist.get_world_size()
     lists = [list(range(world)), [0, 1], list(range(1, world))]
     groups = [dist.new_group(ranks) for ranks in lists]
@@ -41,8 +42,8 @@ def overlapping_groups_in_turn() -> tuple[list, int]:
         said = [module.exchange(group, (repeat, rank)) for group, ranks in zip(groups, lists) if rank in ranks]
     dist.barrier()
     keys = module._meetings[groups[0]].store
-    left = sum(keys.check([f"{number}/{rank}"]) for number in range(11) for rank in range(world))
-    return said, left
+    words = [*map(str, range(world)), "arrived", "outcome"]
+    return said, [f"{number}/{word}" for number in range(12) for word in words if keys.check([f"{number}/{word}"])]
 
 
 def a_rank_does_not_come() -> tuple[int, str] | None:
@@ -60,7 +61,7 @@ def a_rank_comes_too_late() -> tuple[int, float, list[str]]:
     if dist.get_rank() == 2:
         dist.barrier()
     start_s = time.monotonic()
-    missing, _ = _timeout_of(lambda: module.exchange(group, "nobody hears this"))
+    missing, _ = _timeout_of(lambda: module.exchange(group, "nobody hears this"), 3.0)
     seconds = time.monotonic() - start_s
     if dist.get_rank() != 2:
         dist.barrier()
@@ -72,7 +73,7 @@ def a_step_that_meets_nobody() -> tuple[int, float] | None:
     group, answer = dist.new_group(list(range(dist.get_world_size()))), None
     if dist.get_rank() != 2:
         start_s = time.monotonic()
-        missing, _ = _timeout_of(lambda: module.on_all_ranks(group, "meeting", lambda: module.exchange(group, "here")))
+        missing, _ = _timeout_of(lambda: module.on_all_ranks(group, "meeting", lambda: module.exchange(group, "here")), 2.5)
         answer = missing, time.monotonic() - start_s
     dist.barrier()
     return answer
@@ -102,3 +103,92 @@ def groups_of_one_name_and_other_ranks() -> list[list[str]]:
         return [module._Meeting(group).exchange(text) for text, group in groups]
     finally:
         distributed_c10d._get_process_group_store = find_store
+
+
+def a_group_that_never_met() -> tuple[list[str], list[list[str]]]:
+    """As ``groups_of_one_name``, but to the first group the last rank never came; two exchanges of the next one."""
+    group, last = dist.new_group(list(range(dist.get_world_size()))), dist.get_world_size() - 1
+    words = []
+    if dist.get_rank() != last:
+        before = module._Meeting(group)
+        words = [_timeout_of(lambda: before.exchange("old"))[1] for _ in range(2)]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(0.2)  # those that are here earlier find what it said in the first group
+    meeting = module._Meeting(group)
+    return words, [meeting.exchange(text) for text in ("new", "newer")]
+
+
+def a_rank_is_interrupted() -> tuple[str, float, list[str]]:
+    """What the others hear when one rank leaves an exchange before the last has come, how soon, and the next exchange."""
+    group, rank, words = dist.new_group(list(range(dist.get_world_size()))), dist.get_rank(), "no error"
+    meeting, start_s = module._Meeting(group), time.monotonic()
+    if rank == 0:
+        meeting._wait = lambda deadline_s: signal.raise_signal(signal.SIGINT)
+    if rank == 2:
+        time.sleep(0.3)
+    try:
+        meeting.exchange("interrupted")
+    except (PeerTimeoutError, KeyboardInterrupt) as error:
+        words = f"{type(error).__name__} {getattr(error, 'missing_rank', '')}"
+    finally:
+        meeting.__dict__.pop("_wait", None)
+    return words, time.monotonic() - start_s, meeting.exchange(f"rank {rank}")
+
+
+def the_last_is_slow_to_publish() -> tuple[list[str], list[str]]:
+    """The deadline passes when all have come and the last of them has not published what they said yet."""
+    meeting, settle = module._Meeting(dist.new_group(list(range(dist.get_world_size())))), module._Meeting._settle_with_all
+
+    def slowly(self: module._Meeting, keys: list[str]) -> object:
+        time.sleep(2.0)
+        return settle(self, keys)
+
+    os.environ["DITRON_TIMEOUT_S"] = "1"
+    least, module._LEAST_TIMEOUT_S = module._LEAST_TIMEOUT_S, 1.0
+    if dist.get_rank() == 2:
+        time.sleep(0.3)
+        module._Meeting._settle_with_all = slowly
+    try:
+        first = meeting.exchange("first")
+    finally:
+        module._Meeting._settle_with_all, module._LEAST_TIMEOUT_S = settle, least
+        del os.environ["DITRON_TIMEOUT_S"]
+    return first, meeting.exchange("second")
+
+
+def one_gives_up_when_the_last_comes() -> str:
+    """The first gives up just after the last has looked for an outcome and found none."""
+    meeting, rank = module._Meeting(dist.new_group(list(range(dist.get_world_size())))), dist.get_rank()
+    if rank == 0:
+        meeting._wait = lambda deadline_s: meeting.store.wait(["1/1"])  # returns None: the deadline has passed
+    if rank == 2:
+        meeting.store.wait(["1/outcome"])
+        check, meeting.store = meeting.store.check, _Answers(meeting.store)
+        meeting.store.check = lambda keys: keys != ["1/outcome"] and check(keys)
+    try:
+        return str(meeting.exchange("here"))
+    except PeerTimeoutError as error:
+        return str(error)
+
+
+class _Answers:
+    """A store whose methods can be replaced."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+def keys_that_a_waiting_rank_looks_up() -> tuple[int, int]:
+    """How many checks the first of the ranks made until the last had come, and how many keys they were for."""
+    meeting, asked = module._Meeting(dist.new_group(list(range(dist.get_world_size())))), []
+    if dist.get_rank() == 0:
+        check, meeting.store = meeting.store.check, _Answers(meeting.store)
+        meeting.store.check = lambda keys: asked.append(len(keys)) or check(keys)
+    else:
+        time.sleep(0.5)
+    meeting.exchange("here")
+    return len(asked), sum(asked)
