@@ -20,48 +20,77 @@ __all__ = ["RecordedSequences"]
 _CALLS_BEFORE = 2  # a recording takes as long as five calls: not for what comes once or twice
 _MOST_RECORDED = 256
 _MOST_COUNTED = 4096
+_IDLE_RUNS = 4096  # a recording that has not run in so many may go for another; a training step comes by its own in fewer
+
+
+class _Recording:
+    __slots__ = ("graph", "last_run")
+
+    def __init__(self, graph: Any, last_run: int) -> None:
+        self.graph, self.last_run = graph, last_run
 
 
 class RecordedSequences:
-    """Sequences for one stream, by keys that say all that they depend on. Once there are many, no more are recorded."""
+    """Sequences for one stream, by keys that say all that they depend on.
+
+    Bounded: where there are many, the one that has not run for longest goes, but only if it is idle. A step with more
+    sequences than are kept would else record each of them anew whenever it comes; so the first stay, and the others run as they
+    are. What is freed while it runs ends first (``cuGraphExecDestroy``).
+    """
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
-        self._graphs: dict[Hashable, Any] = {}
+        self._recordings: dict[Hashable, _Recording] = {}
         self._calls: dict[Hashable, int] = {}
         self._most_recorded = _MOST_RECORDED
+        self._num_runs = 0
+        self._full_until = 0  # no recording is idle before this run
 
     def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
         """Runs what ``enqueue`` puts onto the stream, behind what the stream has; it must do the same for the same ``key``.
 
         Not while a CUDA graph is captured: one graph would be part of the other.
         """
-        graph = self._graphs.get(key)
-        if graph is not None:
-            driver.graph_launch(graph, self._stream)
+        self._num_runs += 1
+        recording = self._recordings.get(key)
+        if recording is not None:
+            recording.last_run = self._num_runs
+            driver.graph_launch(recording.graph, self._stream)
             return
         enqueue()
         calls = self._calls.get(key, 0) + 1
-        if calls > _CALLS_BEFORE and len(self._graphs) < self._most_recorded:
+        if calls > _CALLS_BEFORE and self._has_room():
             self._record(key, enqueue)
         else:
             if len(self._calls) >= _MOST_COUNTED:
                 self._calls.clear()
             self._calls[key] = calls
 
+    def _has_room(self) -> bool:
+        if len(self._recordings) < self._most_recorded:
+            return True
+        if self._num_runs < self._full_until or not self._most_recorded:
+            return False
+        key, oldest = min(self._recordings.items(), key=lambda item: item[1].last_run)
+        self._full_until = oldest.last_run + _IDLE_RUNS
+        if self._num_runs < self._full_until:
+            return False
+        driver.graph_destroy(self._recordings.pop(key).graph)
+        return True
+
     def _record(self, key: Hashable, enqueue: Callable[[], None]) -> None:
         del self._calls[key]
         try:
-            self._graphs[key] = driver.graph_record(self._stream, enqueue)
+            self._recordings[key] = _Recording(driver.graph_record(self._stream, enqueue), self._num_runs)
         except DitronError as error:  # the GPU's memory is full, for instance; what this call asked for has been enqueued
             self._most_recorded = 0
             log_once("recorded sequences", f"stream operations that come again are no longer recorded: {error}")
 
     def clear(self) -> None:
         """Forgets everything; a sequence that is running ends as if it were kept."""
-        graphs, self._graphs, self._calls = self._graphs, {}, {}
-        for graph in graphs.values():
-            driver.graph_destroy(graph)
+        recordings, self._recordings, self._calls = self._recordings, {}, {}
+        for recording in recordings.values():
+            driver.graph_destroy(recording.graph)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -19,6 +19,7 @@ class _Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream: list[str] = []
         self.alive: list[list[str]] = []
+        self.num_recorded = 0
         for name in ("record", "launch", "destroy"):
             monkeypatch.setattr(driver, f"graph_{name}", getattr(self, name))
 
@@ -27,6 +28,7 @@ class _Driver:
         before, self.stream = self.stream, []
         enqueue()
         graph, self.stream = self.stream, before
+        self.num_recorded += 1
         self.alive.append(graph)
         return graph
 
@@ -78,7 +80,53 @@ def test_what_is_kept_is_bounded(fake: _Driver, monkeypatch: pytest.MonkeyPatch)
     for _ in range(5):
         for key in "abc":
             sequences.run(key, lambda: None)
-    assert len(fake.alive) == 2 == len(sequences._graphs)
+    assert len(fake.alive) == 2 == len(sequences._recordings)
+
+
+def test_a_step_of_more_than_is_kept_records_nothing_anew(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By age alone each would go just before it comes again, and every call would pay for a recording."""
+    monkeypatch.setattr(recorded, "_MOST_RECORDED", 8)
+    sequences = RecordedSequences(STREAM)
+    for _ in range(50):
+        for key in range(12):
+            sequences.run(key, lambda: fake.stream.append("x"))
+    assert fake.num_recorded == 8
+    assert fake.stream.count("graph of x") == 8 * (50 - 3)
+
+
+def test_idle_recordings_make_room(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another phase of the job, oldest first; what runs stays."""
+    monkeypatch.setattr(recorded, "_MOST_RECORDED", 3)
+    monkeypatch.setattr(recorded, "_IDLE_RUNS", 20)
+    sequences = RecordedSequences(STREAM)
+
+    def run(*keys: str) -> list[str]:
+        before = len(fake.stream)
+        for key in keys:
+            sequences.run(key, lambda key=key: fake.stream.append(key))
+        return fake.stream[before:]
+
+    for _ in range(4):
+        run("old", "older", "kept")
+    run("old")
+    for _ in range(10):
+        run("new", "kept")
+    assert fake.alive == [["old"], ["kept"], ["new"]] and sequences._num_runs >= 20
+    assert run("new", "kept", "old", "older") == ["graph of new", "graph of kept", "graph of old", "older"]
+    for _ in range(10):
+        run("older")
+    assert fake.alive == [["old"], ["kept"], ["new"]]  # none of them is idle yet
+
+
+def test_ever_new_sequences_record_now_and_then(fake: _Driver) -> None:
+    """Each comes three times and never again: once there are many, a recording is made for every sixteenth call at most."""
+    sequences, num_keys = RecordedSequences(STREAM), 10_000
+    for key in range(num_keys):
+        for _ in range(3):
+            sequences.run(key, lambda: None)
+    rate = recorded._MOST_RECORDED / recorded._IDLE_RUNS
+    assert rate <= 1 / 16 and fake.num_recorded <= recorded._MOST_RECORDED + rate * 3 * num_keys
+    assert len(fake.alive) == recorded._MOST_RECORDED
 
 
 def test_a_gpu_without_room_for_another_graph_goes_on_without(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +142,7 @@ def test_a_gpu_without_room_for_another_graph_goes_on_without(fake: _Driver, mon
 
     run("kept", 3)
     monkeypatch.setattr(driver, "graph_record", refuse)
+    monkeypatch.setattr(recorded, "_IDLE_RUNS", 1)
     run("refused", 5)
     run("another", 5)
     run("kept", 1)
