@@ -1,5 +1,5 @@
-"""Writes the generated parts of the README (gains, environment variables, supported versions) and, whole, the page with the
-means and tables of all results. ``python scripts/readme.py`` calls this.
+"""Writes the generated parts of the README (gains, training steps, environment variables, supported versions) and, whole, the page
+with the means and tables of all results. ``python scripts/readme.py`` calls this.
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``.
 """
@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ditron_train.bench.rows import RESULTS, Row, Stamp, read_results
-from ditron_train.bench.tables import markdown_table
+from ditron_train.bench.rows import RESULTS, TRAINING, TRAINING_STEP, Row, Stamp, read_results
+from ditron_train.bench.tables import markdown_table, model_words
 from ditron_train.runtime.settings import SETTINGS
 from ditron_train.runtime.versions import SUPPORTED
 
@@ -22,9 +22,9 @@ PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
 
 _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
-    "tp": (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward"), ("training_step tp", "forward_backward")),
+    "tp": (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward")),
     "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
-    "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward"), ("training_step ep", "forward_backward")),
+    "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward")),
     "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
     "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
 }
@@ -53,6 +53,7 @@ def render(text: str, root: Path) -> str:
     """
     parts: dict[str, Callable[[], str]] = {
         "gains": lambda: _gains(root),
+        "steps": lambda: _steps(root),
         "settings": _settings,
         "versions": _versions,
     }
@@ -110,9 +111,26 @@ def _gains(root: Path) -> str:
     return "\n".join(lines) if len(lines) > 2 else "No results of a GPU machine are committed yet."
 
 
+def _steps(root: Path) -> str:
+    """Every training that ``compare`` ran, by feature and number of GPUs."""
+    results = (read_results(path) for path in _result_files(root) if path.stem == TRAINING)
+    steps = [(stamp, row) for stamp, rows in results for row in rows]
+    return _step_table(steps) if steps else "No training step of a GPU machine is committed yet."
+
+
+def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
+    order = list(_HEADLINES)
+    named = [(row.op.removeprefix(TRAINING_STEP), stamp, row) for stamp, row in steps]
+    named.sort(key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count))
+    lines = ["| `--ditron` | trained | on | native | ours | speed | bits |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for features, stamp, row in named:
+        times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
+        bits = "equal" if row.bitwise_equal else "**DIFFER**"
+        lines.append(f"| `{features}` | {row.model}: {model_words(row)} | {stamp.count} x {stamp.device} | {times} | {bits} |")
+    return "\n".join(lines)
+
+
 def _op_words(op: str, direction: str) -> str:
-    if op.startswith("training_step"):
-        return "whole training step"
     return f"`{op}`" if direction == "forward" else f"`{op}` forward + backward"
 
 
@@ -124,7 +142,7 @@ def render_results(root: Path) -> str:
 
 
 def _title(path: Path, stamp: Stamp) -> str:
-    command = {"verify": "verify", "training": "compare"}.get(path.stem, f"bench {path.stem}")
+    command = {"verify": "verify", TRAINING: "compare"}.get(path.stem, f"bench {path.stem}")
     return f"{stamp.count} x {stamp.device}: `{command}`"
 
 
@@ -133,6 +151,9 @@ def _section(path: Path, root: Path) -> str:
     lines = [f"## {_title(path, stamp)}", "", _conditions(stamp), ""]
     if "summary" in stamp.settings:
         lines += [stamp.settings["summary"] + ".", ""]
+    if path.stem == TRAINING:
+        own = [f"`{row.op.removeprefix(TRAINING_STEP)}` {row.model}: commit `{row.commit}`." for row in rows if row.commit]
+        return "\n".join([*lines, *(line for words in own for line in (words, "")), _step_table([(stamp, row) for row in rows])])
     lines += [_summary(rows), "", markdown_table(rows)]
     for words, picture in (("speed over native", picture_path), ("roofline", roofline_path)):
         name = picture(path.relative_to(root))

@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 from ditron_train.runtime.files import replace_file
 
-__all__ = ["Pass", "RESULTS", "Row", "Stamp", "read_results", "result_path", "write_results"]
+__all__ = ["Pass", "RESULTS", "Row", "Stamp", "TRAINING", "TRAINING_STEP", "read_results", "result_path", "write_results"]
 
 RESULTS = Path("benchmarks") / "results"
+#: The file of ``compare``, and what the op of its rows begins with; the features stand behind it.
+TRAINING = "training"
+TRAINING_STEP = "training_step "
 Pass = Literal["forward", "backward", "forward_backward"]
 
 
@@ -43,6 +46,7 @@ class Row:
         model_native_us: The cost model's prediction of ``native_us``.
         model_us: The cost model's prediction of ``ditron_us``.
         spread: Largest relative difference between the two measurements of one of the columns.
+        commit: Of the working tree, where it is not the stamp's.
     """
 
     op: str
@@ -66,6 +70,7 @@ class Row:
     model_native_us: float | None = None
     model_us: float | None = None
     spread: float | None = None
+    commit: str | None = None
 
     @property
     def speedup(self) -> float:

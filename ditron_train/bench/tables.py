@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ditron_train.bench.rows import Row, Stamp
 
-__all__ = ["markdown_table", "show_rows", "terminal"]
+__all__ = ["markdown_table", "model_words", "show_rows", "terminal"]
 
 _PASS_NAMES = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 
@@ -28,6 +28,23 @@ def _percent(value: float | None) -> str:
 
 def _signed(value: float | None) -> str:
     return "" if value is None else f"{100 * value:+.0f} %"
+
+
+#: What ``compare`` notes of a training, in words.
+_WORDS = (
+    ("num_layers", "{} layers"), ("hidden_size", "hidden {}"), ("ffn_hidden_size", "FFN {}"), ("num_experts", "{} experts"),
+    ("moe_ffn_hidden_size", "of {}"), ("moe_router_topk", "top-{}"), ("tensor_model_parallel_size", "TP {}"),
+    ("context_parallel_size", "CP {}"), ("expert_model_parallel_size", "EP {}"), ("pipeline_model_parallel_size", "PP {}"),
+    ("global_batch_size", "{} sequences a step"), ("micro_batch_size", "{} at a time"), ("seq_length", "{} tokens each"),
+)  # fmt: skip
+
+
+def model_words(row: Row) -> str:
+    """The sizes of a training step in words; what is not known, not divided or not used is left out."""
+    sizes = {name: size for name, size in row.shape.items() if not (name.endswith("parallel_size") and size == 1)}
+    if "num_experts" in sizes:
+        sizes.pop("ffn_hidden_size", None)
+    return ", ".join(words.format(sizes[name]) for name, words in _WORDS if name in sizes)
 
 
 def _sizes(row: Row) -> str:

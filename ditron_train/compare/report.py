@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
 
-from ditron_train.bench.rows import Row, read_results, result_path, write_results
+from ditron_train.bench.rows import TRAINING, TRAINING_STEP, Row, read_results, result_path, write_results
 from ditron_train.bench.tables import terminal
 from ditron_train.compare.steps import Difference, Job, Step, count_figures
 from ditron_train.runtime.errors import SettingError
@@ -96,7 +97,7 @@ def _ms(step: Step) -> str:
 
 
 def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is_equal: bool) -> Path:
-    """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced.
+    """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced, others keep their commit.
 
     Raises:
         SettingError: No step was timed, or the file that is there cannot be read.
@@ -111,13 +112,17 @@ def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stamp = collect_stamp(device, native.header["world_size"])
     row = Row(
-        op=f"training_step {','.join(ours.header['features'])}", direction="forward_backward", model=model, world_size=native.header["world_size"],
+        op=f"{TRAINING_STEP}{','.join(ours.header['features'])}", direction="forward_backward", model=model, world_size=native.header["world_size"],
         dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"], native_us=times[0] * 1e3,
         ditron_us=times[1] * 1e3, bitwise_equal=is_equal, comm_sms=0,
     )  # fmt: skip
-    path = result_path(folder, stamp, "training")
-    try:
-        kept = [r for r in read_results(path)[1] if (r.op, r.model) != (row.op, row.model)] if path.exists() else []
-    except ValueError as error:
-        raise SettingError(str(error)) from None
-    return write_results(folder, "training", stamp, [*kept, row])
+    path = result_path(folder, stamp, TRAINING)
+    kept: list[Row] = []
+    if path.exists():
+        try:
+            old, rows = read_results(path)
+        except ValueError as error:
+            raise SettingError(str(error)) from None
+        commits = ((r, r.commit or old.commit) for r in rows if (r.op, r.model) != (row.op, row.model))
+        kept = [replace(r, commit=None if commit == stamp.commit else commit) for r, commit in commits]
+    return write_results(folder, TRAINING, stamp, [*kept, row])

@@ -73,6 +73,8 @@ class StepRecorder:
         self._steps = 0
         self._before_s: float | None = None
         sizes = {name: getattr(arguments, name, None) for name in SIZES}
+        if sizes["num_experts"] is None:  # the others have defaults
+            sizes = {name: size for name, size in sizes.items() if not name.startswith("moe_")}
         self._write(
             world_size=dist.get_world_size(), features=list(features), train_iters=self._last,
             dtype=str(getattr(arguments, "params_dtype", "")),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ditron_train.bench.document import RESULTS_PAGE, picture_path, render, render_results
 from ditron_train.bench.pictures import draw_speedups
-from ditron_train.bench.rows import RESULTS, Row, Stamp, read_results, result_path, write_results
+from ditron_train.bench.rows import RESULTS, TRAINING, Row, Stamp, read_results, result_path, write_results
 from ditron_train.bench.stamp import collect_stamp
 from ditron_train.bench.tables import markdown_table, show_rows
 from ditron_train.megatron.arguments import available_features
@@ -152,12 +152,12 @@ def test_every_result_file_reads_and_has_equal_bits() -> None:
     for path in (ROOT / RESULTS).glob("*/*.json"):
         _, rows = read_results(path)
         assert rows and all(row.bitwise_equal for row in rows), path
-        assert (ROOT / picture_path(path.relative_to(ROOT))).exists(), "python scripts/readme.py"
+        assert path.stem == TRAINING or (ROOT / picture_path(path.relative_to(ROOT))).exists(), "python scripts/readme.py"
 
 
 def test_readme_shows_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
-    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "settings", "versions"))
+    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "steps", "settings", "versions"))
     text = render(f"intro\n{marks}outro", tmp_path)
     assert text.startswith("intro") and text.endswith("outro") and "\nold\n" not in text
     page = render_results(tmp_path)
@@ -167,5 +167,13 @@ def test_readme_shows_results(tmp_path: Path) -> None:
     assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x NVIDIA H200 |" in text
     assert markdown_table([FULL, SHORT]) in page
     assert render(text, tmp_path) == text
+    assert "No training step of a GPU machine" in text
+    shape = {"num_layers": 6, "hidden_size": 8192, "seq_length": 4096, "tensor_model_parallel_size": 2, "context_parallel_size": 1}
+    steps = [dataclasses.replace(SHORT, op=f"training_step {features}", model="some", shape=shape) for features in ("ep", "tp,pp", "tp")]
+    write_results(tmp_path / RESULTS, "training", stamp(device="NVIDIA H200"), [steps[0], dataclasses.replace(steps[1], commit="abc"), steps[2]])
+    text = render(text, tmp_path)
+    lines = [line for line in text.splitlines() if "| some: 6 layers, hidden 8192, TP 2, 4096 tokens each | 8 x NVIDIA H200 |" in line]
+    assert [line.split("`")[1] for line in lines] == ["tp", "tp,pp", "ep"]
+    assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)
     with pytest.raises(ValueError, match="begin gains"):
         render("<!-- begin settings -->\n<!-- end settings -->", tmp_path)
