@@ -91,6 +91,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
             log_once(f"alone {name}", f"{name}: nothing to accelerate where --{option} is 1", level=logging.WARNING)
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()
+    _start("nvshmem").start_where_needed(options.features)
     if spec is not None:
         classes = {native: ours for module in modules.values() for native, ours in module.class_map().items()}
         names = ", ".join(options.features)

@@ -88,8 +88,9 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("auto", "torch", "nvshmem", "shm"),
         "auto",
         "auto, torch, nvshmem, shm",
-        "Where symmetric memory comes from. auto: shm for CPU processes, torch inside one node, nvshmem across nodes "
-        "where nvshmem4py is installed.",
+        "Where symmetric memory comes from. auto: shm for CPU processes, torch inside one node, nvshmem across nodes where "
+        "nvshmem4py is installed. Without Megatron, groups that are a part of the job want `ditron_train.symm.start_nvshmem()` "
+        "on every rank before.",
     ),
     Setting(
         "timeout_s",

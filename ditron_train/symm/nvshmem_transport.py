@@ -1,9 +1,12 @@
 """Symmetric memory through nvshmem4py: peers of one node by address, other nodes by put and signal.
 
 NVSHMEM allocates over all processes at once, and allocation is collective over all of them. So the whole reserve
-(``DITRON_ARENA_BYTES``, else 2 GiB) is taken once over WORLD, at the first arena, and groups carve from it: members
-agree on an offset that is free on all of them, and give it back when their arena lets go of it. nvshmem4py's tensors
-are whole allocations (slices are refused by its own calls), so peers are addressed by ``bindings.ptr``.
+(``DITRON_ARENA_BYTES``, else 2 GiB) is taken once over WORLD, and groups carve from it: members agree on an offset that is free
+on all of them, and give it back when their arena lets go of it. nvshmem4py's tensors are whole allocations (slices are refused
+by its own calls), so peers are addressed by ``bindings.ptr``.
+
+The start is a step of its own (`start_nvshmem`): a group that is not the whole job cannot wait for the other ranks when it needs
+memory. The stages of a pipeline come to that one after the other, each with what the stage before it has computed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.device_bytes import DeviceBytes
@@ -20,10 +24,23 @@ from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.reserve import Reserve, first_common_gap
 from ditron_train.symm.transport import Segment
 
-__all__ = ["NvshmemTransport"]
+__all__ = ["NvshmemTransport", "start_nvshmem"]
 
 _ALIGNMENT_BYTES = 4096
 _DEFAULT_RESERVE_BYTES = 2 << 30
+
+
+def start_nvshmem(device: torch.device | str = "cuda") -> None:
+    """Starts NVSHMEM on all ranks of the job, for groups that are only a part of it; again, it does nothing.
+
+    Collective over WORLD: called at a point to which all ranks come without waiting for each other. Megatron's runs do it by
+    themselves; a group of all ranks does not need it.
+
+    Raises:
+        ArenaError: nvshmem4py is missing or does not start on a rank, or a rank did not come within ``DITRON_TIMEOUT_S``; on every
+            rank alike.
+    """
+    NvshmemTransport.get(dist.group.WORLD, with_index(device))
 
 
 class NvshmemTransport:
@@ -31,6 +48,7 @@ class NvshmemTransport:
 
     name = "nvshmem"
     _instance: NvshmemTransport | None = None
+    _why_not = ""  # of the last start
 
     def __init__(self, reserve: torch.Tensor) -> None:
         self._memory = reserve
@@ -38,17 +56,26 @@ class NvshmemTransport:
 
     @classmethod
     def get(cls, group: dist.ProcessGroup, device: torch.device) -> NvshmemTransport:
-        """The process's transport, started at the first call: then collective over WORLD, which holds ``group``.
+        """The process's transport, which the first group of all ranks starts.
 
         Raises:
-            ArenaError: nvshmem4py is missing in the group, does not start, or ranks outside of the group did not come to start it
-                within ``DITRON_TIMEOUT_S``; on every rank of the group alike.
+            ArenaError: It is not started and ``group`` is not the whole job, or as `start_nvshmem`; on every rank of the group
+                alike.
         """
         if cls._instance is None:
-            on_all_ranks(group, "loading NVSHMEM", _load)
+            world_size, num_ranks = dist.get_world_size(), dist.get_world_size(group)
+            if num_ranks < world_size:
+                raise ArenaError(
+                    cls._why_not
+                    or f"NVSHMEM starts on all {world_size} ranks of a job at once, and this group has {num_ranks}: call "
+                    f"ditron_train.symm.start_nvshmem() on every rank before"
+                )
             try:
                 cls._instance = cls(_start(device))
-            except PeerTimeoutError as error:
+            except (ArenaError, PeerTimeoutError) as error:
+                cls._why_not = str(error)
+                if isinstance(error, ArenaError):
+                    raise
                 raise ArenaError(f"NVSHMEM starts on all ranks of a job at once: {error}") from error
         return cls._instance
 
@@ -86,6 +113,7 @@ class NvshmemTransport:
 def _start(device: torch.device) -> torch.Tensor:
     """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve; a rank that fails fails all."""
     world = dist.group.WORLD
+    on_all_ranks(world, "loading NVSHMEM", _load)
     reserve_bytes = _agreed_reserve_bytes(world)
     import nvshmem.core
     from cuda.core import Device

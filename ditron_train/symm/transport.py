@@ -19,7 +19,7 @@ from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["Segment", "Transport", "node_of_process", "select_transport"]
+__all__ = ["Segment", "Transport", "is_one_node", "node_of_process", "select_transport"]
 
 
 @dataclass
@@ -61,6 +61,11 @@ class Transport(Protocol):
 def node_of_process() -> tuple[str, str, str]:
     """What the processes of one node have in common; a torchrun agent counts as a node."""
     return (socket.gethostname(), os.environ.get("NCCL_HOSTID", ""), os.environ.get("GROUP_RANK", "0"))
+
+
+def is_one_node() -> bool:
+    """Whether torchrun started all ranks of the job on one node (no communication; False where it did not start them)."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())
 
 
 def _spans_nodes(group: dist.ProcessGroup) -> bool:

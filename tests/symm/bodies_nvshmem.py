@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import types
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError
-from ditron_train.symm import SymmetricArena
+from ditron_train.symm import SymmetricArena, start_nvshmem
 from ditron_train.symm.nvshmem_transport import NvshmemTransport
 
 CPU = torch.device("cpu")
@@ -20,7 +21,7 @@ RESERVE_BYTES = 10 * 4096
 
 
 @contextlib.contextmanager
-def _nvshmem(*, fails: str | None = None) -> Iterator[None]:
+def stand_in(*, fails: str | None = None) -> Iterator[None]:
     """nvshmem4py as the transport calls it. ``fails``: on rank 1 this function of it raises, or ``import`` does."""
     failing = fails if dist.get_rank() == 1 else None
 
@@ -54,26 +55,47 @@ def _nvshmem(*, fails: str | None = None) -> Iterator[None]:
         torch.cuda.synchronize = synchronize
         for name, module in before.items():
             sys.modules.pop(name) if module is None else sys.modules.update({name: module})
-        NvshmemTransport._instance = None
+        NvshmemTransport._instance, NvshmemTransport._why_not = None, ""
 
 
-def one_rank_fails(what: str) -> str:
-    """What each rank hears where one of them cannot; NVSHMEM can be started when it is put right."""
-    words = "no error"
-    with _nvshmem(fails=what):
-        try:
-            NvshmemTransport.get(dist.group.WORLD, CPU)
-        except ArenaError as error:
-            words = str(error)
-    with _nvshmem():
-        assert NvshmemTransport.get(dist.group.WORLD, CPU).name == "nvshmem"
+def error_of(group: dist.ProcessGroup | None) -> str:
+    try:
+        NvshmemTransport.get(dist.group.WORLD if group is None else group, CPU)
+    except ArenaError as error:
+        return str(error)
+    return "no error"
+
+
+def one_rank_fails(what: str) -> tuple[str, str]:
+    """What each rank hears where one of them cannot, and then in a group of its own; NVSHMEM can be started when it is put right."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with stand_in(fails=what):
+        words = error_of(None), error_of(alone)
+    with stand_in():
+        assert error_of(None) == error_of(alone) == "no error"
     return words
+
+
+def a_part_of_the_job() -> tuple[list[str], float]:
+    """What the groups of some ranks hear before NVSHMEM is started and after, each without the others, and how soon."""
+    rank, pair = dist.get_rank(), dist.new_group([0, 1])
+    words, start_s = [], time.monotonic()
+    with stand_in():
+        if rank < 2:
+            words.append(error_of(pair))
+        seconds = time.monotonic() - start_s
+        start_nvshmem("cpu")
+        dist.barrier()
+        if rank < 2:
+            words.append(error_of(pair))
+        start_nvshmem("cpu")
+    return words, seconds
 
 
 def different_reserves() -> str:
     os.environ["DITRON_ARENA_BYTES"] = str(4096 * (1 + dist.get_rank()))
     try:
-        with _nvshmem():
+        with stand_in():
             NvshmemTransport.get(dist.group.WORLD, CPU)
     except ArenaError as error:
         return str(error)
@@ -86,7 +108,7 @@ def groups_carve_from_one_reserve() -> tuple[list[list[tuple[int, int]]], str]:
     """Free bytes of this rank after each step: two overlapping groups, buffers that grow, arenas that close."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
     pages = []
-    with _nvshmem():
+    with stand_in():
         transport = NvshmemTransport.get(dist.group.WORLD, CPU)
         arenas = {}
         for number, group in enumerate(groups):

@@ -46,8 +46,18 @@ def test_groups_share_a_reserve_without_overlap(steps: list[tuple[set[int], int,
 @pytest.mark.parametrize("what", ["import", "get_unique_id", "init", "tensor"])
 def test_a_rank_that_cannot_start_is_the_same_error_on_every_rank(what: str) -> None:
     words = run_workers(3, bodies.one_rank_fails, what)
-    assert len(set(words)) == 1 and "NVSHMEM failed on 1 of 3 ranks: rank 1: " in words[0]
-    assert what == "import" or f"{what} does not work here" in words[0]
+    assert len(set(words)) == 1
+    whole, alone = words[0]
+    assert whole == alone and "NVSHMEM failed on 1 of 3 ranks: rank 1: " in whole
+    assert what == "import" or f"{what} does not work here" in whole
+
+
+def test_a_group_that_is_not_the_whole_job_does_not_wait_for_the_others() -> None:
+    *pair, (words, _) = run_workers(3, bodies.a_part_of_the_job)
+    assert words == []
+    for words, seconds in pair:
+        assert "starts on all 3 ranks of a job at once, and this group has 2: call ditron_train.symm.start_nvshmem()" in words[0]
+        assert words[1:] == ["no error"] and seconds < 10
 
 
 def test_reserves_of_different_sizes_are_the_same_error_on_every_rank() -> None:

@@ -1,0 +1,78 @@
+"""Starts NVSHMEM, where features will need it, when Megatron makes its process groups: a point that every rank passes.
+
+NVSHMEM starts on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to
+their first layer one after the other, each with what the stage before it has computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ditron_train.megatron import patching
+from ditron_train.pp.paths import NVSHMEM
+from ditron_train.runtime.errors import ArenaError
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
+from ditron_train.symm import start_nvshmem
+from ditron_train.symm.exchange import exchange
+from ditron_train.symm.transport import is_one_node, node_of_process
+
+__all__ = ["start_where_needed", "stop"]
+
+_features: set[str] = set()
+_make_groups = parallel_state.initialize_model_parallel
+
+
+@functools.wraps(_make_groups)
+def _make_groups_and_start(*args: Any, **kwargs: Any) -> None:
+    _make_groups(*args, **kwargs)
+    _start()
+
+
+def start_where_needed(features: Iterable[str]) -> None:
+    """For these features too: now, where Megatron's groups are there, and whenever they are made. Every rank calls it."""
+    _features.update(features)
+    patching.replace_symbol(_make_groups, _make_groups_and_start)
+    if parallel_state.model_parallel_is_initialized():
+        _start()
+
+
+def stop() -> None:
+    """Forgets the features; what was started stays."""
+    _features.clear()
+
+
+def _start() -> None:
+    device = _device()
+    if device is None or not _is_needed():
+        return
+    try:
+        start_nvshmem(device)
+    except ArenaError as error:  # the same on every rank; layers that would have used it say so and run natively
+        log_once("nvshmem", f"NVSHMEM is not there: {error}", level=logging.WARNING)
+
+
+def _device() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _is_needed() -> bool:
+    """Whether a group of these features takes its memory from NVSHMEM; the same answer on every rank.
+
+    Collective over WORLD, but for the usual job, of one node and without a word about NVSHMEM.
+    """
+    settings = get_settings()
+    is_asked_for = settings.transport == NVSHMEM or ("pp" in _features and settings.pp_path == NVSHMEM)
+    if not is_asked_for and (is_one_node() or settings.transport != "auto" or "tp" not in _features):
+        return False
+    ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    told = exchange(dist.group.WORLD, (is_asked_for, ranks, node_of_process()))
+    nodes = [node for _, _, node in told]
+    return any(asked for asked, _, _ in told) or any(len({nodes[rank] for rank in ranks}) > 1 for _, ranks, _ in told)

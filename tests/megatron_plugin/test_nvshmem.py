@@ -1,0 +1,109 @@
+"""NVSHMEM is started where Megatron makes its groups, which every rank does; with a stand-in for nvshmem4py."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "symm"))
+from bodies_nvshmem import CPU, error_of, stand_in  # noqa: E402
+
+from ditron_train.testing.processes import run_workers  # noqa: E402
+
+pytest.importorskip("megatron.core")
+
+SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def _two_stages(early: bool, fails: str | None) -> list[str]:
+    """What each rank hears when its tensor parallel group first needs memory: the second stage with the first one's results."""
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron import nvshmem
+    from ditron_train.symm.nvshmem_transport import NvshmemTransport
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ditron_train").addHandler(handler)
+    try:
+        with mock.patch.object(nvshmem, "_device", lambda: CPU), stand_in(fails=fails):
+            if early:  # as the launcher does
+                plugin.apply(features="tp", transport="nvshmem")
+            with model_parallel(**SIZES):
+                if not early:
+                    plugin.apply(features="tp", transport="nvshmem")
+                assert (NvshmemTransport._instance is None) == (fails is not None)
+                said = _first_memory()
+            assert "DITRON_TRANSPORT" not in os.environ
+    finally:
+        logging.getLogger("ditron_train").removeHandler(handler)
+    return [said, *(line for line in lines if "NVSHMEM is not there" in line)]
+
+
+def _first_memory() -> str:
+    from megatron.core import parallel_state
+
+    group, rank, activation = parallel_state.get_tensor_model_parallel_group(), dist.get_rank(), torch.zeros(1)
+    if parallel_state.is_pipeline_first_stage():
+        words = error_of(group)
+        dist.send(activation, rank + 2)
+        return words
+    dist.recv(activation, rank - 2)
+    return error_of(group)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_groups_of_a_pipelines_stages_need_not_meet(early: bool) -> None:
+    assert run_workers(4, _two_stages, early, None) == [["no error"]] * 4
+
+
+def test_where_it_does_not_start_every_rank_goes_on_without_it() -> None:
+    results = run_workers(4, _two_stages, True, "import")
+    said = [words for words, *_ in results]
+    assert len(set(said)) == 1 and "loading NVSHMEM failed on 1 of 4 ranks: rank 1: " in said[0]
+    assert [len(lines) for _, *lines in results] == [1, 0, 0, 0] and said[0] in results[0][1]
+
+
+def _is_it_started(nodes: list[str], environment: dict[str, str], features: str) -> bool:
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron import nvshmem
+    from ditron_train.symm.nvshmem_transport import NvshmemTransport
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    environment = {"LOCAL_WORLD_SIZE": str(4 // len(set(nodes))), **environment}
+    with (
+        mock.patch.object(nvshmem, "_device", lambda: CPU),
+        mock.patch.object(nvshmem, "node_of_process", lambda: (nodes[dist.get_rank()],)),
+        mock.patch.dict(os.environ, environment),
+        stand_in(),
+        model_parallel(**SIZES),
+    ):
+        plugin.apply(features=features)
+        return NvshmemTransport._instance is not None
+
+
+@pytest.mark.parametrize(
+    "nodes, environment, features, expected",
+    [
+        ("aaaa", {}, "tp,pp", False),
+        ("aabb", {}, "tp,pp", False),  # tensor parallel groups lie inside nodes
+        ("abab", {}, "tp", True),
+        ("abab", {}, "pp", False),
+        ("abab", {"DITRON_TRANSPORT": "torch"}, "tp", False),
+        ("aaaa", {"DITRON_TRANSPORT": "nvshmem"}, "ep", True),
+        ("aabb", {"DITRON_PP_PATH": "nvshmem"}, "pp", True),
+        ("aabb", {"DITRON_PP_PATH": "nvshmem"}, "tp", False),
+    ],
+)
+def test_it_is_started_where_a_group_will_need_it(
+    nodes: str, environment: dict[str, str], features: str, expected: bool
+) -> None:
+    assert run_workers(4, _is_it_started, list(nodes), environment, features) == [expected] * 4
