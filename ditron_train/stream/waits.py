@@ -5,7 +5,7 @@ for the flag, write "done"; where the flag lies in host memory it says itself th
 left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call while all is
 well, so it cannot disturb a graph capture); when a wait has begun and is not done within the deadline, it records the failure
 in the channel and releases the wait by writing the flag itself: from the host where the flag lies in host memory, else
-from a stream of its own. The host then raises at the next ``Channel.check``.
+from a stream of its own. The host then raises at the next ``Channel.check``, also where the driver refuses the release.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class _Wait:
     host_address: int | None
     begun_at_s: float | None = field(default=None)
     released: bool = False
+    refusal: str = ""  # of the driver, as it was last logged
 
 
 class _Watchdog:
@@ -132,6 +133,8 @@ class _Watchdog:
         self._waits: list[_Wait] = []
         self._over: list[_Wait] = []
         self._ticket = 0
+        self._slots_in_use: set[int] = set()
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._release_streams: dict[torch.device, torch.cuda.Stream] = {}
         threading.Thread(target=self._run, name="ditron-watchdog", daemon=True).start()
 
@@ -149,11 +152,10 @@ class _Watchdog:
         with self._lock:
             if device not in self._release_streams:
                 self._release_streams[device] = torch.cuda.Stream(device, priority=-1)
-            self._ticket = self._ticket % (2**31 - 1) + 1
-            slot = self._ticket % _SLOTS
-            entry = _Wait(channel, address, epoch, peer, chunk, slot, self._ticket, host_address)
             if len(self._waits) >= _SLOTS:
                 raise NotSupportedError(f"more than {_SLOTS} stream waits in flight")
+            slot = self._next_slot()
+            entry = _Wait(channel, address, epoch, peer, chunk, slot, self._ticket, host_address)
             self._waits.append(entry)
             over, self._over = self._over, []
         del over
@@ -162,6 +164,15 @@ class _Watchdog:
         if host_address is None:
             operations.append(("write", base + 4 * (_SLOTS + slot), entry.ticket))
         driver.stream_memory_ops(stream.cuda_stream, operations)
+
+    def _next_slot(self) -> int:
+        """Draws a ticket; its slot is not that of a wait in flight, however long that has been waiting."""
+        while True:
+            self._ticket = self._ticket % (2**31 - 1) + 1
+            slot = self._ticket % _SLOTS
+            if slot not in self._slots_in_use:
+                self._slots_in_use.add(slot)
+                return slot
 
     def _run(self) -> None:
         while True:
@@ -173,11 +184,26 @@ class _Watchdog:
             waits, self._waits = self._waits, []
             entry = None
             for entry in waits:
-                (self._over if self._is_done(entry) else self._waits).append(entry)
+                if self._is_done(entry):
+                    self._over.append(entry)
+                    self._slots_in_use.discard(entry.slot)
+                else:
+                    self._waits.append(entry)
             del waits, entry  # held by the lists alone once the lock is free
             pending = list(self._waits)
         for entry in pending:
-            self._look_at(entry, now_s)
+            try:
+                self._look_at(entry, now_s)
+            except Exception as error:  # of the driver, whatever it is: the other waits still want this thread
+                self._refused(entry, error)
+
+    def _refused(self, entry: _Wait, error: Exception) -> None:
+        """A wait that cannot be released, though tried again at each poll: the host is to raise nevertheless, once it gets to check."""
+        self._record(entry, cyclic_difference(entry.epoch, 1))  # what the flag holds cannot be read
+        if str(error) != entry.refusal:
+            entry.refusal = str(error)
+            words = "%s: the stream wait for rank %d has passed its deadline and cannot be released: %s"
+            get_logger("stream").error(words, entry.channel.op_name, entry.peer, error)
 
     def _is_done(self, entry: _Wait) -> bool:
         if entry.host_address is not None:
@@ -207,10 +233,9 @@ class _Watchdog:
         device = entry.channel.arena.device
         with torch.cuda.device(device):
             stream = self._release_streams[device].cuda_stream
-            seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            driver.memcpy_async(seen.data_ptr(), entry.address, 4, stream)
+            driver.memcpy_async(self._seen.data_ptr(), entry.address, 4, stream)
             self._release_streams[device].synchronize()
-            self._record(entry, int(seen[0]))
+            self._record(entry, int(self._seen[0]))
             driver.memset_u32_async(entry.address, entry.epoch, 1, stream)
 
     def _record(self, entry: _Wait, seen_epoch: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import types
 import weakref
 
 import numpy as np
@@ -79,6 +80,7 @@ def _watchdog_without_a_gpu() -> waits._Watchdog:
     watchdog = object.__new__(waits._Watchdog)
     watchdog._progress = np.zeros(2 * waits._SLOTS, dtype=np.int32)
     watchdog._lock, watchdog._waits, watchdog._over = threading.Lock(), [], []
+    watchdog._ticket, watchdog._slots_in_use = 0, set()
     return watchdog
 
 
@@ -150,3 +152,86 @@ def test_the_watchdogs_thread_lets_go_of_nothing():
     assert not watchdog._waits and all(channel() is not None for channel in channels)
     watchdog._over.clear()
     assert all(channel() is None for channel in channels)
+
+
+def test_a_release_that_the_driver_refuses_is_an_error_on_the_host(caplog):
+    """Others are released nevertheless, and it is tried again."""
+    watchdog, refused, other = _watchdog_without_a_gpu(), _FakeChannel(), _FakeChannel()
+    held, flag, texts = ctypes.c_int32(4), ctypes.c_int32(4), ["launch failed", "launch failed", "out of memory"]
+
+    def on_device(entry: waits._Wait) -> None:
+        if texts:
+            raise RuntimeError(texts.pop(0))
+        held.value = entry.epoch
+
+    watchdog._release_on_device = on_device
+    watchdog._waits = [_entry(refused, held, 6, ticket=9), _entry(other, flag, 6, ticket=10)]
+    watchdog._waits[0].host_address = None
+    watchdog._progress[[9, 10]] = 9, 10
+    for now_s in (1.0, 2.0):
+        watchdog._poll(now_s)
+    assert refused.records == [{"peer": 1, "chunk": 0, "expected_epoch": 6, "seen_epoch": 5}]
+    assert flag.value == 6 and other.failed and held.value == 4 and not watchdog._waits[0].released
+    for now_s in (3.0, 4.0, 5.0):
+        watchdog._poll(now_s)
+    assert held.value == 6 and watchdog._waits[0].released
+    said = [record.getMessage() for record in caplog.records if "cannot be released" in record.getMessage()]
+    assert [text.rpartition(": ")[2] for text in said] == ["launch failed", "out of memory"]
+
+
+def test_the_watchdogs_thread_outlives_an_error(monkeypatch):
+    monkeypatch.setattr(waits, "_POLL_S", 0.001)
+    watchdog, channel, flag = _watchdog_without_a_gpu(), _FakeChannel(), ctypes.c_int32(4)
+    channel.failed = True  # released at once
+    errors = [RuntimeError("the driver does not answer")] * 3
+
+    def release(entry: waits._Wait) -> None:
+        if errors:
+            raise errors.pop()
+        flag.value = entry.epoch
+
+    watchdog._release_on_device = release
+    watchdog._waits = [_entry(channel, flag, 6, ticket=9)]
+    watchdog._waits[0].host_address = None
+    thread = threading.Thread(target=watchdog._run, daemon=True)
+    thread.start()
+    deadline_s = time.monotonic() + 20
+    while flag.value != 6 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert flag.value == 6 and thread.is_alive()
+    watchdog._waits.clear()
+
+
+def test_a_wait_that_takes_long_keeps_its_slot():
+    """Its words would say that it is over when the wait 4,096 tickets later is."""
+    watchdog, flag = _watchdog_without_a_gpu(), ctypes.c_int32(0)
+    first = watchdog._next_slot()
+    watchdog._waits = [_entry(_FakeChannel(), flag, 1, ticket=first)]
+    slots = []
+    for _ in range(2 * waits._SLOTS):
+        slots.append(watchdog._next_slot())
+        watchdog._slots_in_use.discard(slots[-1])
+    assert first not in slots and len(set(slots)) == waits._SLOTS - 1
+    flag.value = 1
+    watchdog._poll(1.0)
+    assert first not in watchdog._slots_in_use
+
+
+@pytest.mark.parametrize("in_host_memory", [True, False])
+def test_what_a_guarded_wait_puts_onto_the_stream(monkeypatch, in_host_memory):
+    """Run here as the stream would: begun, the wait, and done where the flag itself cannot say so."""
+    watchdog, channel, flag = _watchdog_without_a_gpu(), _FakeChannel(), ctypes.c_int32(0)
+    watchdog._words, watchdog._release_streams = torch.from_numpy(watchdog._progress), {}
+    channel.arena = types.SimpleNamespace(device=torch.device("cpu"))
+    enqueued: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(waits.driver, "stream_memory_ops", lambda stream, operations: enqueued.extend(operations))
+    address = ctypes.addressof(flag)
+    for epoch in (1, 2):
+        watchdog.guard(channel, address, epoch, 1, 0, torch.cuda.Stream(), address if in_host_memory else None)
+    assert [kind for kind, _, _ in enqueued] == ["write", "wait", *([] if in_host_memory else ["write"])] * 2
+    assert [(at, value) for kind, at, value in enqueued if kind == "wait"] == [(address, 1), (address, 2)]
+    for kind, at, value in enqueued:
+        (ctypes.c_int32.from_address(at)).value = value
+        watchdog._poll(0.0)
+    assert not watchdog._waits and not watchdog._slots_in_use and len(watchdog._over) == 2 and not channel.records
