@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ditron_train.megatron import patching
+from ditron_train.megatron.devices import current_device
 from ditron_train.pp.paths import NVSHMEM
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.logs import log_once
@@ -60,7 +61,8 @@ def _start() -> None:
 
 
 def _device() -> torch.device | None:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    device = current_device() if torch.cuda.is_available() else None
+    return None if device is None or device.type == "cpu" else device
 
 
 def _is_needed() -> bool:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from ditron_train.megatron.devices import current_device
 from ditron_train.megatron.routing import log_native
 from ditron_train.policy import decide
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
@@ -35,11 +36,6 @@ __all__ = ["DitronP2PCommunicator", "class_map", "stop"]
 _refused: dict[str, str] = {}
 #: Why messages of a size go natively, None where they do not, by group's name, policy and size; the same on every rank.
 _reasons: dict[tuple[str, str, int], str | None] = {}
-
-
-def _device() -> torch.device:
-    current = torch.cuda.current_device()
-    return current if isinstance(current, torch.device) else torch.device("cuda", current)
 
 
 def _uses_cuda_graphs(config: Any) -> bool:
@@ -145,12 +141,12 @@ class DitronP2PCommunicator(P2PCommunicator):
         if not first:
             if self._reason is not None:
                 return None
-            return get_pipeline_context(self.pp_group, _device(), with_network=self._variable_shapes)
+            return get_pipeline_context(self.pp_group, current_device(), with_network=self._variable_shapes)
         self._reason = _reason_for_native(self.pp_group, self.config)
         if self._reason is None:
             try:
                 context = get_pipeline_context(
-                    self.pp_group, _device(), with_network=self._variable_shapes, num_loans=self._num_loans()
+                    self.pp_group, current_device(), with_network=self._variable_shapes, num_loans=self._num_loans()
                 )
                 sizes = [tensor.numel() * tensor.element_size() for tensor in sent if tensor is not None]
                 if expected is not None:

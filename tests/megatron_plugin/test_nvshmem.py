@@ -107,3 +107,12 @@ def test_it_is_started_where_a_group_will_need_it(
     nodes: str, environment: dict[str, str], features: str, expected: bool
 ) -> None:
     assert run_workers(4, _is_it_started, list(nodes), environment, features) == [expected] * 4
+
+
+def test_megatron_that_was_made_to_run_on_the_cpu_needs_none():
+    """Also where a stand-in says that there is a GPU, as Megatron-LM's own training loop wants it."""
+    from ditron_train.megatron import nvshmem
+    from ditron_train.testing.megatron_cpu import megatron_on_cpu
+
+    with megatron_on_cpu(), mock.patch.object(torch.cuda, "is_available", lambda: True):
+        assert nvshmem._device() is None
