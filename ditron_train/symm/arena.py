@@ -184,7 +184,10 @@ class SymmetricArena:
         exchange(self.group, None)
 
     def close(self) -> None:
-        """Frees everything; collective, explicit, never from a finaliser. The arena must not be used afterwards."""
+        """Frees everything; collective, explicit, never from a finaliser. The arena must not be used afterwards.
+
+        It is freed once the devices of all ranks are done with what they were given, so no peer writes into it any more.
+        """
         if self.closed:
             return
         self._quiesce()
@@ -225,7 +228,8 @@ def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> Symmetri
 
 
 def close_all_arenas() -> None:
-    """Closes every arena that ``get_arena`` made, in the order in which they were made (collective)."""
+    """Closes every arena that ``get_arena`` made, in the order in which they were first made: a call of every rank of their groups,
+    which that order keeps from waiting for each other in a circle, since making them did not."""
     forget_destroyed_groups()
     for arena in list(_arenas.values()):
         arena.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -192,3 +194,34 @@ def keys_that_a_waiting_rank_looks_up() -> tuple[int, int]:
         time.sleep(0.5)
     meeting.exchange("here")
     return len(asked), sum(asked)
+
+
+def over_a_tcp_store() -> tuple[list[bool], str, list[str]]:
+    """Exchanges of ranks that come in turn as the last, the one that a rank does not come to, and the next, over torchrun's store."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group, find_store = dist.new_group(list(range(world))), distributed_c10d._get_process_group_store
+    port = module.exchange(group, _free_port())[0]
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=60))
+    part = dist.PrefixStore("part/", store)
+    distributed_c10d._get_process_group_store = lambda group: part
+    try:
+        meeting, right, words = module._Meeting(group), [], "no error"
+        for turn in range(12):
+            time.sleep(0.05 * (turn % world == rank))
+            values = [bytes([0, 255, turn, peer]) * 1000 for peer in range(world)]
+            right.append(meeting.exchange(values[rank]) == values)
+        if rank != world - 1:
+            words = _timeout_of(lambda: meeting.exchange("here"))[1]
+        dist.barrier()
+        if rank == world - 1:
+            words = _timeout_of(lambda: meeting.exchange("late"))[1]
+        return right, words, meeting.exchange(f"rank {rank}")
+    finally:
+        distributed_c10d._get_process_group_store = find_store
+        dist.barrier()  # the first rank serves the store
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]

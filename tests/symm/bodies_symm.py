@@ -6,13 +6,14 @@ import errno
 import glob
 import os
 import threading
+import time
 import weakref
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError, MismatchError, NotSupportedError, PeerTimeoutError
-from ditron_train.symm import Channel, SymmetricArena, get_arena, shm_transport
+from ditron_train.symm import Channel, SymmetricArena, close_all_arenas, get_arena, shm_transport
 from ditron_train.symm.control import KIND_MISMATCH, RECORD_EXPECTED, RECORD_KIND, RECORD_STATE
 
 CPU = torch.device("cpu")
@@ -99,6 +100,25 @@ def overlapping_groups() -> list[float]:
         seen += tensor.local.tolist()
         arena.close()
     return seen
+
+
+def late_writes_and_close_all() -> tuple[list[float], bool, float]:
+    """Rank 1, late, writes to its peers just before it closes: what a peer's memory holds once its own call has returned."""
+    rank, lists = dist.get_rank(), [[0, 1], [1, 2], [0, 1, 2]]
+    groups = [dist.new_group(ranks) for ranks in lists]
+    close_all_arenas()
+    arenas = {number: get_arena(groups[number], CPU) for number, ranks in enumerate(lists) if rank in ranks}
+    tensors = {number: arena.tensor("test.late", (1,), torch.float32) for number, arena in arenas.items()}
+    kept = [tensor.local for tensor in tensors.values()]
+    dist.barrier()
+    start_s = time.monotonic()
+    if rank == 1:
+        time.sleep(0.5)
+        for number, tensor in tensors.items():
+            for peer in range(len(lists[number])):
+                tensor.peer(peer).fill_(number + 1)
+    close_all_arenas()
+    return [float(local) for local in kept], all(arena.closed for arena in arenas.values()), time.monotonic() - start_s
 
 
 def above_the_cap() -> tuple[str, str]:

@@ -36,6 +36,12 @@ def test_overlapping_groups():
     assert run_workers(4, bodies.overlapping_groups) == [low, low + high, high, high]
 
 
+def test_nobody_writes_into_memory_that_was_closed():
+    first, second, third = run_workers(3, bodies.late_writes_and_close_all)
+    assert first[0] == [1, 3] and second[0] == [1, 2, 3] and third[0] == [2, 3]
+    assert all(closed and seconds >= 0.5 for _, closed, seconds in (first, second, third))
+
+
 def test_a_cap_is_the_same_error_on_every_rank():
     (words, after), (words_1, after_1) = run_workers(2, bodies.above_the_cap)
     assert words == words_1 and "rank 1's cap DITRON_ARENA_BYTES=65536" in words

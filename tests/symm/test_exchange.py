@@ -78,3 +78,9 @@ def test_an_exchange_that_one_rank_has_given_up_fails_on_all() -> None:
 def test_a_waiting_rank_looks_at_one_key() -> None:
     (checks, keys), *_ = run_workers(4, bodies.keys_that_a_waiting_rank_looks_up)
     assert checks == keys > 3
+
+
+def test_over_the_store_that_torchrun_serves() -> None:
+    results = run_workers(4, bodies.over_a_tcp_store)
+    assert all(all(right) and said == [f"rank {rank}" for rank in range(4)] for right, _, said in results)
+    assert len({words for _, words, _ in results}) == 1 and "waited 1 s for rank 3" in results[0][1]
