@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from ditron_train.runtime.errors import DitronError
-from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 
 __all__ = [
@@ -48,6 +48,9 @@ SLOT = struct.Struct("<QQQHB133s")
 
 _TEXT_BYTES = 133
 _MAX_TEXTS = 4096
+_MAX_GROUPS = 256  # their names, of at most as many characters as below, fit into the header beside an error
+_NAME_CHARACTERS = 64
+_ERROR_CHARACTERS = 4000
 _OFF = "off"
 
 
@@ -77,15 +80,22 @@ class _Ring:
         sys.excepthook = self._uncaught
         atexit.register(self._end)
 
-    def add_group(self, name: str, ranks: Sequence[int]) -> int:
-        self._header["groups"].append([name, _spans(ranks)])
+    def add_group(self, name: str, ranks: Sequence[int]) -> int | None:
+        """The group's place in the header; None where that is full."""
+        groups = self._header["groups"]
+        if len(groups) >= _MAX_GROUPS:
+            return None
+        groups.append([name[:_NAME_CHARACTERS], _spans(ranks)])
         self._write_header()
-        return len(self._header["groups"]) - 1
+        return len(groups) - 1
 
     def note(self, kind: str, text: str, group: str | None, missing_rank: int | None) -> None:
         if self._header["error"] is not None:
             return  # the first says most
-        self._header["error"] = {"kind": kind, "text": text[:4000], "time_ns": time.time_ns(), "group": group,
+        text = text[:_ERROR_CHARACTERS]
+        if len(json.dumps(text)) > 2 * _ERROR_CHARACTERS:  # what is not ASCII takes up to twelve times its length
+            text = text[: _ERROR_CHARACTERS // 6]
+        self._header["error"] = {"kind": kind, "text": text, "time_ns": time.time_ns(), "group": group,
                                  "missing_rank": missing_rank}  # fmt: skip
         self._header["state"] = "raised"
         self._keep = True
@@ -96,7 +106,8 @@ class _Ring:
         if len(text) > HEADER_BYTES:
             self._header["groups"] = [[name, []] for name, _ in self._header["groups"]]
             text = MAGIC + json.dumps(self._header).encode() + b"\n"
-        self.memory[: len(text)] = text[:HEADER_BYTES]
+        text = text[:HEADER_BYTES]
+        self.memory[: len(text)] = text
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not issubclass(kind, DitronError):  # those are noted where they are found
@@ -231,7 +242,10 @@ def records_of(group_name: str, ranks: Sequence[int]) -> OpRecords:
     found = _records.get(group_name)
     if found is None:
         ring = _open_ring()
-        found = _records[group_name] = OpRecords(ring, ring.add_group(group_name, ranks) if ring is not None else 0)
+        group_id = ring.add_group(group_name, ranks) if ring is not None else None
+        if ring is not None and group_id is None:
+            log_once("many groups", f"records hold the calls of this job's first {_MAX_GROUPS} groups", name="records")
+        found = _records[group_name] = OpRecords(ring if group_id is not None else None, group_id or 0)
     return found
 
 

@@ -160,15 +160,15 @@ class SymmetricArena:
 
     def _retire(self, name: str) -> None:
         """Collective: takes buffer ``name`` out of use once nobody's kernels can touch it."""
-        held = self._segments.pop(name, None)
-        if held is None:
+        if name not in self._segments:
             return
-        self._quiesce()
+        self._quiesce()  # where a rank does not come, the buffer stays
+        segment, _ = self._segments.pop(name)
         self._drop_views()
         if self.graph_captured:
-            self._kept_for_graphs.append(held[0])
+            self._kept_for_graphs.append(segment)
         else:
-            held[0].release()
+            segment.release()
 
     def _drop_views(self) -> None:
         self._let_go = [reference for reference in self._let_go if reference() is not None]

@@ -18,7 +18,6 @@ from ditron_train.runtime.records import note_error
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.control import (
-    CONTROL_ABORT,
     CONTROL_RANK,
     CONTROL_RECORD_ADDRESS,
     CONTROL_TIMEOUT_NS,
@@ -95,7 +94,7 @@ class Channel:
         self._record_view = memoryview(self._record_words)  # the same; reading a word takes a quarter of numpy's time
         self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, pin_memory=device.type == "cuda")
         words = [0] * CONTROL_WORDS
-        words[CONTROL_TIMEOUT_NS] = int(self.timeout_s * 1e9)
+        words[CONTROL_TIMEOUT_NS] = min(int(self.timeout_s * 1e9), 2**62)  # what kernels add to a clock
         words[CONTROL_RECORD_ADDRESS] = self._record.data_ptr()
         words[CONTROL_RANK] = arena.rank
         words[CONTROL_WORLD_SIZE] = arena.world_size
@@ -155,7 +154,7 @@ class Channel:
         self.check()
 
     def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
-        """Records from the host that a wait passed its deadline (first record wins) and aborts the kernels' waits."""
+        """Records from the host that a wait passed its deadline (first record wins); kernels that wait have deadlines of their own."""
         if self._record_words[RECORD_STATE] == 0:
             self._record_words[RECORD_KIND] = KIND_TIMEOUT
             self._record_words[RECORD_PEER] = peer
@@ -168,10 +167,6 @@ class Channel:
     def failed(self) -> bool:
         """Whether a failure is recorded (host memory only)."""
         return bool(self._record_view[RECORD_STATE])
-
-    def abort(self) -> None:
-        """Makes every wait of this channel return at once (for a watchdog; results are discarded)."""
-        self.control[CONTROL_ABORT : CONTROL_ABORT + 1].fill_(1)
 
     def _build_error(self) -> DitronError:
         words = [int(word) for word in self._record_words]
@@ -206,8 +201,9 @@ class Channel:
     def _start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:
         """The start signal of every rank, [epoch, signature...], as this rank's pad for ``epoch`` holds it now.
 
-        Read beside the current stream, which may be held up by anything; zeros where that takes too long, or is not allowed
-        since a CUDA graph is being captured.
+        Read beside the current stream, which may be held up by anything (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` so is what is
+        beside it); zeros where that takes too long, or is not allowed since a CUDA graph is being captured: then the error
+        names the rank that was recorded, and of a mismatch no rank's arguments.
 
         Args:
             epoch: Of the call.

@@ -90,7 +90,7 @@ def select_transport(group: dist.ProcessGroup, device: torch.device, name: str |
     names = exchange(group, name)
     if len(set(names)) > 1:
         raise ArenaError(f"ranks chose different transports: {names}; set DITRON_TRANSPORT to one of them everywhere")
-    if (name == "shm") != (device.type == "cpu"):
+    if name not in ("shm", "torch", "nvshmem") or (name == "shm") != (device.type == "cpu"):
         raise ArenaError(f"transport {name!r} does not serve {device.type} tensors")
     if name == "shm":
         from ditron_train.symm.shm_transport import ShmTransport

@@ -135,6 +135,16 @@ def no_ring(monkeypatch) -> None:
     monkeypatch.setattr(records, "_records", {})
 
 
+def test_ever_more_groups_and_words_do_not_end_a_job(no_ring, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DITRON_POSTMORTEM", str(tmp_path))
+    for number in range(600):
+        records.records_of(f"{number}_{'name' * 20}", [number, number + 1, 3 * number + 5]).record("op", number)
+    records._ring.note("ValueError", "\N{GRINNING FACE}" * 5000, None, None)
+    (file,) = read_folder(tmp_path)
+    assert len(file.groups) == len(file.calls) == records._MAX_GROUPS and file.calls[-1].text == f"op {records._MAX_GROUPS - 1}"
+    assert file.error["kind"] == "ValueError" and len(file.error["text"]) > 500
+
+
 def test_a_folder_that_cannot_be_written_costs_the_records_only(no_ring, monkeypatch, caplog) -> None:
     monkeypatch.setenv("DITRON_POSTMORTEM", "/proc/nowhere")
     records.records_of("0", [0]).record("op")

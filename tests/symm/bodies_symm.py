@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.symm import Channel, SymmetricArena, close_all_arenas, get_arena, shm_transport
-from ditron_train.symm.control import KIND_MISMATCH, RECORD_EXPECTED, RECORD_KIND, RECORD_STATE
+from ditron_train.symm import exchange as exchange_module
+from ditron_train.symm.control import CONTROL_TIMEOUT_NS, KIND_MISMATCH, RECORD_EXPECTED, RECORD_KIND, RECORD_STATE
 
 CPU = torch.device("cpu")
 
@@ -143,6 +144,44 @@ def different_requests() -> str:
 
 def wrong_transport() -> str:
     return error_of(lambda: SymmetricArena(dist.group.WORLD, CPU, "torch"))
+
+
+def a_peer_does_not_come_while_a_buffer_grows() -> tuple[str, int, list[float]]:
+    """What the first rank hears, what the buffer holds then, and both ranks' sums once it has grown."""
+    arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
+    arena.tensor("test.stays", (64,), torch.float32).local.fill_(3)
+    words, least = "", exchange_module._LEAST_TIMEOUT_S
+    quiesce, exchange_module._LEAST_TIMEOUT_S = arena._quiesce, 1.0
+    os.environ["DITRON_TIMEOUT_S"] = "1"
+
+    def without_the_other() -> None:
+        if dist.get_rank() == 1:
+            raise PeerTimeoutError(op="test", group="", waiting_rank=1, missing_rank=0, chunk=0, expected_epoch=0, seen_epoch=0, timeout_s=0)
+        quiesce()
+
+    arena._quiesce = without_the_other
+    try:
+        arena.tensor("test.stays", (128,), torch.float32)
+    except PeerTimeoutError as error:
+        words = f"rank {error.missing_rank} is missing"
+    finally:
+        del os.environ["DITRON_TIMEOUT_S"]
+        exchange_module._LEAST_TIMEOUT_S = least
+    kept = arena.capacity_bytes("test.stays"), arena.tensor("test.stays", (64,), torch.float32).local.unique().tolist()
+    arena.close = lambda: None  # its ranks are out of step
+    return words, *kept
+
+
+def unknown_transport() -> str:
+    return error_of(lambda: SymmetricArena(dist.group.WORLD, CPU, "shmem"))
+
+
+def longest_deadline() -> int:
+    os.environ["DITRON_TIMEOUT_S"] = "1e30"
+    try:
+        return int(Channel(get_arena(None, CPU), "test.patient", 1).control[CONTROL_TIMEOUT_NS])
+    finally:
+        del os.environ["DITRON_TIMEOUT_S"]
 
 
 def different_transports() -> str:

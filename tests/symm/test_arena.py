@@ -57,6 +57,20 @@ def test_a_transport_that_does_not_serve_the_device():
     assert set(run_workers(2, bodies.wrong_transport)) == {"transport 'torch' does not serve cpu tensors"}
 
 
+def test_a_buffer_stays_where_a_peer_does_not_come_to_see_it_move():
+    (words, num_bytes, values), (words_1, num_bytes_1, values_1) = run_workers(2, bodies.a_peer_does_not_come_while_a_buffer_grows)
+    assert (words, words_1) == ("rank 1 is missing", "rank 0 is missing")
+    assert num_bytes == num_bytes_1 == 256 and values == values_1 == [3.0]
+
+
+def test_a_transport_that_does_not_exist():
+    assert set(run_workers(2, bodies.unknown_transport)) == {"transport 'shmem' does not serve cpu tensors"}
+
+
+def test_a_deadline_beyond_the_kernels_clock():
+    assert run_workers(2, bodies.longest_deadline) == [2**62] * 2
+
+
 def test_different_transports_are_the_same_error_on_every_rank():
     words = run_workers(2, bodies.different_transports)
     assert words[0] == words[1] and words[0].startswith("ranks chose different transports: ['shm', 'nvshmem']")
