@@ -9,4 +9,4 @@ if [ "$processes" = 0 ]; then
   processes=2
   export TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 fi
-exec "$PY" scripts/launch.py "$processes" -m ditron_train bench "$@"
+exec "$PY" "$ROOT/scripts/launch.py" "$processes" -m ditron_train bench "$@"

@@ -1,5 +1,7 @@
-# Sourced by the scripts: finds a Python, sets up .venv (VENV names another folder) and leaves its interpreter in $PY.
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+# Sourced by the scripts: finds a Python, sets up .venv (VENV names another folder) and leaves its interpreter in $PY, the checkout
+# in $ROOT. The current folder stays: files that are named on the command line are the caller's.
+unset CDPATH # or cd would look, and speak, elsewhere
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 
 die() {
   echo "error: $*" >&2
@@ -7,21 +9,22 @@ die() {
 }
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3 python3.11 python3.12 python}; do
+  local candidate candidates=(python3 python3.11 python3.12 python)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  die "no Python 3.11 or 3.12 found (tried: ${PYTHON:-python3 python3.11 python3.12 python}); PYTHON=/path/to/python names one"
+  die "no Python 3.11 or 3.12 found (tried: ${candidates[*]}); PYTHON=/path/to/python names one"
 }
 
 prepare() { # purpose: quickstart, test or bench
   local outer venv
   outer=$(find_python) || exit 1
-  venv=${VENV:-.venv}
-  "$outer" scripts/environment.py "$venv" "$1" || exit 1
+  venv=${VENV:-$ROOT/.venv}
+  "$outer" "$ROOT/scripts/environment.py" "$venv" "$1" || exit 1
   PY=$(cd "$venv/bin" && pwd)/python
 }
 

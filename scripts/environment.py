@@ -104,7 +104,10 @@ def make_venv(folder: Path) -> Path:
     own_pip = importlib.util.find_spec("ensurepip") is not None
     if not own_pip and importlib.util.find_spec("pip") is None:
         raise SetupError("this Python has neither ensurepip nor pip (Debian, Ubuntu: apt install python3-venv python3-pip)")
-    venv.EnvBuilder(with_pip=own_pip, symlinks=True).create(folder)
+    try:
+        venv.EnvBuilder(with_pip=own_pip, symlinks=True).create(folder)
+    except subprocess.CalledProcessError as error:
+        raise SetupError(f"{folder} cannot be made: {' '.join(map(str, error.cmd[:4]))} failed") from None
     return python
 
 
@@ -115,7 +118,9 @@ def link_outside(python: Path) -> None:
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         lines += [f"import site; site.addsitedir({path!r})" for path in outer]
     site = _output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
-    Path(site, "ditron_train_checkout.pth").write_text("\n".join(lines) + "\n")
+    link, text = Path(site, "ditron_train_checkout.pth"), "\n".join(lines) + "\n"
+    if not link.exists() or link.read_text() != text:  # an environment that is complete may be read-only
+        link.write_text(text)
 
 
 def installed(python: Path) -> dict[str, str]:
@@ -217,6 +222,10 @@ def main() -> int:
         check(python, pins, gpu)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = error.filename or arguments.folder
+        print(f"error: {where}: {error.strerror}; VENV=/another/folder puts the environment elsewhere", file=sys.stderr)
         return 1
     return 0
 

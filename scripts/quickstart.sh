@@ -13,4 +13,4 @@ if [ "$processes" = 0 ]; then
   export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 fi
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-exec "$PY" scripts/launch.py "$processes" examples/megatron/quickstart.py "$@"
+exec "$PY" "$ROOT/scripts/launch.py" "$processes" "$ROOT/examples/megatron/quickstart.py" "$@"

@@ -4,6 +4,7 @@
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 prepare test
+cd "$ROOT"
 gpus=${NUM_GPUS:-$(num_gpus)}
 [ "$gpus" != 0 ] || die "no GPU here: scripts/test.sh runs the CPU tests"
 ranks=1

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -78,3 +82,54 @@ def test_torch_chooses_its_own_setuptools(environment: ModuleType, tmp_path: Pat
     monkeypatch.setattr(environment, "_install_group", group)
     environment.install(tmp_path, ["torch", "rich", "setuptools"], environment.read_pins(), True)
     assert known["torch"] == "2.11.0"
+
+
+def test_an_environment_that_is_complete_is_not_written_to(environment: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(environment, "_output", lambda command: f"{tmp_path}\n")
+    (link,) = (environment.link_outside(tmp_path), *tmp_path.glob("*.pth"))[1:]
+    text = link.read_text()
+    assert str(ROOT) in text.splitlines()
+    os.utime(link, ns=(1, 1))
+    environment.link_outside(tmp_path)
+    assert link.stat().st_mtime_ns == 1
+    link.write_text("of a checkout that was moved")
+    environment.link_outside(tmp_path)
+    assert link.read_text() == text
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(environment: ModuleType, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["environment.py", "/proc/none", "test"])
+    assert environment.main() == 1
+    assert "error: /proc/none: No such file or directory; VENV=/another/folder puts" in capsys.readouterr().err
+
+
+def test_an_environment_whose_pip_cannot_be_made(environment: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
+    def create(self: object, folder: Path) -> None:
+        raise subprocess.CalledProcessError(1, [folder / "bin" / "python", "-m", "ensurepip", "--upgrade", "--default-pip"])
+
+    monkeypatch.setattr(environment.venv.EnvBuilder, "create", create)
+    monkeypatch.setattr(sys, "argv", ["environment.py", str(tmp_path / "env"), "test"])
+    assert environment.main() == 1
+    assert "-m ensurepip --upgrade failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script, words", [("quickstart.sh", ["examples/megatron/quickstart.py"]), ("bench.sh", ["bench", "tp"])])
+def test_scripts_run_where_they_are_called_and_stand_paths_with_spaces(tmp_path: Path, script: str, words: list[str]) -> None:
+    """The environment's interpreter is a stand-in that says where it is run and with what."""
+    root, called_from, python, env = (tmp_path / name for name in ("check out", "else where", "my python", "v env"))
+    for folder in (root / "scripts", called_from, env / "bin"):
+        folder.mkdir(parents=True)
+    for name in ("common.sh", script):
+        shutil.copy(ROOT / "scripts" / name, root / "scripts")
+    (root / "scripts" / "environment.py").write_text("import sys\nsys.exit(len(sys.argv) != 3)\n")
+    stand_in = env / "bin" / "python"
+    stand_in.write_text('#!/bin/sh\necho "in $PWD"\nfor word; do echo "$word"; done\n')
+    stand_in.chmod(0o755)
+    python.symlink_to(sys.executable)
+    variables = {**os.environ, "PYTHON": str(python), "VENV": str(env), "NUM_GPUS": "0", "CDPATH": str(tmp_path)}
+    command = ["bash", f"../check out/scripts/{script}", *words[1:], "--data", "my text.txt"]
+    done = subprocess.run(command, cwd=called_from, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[")]
+    assert lines[:3] == [f"in {called_from}", str(root / "scripts" / "launch.py"), "2"]
+    assert lines[-2:] == ["--data", "my text.txt"] and any(line.endswith(words[0]) for line in lines[3:])
