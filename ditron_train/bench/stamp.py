@@ -1,42 +1,13 @@
-"""Collects the stamp of a benchmark: device, versions, commit, settings."""
+"""The stamp of a benchmark that runs here, now."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from datetime import datetime, timezone
-from pathlib import Path
-
 import torch
 
-import ditron_train
 from ditron_train.bench.rows import Stamp
-from ditron_train.runtime.device import device_name, driver_version
-from ditron_train.runtime.versions import find_versions
+from ditron_train.runtime.provenance import collect_provenance
 
-__all__ = ["collect_stamp", "nccl_version"]
-
-_PREFIXES = ("DITRON_", "NCCL_", "NVTE_", "NVSHMEM_", "TORCH_NCCL_")
-_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def nccl_version() -> str | None:
-    """Returns the version of the NCCL that torch loads, None in a build without it."""
-    if not torch.cuda.is_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
-def _commit() -> str | None:
-    """The commit that this package's files come from, None where they are no git checkout."""
-    root = Path(ditron_train.__file__).parent.parent
-    if not (root / ".git").exists() or not shutil.which("git"):
-        return None
-    git = ["git", "-C", str(root)]
-    commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "ditron_train"], capture_output=True, text=True).stdout
-    return commit + ("+" if changed.strip() else "") if commit else None
+__all__ = ["collect_stamp"]
 
 
 def collect_stamp(device: torch.device, count: int, **settings: object) -> Stamp:
@@ -47,22 +18,4 @@ def collect_stamp(device: torch.device, count: int, **settings: object) -> Stamp
         count: Number of ranks.
         settings: Options of the benchmark that belong to its results.
     """
-    versions = find_versions()
-    variables = {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES) or name in _VARIABLES
-    }
-    return Stamp(
-        device=device_name(device),
-        count=count,
-        driver=driver_version() if device.type == "cuda" else None,
-        torch=torch.__version__,
-        triton=versions["triton"] or "",
-        nccl=nccl_version(),
-        nvshmem=versions["nvidia-nvshmem"],
-        megatron_core=versions["megatron-core"],
-        transformer_engine=versions["transformer-engine"],
-        ditron_train=ditron_train.__version__,
-        commit=_commit(),
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        settings={**variables, **{name: str(value) for name, value in settings.items()}},
-    )
+    return Stamp(**collect_provenance(device, count, **settings))

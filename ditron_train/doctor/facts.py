@@ -83,8 +83,8 @@ def collect_facts() -> Facts:
     """Looks at this machine and this process."""
     import torch
 
-    from ditron_train.bench.stamp import nccl_version
     from ditron_train.runtime.device import driver_version
+    from ditron_train.runtime.provenance import nccl_version
     from ditron_train.stream.driver import has_driver
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

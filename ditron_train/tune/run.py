@@ -20,13 +20,13 @@ from rich.table import Table
 import ditron_train
 from ditron_train.bench.arguments import add_shape_argument
 from ditron_train.bench.session import BenchSession, bench_session
-from ditron_train.bench.stamp import nccl_version
 from ditron_train.bench.tables import terminal
 from ditron_train.bench.tp import cases_of
 from ditron_train.bench.tp_contenders import Case
 from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.provenance import nccl_version
 from ditron_train.runtime.tuning import TuningTable, read_table
 from ditron_train.runtime.versions import find_versions
 from ditron_train.tp import TPContext, get_context
