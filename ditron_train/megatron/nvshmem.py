@@ -7,8 +7,8 @@ their first layer one after the other, each with what the stage before it has co
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from ditron_train.megatron import patching
 from ditron_train.megatron.devices import current_device
 from ditron_train.pp.paths import NVSHMEM
 from ditron_train.runtime.errors import ArenaError
-from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm import start_nvshmem
 from ditron_train.symm.exchange import exchange
@@ -54,10 +53,8 @@ def _start() -> None:
     device = _device()
     if device is None or not _is_needed():
         return
-    try:
+    with suppress(ArenaError):  # on every rank alike; what would have used it says so and runs natively
         start_nvshmem(device)
-    except ArenaError as error:  # the same on every rank; layers that would have used it say so and run natively
-        log_once("nvshmem", f"NVSHMEM is not there: {error}", level=logging.WARNING)
 
 
 def _device() -> torch.device | None:
