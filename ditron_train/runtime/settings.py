@@ -98,7 +98,8 @@ SETTINGS: tuple[Setting, ...] = (
         _positive_float,
         100.0,
         "seconds",
-        "Deadline of every wait on a peer; past it PeerTimeoutError is raised on every surviving rank.",
+        "Deadline of every wait on a peer; past it PeerTimeoutError is raised on every surviving rank. What ranks agree on "
+        "between their hosts, before the first call of a kind, may take 30 s at least.",
     ),
     Setting(
         "arena_bytes",
