@@ -21,7 +21,7 @@ from ditron_train.bench.session import BenchSession, Sink, bench_session
 from ditron_train.bench.timing import Timing
 from ditron_train.bench.tp import WIRE_GBPS
 from ditron_train.data import load_workloads
-from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 
@@ -57,6 +57,13 @@ class Case:
             "topk": self.topk,
         }
 
+    def check(self, world_size: int) -> None:
+        """Raises SettingError for experts that ``world_size`` ranks cannot share out, or too few to choose ``topk`` of."""
+        if self.num_experts % world_size:
+            raise SettingError(f"{self.num_experts} experts do not divide over {world_size} ranks")
+        if self.topk > self.num_experts:
+            raise SettingError(f"there are no {self.topk} experts to choose among {self.num_experts}")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench ep``."""
@@ -81,8 +88,8 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     check_sizes("--shape", arguments.shape)
     if arguments.shape:
         cases = [Case("custom", *shape) for shape in arguments.shape]
-        if any(case.num_experts % w for case in cases):
-            raise SettingError(f"the experts do not divide over {w} ranks")
+        for case in cases:
+            case.check(w)
     elif session.device.type == "cpu":
         cases = [Case("small", 24, 32, 48, 4 * w, 2)]
     else:
@@ -96,9 +103,9 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
             *(
                 Case(s["model"], s["num_tokens"] // w, s["hidden"], s["intermediate"], s["num_experts"], s["topk"])
                 for s in data["moe"]["shapes"]
-                if s["num_experts"] % w == 0
             ),
         ]
+        cases = [case for case in cases if case.num_experts % w == 0]
     models = [case.model for case in cases]
     chosen = [case for model in choose_models(arguments.model, models) for case in cases if case.model == model]
     variants = [replace(case, zipf=zipf) for case in chosen for zipf in (0.0, arguments.zipf)]
@@ -134,16 +141,19 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
     """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
 
     Raises:
-        SettingError: An unknown model, or megatron-core is not installed.
+        SettingError: An unknown model, sizes that cannot be, or a single rank, which dispatches nothing.
+        NotSupportedError: megatron-core is not installed.
     """
     try:
         import megatron.core  # noqa: F401
     except ImportError:
-        raise SettingError(f"bench ep needs megatron-core: {pip_command('megatron-core')}") from None
+        raise NotSupportedError(f"bench ep needs megatron-core: {pip_command('megatron-core')}") from None
     from ditron_train.bench.megatron_ep import HAVE_TE, expert_parallel_world
 
     parts = arguments.part or _PARTS
     with bench_session("ep", arguments, sink) as session, expert_parallel_world():
+        if session.world_size < 2:
+            raise SettingError("bench ep takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train bench ep")
         if not HAVE_TE:
             get_logger("bench").info("Transformer Engine is not installed: native runs in PyTorch's deterministic mode")
         for case in _cases(arguments, session):
@@ -299,6 +309,7 @@ def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], 
 
     on_gpu = session.device.type == "cuda"
     case = Case("traced", 8192, 7168, 2048, 128, 8) if on_gpu else Case("traced", 24, 32, 48, 4 * session.world_size, 2)
+    case.check(session.world_size)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = dict(hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk)
     with expert_parallel_world(), _deterministic(not HAVE_TE), _policy("strict"):

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
     """
     with bench_session("pp", arguments, sink) as session:
         if session.world_size < 2 or session.world_size % 2:
-            raise SettingError(f"bench pp takes an even number of ranks, not {session.world_size}")
+            raise SettingError(f"bench pp takes an even number of ranks, not {session.world_size}: torchrun --nproc-per-node 2")
         if arguments.picture is not None:
             check_matplotlib()
             check_folder(arguments.picture.parent)

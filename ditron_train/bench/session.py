@@ -129,6 +129,8 @@ class BenchSession:
 
     def finish(self) -> int:
         """Rank 0 writes and shows the rows. Returns the exit status: 1 where bits of any row differ."""
+        if not self.rows and self._sink is None and self.rank == 0:
+            get_logger("bench").warning("bench %s: nothing of what was asked for is measured here", self.name)
         self._write(is_shown=True)
         return 0 if all(row.bitwise_equal for row in self.rows) else 1
 

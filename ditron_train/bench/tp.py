@@ -16,7 +16,6 @@ from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.timing import Contender, Timing
 from ditron_train.bench.tp_contenders import Case, Linear, backward_contenders, op_contenders
 from ditron_train.data import load_workloads
-from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tp import TPContext, get_context
 from ditron_train.tp.cost_model import Prediction, predict, wire_bytes
@@ -99,9 +98,7 @@ def cases_of(op: str, arguments: argparse.Namespace, session: BenchSession) -> l
     else:
         cases = [case for case in published if case.model in wanted]
     for case in cases:
-        split = case.n if op == "ag_gemm" else case.k
-        if case.m % session.world_size or split % session.world_size:
-            raise SettingError(f"{op} {case.m}x{case.n}x{case.k} does not divide over {session.world_size} ranks")
+        case.check(session.world_size)
     return cases
 
 

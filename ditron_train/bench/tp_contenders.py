@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ditron_train.bench.arguments import check_divides
 from ditron_train.bench.session import BenchSession
 from ditron_train.bench.timing import Contender
 from ditron_train.tp import TPContext, ag_gemm, column_linear, gemm_rs, row_linear
@@ -32,6 +33,10 @@ class Case:
     def shape(self) -> dict[str, int]:
         """As it stands in a row."""
         return {"m": self.m, "n": self.n, "k": self.k}
+
+    def check(self, world_size: int) -> None:
+        """Raises SettingError for sizes that ``world_size`` ranks cannot share out."""
+        check_divides(self.op, (self.m, self.n, self.k), "N" if self.op == "ag_gemm" else "K", world_size)
 
     def problem(self, dtype: torch.dtype, world_size: int) -> Problem:
         """Its forward as one rank sees it."""

@@ -40,6 +40,8 @@ def show(native: Job, ours: Job, found: Sequence[Difference], own: Sequence[Diff
             f"{times[0] / times[1]:.3f}x",
             highlight=False,
         )
+    else:
+        console.print(f"no step behind the first {skip} was timed: train longer, or set --skip", highlight=False)
     used = [job.used_bytes for job in (native, ours)]
     if None not in used:
         console.print(f"memory in use on the fullest GPU: {used[0] / 2**30:.2f} GiB, {used[1] / 2**30:.2f} GiB", highlight=False)
@@ -51,7 +53,8 @@ def show(native: Job, ours: Job, found: Sequence[Difference], own: Sequence[Diff
 
 def _verdict(native: Job, ours: Job, counted: Sequence[Difference], own: Sequence[Difference]) -> str:
     if counted:
-        return f"DIFFERENT: {_words(counted[0])} and {len(counted) - 1} more"
+        more = f" and {len(counted) - 1} more" if len(counted) > 1 else ""
+        return f"DIFFERENT: {_words(counted[0])}{more}"
     if len(native) != len(ours):
         return f"DIFFERENT: {len(native)} steps natively, {len(ours)} with ditron_train"
     if own:
@@ -96,11 +99,14 @@ def _ms(step: Step) -> str:
     return "-" if step.seconds is None else f"{step.seconds * 1e3:.1f}"
 
 
-def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is_equal: bool) -> Path:
+def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is_equal: bool) -> Path | None:
     """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced, others keep their commit.
 
+    Returns:
+        The file; None where no step was timed.
+
     Raises:
-        SettingError: No step was timed, or the file that is there cannot be read.
+        SettingError: The file that is there cannot be read.
     """
     import torch
 
@@ -108,7 +114,7 @@ def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is
 
     times = [job.step_ms(skip) for job in (native, ours)]
     if None in times:
-        raise SettingError(f"no step behind the first {skip} was timed: train longer, or set --skip")
+        return None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stamp = collect_stamp(device, native.header["world_size"])
     row = Row(

@@ -7,12 +7,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ditron_train.bench.arguments import check_folder
 from ditron_train.compare.launch import run_job, with_launcher
 from ditron_train.compare.report import show, write_row
 from ditron_train.compare.steps import Difference, Job, differences, read_job
@@ -20,6 +22,8 @@ from ditron_train.megatron.arguments import parse_features
 from ditron_train.runtime.errors import SettingError
 
 __all__ = ["add_arguments", "run"]
+
+_UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0 where all that native repeats is equal, 1 where something differs.
 
     Raises:
-        SettingError: The command cannot be used, or a job failed.
+        SettingError: The command or the notes cannot be used, or a job failed.
     """
+    _check(arguments)
     native, ours = (read_job(folder) for folder in arguments.notes) if arguments.notes else _train_both(arguments)
     _check_alike(native, ours)
     found = differences(native, ours)
@@ -64,8 +69,27 @@ def run(arguments: argparse.Namespace) -> int:
     is_equal = show(native, ours, found, own, skip)
     if arguments.results is not None:
         path = write_row(arguments.results, arguments.model, native, ours, skip, is_equal=is_equal and not found)
-        Console(stderr=True).print(f"written: {path}", markup=False)
+        words = "no row was written: no step was timed" if path is None else f"written: {path}"
+        Console(stderr=True).print(words, markup=False, highlight=False)
     return 0 if is_equal else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses what cannot be before anything is trained.
+
+    Raises:
+        SettingError: Options that say nothing together, a folder that cannot be written, or torchrun in front of this command.
+    """
+    if arguments.skip is not None and arguments.skip < 0:
+        raise SettingError("--skip has to be 0 or more")
+    if arguments.notes and (arguments.ditron or arguments.command):
+        raise SettingError("--notes trains nothing: leave out --ditron and the command")
+    if not arguments.notes:
+        if _UNDER_TORCHRUN in os.environ:
+            raise SettingError("compare starts torchrun itself: python -m ditron_train compare --ditron tp torchrun ... pretrain_gpt.py ...")
+        check_folder(arguments.output)
+    if arguments.results is not None:
+        check_folder(arguments.results)
 
 
 def _check_alike(native: Job, ours: Job) -> None:

@@ -77,8 +77,12 @@ class Difference:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], list[Step]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    header, *entries = [json.loads(line) for line in lines]
+    whole = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line of a job that was killed may be half written
+    if not whole:
+        raise ValueError(f"{path.name} is empty")
+    header, *entries = [json.loads(line) for line in whole]
+    if any(name not in header for name in ("world_size", "features", "dtype", "sizes")):
+        raise ValueError(f"{path.name} begins with {header}")
     steps = []
     for entry in entries:
         figures = {**entry["losses"], "grad norm": entry["grad_norm"], "parameters": entry.get("digest")}
@@ -93,7 +97,7 @@ def read_job(folder: Path) -> Job:
     Raises:
         SettingError: There are none, ranks are missing, or they are not such files.
     """
-    paths = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem[4:]))
+    paths = sorted((path for path in folder.glob("rank*.jsonl") if path.stem[4:].isdigit()), key=lambda path: int(path.stem[4:]))
     if not paths:
         raise SettingError(f"no rank noted a step in {folder}: did the script reach Megatron-LM's training loop?")
     try:

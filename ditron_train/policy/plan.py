@@ -115,11 +115,11 @@ def load_plan(path: Path) -> Plan:
     except OSError as error:
         raise SettingError(f"cannot read the plan {path}: {error.strerror}") from None
     except ValueError:
-        raise SettingError(f"{path} is not a plan: no JSON") from None
+        raise SettingError(f"{path} is not a plan: no JSON; name another file") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise SettingError(f"{path} is not a plan of this version ({_FORMAT!r})")
+        raise SettingError(f"{path} is not a plan of this version ({_FORMAT!r}): delete it or name another file")
     if not isinstance(content.get("made_with"), dict):
-        raise SettingError(f"{path} does not say what it was made with")
+        raise SettingError(f"{path} does not say what it was made with: delete it or name another file")
     here = fingerprint()
     stale = [f"{name} was {content['made_with'].get(name)}, is {here.get(name)}"
              for name in sorted({*here, *content["made_with"]}) if content["made_with"].get(name) != here.get(name)]  # fmt: skip
@@ -128,7 +128,10 @@ def load_plan(path: Path) -> Plan:
     try:
         entries = {key: Entry(**entry) for key, entry in content["decisions"].items()}
     except (TypeError, AttributeError, KeyError):
-        raise SettingError(f"the decisions in {path} cannot be read") from None
+        raise SettingError(f"the decisions in {path} cannot be read: delete it or name another file") from None
+    unclear = [key for key, entry in entries.items() if not isinstance(entry.use_ditron, bool) or not isinstance(entry.reason, str)]
+    if unclear:
+        raise SettingError(f"{path} does not say whether to use ours (true or false) and why: {unclear[0]!r}")
     unknown = sorted(key for key in entries if not _KEY.fullmatch(key))
     if unknown:
         raise SettingError(f"{path} decides about an op that is not known: {unknown[0]!r}")

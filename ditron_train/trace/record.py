@@ -84,13 +84,9 @@ def _tp_op(session: BenchSession, op: str, shape: tuple[int, int, int] | None) -
     from ditron_train.tp import get_context
 
     m, n, k = shape or (_ON_CPU if session.device.type == "cpu" else (8192, 28672, 8192))
-    split = n if op == "ag_gemm" else k
-    if min(m, n, k) < 1:
-        raise SettingError(f"{op} {m}x{n}x{k}: sizes have to be above 0")
-    if m % session.world_size or split % session.world_size:
-        raise SettingError(f"{op} {m}x{n}x{k} does not divide over {session.world_size} ranks")
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     case = Case(op, "custom", m, n, k)
+    case.check(session.world_size)
+    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     yield f"{op} {m} x {n} x {k}", op_contenders(session, case, get_context(None, session.device), dtype)
 
 

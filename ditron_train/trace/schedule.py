@@ -59,7 +59,7 @@ class ScheduleRequest:
         nodes = self.ranks_per_node or self.world_size
         if nodes < 1 or self.world_size % nodes:
             raise SettingError(f"{self.world_size} ranks do not divide into nodes of {nodes}")
-        split, name = (self.n, "n") if self.op == "ag_gemm" else (self.k, "k")
+        split, name = (self.n, "N") if self.op == "ag_gemm" else (self.k, "K")
         if split % self.world_size:
             raise SettingError(f"{self.op}: {name} = {split} does not divide over {self.world_size} ranks")
         counts = self.row_counts

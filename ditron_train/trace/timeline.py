@@ -14,13 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Interval", "computation_us", "exposed", "read_chrome_trace", "total_us"]
+__all__ = [
+    "Interval", "computation_us", "exposed", "idle", "is_gemm", "not_launched", "read_chrome_trace", "total_us", "union",
+]  # fmt: skip
 
 Kind = Literal["compute", "communication"]
 # Kernels that only move or wait for data of other ranks; fused kernels compute, so they are not among them.
 _COMMUNICATION = re.compile(
-    r"nccl|gloo|c10d|push_|_push|gather_(start|wait)|exchange|receive_kernel|arrived|await_|notify_|return_rows|sum_returned"
-    r"|Memcpy PtoP",
+    r"nccl|gloo|c10d|nvshmem|userbuffers|deep_ep|push_|_push|gather_(start|wait)|exchange|receive_kernel|arrived|await_|notify_"
+    r"|agree_kernel|return_rows|sum_returned|Memcpy PtoP",
+    re.IGNORECASE,
+)
+# cuBLAS's and CUTLASS's, ours alone or fused with communication, the optimizer's; attention is made of CUTLASS, too, and is none.
+_GEMM = re.compile(
+    r"^(?!.*(flash|fmha|sdpa|attn)).*(nvjet|gemm|gemv|splitKreduce|wgrad_kernel|addmm_kernel|symmetric_kernel|aten::\w*mm\b)",
     re.IGNORECASE,
 )
 # What stands in front of the recorded call: a wait that lets the host get ahead, and a barrier.
@@ -30,7 +37,10 @@ _CPU_COMPUTE = re.compile(r"^(aten::(mm|addmm|bmm|baddbmm)|ditron_train)\b")
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that ran on one lane, in microseconds from the start of the trace; a kernel on ``sms`` multiprocessors."""
+    """Something that ran on one lane, in microseconds from the start of the trace; a kernel on ``sms`` multiprocessors.
+
+    ``launched_us``: when the host had handed it to the device; None where the trace does not tell.
+    """
 
     lane: str
     kind: Kind
@@ -38,6 +48,7 @@ class Interval:
     start_us: float
     end_us: float
     sms: int | None = None
+    launched_us: float | None = None
 
 
 def read_chrome_trace(path: Path) -> list[Interval]:
@@ -48,10 +59,11 @@ def read_chrome_trace(path: Path) -> list[Interval]:
     """
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no Chrome trace: {error!r}") from error
     complete = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
-    found = [_gpu_interval(event) for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    calls = {_correlation(event): event for event in complete if event.get("cat") in ("cuda_runtime", "cuda_driver")}
+    found = [_gpu_interval(event, calls) for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not found:
         found = [_cpu_interval(event) for event in complete if event.get("cat") in ("cpu_op", "user_annotation")]
     intervals = _without_head_start([interval for interval in found if interval is not None])
@@ -63,8 +75,12 @@ def read_chrome_trace(path: Path) -> list[Interval]:
         if interval.kind == "compute" and interval.sms is not None:
             most[interval.lane] = max(most.get(interval.lane, 0), interval.sms)
     moved = [
-        replace(i, lane=_lane_with_sms(i, most), start_us=i.start_us - origin, end_us=i.end_us - origin) for i in intervals
-    ]
+        replace(
+            i, lane=_lane_with_sms(i, most), start_us=i.start_us - origin, end_us=i.end_us - origin,
+            launched_us=None if i.launched_us is None else i.launched_us - origin,
+        )
+        for i in intervals
+    ]  # fmt: skip
     return sorted(moved, key=lambda interval: (interval.start_us, interval.lane))
 
 
@@ -85,12 +101,20 @@ def _lane_with_sms(interval: Interval, most: dict[str, int]) -> str:
     return f"{interval.lane}, up to {most[interval.lane]} SMs" if interval.lane in most else interval.lane
 
 
-def _gpu_interval(event: dict) -> Interval:
+def _correlation(event: dict) -> int | None:
+    return event.get("args", {}).get("correlation")
+
+
+def _gpu_interval(event: dict, calls: dict[int | None, dict]) -> Interval:
     start, name = float(event["ts"]), event["name"]
     stream = event.get("args", {}).get("stream", event.get("tid"))
     lane = f"copy engine, stream {stream}" if event["cat"] == "gpu_memcpy" else f"stream {stream}"
     kind: Kind = "communication" if _COMMUNICATION.search(name) else "compute"
-    return Interval(lane, kind, name, start, start + float(event["dur"]), _sms(event.get("args", {})))
+    call = calls.get(_correlation(event))
+    launched = None if call is None else float(call["ts"])
+    if launched is not None and event["cat"] != "gpu_memcpy":  # a copy's call may return when the copy is done
+        launched += float(call["dur"])
+    return Interval(lane, kind, name, start, start + float(event["dur"]), _sms(event.get("args", {})), launched)
 
 
 def _sms(details: dict) -> int | None:
@@ -113,9 +137,10 @@ def _cpu_interval(event: dict) -> Interval | None:
     return Interval(f"CPU thread {event.get('tid')}", kind, name, start, start + float(event["dur"]))
 
 
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def union(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
+    """Returns the spans, in order and apart, in which at least one of ``intervals`` ran."""
     merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
+    for start, end in sorted((interval.start_us, interval.end_us) for interval in intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
@@ -125,18 +150,40 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def exposed(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
     """Returns the spans in which data moved between ranks and nothing was computed: the communication not hidden."""
-    compute = _union((i.start_us, i.end_us) for i in intervals if i.kind == "compute")
+    compute = union(i for i in intervals if i.kind == "compute")
     left: list[tuple[float, float]] = []
-    for start, end in _union((i.start_us, i.end_us) for i in intervals if i.kind == "communication"):
-        for low, high in compute:
-            if high <= start or low >= end:
-                continue
+    place = 0
+    for start, end in union(i for i in intervals if i.kind == "communication"):
+        while place < len(compute) and compute[place][0] < end:
+            low, high = compute[place]
             if low > start:
                 left.append((start, low))
             start = max(start, high)
+            if high >= end:
+                break  # it may cover the beginning of the next span, too
+            place += 1
         if start < end:
             left.append((start, end))
     return left
+
+
+def idle(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
+    """Returns the spans between the first start and the last end in which nothing ran."""
+    busy = union(intervals)
+    return [(end, start) for (_, end), (start, _) in zip(busy, busy[1:])]
+
+
+def not_launched(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
+    """Returns the part of ``idle`` in which the host had not handed over yet what ran next: the device waited for the host.
+
+    In the rest of ``idle`` it waited for something else: another rank, by a wait between kernels, or its own next launch.
+    """
+    launched: dict[float, float] = {}  # by start
+    for interval in intervals:
+        if interval.launched_us is not None:
+            launched[interval.start_us] = min(interval.launched_us, launched.get(interval.start_us, math.inf))
+    spans = ((start, min(launched.get(end, start), end)) for start, end in idle(intervals))
+    return [(start, end) for start, end in spans if end > start]
 
 
 def total_us(spans: Iterable[tuple[float, float]]) -> float:
@@ -146,4 +193,9 @@ def total_us(spans: Iterable[tuple[float, float]]) -> float:
 
 def computation_us(intervals: Sequence[Interval]) -> float:
     """Time in which something was computed, communication beside it or not."""
-    return total_us(_union((i.start_us, i.end_us) for i in intervals if i.kind == "compute"))
+    return total_us(union(i for i in intervals if i.kind == "compute"))
+
+
+def is_gemm(interval: Interval) -> bool:
+    """Whether it multiplies matrices, communication in the same kernel or not; attention is not counted."""
+    return interval.kind == "compute" and _GEMM.search(interval.name) is not None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ditron_train.bench.arguments import check_divides
 from ditron_train.runtime.errors import SettingError
 
 if TYPE_CHECKING:  # megatron-core need not be there for what is asked of this module alone
@@ -97,13 +98,9 @@ class Case:
         """Shapes of x and weight on each rank.
 
         Raises:
-            SettingError: The shape does not divide over the ranks.
+            SettingError: A size is not above 0, or does not divide over the ranks.
         """
-        if min(self.m, self.n, self.k) < 1:
-            raise SettingError(f"{self.kind} {self.m}x{self.n}x{self.k}: sizes have to be above 0")
-        split = self.n if self.kind == "column" else self.k
-        if self.m % world_size or split % world_size:
-            raise SettingError(f"{self.kind} {self.m}x{self.n}x{self.k} does not divide over {world_size} ranks")
+        check_divides(f"{self.name} {self.kind}", (self.m, self.n, self.k), "N" if self.kind == "column" else "K", world_size)
         if self.kind == "column":
             return (self.m // world_size, self.k), (self.n // world_size, self.k)
         return (self.m, self.k // world_size), (self.n, self.k // world_size)

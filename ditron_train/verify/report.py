@@ -102,7 +102,7 @@ def _print_line(text: str) -> None:
 
 def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row], repeat: int) -> None:
     """One line a case and one for each of the other rooms' ``rows``, on rank 0."""
-    title = f"{session.world_size} ranks" + (f", {repeat} comparisons of each layer" if outcomes else "")
+    title = _count(session.world_size, "rank") + (f", {_count(repeat, 'comparison')} of each layer" if outcomes else "")
     table = Table(title=title, title_justify="left")
     for name in ("layer", "op", "shape", "dtype", *RESULTS, "native ms", "ditron ms", "verdict"):
         table.add_column(name)
@@ -122,6 +122,10 @@ def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row
         verdict = slower if row.bitwise_equal else "DIFFERENT"
         table.add_row(row.model, row.op, sizes, row.dtype, *bits, *times, verdict, style=style)
     terminal().print(table)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _times(*times_us: float | None) -> list[str]:
@@ -145,7 +149,7 @@ def _bits(outcome: Outcome, result: str) -> str:
 def _summary_of_rows(rows: Sequence[Row], num_comparisons: int) -> str:
     """One sentence over the other rooms' rows."""
     different = sum(not row.bitwise_equal for row in rows)
-    text = f"{len(rows)} rows of other ops ({num_comparisons} comparisons)"
+    text = f"{_count(len(rows), 'row')} of other ops ({_count(num_comparisons, 'comparison')})"
     return f"{text}; {f'{different} different' if different else 'every bit is equal'}"
 
 
@@ -154,7 +158,7 @@ def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
     ours = [outcome for outcome in outcomes if outcome.is_ours]
     different = [outcome for outcome in outcomes if not outcome.equal]
     compared = len(ours) * repeat
-    text = f"{len(outcomes)} shapes: {len(ours)} run ours ({compared} comparisons), {len(outcomes) - len(ours)} natively"
+    text = f"{_count(len(outcomes), 'shape')}: {len(ours)} by ours ({_count(compared, 'comparison')}), {len(outcomes) - len(ours)} natively"
     verdict = "every bit is equal" if ours else "nothing was compared"
     return f"{text}; {f'{len(different)} different' if different else verdict}"
 

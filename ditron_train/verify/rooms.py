@@ -51,6 +51,8 @@ def _sp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
 
 
 def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    if world_size < 2:
+        raise SettingError("--rooms ep takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify")
     if model.experts is None:  # a published layer; without a GPU the benchmark has one alone
         return ["--no-deterministic", *(("--model", "facts") if on_gpu else ())]
     _divides("experts over the ranks", model.experts, world_size)
@@ -60,7 +62,7 @@ def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
 
 def _pp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
     if world_size % 2:
-        raise SettingError(f"--rooms pp takes an even number of ranks, not {world_size}")
+        raise SettingError(f"--rooms pp takes an even number of ranks, not {world_size}: name the others, --rooms sp,ep,muon")
     parts = ("--part", "send_recv", "--part", "pipeline_step")
     return ["--no-limited", *parts, "--mb", str(2 * model.tokens * model.hidden / 1e6)]
 

@@ -85,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     with bench_session("verify", arguments) as session:
         on_gpu = session.device.type == "cuda"
         model = model_sizes(arguments, on_gpu)
+        if arguments.ops and session.world_size < 2:
+            raise SettingError("--ops takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify --ops")
         words = room_words(rooms, model, session.world_size, on_gpu)
         report = Report(session, arguments)
         try:
@@ -101,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> list[str]:
     """The names of ``--rooms``; raises for whatever cannot be, before anything is launched."""
     if arguments.repeat < 1 or min(arguments.random, arguments.straggler_ms, arguments.ops) < 0:
-        raise SettingError("--repeat has to be above 0, --random, --ops and --straggler-ms not below")
+        raise SettingError("--repeat has to be above 0, --random, --ops and --straggler-ms 0 or more")
     check_counts(arguments)
     if arguments.seconds is not None and arguments.seconds <= 0:
         raise SettingError("--seconds has to be above 0")

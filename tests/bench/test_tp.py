@@ -49,7 +49,7 @@ def _refused(*words: str) -> str:
 
 def test_bad_shapes_are_refused_on_every_rank() -> None:
     messages = run_workers(2, _refused, "--shape", "127", "64", "128", "--part", "ag_gemm")
-    assert messages == ["ag_gemm 127x64x128 does not divide over 2 ranks"] * 2
+    assert messages == ["ag_gemm 127x64x128 does not divide over 2 ranks: M and N have to"] * 2
     assert "accepted" not in run_workers(2, _refused_model)
 
 

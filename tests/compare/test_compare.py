@@ -8,11 +8,12 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ditron_train.bench.rows import read_results
+from ditron_train.bench.rows import read_results, write_results
 from ditron_train.compare.launch import LAUNCHER, run_job, with_launcher
 from ditron_train.compare.report import show, write_row
 from ditron_train.compare.run import add_arguments, run
@@ -163,6 +164,32 @@ def test_commands_that_cannot_be_used(words, says):
         with_launcher(words)
 
 
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--output", "/proc/nowhere", "torchrun", __file__], "cannot write into /proc/nowhere"),
+        (["--results", "/proc/nowhere", "torchrun", __file__], "cannot write into /proc/nowhere"),
+        (["--skip", "-1", "torchrun", __file__], "--skip has to be 0 or more"),
+        (["--notes", "a", "b"], "--notes trains nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(monkeypatch, tmp_path, words, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ditron_train.compare.run.run_job", lambda *_: pytest.fail("trained"))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SettingError, match=says):
+        run(parser.parse_args(["--ditron", "tp", *words]))
+
+
+def test_under_torchrun_every_rank_would_start_jobs(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SettingError, match="compare starts torchrun itself"):
+        run(parser.parse_args(["--ditron", "tp", "pretrain_gpt.py"]))
+
+
 def test_where_the_launcher_goes():
     assert with_launcher(["torchrun", "-x", __file__, "--a.py"]) == ["torchrun", "-x", "-m", LAUNCHER, __file__, "--a.py"]
     there = ["torchrun", "-m", LAUNCHER, __file__]
@@ -219,9 +246,15 @@ def test_notes_that_cannot_be_read(tmp_path):
     _write(tmp_path / "half", 0, 2, [1.0])
     with pytest.raises(SettingError, match="1 of 2 ranks"):
         read_job(tmp_path / "half")
-    (tmp_path / "half" / "rank1.jsonl").write_text("{")
-    with pytest.raises(SettingError, match="does not hold the notes"):
-        read_job(tmp_path / "half")
+    for text in ("{", "{\n", "[1]\n", "1\n", "{}\n", '{"world_size": 2}\n'):
+        (tmp_path / "half" / "rank1.jsonl").write_text(text)
+        with pytest.raises(SettingError, match="does not hold the notes"):
+            read_job(tmp_path / "half")
+    _write(tmp_path / "half", 1, 2, [1.0])
+    (tmp_path / "half" / "rankle.jsonl").write_text("of somebody else")
+    with (tmp_path / "half" / "rank1.jsonl").open("a") as notes:
+        notes.write('{"step": 2, "los')  # killed while it wrote
+    assert len(read_job(tmp_path / "half")) == 1
 
 
 @pytest.mark.parametrize(
@@ -249,8 +282,11 @@ def test_rows_of_other_models_stay(tmp_path):
     for model in ("a", "b", "a"):
         path = write_row(tmp_path, model, job, job, 1, is_equal=True)
     assert sorted(row.model for row in read_results(path)[1]) == ["a", "b"]
-    with pytest.raises(SettingError, match="no step behind the first 9"):
-        write_row(tmp_path, "a", job, job, 9, is_equal=True)
+    assert write_row(tmp_path, "a", job, job, 9, is_equal=True) is None
+    stamp, rows = read_results(path)
+    write_results(tmp_path, "training", replace(stamp, commit="before"), rows)
+    rows = read_results(write_row(tmp_path, "a", job, job, 1, is_equal=True))[1]
+    assert {row.model: row.commit for row in rows} == {"a": None, "b": "before"}
 
 
 def test_a_digest_shows_every_bit():

@@ -228,6 +228,10 @@ def test_damaged_decisions_and_unwritable_paths(tmp_path):
     path.write_text(json.dumps({**content, "decisions": {"xp op on 2 ranks (strict)": entry}}))
     with pytest.raises(SettingError, match="an op that is not known: 'xp op on 2 ranks"):
         load_plan(path)
+    for wrong in ({**entry, "use_ditron": "no"}, {**entry, "reason": None}):
+        path.write_text(json.dumps({**content, "decisions": {"tp op on 2 ranks (strict)": wrong}}))
+        with pytest.raises(SettingError, match="does not say whether to use ours"):
+            load_plan(path)
     path.write_text(json.dumps({**content, "made_with": None}))
     with pytest.raises(SettingError, match="does not say what it was made with"):
         load_plan(path)

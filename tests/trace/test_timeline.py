@@ -124,7 +124,7 @@ def test_ops_of_the_other_rooms(tmp_path: Path, op: str) -> None:
 
 def test_what_cannot_be_recorded_is_refused_on_every_rank(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    assert run_workers(2, _refused, "ag_gemm", (63, 64, 64), folder) == ["ag_gemm 63x64x64 does not divide over 2 ranks"] * 2
+    assert run_workers(2, _refused, "ag_gemm", (63, 64, 64), folder) == ["ag_gemm 63x64x64 does not divide over 2 ranks: M and N have to"] * 2
     assert run_workers(2, _refused, "layer", None, folder) == ["layer is recorded on GPUs only"] * 2
     assert "has one of its own" in run_workers(2, _refused, "moe_layer", (64, 64, 64), folder)[0]
     assert "takes several ranks" in run_workers(1, _refused, "send_recv", None, folder)[0]

@@ -178,7 +178,7 @@ def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
     sentence = summary["sentence"]
     assert sentence.startswith("2 of 9 shapes in ") and "every bit is equal; epochs 2147483584 on;" in sentence
     summary = stamp.settings["summary"]
-    assert summary.startswith("1 shapes: 1 run ours") and "1 rows of other ops (1 comparisons)" in summary
+    assert summary.startswith("1 shape: 1 by ours") and "1 rows of other ops (1 comparisons)" in summary
 
 
 def test_rooms_take_the_models_sizes() -> None:
@@ -261,7 +261,7 @@ def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:
-    assert run_workers(2, _refused, "--column", "31", "32", "32") == ["column 31x32x32 does not divide over 2 ranks"] * 2
+    assert run_workers(2, _refused, "--column", "31", "32", "32") == ["custom column 31x32x32 does not divide over 2 ranks: M and N have to"] * 2
     bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
            ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"),
            ("--output", "/proc/nowhere"), ("--rooms", "tp,xp"), ("--num-experts", "0"),
