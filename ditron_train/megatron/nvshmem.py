@@ -1,6 +1,6 @@
 """Starts NVSHMEM, where features will need it, when Megatron makes its process groups: a point that every rank passes.
 
-NVSHMEM starts on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to
+So there, too, it is found out whether all ranks were told the same (``agreement``). NVSHMEM starts on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to
 their first layer one after the other, each with what the stage before it has computed.
 """
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ditron_train.megatron import patching
+from ditron_train.megatron.agreement import check_ranks_agree
 from ditron_train.megatron.devices import current_device
 from ditron_train.pp.paths import NVSHMEM
 from ditron_train.runtime.errors import ArenaError
@@ -33,7 +34,7 @@ _make_groups = parallel_state.initialize_model_parallel
 @functools.wraps(_make_groups)
 def _make_groups_and_start(*args: Any, **kwargs: Any) -> None:
     _make_groups(*args, **kwargs)
-    _start()
+    _meet()
 
 
 def start_where_needed(features: Iterable[str]) -> None:
@@ -41,12 +42,17 @@ def start_where_needed(features: Iterable[str]) -> None:
     _features.update(features)
     patching.replace_symbol(_make_groups, _make_groups_and_start)
     if parallel_state.model_parallel_is_initialized():
-        _start()
+        _meet()
 
 
 def stop() -> None:
     """Forgets the features; what was started stays."""
     _features.clear()
+
+
+def _meet() -> None:
+    check_ranks_agree(_features)
+    _start()
 
 
 def _start() -> None:

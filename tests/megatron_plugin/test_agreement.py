@@ -1,0 +1,66 @@
+"""Settings that differ between ranks: one error on all of them where Megatron makes its groups, instead of a job that stands still."""
+
+from __future__ import annotations
+
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.testing.groups import destroy_groups
+from ditron_train.testing.processes import run_workers
+
+pytest.importorskip("megatron.core")
+
+
+def _apply_with(variables: dict[str, str], of_ranks: list[int], early: bool, features: tuple[str, str]) -> tuple[str, float]:
+    """What a rank hears, and after how many seconds; ``variables`` and the second one of ``features`` are of some ranks alone."""
+    import ditron_train.megatron as plugin
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    is_other = dist.get_rank() in of_ranks
+    begun_s = time.monotonic()
+    try:
+        with mock.patch.dict(os.environ, variables if is_other else {}):
+            if early:  # as the launcher does
+                plugin.apply(features=features[is_other])
+            with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+                if not early:
+                    plugin.apply(features=features[is_other])
+    except SettingError as error:
+        return str(error), time.monotonic() - begun_s
+    finally:
+        plugin.restore()
+        destroy_groups()
+    return "", 0.0
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"DITRON_POLICY": "force"}, "DITRON_POLICY: strict on ranks 0 to 1, force on rank 2;"),
+        ({"DITRON_PLAN": "plan.json"}, "DITRON_PLAN: unset on ranks 0 to 1, a file on rank 2;"),
+        ({"DITRON_EP_RAILS": "on"}, "DITRON_EP_RAILS: off on ranks 0 to 1, on on rank 2;"),
+        ({"DITRON_MUON_OPT_INS": "gram,batched"}, "DITRON_MUON_OPT_INS: unset on ranks 0 to 1, gram,batched on rank 2;"),
+    ],
+    ids=["policy", "plan", "rails", "opt_ins"],
+)
+def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
+    variables = {name: str(tmp_path / value) if value.endswith(".json") else value for name, value in variables.items()}
+    said = run_workers(3, _apply_with, variables, [2], early, ("tp", "tp"))
+    for error, seconds in said:
+        assert error == f"ranks differ in {words} set it to one value everywhere" and seconds < 20
+
+
+def test_features_too():
+    for error, _ in run_workers(3, _apply_with, {}, [0, 2], True, ("tp", "tp,pp")):
+        assert error == "ranks differ in --ditron: pp,tp on 2 ranks from 0 on, tp on rank 1; set it to one value everywhere"
+
+
+def test_what_ranks_may_have_for_themselves(tmp_path):
+    variables = {"DITRON_TIMEOUT_S": "50", "DITRON_ARENA_BYTES": "1M", "DITRON_POSTMORTEM": str(tmp_path)}
+    assert run_workers(3, _apply_with, variables, [1], True, ("tp", "tp")) == [("", 0.0)] * 3
