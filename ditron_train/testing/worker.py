@@ -117,10 +117,10 @@ def _run_one(request: bytes) -> bytes:
             channels.forget_failed()  # what one test provoked must not stop the next one's optimizer step
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, parent_pid: int) -> None:
     """A worker's life: joins its group, then runs what comes through its pipe, until that closes."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent_pid,), daemon=True).start()
     _init_process_group(
         os.environ["DITRON_TEST_STORE"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     )
@@ -137,7 +137,7 @@ def _serve(connection: Connection) -> None:
         connection.send_bytes(answer)
 
 
-def _become_worker(pipe: int, log: int, environment: Mapping[str, str], path: Sequence[str]) -> None:
+def _become_worker(pipe: int, log: int, environment: Mapping[str, str], path: Sequence[str], parent_pid: int) -> None:
     """What a forked process does; never returns."""
     try:
         os.setsid()  # a group of its own, so that what it starts ends with it
@@ -148,7 +148,7 @@ def _become_worker(pipe: int, log: int, environment: Mapping[str, str], path: Se
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
-        _serve(Connection(pipe))
+        _serve(Connection(pipe), parent_pid)
         os._exit(0)  # no collective teardown: a peer may be gone already
     except BaseException:
         traceback.print_exc()
@@ -186,10 +186,11 @@ def main() -> None:
             number, status = os.waitpid(first, 0 if second else os.WNOHANG)
             control.send(pickle.dumps(os.waitstatus_to_exitcode(status) if number else None))
             continue
+        parent_pid = os.getpid()  # asked here: a worker whose parent has gone at once would take another one for it
         number = os.fork()
         if number == 0:
             control.close()
-            _become_worker(*descriptors, first, second)
+            _become_worker(*descriptors, first, second, parent_pid)
         for descriptor in descriptors:
             os.close(descriptor)
         control.send(pickle.dumps(number))

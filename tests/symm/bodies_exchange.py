@@ -197,7 +197,7 @@ def keys_that_a_waiting_rank_looks_up() -> tuple[int, int]:
 
 
 def over_a_tcp_store() -> tuple[list[bool], str, list[str]]:
-    """Exchanges of ranks that come in turn as the last, the one that a rank does not come to, and the next, over torchrun's store."""
+    """Exchanges of ranks that come last in turn, one that a rank does not come to, and the next, over torchrun's store."""
     rank, world = dist.get_rank(), dist.get_world_size()
     group, find_store = dist.new_group(list(range(world))), distributed_c10d._get_process_group_store
     port = module.exchange(group, _free_port())[0]

@@ -67,7 +67,7 @@ def error_of(group: dist.ProcessGroup | None) -> str:
 
 
 def one_rank_fails(what: str) -> tuple[str, str]:
-    """What each rank hears where one of them cannot, and then in a group of its own; NVSHMEM can be started when it is put right."""
+    """What each rank hears where one cannot, and then in a group of its own; NVSHMEM can be started when it is put right."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     with stand_in(fails=what):
         words = error_of(None), error_of(alone)

@@ -18,6 +18,17 @@ from ditron_train.symm.rendezvous import rendezvous
 _LIBRARY = torch._C._distributed_c10d
 
 
+def barrier(store: dist.Store, key: str, world_size: int) -> None:
+    """torch's own, or where Python cannot call that (2.11) the same by other calls."""
+    timeout = timedelta(seconds=20)
+    if hasattr(store, "barrier"):
+        store.barrier(key, world_size, timeout)
+        return
+    if store.add(key, 1) == world_size:
+        store.set(f"{key}/all", b"1")
+    store.wait([f"{key}/all"], timeout)
+
+
 @contextmanager
 def as_torch_does():
     """Replaces torch's rendezvous, which needs GPUs, by its exchange alone: all ranks' values, then a barrier."""
@@ -28,7 +39,7 @@ def as_torch_does():
         number = next(counter)
         keys.set(f"{number}/{rank}", value.to_bytes(4, "little"))
         found = keys.multi_get([f"{number}/{peer}" for peer in range(world_size)])
-        keys.barrier(str(next(counter)), world_size, timedelta(seconds=20))
+        barrier(keys, str(next(counter)), world_size)
         return [int.from_bytes(value, "little") for value in found]
 
     def plain(local: torch.Tensor, group: dist.ProcessGroup) -> list[int]:

@@ -156,7 +156,8 @@ def a_peer_does_not_come_while_a_buffer_grows() -> tuple[str, int, list[float]]:
 
     def without_the_other() -> None:
         if dist.get_rank() == 1:
-            raise PeerTimeoutError(op="test", group="", waiting_rank=1, missing_rank=0, chunk=0, expected_epoch=0, seen_epoch=0, timeout_s=0)
+            fields = dict.fromkeys(("missing_rank", "chunk", "expected_epoch", "seen_epoch", "timeout_s"), 0)
+            raise PeerTimeoutError(op="test", group="", waiting_rank=1, **fields)
         quiesce()
 
     arena._quiesce = without_the_other

@@ -43,7 +43,7 @@ def test_a_renumbered_store_serves_c_plus_plus():
         for step in range(3):
             store.set(f"{number}/{rank}", bytes([rank, step, 0, 255]))
             assert store.multi_get([f"{number}/0", f"{number}/1"]) == [bytes([peer, step, 0, 255]) for peer in (0, 1)]
-            store.barrier(str(number + 1), 2, timedelta(seconds=20))
+            bodies.barrier(store, str(number + 1), 2)
             store.wait([f"{number}/{1 - rank}"], timedelta(seconds=20))
             assert store.get(f"{number}/{1 - rank}")[0] == 1 - rank and store.check([f"{number}/0"])
             number += 2
