@@ -37,6 +37,19 @@ def test_sizes_of_groups_are_known_from_megatrons_arguments():
     assert options_from_args(args).sizes == {"tp": 4, "pp": 1}
 
 
+def test_what_has_no_effect_is_said():
+    args = _parser().parse_args(["--ditron-policy", "force", "--ditron-timeout-s", "5"])
+    assert options_from_args(args).idle() == [
+        f"--ditron-{name} has no effect: --ditron names no feature" for name in ("timeout-s", "policy")
+    ]
+    args = _parser().parse_args(["--ditron", "pp,tp,muon"])
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = 4, 1
+    for optimizer in ("adam", "dist_muon"):
+        args.optimizer = optimizer
+        muon = ["muon: nothing to accelerate where --optimizer is adam"] * (optimizer == "adam")
+        assert options_from_args(args).idle() == ["pp: nothing to accelerate where --pipeline-model-parallel-size is 1", *muon]
+
+
 def test_adding_twice_changes_nothing_and_help_names_every_feature(capsys):
     parser = add_ditron_args(_parser())
     with pytest.raises(SystemExit):
