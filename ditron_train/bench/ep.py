@@ -7,7 +7,6 @@ installed; without it PyTorch's deterministic mode, whose bits repeat. Both run 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from ditron_train.bench.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.bench.rows import Pass, Row
-from ditron_train.bench.session import BenchSession, Sink, bench_session
+from ditron_train.bench.session import BenchSession, Sink, bench_session, under_policy
 from ditron_train.bench.timing import Timing
 from ditron_train.bench.tp import WIRE_GBPS
 from ditron_train.data import load_workloads
@@ -115,18 +114,6 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
 
 
 @contextmanager
-def _policy(mode: str) -> Iterator[None]:
-    before = os.environ.get("DITRON_POLICY")
-    os.environ["DITRON_POLICY"] = mode
-    try:
-        yield
-    finally:
-        os.environ.pop("DITRON_POLICY")
-        if before is not None:
-            os.environ["DITRON_POLICY"] = before
-
-
-@contextmanager
 def _deterministic(is_on: bool) -> Iterator[None]:
     torch.use_deterministic_algorithms(is_on, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = not is_on  # it would fill buffers that are being written
@@ -169,19 +156,18 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
 def _rows(session: BenchSession, case: Case, parts: tuple[str, ...]) -> Iterator[Row]:
     from ditron_train.bench.megatron_ep import moe_config
 
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     config = moe_config(
-        hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk, dtype=dtype,
+        hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk, dtype=session.dtype,
         fused=False if case.deterministic else None,
     )  # fmt: skip
     if "dispatch" in parts or "combine" in parts:
-        with torch.no_grad(), _policy("force"):  # ours wherever it can: this is what the policy would measure
-            yield from _movement_rows(session, case, config, dtype, parts)
+        with torch.no_grad(), under_policy("force"):  # ours wherever it can: this is what the policy would measure
+            yield from _movement_rows(session, case, config, parts)
     if "group_gemm" in parts and not case.deterministic:
-        yield from _gemm_rows(session, case, dtype)
+        yield from _gemm_rows(session, case)
     if "layer" in parts:
-        with _policy("strict"):  # what a user gets
-            yield from _layer_rows(session, case, config, dtype)
+        with under_policy("strict"):  # what a user gets
+            yield from _layer_rows(session, case, config)
 
 
 def busiest_link(amounts: torch.Tensor) -> float:
@@ -203,19 +189,17 @@ def _bytes_moved(case: Case, routed: torch.Tensor, dtype: torch.dtype) -> tuple[
     return tuple(number * case.hidden * dtype.itemsize for number in rows)
 
 
-def _movement_rows(
-    session: BenchSession, case: Case, config: object, dtype: torch.dtype, parts: tuple[str, ...]
-) -> Iterator[Row]:
+def _movement_rows(session: BenchSession, case: Case, config: object, parts: tuple[str, ...]) -> Iterator[Row]:
     from ditron_train.bench.megatron_ep import DispatcherPair, zipf_routing
     from ditron_train.ep import combine
 
     pair = DispatcherPair(config)
     generator = torch.Generator(session.device).manual_seed(session.rank)
-    x = torch.empty(case.tokens_per_rank, case.hidden, device=session.device, dtype=dtype).normal_(generator=generator)
+    x = torch.empty(case.tokens_per_rank, case.hidden, device=session.device, dtype=session.dtype).normal_(generator=generator)
     routed, probs = zipf_routing(
         case.tokens_per_rank, case.num_experts, case.topk, exponent=case.zipf, device=session.device, seed=session.rank
     )
-    distinct, logical, copies = _bytes_moved(case, routed, dtype)
+    distinct, logical, copies = _bytes_moved(case, routed, session.dtype)
     results = {name: pair.dispatch(name, x, routed, probs) for name in ("native", "ditron")}
     layout, context, order = pair.ditron._layout, pair.ditron._ep_context, pair.ditron._order
     comm_sms = 0 if context.target == "interpreter" else context.move.num_senders
@@ -224,7 +208,7 @@ def _movement_rows(
     del results
     if "dispatch" in parts:
         timings = session.measure({n: lambda i, n=n: pair.dispatch(n, x, routed, probs) for n in ("native", "ditron")})
-        yield _row(session, "dispatch", "forward", case, dtype, equal, timings, comm_sms, wire=distinct, logical=logical)
+        yield _row(session, "dispatch", "forward", case, equal, timings, comm_sms, wire=distinct, logical=logical)
     if "combine" in parts:
         pair.dispatch("native", x, routed, probs)
         contenders = {
@@ -233,7 +217,7 @@ def _movement_rows(
         }
         equal = session.equal([contenders["ditron"](0)], [contenders["native"](0)])
         timings = session.measure(contenders)
-        yield _row(session, "combine", "forward", case, dtype, equal, timings, comm_sms, wire=copies)
+        yield _row(session, "combine", "forward", case, equal, timings, comm_sms, wire=copies)
     context.check()
 
 
@@ -242,7 +226,7 @@ def _fewest_rows(counts: torch.Tensor, device: torch.device) -> int | None:
     return None if device.type == "cpu" else int(counts[counts > 0].min())
 
 
-def _gemm_rows(session: BenchSession, case: Case, dtype: torch.dtype) -> Iterator[Row]:
+def _gemm_rows(session: BenchSession, case: Case) -> Iterator[Row]:
     from ditron_train.bench.ep_gemm import group_gemm_rows, products_of_native_bits
     from ditron_train.bench.megatron_ep import zipf_routing
 
@@ -261,7 +245,7 @@ def _gemm_rows(session: BenchSession, case: Case, dtype: torch.dtype) -> Iterato
                 _model(case), n, k, "only wgrad is" if products else "none is", fewest,
             )  # fmt: skip
         yield from group_gemm_rows(
-            session, model=_model(case), shape=case.shape, counts=mine, products=products, n=n, k=k, dtype=dtype
+            session, model=_model(case), shape=case.shape, counts=mine, products=products, n=n, k=k
         )
 
 
@@ -273,14 +257,14 @@ def _model(case: Case) -> str:
 class _MoeLayers:
     """A MoE layer, native and with ``ep``, forward, and forward and backward, on the same values."""
 
-    def __init__(self, session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> None:
+    def __init__(self, session: BenchSession, case: Case, config: object) -> None:
         from ditron_train.bench.megatron_ep import layer_pair, zipf_routing
 
         self.layers = layer_pair(config, session.device)
         generator = torch.Generator(session.device).manual_seed(session.rank)
         shape = (case.tokens_per_rank, 1, case.hidden)
         self._x, self._grad = (
-            torch.empty(shape, device=session.device, dtype=dtype).normal_(generator=generator) for _ in range(2)
+            torch.empty(shape, device=session.device, dtype=session.dtype).normal_(generator=generator) for _ in range(2)
         )
         self._is_routed = bool(case.zipf)
         if case.zipf:  # a router with random weights routes evenly: this one's choice is given
@@ -310,21 +294,20 @@ def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], 
     on_gpu = session.device.type == "cuda"
     case = Case("traced", 8192, 7168, 2048, 128, 8) if on_gpu else Case("traced", 24, 32, 48, 4 * session.world_size, 2)
     case.check(session.world_size)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = dict(hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk)
-    with expert_parallel_world(), _deterministic(not HAVE_TE), _policy("strict"):
-        pair = _MoeLayers(session, case, moe_config(**sizes, dtype=dtype), dtype)
+    with expert_parallel_world(), _deterministic(not HAVE_TE), under_policy("strict"):
+        pair = _MoeLayers(session, case, moe_config(**sizes, dtype=session.dtype))
         yield {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
 
 
-def _layer_rows(session: BenchSession, case: Case, config: object, dtype: torch.dtype) -> Iterator[Row]:
-    pair = _MoeLayers(session, case, config, dtype)
+def _layer_rows(session: BenchSession, case: Case, config: object) -> Iterator[Row]:
+    pair = _MoeLayers(session, case, config)
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         ours, native = body("ditron"), body("native")
         equal = session.equal(ours, native)
         del ours, native
         timings = session.measure({name: lambda i, n=name: body(n) for name in pair.layers})
-        yield _row(session, "moe_layer", direction, case, dtype, equal, timings, _comm_sms(pair.layers["ditron"]))
+        yield _row(session, "moe_layer", direction, case, equal, timings, _comm_sms(pair.layers["ditron"]))
 
 
 def _comm_sms(layer: torch.nn.Module) -> int:
@@ -337,7 +320,6 @@ def _row(
     op: str,
     direction: Pass,
     case: Case,
-    dtype: torch.dtype,
     equal: bool,
     timings: dict[str, Timing],
     comm_sms: int,
@@ -352,7 +334,7 @@ def _row(
         direction=direction,
         model=_model(case),
         world_size=session.world_size,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(session.dtype).removeprefix("torch."),
         shape=case.shape,
         native_us=timings["native"].median_us,
         ditron_us=ditron_us,

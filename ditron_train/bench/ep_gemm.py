@@ -80,7 +80,6 @@ def group_gemm_rows(
     products: tuple[Product, ...],
     n: int,
     k: int,
-    dtype: torch.dtype,
 ) -> Iterator[Row]:
     """Rows ``group_gemm``, ``group_dgrad`` and ``group_wgrad`` for experts [n, k] with ``counts`` rows each.
 
@@ -92,9 +91,8 @@ def group_gemm_rows(
         products: Which of the three.
         n: Output columns.
         k: Input columns.
-        dtype: Of rows and weights.
     """
-    device, num_rows = session.device, sum(counts)
+    device, dtype, num_rows = session.device, session.dtype, sum(counts)
     generator = torch.Generator(device).manual_seed(session.rank)
 
     def values(*size: int) -> torch.Tensor:

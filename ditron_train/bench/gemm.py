@@ -67,7 +67,7 @@ def _products(arguments: argparse.Namespace, session: BenchSession) -> list[_Pro
 
 def _row(session: BenchSession, product: _Product, layout: str) -> Row:
     model, m, n, k = product
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+    dtype = session.dtype
     num_sets = session.num_input_sets((m * k + n * k) * dtype.itemsize)
     b_shape = (n, k) if layout == "nt" else (k, n)
     inputs = [(session.values((m, k), dtype, 2 * seed), session.values(b_shape, dtype, 2 * seed + 1)) for seed in range(num_sets)]

@@ -55,7 +55,7 @@ class _Step:
         self.sequence = 2048 if on_gpu else 16
         self.microbatches = 2 * world
         self._chunks = chunks
-        dtype = torch.bfloat16 if on_gpu else torch.float32
+        dtype = session.dtype
         config = TransformerConfig(
             num_layers=_LAYERS_A_STAGE * world,
             **(_GPU_SIZES if on_gpu else _CPU_SIZES),

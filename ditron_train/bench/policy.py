@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +22,7 @@ import torch.distributed as dist
 
 from ditron_train.bench.arguments import add_common_arguments
 from ditron_train.bench.rows import Row, write_results
-from ditron_train.bench.session import BenchSession, bench_session
+from ditron_train.bench.session import BenchSession, bench_session, under_policy
 from ditron_train.bench.stamp import collect_stamp
 from ditron_train.bench.tables import show_rows
 from ditron_train.runtime.errors import NotSupportedError
@@ -83,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise NotSupportedError("bench policy needs GPUs: in the interpreter nothing is timed")
         contenders = layer_contenders(session)
         cost = probe_cost(session, contenders["ditron"])
-        with _policy("force"):
+        with under_policy("force"):
             equal = session.equal(contenders["ditron"](0), contenders["native"](0))
         times, natively = compare_policies(
             session, contenders["ditron"], contenders["native"], rounds=arguments.rounds, calls=arguments.calls
@@ -98,7 +96,7 @@ def probe_cost(session: BenchSession, ours: Run) -> ProbeCost:
 
     on_gpu = session.device.type == "cuda"
     seconds, held = [], []
-    with _policy("strict"):
+    with under_policy("strict"):
         for _ in range(2):
             previous = swap_routes({})
             start_s = time.perf_counter()
@@ -127,7 +125,7 @@ def compare_policies(
 
     tables: dict[str, dict] = {}
     for mode in MODES:
-        with _policy(mode):
+        with under_policy(mode):
             previous = swap_routes({})
             ours(0)  # every shape of the layer is decided on here
             tables[mode] = swap_routes(previous)
@@ -143,18 +141,6 @@ def compare_policies(
     times = _in_turns(session, {mode: under(mode) for mode in MODES}, rounds, calls)
     times.update(_in_turns(session, {"native": native}, -(-rounds // 4), calls))
     return times, {mode: sum(context is None for context in table.values()) for mode, table in tables.items()}
-
-
-@contextmanager
-def _policy(mode: str) -> Iterator[None]:
-    previous = os.environ.get("DITRON_POLICY")
-    os.environ["DITRON_POLICY"] = mode
-    try:
-        yield
-    finally:
-        os.environ.pop("DITRON_POLICY", None)
-        if previous is not None:
-            os.environ["DITRON_POLICY"] = previous
 
 
 def _in_turns(session: BenchSession, contenders: Mapping[str, Run], rounds: int, calls: int) -> dict[str, list[float]]:

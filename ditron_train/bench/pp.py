@@ -237,7 +237,7 @@ class _Beside:
 
     def __init__(self, session: BenchSession, transfers: _Transfers, comm_us: float) -> None:
         self.size = 4096 if session.device.type == "cuda" else 128
-        dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+        dtype = session.dtype
         self._left, self._right = (session.values((self.size, self.size), dtype, 50 + index) for index in range(2))
         self._product = torch.empty_like(self._left)
         self._transfers = transfers

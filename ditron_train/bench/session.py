@@ -23,7 +23,7 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import check_versions
 
-__all__ = ["BenchSession", "Sink", "bench_session"]
+__all__ = ["BenchSession", "Sink", "bench_session", "under_policy"]
 
 _TIMEOUT_S = 300
 
@@ -46,6 +46,7 @@ class BenchSession:
         device: This rank's device.
         rank: Rank in WORLD.
         world_size: Number of ranks.
+        dtype: Of activations where nobody names one: bfloat16; on the CPU float32, which Triton's interpreter has.
         rows: What ``add`` was given; the same on every rank.
     """
 
@@ -54,6 +55,7 @@ class BenchSession:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = _device()
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.rows: list[Row] = []
         self._arguments = arguments
         self._sink = sink
@@ -167,6 +169,19 @@ def _join() -> None:
         dist.init_process_group("nccl", timeout=timeout)  # no device_id: groups connect at their first use, as Megatron's do
     else:
         dist.init_process_group("gloo", timeout=timeout)
+
+
+@contextmanager
+def under_policy(mode: str) -> Iterator[None]:
+    """``DITRON_POLICY`` is ``mode`` for a while."""
+    previous = os.environ.get("DITRON_POLICY")
+    os.environ["DITRON_POLICY"] = mode
+    try:
+        yield
+    finally:
+        del os.environ["DITRON_POLICY"]
+        if previous is not None:
+            os.environ["DITRON_POLICY"] = previous
 
 
 @contextmanager

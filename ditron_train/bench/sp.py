@@ -89,11 +89,12 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
     """
     with bench_session("sp", arguments, sink) as session:
         parts = arguments.part or _PARTS
+        cases = _cases(arguments, session)
         if "layer" in parts and session.device.type == "cuda":
             _layer_rows(session)
         context = get_context(dist.group.WORLD, session.device)
         native = NativeUlysses(context.group, session.device)
-        for case in _cases(arguments, session):
+        for case in cases:
             if "gemm_a2a" in parts:
                 session.add(_gemm_a2a_row(session, case, context, native))
             if "a2a_gemm" in parts:
@@ -148,12 +149,8 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     return cases
 
 
-def _dtype(session: BenchSession) -> torch.dtype:
-    return torch.bfloat16 if session.device.type == "cuda" else torch.float32
-
-
 def _values(session: BenchSession, *shape: int, seed: int) -> torch.Tensor:
-    return session.values(shape, _dtype(session), seed)
+    return session.values(shape, session.dtype, seed)
 
 
 def _layouts(case: Case, world_size: int) -> tuple[HeadsLayout, HeadsLayout]:
@@ -235,14 +232,14 @@ def _forward_row(
     equal = session.equal(contenders["ditron"](0), contenders["native"](0))
     timings = session.measure(contenders, most=case.most_repetitions(session.world_size))
     times = {name: timing.median_us for name, timing in timings.items()}
-    wire_bytes = num_elements * _dtype(session).itemsize * (session.world_size - 1) / session.world_size
+    wire_bytes = num_elements * session.dtype.itemsize * (session.world_size - 1) / session.world_size
     on_gpu = session.device.type == "cuda"
     return Row(
         op=op,
         direction="forward",
         model=case.model,
         world_size=session.world_size,
-        dtype=str(_dtype(session)).removeprefix("torch."),
+        dtype=str(session.dtype).removeprefix("torch."),
         shape=case.shape,
         native_us=times["native"],
         ditron_us=times["ditron"],
@@ -321,7 +318,7 @@ def _backward_row(
         direction="backward",
         model=case.model,
         world_size=session.world_size,
-        dtype=str(_dtype(session)).removeprefix("torch."),
+        dtype=str(session.dtype).removeprefix("torch."),
         shape=case.shape,
         native_us=timings["native"].median_us,
         ditron_us=timings["ditron"].median_us,

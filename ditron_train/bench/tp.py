@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         with_model = None in (arguments.model or ())
         context = get_context(dist.group.WORLD, session.device)
         cases = {op: cases_of(op, arguments, session) for op in ("ag_gemm", "gemm_rs")}
-        dtype = getattr(torch, arguments.dtype or ("bfloat16" if session.device.type == "cuda" else "float32"))
+        dtype = getattr(torch, arguments.dtype) if arguments.dtype else session.dtype
         for op in ("ag_gemm", "gemm_rs"):
             for case in cases[op] if op in parts else ():
                 session.add(_op_row(session, case, context, dtype, with_model=with_model))

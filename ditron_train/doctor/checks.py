@@ -57,6 +57,8 @@ def _versions(facts: Facts) -> list[Finding]:
 
 
 def _gpus(facts: Facts) -> list[Finding]:
+    if not facts.gpus and facts.driver:
+        return [_unseen_gpus(facts)]
     if not facts.gpus:
         text = "none: kernels run in Triton's interpreter on CPU processes, to read, test and try"
         fix = None if facts.environment.get("TRITON_INTERPRET") == "1" else "set TRITON_INTERPRET=1 to run here"
@@ -75,6 +77,18 @@ def _gpus(facts: Facts) -> list[Finding]:
         fix = "use GPUs of one kind in a group: the slowest decides, and cuBLAS may choose other kernels"
         findings.append(Finding("GPUs", "warning", "different GPUs in one machine", fix))
     return findings
+
+
+def _unseen_gpus(facts: Facts) -> Finding:
+    """A driver answers for GPUs that torch does not see."""
+    driver, hidden = f"driver {facts.driver} has GPUs", facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and (not hidden or hidden.startswith("-")):
+        return Finding("GPUs", "warning", f"{driver}, CUDA_VISIBLE_DEVICES={hidden} hides them", "unset CUDA_VISIBLE_DEVICES")
+    if facts.torch_cuda is None:
+        text = f"{driver}, torch {facts.versions.get('torch')} is a build without CUDA"
+        return Finding("GPUs", "error", text, f"pip uninstall torch, then {pip_command('torch')}")
+    text = f"{driver}, torch (built for CUDA {facts.torch_cuda}) cannot use them"
+    return Finding("GPUs", "error", text, "python -c 'import torch; torch.cuda.init()' says why; mostly the driver is too old")
 
 
 def _links(facts: Facts) -> list[Finding]:

@@ -23,6 +23,7 @@ _LIBRARIES = re.compile(r"/lib(nccl|nvshmem_host|cudart|cublas|cublasLt|torch|to
 _DISTRIBUTIONS = re.compile(r"^(torch|triton|megatron-core|nvidia-(nccl|nvshmem)-cu\d+|nvshmem4py-cu\d+)$")
 _NVSHMEM_HOST = "libnvshmem_host.so.3"
 _NCCL_FILES = ("/etc/nccl.conf", "~/.nccl.conf")
+_LINKS_S = 60.0  # that nvidia-smi gets
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
@@ -43,7 +44,8 @@ class Facts:
     Attributes:
         versions: Of everything in ``versions.SUPPORTED``, None where it is not installed.
         gpus: Visible GPUs.
-        driver: Version of the NVIDIA driver.
+        driver: Version of the NVIDIA driver, whether torch sees its GPUs or not.
+        torch_cuda: Version of CUDA that torch was built with; None: without.
         nccl: Version of torch's NCCL.
         peer_access: ``[i][j]``: whether GPU i can read and write GPU j's memory.
         links: Connection of each pair of GPUs as ``nvidia-smi topo -m`` names it (``NV18``, ``PIX``, ``SYS``).
@@ -63,6 +65,7 @@ class Facts:
     versions: dict[str, str | None]
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
+    torch_cuda: str | None = None
     nccl: str | None = None
     peer_access: tuple[tuple[bool, ...], ...] = ()
     links: dict[str, str] = field(default_factory=dict)
@@ -92,6 +95,7 @@ def collect_facts() -> Facts:
         versions=find_versions(),
         gpus=tuple(_gpu(torch.cuda.get_device_properties(index)) for index in range(count)),
         driver=driver_version(),
+        torch_cuda=torch.version.cuda,
         nccl=nccl_version(),
         peer_access=tuple(
             tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
@@ -106,7 +110,7 @@ def collect_facts() -> Facts:
         shared_memory=_shared_memory(),
         libraries=_loaded_copies(),
         distributions=_duplicate_distributions(),
-        compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc"),
+        compiler=_compiler(),
         has_cuda_bindings=has_driver(),
     )
 
@@ -114,6 +118,12 @@ def collect_facts() -> Facts:
 def _gpu(properties: object) -> Gpu:
     capability = (properties.major, properties.minor)
     return Gpu(properties.name, properties.total_memory, capability, properties.multi_processor_count)
+
+
+def _compiler() -> str | None:
+    """What Triton calls; a CC that is no program is none."""
+    named = os.environ.get("CC")
+    return shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
 
 
 def _environment() -> dict[str, str]:
@@ -185,7 +195,11 @@ def _loaded_copies() -> dict[str, tuple[str, ...]]:
 def _links() -> dict[str, str]:
     if not shutil.which("nvidia-smi"):
         return {}
-    return parse_topology(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
+    try:
+        said = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_LINKS_S).stdout
+    except subprocess.TimeoutExpired:
+        return {}
+    return parse_topology(said)
 
 
 def parse_topology(text: str) -> dict[str, str]:

@@ -86,8 +86,7 @@ def _tp_op(session: BenchSession, op: str, shape: tuple[int, int, int] | None) -
     m, n, k = shape or (_ON_CPU if session.device.type == "cpu" else (8192, 28672, 8192))
     case = Case(op, "custom", m, n, k)
     case.check(session.world_size)
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
-    yield f"{op} {m} x {n} x {k}", op_contenders(session, case, get_context(None, session.device), dtype)
+    yield f"{op} {m} x {n} x {k}", op_contenders(session, case, get_context(None, session.device), session.dtype)
 
 
 @contextmanager

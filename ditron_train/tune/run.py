@@ -144,8 +144,7 @@ def _cases(arguments: argparse.Namespace, session: BenchSession, dtype: torch.dt
 
 def _problems(arguments: argparse.Namespace, session: BenchSession) -> list[Problem]:
     """The GEMMs of every layer asked for: forward, and the data gradient in backward."""
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
-    world_size = session.world_size
+    dtype, world_size = session.dtype, session.world_size
     problems = []
     for case in _cases(arguments, session, dtype):
         problems.append(case.problem(dtype, world_size))

@@ -61,10 +61,6 @@ def _read(num_different: torch.Tensor, soak: Soak) -> None:
     num_different.zero_()
 
 
-def _dtype(session: BenchSession) -> torch.dtype:
-    return torch.bfloat16 if session.device.type == "cuda" else torch.float32
-
-
 def _sizes(session: BenchSession) -> tuple[int, int, int]:
     """Rows of a rank, N, K: small."""
     return (128, 256, 256) if session.device.type == "cuda" else (4, 16, 16)
@@ -77,7 +73,7 @@ def _inputs(session: BenchSession, seed: int) -> list[tuple[torch.Tensor, torch.
     for index in range(_SETS):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * index + session.rank)
         draw = [torch.randint(-1, 2, shape, generator=generator) for shape in ((rows, k), (rows * session.world_size, k), (n, k))]
-        sets.append(tuple(tensor.to(_dtype(session)).to(session.device) for tensor in draw))
+        sets.append(tuple(tensor.to(session.dtype).to(session.device) for tensor in draw))
     return sets
 
 

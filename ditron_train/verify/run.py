@@ -124,7 +124,7 @@ class _Verification:
 
         self.session, self.arguments, self.model, self.report = session, arguments, model, report
         self.on_gpu = session.device.type == "cuda"
-        self.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.on_gpu else "float32"))
+        self.dtype = getattr(torch, arguments.dtype) if arguments.dtype else session.dtype
         self.named = self._named_cases()
         self.context = get_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
         self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)

@@ -168,6 +168,26 @@ def test_features_say_why_they_stay_native() -> None:
     assert "megatron-core" in state(examine(machine(versions={**GOOD_VERSIONS, "megatron-core": None})), "tp")[1]
 
 
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({"environment": {"CUDA_VISIBLE_DEVICES": ""}, "torch_cuda": "13.0"}, "warning", "hides them"),
+        ({"environment": {"CUDA_VISIBLE_DEVICES": "0"}}, "error", "is a build without CUDA"),
+        ({"torch_cuda": "13.0"}, "error", "built for CUDA 13.0) cannot use them"),
+    ],
+)
+def test_gpus_that_torch_does_not_see(changes: dict, level: str, words: str) -> None:
+    report = examine(machine(gpus=(), **changes))
+    (finding,) = [finding for finding in report.findings if finding.topic == "GPUs"]
+    assert finding.level == level and words in finding.text and finding.fix
+    assert report.healthy == (level == "warning")
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert collect_facts().compiler is None
+
+
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = dict(gpus=(), driver=None, nccl=None, peer_access=(), links={}, multicast=None)
     report = examine(machine(**bare, environment={"TRITON_INTERPRET": "1"}))

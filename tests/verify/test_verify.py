@@ -178,7 +178,7 @@ def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
     sentence = summary["sentence"]
     assert sentence.startswith("2 of 9 shapes in ") and "every bit is equal; epochs 2147483584 on;" in sentence
     summary = stamp.settings["summary"]
-    assert summary.startswith("1 shape: 1 by ours") and "1 rows of other ops (1 comparisons)" in summary
+    assert summary.startswith("1 shape: 1 by ours") and "1 row of other ops (1 comparison)" in summary
 
 
 def test_rooms_take_the_models_sizes() -> None:
