@@ -55,6 +55,7 @@ class Options:
         policy: Value for ``DITRON_POLICY``, or None to leave the environment as it is.
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
         sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
+        optimizer: Megatron's, where its arguments tell.
         record: Folder in which every training step is noted, or None.
     """
 
@@ -64,6 +65,7 @@ class Options:
     policy: str | None = None
     plan: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str | None = None
     record: str | None = None
 
     def environment(self) -> dict[str, str]:
@@ -75,6 +77,17 @@ class Options:
             "DITRON_PLAN": self.plan,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
+
+    def idle(self) -> list[str]:
+        """What of this has no effect in the job, in words."""
+        if not self.features:
+            given = [name.lower().replace("_", "-") for name in self.environment()]
+            return [f"--{option} has no effect: --ditron names no feature" for option in given]
+        alone = [name for name, size in self.sizes.items() if size == 1]
+        words = [f"{name}: nothing to accelerate where --{SIZE_ARGUMENTS[name].replace('_', '-')} is 1" for name in alone]
+        if "muon" in self.features and self.optimizer not in (None, "muon", "dist_muon"):
+            words.append(f"muon: nothing to accelerate where --optimizer is {self.optimizer}")
+        return words
 
 
 def available_features() -> tuple[str, ...]:
@@ -180,6 +193,7 @@ def options_from_args(args: Any) -> Options:
         policy=getattr(args, "ditron_policy", None),
         plan=getattr(args, "ditron_plan", None),
         sizes={name: size for name, size in sizes.items() if size is not None},
+        optimizer=getattr(args, "optimizer", None),
         record=getattr(args, "ditron_record", None),
     )
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Sequence
 
 from ditron_train.megatron import patching
-from ditron_train.megatron.arguments import SIZE_ARGUMENTS, Options, parse_features
+from ditron_train.megatron.arguments import Options, parse_features
 from ditron_train.megatron.record import record_steps
 from ditron_train.megatron.specs import count_replacements, rewrite_spec
 from ditron_train.policy import check_plan, forget_plans
@@ -74,6 +74,8 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     """`apply` for options that were parsed from a command line; no feature at all changes nothing."""
     if options.record is not None:
         record_steps(options.record, options.features)
+    for words in options.idle():
+        log_once(words, words, level=logging.WARNING)
     if not options.features:
         return spec
     from ditron_train.runtime.versions import check_versions
@@ -85,10 +87,6 @@ def apply_options(options: Options, spec: Any = None) -> Any:
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
     check_plan({name: size for name, size in options.sizes.items() if size > 1})
     check_table()
-    for name, size in options.sizes.items():
-        if size == 1:
-            option = SIZE_ARGUMENTS[name].replace("_", "-")
-            log_once(f"alone {name}", f"{name}: nothing to accelerate where --{option} is 1", level=logging.WARNING)
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()
     _start("nvshmem").start_where_needed(options.features)
