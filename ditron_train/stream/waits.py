@@ -198,7 +198,7 @@ class _Watchdog:
                 self._refused(entry, error)
 
     def _refused(self, entry: _Wait, error: Exception) -> None:
-        """A wait that cannot be released, though tried again at each poll: the host is to raise nevertheless, once it gets to check."""
+        """A wait that cannot be released, though it is tried again at each poll: the host is to raise nevertheless."""
         self._record(entry, cyclic_difference(entry.epoch, 1))  # what the flag holds cannot be read
         if str(error) != entry.refusal:
             entry.refusal = str(error)

@@ -154,7 +154,7 @@ class Channel:
         self.check()
 
     def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
-        """Records from the host that a wait passed its deadline (first record wins); kernels that wait have deadlines of their own."""
+        """Records from the host that a wait passed its deadline (first record wins); waits of kernels have their own deadlines."""
         if self._record_words[RECORD_STATE] == 0:
             self._record_words[RECORD_KIND] = KIND_TIMEOUT
             self._record_words[RECORD_PEER] = peer
