@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -69,6 +70,10 @@ print(json.dumps([e.name for e in SUPPORTED if find_version(e) and not is_suppor
 
 class SetupError(Exception):
     """What stands in the way, in words for the person at the keyboard."""
+
+
+class NoNetwork(SetupError):
+    """No package index answers: another version would not be found either."""
 
 
 def has_gpu() -> bool:
@@ -154,6 +159,8 @@ def _install_core(python: Path, names: list[str], pins: dict[str, str], gpu: boo
         try:
             _install_group(python, names, {**pins, "torch": version})
             return version
+        except NoNetwork:
+            raise
         except SetupError as error:
             print(error, file=sys.stderr)
             _say(f"trying torch {CUDA_TORCH} with its CUDA libraries instead (some 3 GB; it runs on the CPU, too). To avoid that,")
@@ -179,6 +186,14 @@ def _pip(python: Path, arguments: list[str]) -> None:
     command += ["install", "--quiet", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
+        index_answers = re.search(r"from versions: (?!none)", done.stderr)
+        if "Retry(total=0" in done.stderr and not index_answers:  # pip goes on, and blames versions that it has not seen
+            reasons = re.findall(r"(?:\[Errno -?\d+\] |')([A-Z][^'\[\]]+)'\)", done.stderr)
+            why = f" ({reasons[-1]})" if reasons else ""
+            raise NoNetwork(
+                f"pip reaches no package index{why}, and {' '.join(word for word in arguments if '==' in word)} is missing here. "
+                f"PIP_FIND_LINKS=/folder/of/wheels names wheels, PYTHON=... a Python that can import torch and triton"
+            )
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
         raise SetupError(f"pip could not install {' '.join(arguments)}:\n{tail}")
 

@@ -67,6 +67,33 @@ def test_gpus_and_torch_by_name(environment: ModuleType, tmp_path: Path, monkeyp
         _installs(environment, tmp_path, gpu=False, refused="2.12.0")
 
 
+_NO_ANSWER = """WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<pip._vendor.urllib3.
+connection.HTTPSConnection object at 0x7fba>: Failed to establish a new connection: [Errno -3] Temporary failure in name resolution')': /
+ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies.
+"""
+_OF_OTHERS = "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from versions: 2.11.0, 2.13.0)\n"
+
+
+@pytest.mark.parametrize("said, tries", [(_NO_ANSWER, 1), (_NO_ANSWER + _OF_OTHERS, 2), (_OF_OTHERS, 2)])
+def test_without_a_network_there_is_no_second_try(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, tries: int
+) -> None:
+    asked: list[str] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        if "install" in command:
+            asked.append(next(word for word in command if word.startswith("torch==")))
+        return subprocess.CompletedProcess(command, int("install" in command), "", said)
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    (tmp_path / "bin").mkdir()
+    with pytest.raises(environment.SetupError) as raised:
+        environment.install(tmp_path / "bin" / "python", ["torch", "triton", "numpy"], environment.read_pins(), gpu=False)
+    assert len(asked) == tries
+    words = "pip reaches no package index (Temporary failure in name resolution), and torch=="
+    assert str(raised.value).startswith(words) == (tries == 1)
+
+
 def test_torch_chooses_its_own_setuptools(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 asks for one below 82, which must not meet a pin of a newer one."""
     known: dict[str, str] = {}
