@@ -15,7 +15,7 @@ from ditron_train.runtime.errors import SettingError
 __all__ = ["run_job", "with_launcher"]
 
 LAUNCHER = "ditron_train.megatron.run"
-_END_S = 30.0  # that a job which is interrupted gets to end by itself
+_END_S = 60.0  # that a job which is interrupted gets to end by itself; torchrun kills what has not ended after 30 s
 _ERROR = re.compile(r"(\[rank\d+\]: )?([\w.]+(Error|Exception): |error: |\S+\.py: error: )")
 
 
@@ -41,6 +41,8 @@ def with_launcher(words: Sequence[str]) -> list[str]:
 def run_job(words: Sequence[str], log: Path, watch: Callable[[], None]) -> None:
     """Runs a command to its end, its output in ``log``; ``watch`` is called a few times a second.
 
+    What ends this process, SIGTERM too, ends the job.
+
     Raises:
         SettingError: It cannot be started, or fails; with the first error and the last lines of its output.
     """
@@ -50,17 +52,23 @@ def run_job(words: Sequence[str], log: Path, watch: Callable[[], None]) -> None:
             job = subprocess.Popen(list(words), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         except OSError as error:
             raise SettingError(f"cannot start {words[0]}: {error.strerror or error}") from None
+        previous = signal.signal(signal.SIGTERM, _interrupt)
         try:
             while job.poll() is None:
                 watch()
                 time.sleep(0.2)
         finally:
+            signal.signal(signal.SIGTERM, previous)
             _end(job)
     if job.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         words = [f"the job ended with status {job.returncode}"]
         words += [f"its first error: {line}" for line in lines if _ERROR.match(line)][:1]  # torchrun has the last word, and says little
         raise SettingError(os.linesep.join([*words, f"the end of {log}:", *lines[-15:]]))
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

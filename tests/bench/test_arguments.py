@@ -60,6 +60,16 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
         assert message.startswith(beginning), f"bench {room} {words}: {message}"
 
 
+def test_one_rank_has_nobody_to_dispatch_to() -> None:
+    pytest.importorskip("megatron.core")
+    from ditron_train.bench import ep
+
+    parser = argparse.ArgumentParser()
+    ep.add_arguments(parser)
+    with pytest.raises(SettingError, match="bench ep takes 2 ranks or more"):
+        run_workers(1, ep.run, parser.parse_args([]))
+
+
 def test_models_in_the_order_they_are_named() -> None:
     assert choose_models(None, ["a", "b", "a"]) == ["a", "b"]
     assert choose_models(["b", "a", "b"], ["a", "b", "c"]) == ["b", "a"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -108,14 +110,20 @@ def run_notes(*folders):
 def test_equal_jobs_of_two_ranks(script, tmp_path):
     pytest.importorskip("megatron.core")
     results = tmp_path / "results"
-    done = _compare(tmp_path, "--results", results, "--model", "tiny", "--skip", 2, "--", *_torchrun(2, script))
+    traced = ("--trace", "--trace-rank", 1)
+    done = _compare(tmp_path, *traced, "--results", results, "--model", "tiny", "--skip", 2, "--", *_torchrun(2, script))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal: all 20 figures of 4 steps on 2 ranks" in done.stdout  # a loss and a norm a step, two digests, two ranks
     assert "time of a step, behind the first 2: natively" in done.stdout
     (path,) = results.glob("*x2/training.json")
-    (row,) = read_results(path)[1]
+    stamp, (row,) = read_results(path)
+    assert stamp.torch == torch.__version__ and stamp.count == 2 and stamp.settings["TRITON_INTERPRET"] == "1"
     assert (row.op, row.model, row.world_size, row.shape) == ("training_step tp", "tiny", 2, {"hidden_size": 8})
     assert row.bitwise_equal and row.native_us > 0 and row.ditron_us > 0
+    assert "rank 1 in step 3, ms" in done.stdout and "aten::addmm" in done.stdout
+    for name in ("native", "ditron"):
+        assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == ["rank0.jsonl", "rank1.jsonl", "trace-rank1.json"]
+        assert [step.number for step in read_job(tmp_path / "out" / name).ranks[0] if step.seconds is None] == [1, 3]
     assert "TRAINED" in (tmp_path / "out" / "native.log").read_text()
     assert "tp: on for models built from now on" in (tmp_path / "out" / "ditron.log").read_text()
     assert "tp: on" not in (tmp_path / "out" / "native.log").read_text()
@@ -129,6 +137,8 @@ def test_one_bit_of_one_weight_is_found(monkeypatch, script, tmp_path):
     done = _compare(tmp_path, *_alone(monkeypatch, script, "--noise", "ours"))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "DIFFERENT: " in done.stdout and "of step 4 on rank 0" in done.stdout
+    assert "kernel" not in done.stdout and not list(tmp_path.glob("out/*/trace*"))
+    assert read_job(tmp_path / "out" / "native").header["trace"] is None
 
 
 def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, tmp_path):
@@ -201,9 +211,33 @@ def test_a_command_that_does_not_exist(tmp_path):
         run_job(["no-such-program"], tmp_path / "log", lambda: None)
 
 
-def _write(folder, rank, world_size, losses, sizes=None, **others):
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_ends_with_the_command_that_started_it(tmp_path, sent):
+    code = f"""
+import pathlib, sys
+from ditron_train.compare.launch import run_job
+run_job(["sh", "-c", "echo $$ > {tmp_path}/pid; exec sleep 60"], pathlib.Path("{tmp_path}/log"), lambda: None)
+"""
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    started = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=path), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert time.monotonic() < deadline and started.poll() is None
+        time.sleep(0.05)
+    started.send_signal(sent)
+    started.wait(30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+STAMP = {name: None for name in ("driver", "nccl", "nvshmem", "megatron_core", "transformer_engine", "commit")}
+STAMP |= {"device": "NVIDIA H200", "count": 1, "torch": "2", "triton": "3", "ditron_train": "0", "date": "2026-01-01", "settings": {}}
+
+
+def _write(folder, rank, world_size, losses, sizes=None, stamp=STAMP, **others):
     folder.mkdir(exist_ok=True)
     header = {"world_size": world_size, "features": [], "train_iters": len(losses), "dtype": "torch.bfloat16", "sizes": sizes or {}}
+    header |= {} if stamp is None else {"stamp": stamp}
     steps = [
         {
             "losses": {"lm loss": float(loss).hex()},
@@ -287,6 +321,18 @@ def test_rows_of_other_models_stay(tmp_path):
     write_results(tmp_path, "training", replace(stamp, commit="before"), rows)
     rows = read_results(write_row(tmp_path, "a", job, job, 1, is_equal=True))[1]
     assert {row.model: row.commit for row in rows} == {"a": None, "b": "before"}
+
+
+def test_rows_are_stamped_with_the_machine_that_trained(tmp_path):
+    for name, stamp in (("old", None), ("job", STAMP), ("later", {**STAMP, "commit": "abc"}), ("other", {**STAMP, "torch": "3"})):
+        _write(tmp_path / name, 0, 1, [1.0, 2.0, 3.0], stamp=stamp)
+    old, job, later, other = (read_job(tmp_path / name) for name in ("old", "job", "later", "other"))
+    path = write_row(tmp_path, "a", job, later, 1, is_equal=True)
+    assert path == tmp_path / "H200x1" / "training.json" and read_results(path)[0].commit == "abc"
+    with pytest.raises(SettingError, match="no row: the notes do not say on which machine"):
+        write_row(tmp_path, "a", old, job, 1, is_equal=True)
+    with pytest.raises(SettingError, match="no row: the two jobs ran with torch 2, 3"):
+        write_row(tmp_path, "a", job, other, 1, is_equal=True)
 
 
 def test_a_digest_shows_every_bit():

@@ -269,6 +269,8 @@ def test_bad_input_is_refused_on_every_rank() -> None:
     for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
+    for words in (("--ops", "5"), ("--rooms", "ep")):
+        assert f"{words[0]}{' ep' if 'ep' in words else ''} takes 2 ranks or more" in run_workers(1, _refused, *words)[0]
 
 
 def test_model_from_megatrons_arguments() -> None:
