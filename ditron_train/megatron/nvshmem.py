@@ -56,11 +56,10 @@ def _meet() -> None:
 
 
 def _start() -> None:
-    device = _device()
-    if device is None or not _is_needed():
-        return
-    with suppress(ArenaError):  # on every rank alike; what would have used it says so and runs natively
-        start_nvshmem(device)
+    device = _device() if _is_needed() else None
+    if device is not None:
+        with suppress(ArenaError):  # on every rank alike; what would have used it says so and runs natively
+            start_nvshmem(device)
 
 
 def _device() -> torch.device | None:
