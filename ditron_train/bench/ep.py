@@ -329,19 +329,10 @@ def _row(
 ) -> Row:
     ditron_us = timings["ditron"].median_us
     on_gpu = session.device.type == "cuda"
-    return Row(
-        op=op,
-        direction=direction,
-        model=_model(case),
-        world_size=session.world_size,
-        dtype=str(session.dtype).removeprefix("torch."),
-        shape=case.shape,
-        native_us=timings["native"].median_us,
-        ditron_us=ditron_us,
-        bitwise_equal=equal,
+    return session.row(
+        op, direction, _model(case), case.shape, timings, equal,
         comm_sms=comm_sms,
         limit_us=wire / WIRE_GBPS / 1e3 if wire and on_gpu else None,
         wire_gbps=None if wire is None else wire / ditron_us / 1e3,
         logical_gbps=None if logical is None else logical / ditron_us / 1e3,
-        spread=max(timing.spread for timing in timings.values()),
-    )
+    )  # fmt: skip

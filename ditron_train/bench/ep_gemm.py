@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ditron_train.bench.rows import Row
+from ditron_train.bench.rows import Pass, Row
 from ditron_train.bench.session import BenchSession
 from ditron_train.bench.timing import with_host_ahead
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits
@@ -118,16 +118,5 @@ def group_gemm_rows(
         del results
         ahead = {name: with_host_ahead(contender, device) for name, contender in contenders.items()}
         timings = session.measure(ahead, inside=True)
-        yield Row(
-            op=_NAMES[product],
-            direction="forward" if product == "forward" else "backward",
-            model=model,
-            world_size=session.world_size,
-            dtype=str(dtype).removeprefix("torch."),
-            shape={**shape, "n": n, "k": k},
-            native_us=timings["native"].median_us,
-            ditron_us=timings["ditron"].median_us,
-            bitwise_equal=equal,
-            comm_sms=0,
-            spread=max(timing.spread for timing in timings.values()),
-        )
+        direction: Pass = "forward" if product == "forward" else "backward"
+        yield session.row(_NAMES[product], direction, model, {**shape, "n": n, "k": k}, timings, equal)

@@ -82,17 +82,6 @@ def _row(session: BenchSession, product: _Product, layout: str) -> Row:
 
     equal = all(session.equal([ours(index)], [native(index)]) for index in range(num_sets))
     timings = session.measure({"native": native, "ditron": ours})
-    return Row(
-        op=f"gemm_{layout}",
-        direction="forward",
-        model=model,
-        world_size=1,
-        dtype=str(dtype).removeprefix("torch."),
-        shape={"m": m, "n": n, "k": k},
-        native_us=timings["native"].median_us,
-        ditron_us=timings["ditron"].median_us,
-        bitwise_equal=equal,
-        comm_sms=0,
-        tflops=2 * m * n * k / timings["ditron"].median_us / 1e6,
-        spread=max(timing.spread for timing in timings.values()),
-    )
+    tflops = 2 * m * n * k / timings["ditron"].median_us / 1e6
+    shape = {"m": m, "n": n, "k": k}
+    return session.row(f"gemm_{layout}", "forward", model, shape, timings, equal, world_size=1, tflops=tflops)

@@ -164,19 +164,8 @@ def step_rows(session: BenchSession, picture: Path | None = None) -> Iterator[Ro
             timings = session.measure({"native": switch.native, "ditron": switch.ours}, in_turn=False)
             if picture is not None and chunks is None:
                 _draw(session, switch, step, picture)
-            yield Row(
-                op="pipeline_step",
-                direction="forward_backward",
-                model=name,
-                world_size=session.world_size,
-                dtype="bfloat16" if session.device.type == "cuda" else "float32",
-                shape={"tokens": step.sequence, "microbatches": step.microbatches, "layers_per_stage": _LAYERS_A_STAGE},
-                native_us=timings["native"].median_us,
-                ditron_us=timings["ditron"].median_us,
-                bitwise_equal=equal,
-                comm_sms=0,
-                spread=max(timing.spread for timing in timings.values()),
-            )
+            shape = {"tokens": step.sequence, "microbatches": step.microbatches, "layers_per_stage": _LAYERS_A_STAGE}
+            yield session.row("pipeline_step", "forward_backward", name, shape, timings, equal)
 
 
 def _draw(session: BenchSession, switch: _Switch, step: _Step, picture: Path) -> None:

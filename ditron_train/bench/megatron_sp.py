@@ -27,9 +27,18 @@ __all__ = ["attention_contenders", "attention_rows"]
 _LENGTHS = (16384, 32768, 65536)
 _TRACED_LENGTH = 16384
 _MOST_ROWS = 8192  # of a rank: more, and the deterministic backward of the attention does not fit in 140 GB
-
-
 _DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+@contextlib.contextmanager
+def _world(session: BenchSession) -> Iterator[None]:
+    """Megatron's groups with all ranks in one context-parallel group."""
+    parallel_state.initialize_model_parallel(context_parallel_size=session.world_size)
+    try:
+        yield
+    finally:
+        restore()
+        parallel_state.destroy_model_parallel()
 
 
 @contextlib.contextmanager
@@ -123,16 +132,12 @@ def attention_rows(session: BenchSession) -> Iterator[Row]:
     where it does not fit, the length is left out), times with the attention that Megatron uses by default. The limit is
     the time of the same layer without any exchange.
     """
-    parallel_state.initialize_model_parallel(context_parallel_size=session.world_size)
-    try:
+    with _world(session):
         exact, fast = _pair(session, True), _pair(session, False)
         for length in _LENGTHS:
             if length > _MOST_ROWS * session.world_size:
                 continue
             yield from _rows_of(session, exact, fast, length)
-    finally:
-        restore()
-        parallel_state.destroy_model_parallel()
 
 
 def _comm_sms(session: BenchSession, m: int) -> int:
@@ -168,14 +173,10 @@ class _Passes:
 @contextlib.contextmanager
 def attention_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
     """Forward and backward of the layer, ``native`` and ``ditron``, on the same values."""
-    parallel_state.initialize_model_parallel(context_parallel_size=session.world_size)
-    try:
+    with _world(session):
         passes = _Passes(session, _TRACED_LENGTH)
         layers = _pair(session, False)
         yield {name: lambda index, one=layer: passes.forward_backward(one) for name, layer in layers.items()}
-    finally:
-        restore()
-        parallel_state.destroy_model_parallel()
 
 
 def _rows_of(
@@ -191,17 +192,10 @@ def _rows_of(
         torch.cuda.empty_cache()
         contenders = {**fast, "limit": _WithoutExchanges(fast, passes.values, length, session.world_size)}
         timings = session.measure({name: lambda index, one=layer: body(one) for name, layer in contenders.items()})
-        yield Row(
-            op="attention_layer",
-            direction=direction,
-            model="64 heads, 8 groups",
-            world_size=session.world_size,
-            dtype="bfloat16",
-            shape={"seqlen": length, "hidden": 8192, "heads": 64, "groups": 8},
-            native_us=timings["native"].median_us,
-            ditron_us=timings["ditron"].median_us,
-            bitwise_equal=equal,
+        yield session.row(
+            "attention_layer", direction, "64 heads, 8 groups", {"seqlen": length, "hidden": 8192, "heads": 64, "groups": 8},
+            timings, equal,
+            dtype=torch.bfloat16,
             comm_sms=_comm_sms(session, passes.x.shape[0]),
             limit_us=timings["limit"].median_us,
-            spread=max(timing.spread for timing in timings.values()),
-        )
+        )  # fmt: skip

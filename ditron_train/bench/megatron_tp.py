@@ -128,16 +128,4 @@ def layer_rows(session: BenchSession) -> Iterator[Row]:
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         equal = session.equal(body("ditron"), body("native"))
         timings = session.measure({name: lambda index, n=name, run=body: run(n) for name in pair.layers})
-        yield Row(
-            op="transformer_layer",
-            direction=direction,
-            model="LLaMA3.1-70B",
-            world_size=session.world_size,
-            dtype="bfloat16",
-            shape=LAYER_SHAPE,
-            native_us=timings["native"].median_us,
-            ditron_us=timings["ditron"].median_us,
-            bitwise_equal=equal,
-            comm_sms=0,
-            spread=max(timing.spread for timing in timings.values()),
-        )
+        yield session.row("transformer_layer", direction, "LLaMA3.1-70B", LAYER_SHAPE, timings, equal, dtype=torch.bfloat16)

@@ -143,23 +143,15 @@ def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int
     ahead = {name: with_host_ahead(contender, session.device) for name, contender in contenders.items()}
     timings = session.measure(ahead, most=_most(flops), inside=True)
     native_us = timings["native"].median_us
-    return Row(
-        op="newton_schulz",
-        direction="forward",
-        model=name,
-        world_size=1,
-        dtype="bfloat16",
-        shape={"m": rows, "n": columns},
-        native_us=native_us,
-        ditron_us=timings["ditron"].median_us,
-        bitwise_equal=equal,
-        comm_sms=0,
+    return session.row(
+        "newton_schulz", "forward", name, {"m": rows, "n": columns}, timings, equal,
+        dtype=torch.bfloat16,
         limit_us=native_us / symmetry_ceiling(rows, columns),
         peer="torch.compile" if "peer" in timings else None,
         peer_us=timings["peer"].median_us if "peer" in timings else None,
         tflops=flops / timings["ditron"].median_us / 1e6,
         spread=max(timings["native"].spread, timings["ditron"].spread),
-    )
+    )  # fmt: skip
 
 
 def _step_row(session: BenchSession, model: str, layer: list[tuple[int, int]], num_layers: int) -> Row:
@@ -198,20 +190,11 @@ def _step_row(session: BenchSession, model: str, layer: list[tuple[int, int]], n
     equal = session.equal(our_step(0), native_step(0))
     flops = num_layers * sum(_layer_flops(shape, qkv if shape[0] == qkv_rows else None) for shape in layer)
     timings = session.measure({"native": native_step, "ditron": our_step}, most=_most(flops / session.world_size))
-    return Row(
-        op="muon_step",
-        direction="forward",
-        model=model,
-        world_size=session.world_size,
-        dtype="float32",
-        shape={"num_layers": num_layers, "num_matrices": len(shapes)},
-        native_us=timings["native"].median_us,
-        ditron_us=timings["ditron"].median_us,
-        bitwise_equal=equal,
-        comm_sms=0,
+    return session.row(
+        "muon_step", "forward", model, {"num_layers": num_layers, "num_matrices": len(shapes)}, timings, equal,
+        dtype=torch.float32,
         tflops=flops / timings["ditron"].median_us / 1e6,
-        spread=max(timings["native"].spread, timings["ditron"].spread),
-    )
+    )  # fmt: skip
 
 
 def _layer_flops(shape: tuple[int, int], qkv: tuple[int, ...] | None) -> float:

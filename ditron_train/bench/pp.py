@@ -212,24 +212,14 @@ def _send_recv_row(
     equal = all(session.equal([contenders["ditron"](i)], [contenders["native"](i)]) for i in range(3))
     timings = session.measure(contenders)
     peer, peer_us = _best_peer(timings, limited)
-    ours_us = timings["ditron"].median_us
-    return Row(
-        op="send_recv",
-        direction="forward",
-        model=pattern,
-        world_size=session.world_size,
-        dtype="bfloat16",
-        shape={"num_bytes": num_bytes},
-        native_us=timings["native"].median_us,
-        ditron_us=ours_us,
-        bitwise_equal=equal,
-        comm_sms=0,
+    return session.row(
+        "send_recv", "forward", pattern, {"num_bytes": num_bytes}, timings, equal,
+        dtype=torch.bfloat16,
         limit_us=num_bytes / WIRE_GBPS / 1e3 if session.device.type == "cuda" else None,
         peer=peer,
         peer_us=peer_us,
-        wire_gbps=num_bytes / ours_us / 1e3,
-        spread=max(timing.spread for timing in timings.values()),
-    )
+        wire_gbps=num_bytes / timings["ditron"].median_us / 1e3,
+    )  # fmt: skip
 
 
 class _Beside:
@@ -302,22 +292,14 @@ def _beside_rows(
         ("gemm_and_transfer", session.measure(contenders)),
     ):
         peer, peer_us = _best_peer(timings, limited)
-        gemm_us, ours_us = timings["gemm"].median_us, timings["ditron"].median_us
-        yield Row(
-            op=op,
-            direction="forward",
-            model="ring",
-            world_size=session.world_size,
-            dtype="bfloat16",
-            shape={"num_bytes": num_bytes, "m": beside.size, "n": beside.size, "k": beside.size, "num_gemms": beside.count},
-            native_us=timings["native"].median_us,
-            ditron_us=ours_us,
-            bitwise_equal=equal,
-            comm_sms=0,
+        gemm_us = timings["gemm"].median_us
+        shape = {"num_bytes": num_bytes, "m": beside.size, "n": beside.size, "k": beside.size, "num_gemms": beside.count}
+        yield session.row(
+            op, "forward", "ring", shape, timings, equal,
+            dtype=torch.bfloat16,
             gemm_us=gemm_us,
             comm_us=comm_us,
             limit_us=timings["copy"].median_us if op == "gemm_beside_transfer" else max(gemm_us, comm_us),
             peer=peer,
             peer_us=peer_us,
-            spread=max(timing.spread for timing in timings.values()),
-        )
+        )  # fmt: skip

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.bench.arguments import check_counts, check_folder
 from ditron_train.bench.inputs import make_values
-from ditron_train.bench.rows import Row, write_results
+from ditron_train.bench.rows import Pass, Row, write_results
 from ditron_train.bench.stamp import collect_stamp
 from ditron_train.bench.tables import show_rows
 from ditron_train.bench.timing import Contender, Timing, measure, num_input_sets
@@ -114,6 +114,34 @@ class BenchSession:
             get_logger("bench").warning("%s does not run here: %s", what, str(error).splitlines()[0])
             works = False
         return self.agree(works)
+
+    def row(
+        self,
+        op: str,
+        direction: Pass,
+        model: str,
+        shape: dict[str, int],
+        timings: Mapping[str, Timing],
+        equal: bool,
+        *,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> Row:
+        """A row of ``native`` and ``ditron`` among ``timings``; ``dtype``: the session's where it is not named."""
+        named = dict(
+            op=op,
+            direction=direction,
+            model=model,
+            world_size=self.world_size,
+            dtype=str(dtype or self.dtype).removeprefix("torch."),
+            shape=shape,
+            native_us=timings["native"].median_us,
+            ditron_us=timings["ditron"].median_us,
+            bitwise_equal=equal,
+            comm_sms=0,
+            spread=max(timing.spread for timing in timings.values()),
+        )
+        return Row(**{**named, **others})
 
     def add(self, row: Row) -> None:
         """Adds a row and logs it."""

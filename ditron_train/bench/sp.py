@@ -234,16 +234,8 @@ def _forward_row(
     times = {name: timing.median_us for name, timing in timings.items()}
     wire_bytes = num_elements * session.dtype.itemsize * (session.world_size - 1) / session.world_size
     on_gpu = session.device.type == "cuda"
-    return Row(
-        op=op,
-        direction="forward",
-        model=case.model,
-        world_size=session.world_size,
-        dtype=str(session.dtype).removeprefix("torch."),
-        shape=case.shape,
-        native_us=times["native"],
-        ditron_us=times["ditron"],
-        bitwise_equal=equal,
+    return session.row(
+        op, "forward", case.model, case.shape, timings, equal,
         comm_sms=sms if on_gpu else 0,
         gemm_us=times["gemm"],
         comm_us=times["comm"],
@@ -251,8 +243,7 @@ def _forward_row(
         peer=peer if "peer" in times else None,
         peer_us=times.get("peer"),
         wire_gbps=wire_bytes / times["ditron"] / 1e3,
-        spread=max(timing.spread for timing in timings.values()),
-    )
+    )  # fmt: skip
 
 
 def _backward_rows(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> list[Row]:
@@ -313,16 +304,5 @@ def _backward_row(
 
     equal = session.equal(ditron(0), native(0))
     timings = session.measure({"native": native, "ditron": ditron}, most=case.most_repetitions(session.world_size))
-    return Row(
-        op=op,
-        direction="backward",
-        model=case.model,
-        world_size=session.world_size,
-        dtype=str(session.dtype).removeprefix("torch."),
-        shape=case.shape,
-        native_us=timings["native"].median_us,
-        ditron_us=timings["ditron"].median_us,
-        bitwise_equal=equal,
-        comm_sms=sms if session.device.type == "cuda" else 0,
-        spread=max(timing.spread for timing in timings.values()),
-    )
+    comm_sms = sms if session.device.type == "cuda" else 0
+    return session.row(op, "backward", case.model, case.shape, timings, equal, comm_sms=comm_sms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from ditron_train.sp import HeadsLayout
 
 __all__ = ["NativeUlysses"]
+
+Reorder = Callable[[torch.Tensor], torch.Tensor]
 
 
 class NativeUlysses:
@@ -57,7 +59,7 @@ class NativeUlysses:
 
         return self._pipelined(parts, pack, reorder)
 
-    def _pipelined(self, parts, pack, reorder) -> list[torch.Tensor]:
+    def _pipelined(self, parts: Sequence[torch.Tensor], pack: Reorder, reorder: Reorder) -> list[torch.Tensor]:
         outputs: list[torch.Tensor] = []
         previous = None
         for part in (*parts, None):
@@ -73,7 +75,7 @@ class NativeUlysses:
         out = torch.empty_like(packed)
         return out, dist.all_to_all_single(out, packed, group=self.group, async_op=True), packed
 
-    def _finish(self, out: torch.Tensor, work: dist.Work, packed: torch.Tensor, reorder) -> torch.Tensor:
+    def _finish(self, out: torch.Tensor, work: dist.Work, packed: torch.Tensor, reorder: Reorder) -> torch.Tensor:
         if self._stream is None:
             work.wait()
             return reorder(out)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.bench.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models
-from ditron_train.bench.rows import Row
+from ditron_train.bench.rows import Pass, Row
 from ditron_train.bench.session import BenchSession, bench_session
 from ditron_train.bench.timing import Contender, Timing
 from ditron_train.bench.tp_contenders import Case, Linear, backward_contenders, op_contenders
@@ -147,7 +147,7 @@ def _comm_sms(problem: Problem, context: TPContext) -> int:
 def _row(
     session: BenchSession,
     case: Case,
-    direction: str,
+    direction: Pass,
     dtype: torch.dtype,
     equal: bool,
     timings: dict[str, Timing],
@@ -157,16 +157,9 @@ def _row(
 ) -> Row:
     times = {name: timing.median_us for name, timing in timings.items()}
     on_gpu = session.device.type == "cuda"
-    return Row(
-        op=case.op,
-        direction=direction,
-        model=case.model,
-        world_size=session.world_size,
-        dtype=str(dtype).removeprefix("torch."),
-        shape=case.shape,
-        native_us=times["native"],
-        ditron_us=times["ditron"],
-        bitwise_equal=equal,
+    return session.row(
+        case.op, direction, case.model, case.shape, timings, equal,
+        dtype=dtype,
         comm_sms=comm_sms,
         gemm_us=times["gemm"],
         comm_us=times["comm"],
@@ -176,5 +169,4 @@ def _row(
         wire_gbps=num_bytes / times["ditron"] / 1e3,
         model_native_us=predicted and predicted.native_us,
         model_us=predicted and predicted.ditron_us,
-        spread=max(timing.spread for timing in timings.values()),
-    )
+    )  # fmt: skip
