@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.table import Table
 
-from ditron_train.bench.rows import TRAINING, TRAINING_STEP, Row, read_results, result_path, write_results
+from ditron_train.bench.rows import TRAINING, TRAINING_STEP, Row, Stamp, read_results, result_path, write_results
 from ditron_train.bench.tables import terminal
 from ditron_train.compare.steps import Difference, Job, Step, count_figures
 from ditron_train.runtime.errors import SettingError
@@ -99,24 +99,36 @@ def _ms(step: Step) -> str:
     return "-" if step.seconds is None else f"{step.seconds * 1e3:.1f}"
 
 
+def _stamp_of(native: Job, ours: Job) -> Stamp:
+    """Ours', which has the features' settings; of what both use, native's says the same."""
+    try:
+        stamps = [Stamp(**job.header["stamp"]) for job in (native, ours)]
+    except (KeyError, TypeError):
+        raise SettingError("no row: the notes do not say on which machine they were made; older versions' do not") from None
+    own = ("ditron_train", "commit", "date", "settings")
+    said = [{name: value for name, value in asdict(stamp).items() if name not in own} for stamp in stamps]
+    differing = [f"{name} {said[0][name]}, {said[1][name]}" for name in said[0] if said[0][name] != said[1][name]]
+    if differing:
+        raise SettingError(f"no row: the two jobs ran with {'; '.join(differing)}")
+    return stamps[1]
+
+
 def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is_equal: bool) -> Path | None:
     """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced, others keep their commit.
+
+    Its stamp is of the machine that trained, which need not be this one.
 
     Returns:
         The file; None where no step was timed.
 
     Raises:
-        SettingError: The file that is there cannot be read.
+        SettingError: The notes do not say where they were made, or that the two jobs did not run on the same; or the file that is
+            there cannot be read.
     """
-    import torch
-
-    from ditron_train.bench.stamp import collect_stamp
-
     times = [job.step_ms(skip) for job in (native, ours)]
     if None in times:
         return None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    stamp = collect_stamp(device, native.header["world_size"])
+    stamp = _stamp_of(native, ours)
     row = Row(
         op=f"{TRAINING_STEP}{','.join(ours.header['features'])}", direction="forward_backward", model=model, world_size=native.header["world_size"],
         dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"], native_us=times[0] * 1e3,

@@ -18,7 +18,9 @@ from ditron_train.bench.arguments import check_folder
 from ditron_train.compare.launch import run_job, with_launcher
 from ditron_train.compare.report import show, write_row
 from ditron_train.compare.steps import Difference, Job, differences, read_job
+from ditron_train.compare.traces import is_traced, read_step_trace, show_traces
 from ditron_train.megatron.arguments import parse_features
+from ditron_train.megatron.record_trace import steps_of_warmup, trace_path
 from ditron_train.runtime.errors import SettingError
 
 __all__ = ["add_arguments", "run"]
@@ -39,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip", type=int, metavar="N", help="steps at the beginning that are not timed (default: half of them, at most 10)"
     )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="both jobs also record one step, in the middle of those that are timed: a table of what the device does in it, "
+        "natively and with ours, and <output>/{native,ditron}/trace-rank<RANK>.json, which Perfetto shows",
+    )
+    parser.add_argument("--trace-rank", type=int, default=0, metavar="RANK", help="where --trace records (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("compare"), metavar="DIR", help="logs and notes (default %(default)s)")
     parser.add_argument("--results", type=Path, metavar="DIR", help="adds a row to <DIR>/<device>x<ranks>/training.json")
     parser.add_argument("--model", default="training", metavar="NAME", help="what the row is called (default %(default)s)")
@@ -56,21 +65,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0 where all that native repeats is equal, 1 where something differs.
 
     Raises:
-        SettingError: The command or the notes cannot be used, or a job failed.
+        SettingError: The command or the notes cannot be used, a job failed, or a trace is not there or cannot be read.
     """
     _check(arguments)
-    native, ours = (read_job(folder) for folder in arguments.notes) if arguments.notes else _train_both(arguments)
+    folders = arguments.notes or [arguments.output / name for name in ("native", "ditron")]
+    native, ours = (read_job(folder) for folder in folders) if arguments.notes else _train_both(arguments)
     _check_alike(native, ours)
     found = differences(native, ours)
     own: list[Difference] = []
     if found and not arguments.notes:  # is it native that does not repeat itself?
         own = differences(native, _train(_command(arguments), "native-again", arguments.output, ()))
-    skip = arguments.skip if arguments.skip is not None else min(len(native) // 2, 10)
+    skip = arguments.skip if arguments.skip is not None else steps_of_warmup(len(native))
     is_equal = show(native, ours, found, own, skip)
     if arguments.results is not None:
         path = write_row(arguments.results, arguments.model, native, ours, skip, is_equal=is_equal and not found)
         words = "no row was written: no step was timed" if path is None else f"written: {path}"
         Console(stderr=True).print(words, markup=False, highlight=False)
+    if arguments.trace or (is_traced(native) and is_traced(ours)):
+        show_traces(*(read_step_trace(folder, job) for folder, job in zip(folders, (native, ours))))
     return 0 if is_equal else 1
 
 
@@ -82,6 +94,8 @@ def _check(arguments: argparse.Namespace) -> None:
     """
     if arguments.skip is not None and arguments.skip < 0:
         raise SettingError("--skip has to be 0 or more")
+    if arguments.trace_rank < 0:
+        raise SettingError("--trace-rank has to be 0 or more")
     if arguments.notes and (arguments.ditron or arguments.command):
         raise SettingError("--notes trains nothing: leave out --ditron and the command")
     if not arguments.notes:
@@ -118,14 +132,15 @@ def _train_both(arguments: argparse.Namespace) -> tuple[Job, Job]:
     if arguments.ditron is None:
         raise SettingError("--ditron names what to accelerate: compare --ditron tp torchrun ... pretrain_gpt.py ...")
     words = _command(arguments)
-    native = _train(words, "native", arguments.output, ())
-    return native, _train(words, "ditron", arguments.output, ("--ditron", arguments.ditron))
+    trace = ("--ditron-record-trace", f"middle,{arguments.trace_rank}") if arguments.trace else ()
+    native = _train(words, "native", arguments.output, trace)
+    return native, _train(words, "ditron", arguments.output, ("--ditron", arguments.ditron, *trace))
 
 
 def _train(words: Sequence[str], name: str, output: Path, more: Sequence[str]) -> Job:
     """One job: its notes in ``<output>/<name>``, its log beside them."""
     folder = output / name
-    for old in folder.glob("rank*.jsonl"):
+    for old in (*folder.glob("rank*.jsonl"), *folder.glob(trace_path(folder, "*").name)):
         old.unlink()
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

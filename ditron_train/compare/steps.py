@@ -21,7 +21,7 @@ class Step:
     Attributes:
         number: From 1.
         figures: Losses by name, ``grad norm``, and ``parameters``, the digest, where there is one.
-        seconds: From the end of the step before; None of the first.
+        seconds: From the end of the step before; None of the first, and of one that is traced.
         used_bytes: Of the GPU, by anything, at its end; None without a GPU.
     """
 
@@ -36,7 +36,8 @@ class Job:
     """One run.
 
     Attributes:
-        header: ``world_size``, ``features``, ``dtype``, ``sizes``.
+        header: ``world_size``, ``features``, ``dtype``, ``sizes``; ``trace``, the step and rank that is traced, or None; ``stamp``,
+            of the machine that it ran on. Notes of older versions lack the last two.
         ranks: The steps of each rank; as many on each.
     """
 
@@ -48,8 +49,8 @@ class Job:
 
     def step_ms(self, skip: int) -> float | None:
         """Median over the steps behind the first ``skip`` of the maximum over ranks; None where there are none."""
-        slowest = [max(step.seconds or 0.0 for step in steps) for steps in zip(*self.ranks) if steps[0].seconds is not None]
-        kept = slowest[max(skip - 1, 0) :]  # the first step has no time
+        steps = list(zip(*self.ranks))[skip:]
+        kept = [max(step.seconds or 0.0 for step in ranks) for ranks in steps if ranks[0].seconds is not None]
         return statistics.median(kept) * 1e3 if kept else None
 
     @property

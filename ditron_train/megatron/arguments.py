@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
+from ditron_train.megatron.record_trace import TraceRequest, parse_trace_request
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import SETTINGS
 
@@ -57,6 +58,7 @@ class Options:
         sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
         optimizer: Megatron's, where its arguments tell.
         record: Folder in which every training step is noted, or None.
+        record_trace: The step of which a trace is kept there, and the rank, or None.
     """
 
     features: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ class Options:
     sizes: Mapping[str, int] = field(default_factory=dict)
     optimizer: str | None = None
     record: str | None = None
+    record_trace: TraceRequest | None = None
 
     def environment(self) -> dict[str, str]:
         """The ``DITRON_*`` variables that these options set."""
@@ -114,6 +117,13 @@ def _argparse_features(text: str) -> tuple[str, ...]:
     try:
         return parse_features(text)
     except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _argparse_trace(text: str) -> TraceRequest:
+    try:
+        return parse_trace_request(text)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -179,6 +189,15 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Notes the losses, the gradient norm and the time of every step there, and a digest of the parameters after the "
         "first and the last; also without --ditron. `python -m ditron_train compare` makes two such jobs and compares them.",
     )
+    group.add_argument(
+        "--ditron-record-trace",
+        type=_argparse_trace,
+        default=None,
+        metavar="STEP[,RANK]",
+        help="With --ditron-record: keeps there what the GPU of RANK (default 0) ran in that one step, as a Chrome trace "
+        "(trace-rank<RANK>.json; Perfetto shows it). STEP: its number, or `middle`: in the middle of the steps that compare times. "
+        "The time of the step is not noted; its result is as ever.",
+    )
     return parser
 
 
@@ -195,6 +214,7 @@ def options_from_args(args: Any) -> Options:
         sizes={name: size for name, size in sizes.items() if size is not None},
         optimizer=getattr(args, "optimizer", None),
         record=getattr(args, "ditron_record", None),
+        record_trace=getattr(args, "ditron_record_trace", None),
     )
 
 

@@ -23,6 +23,7 @@ from ditron_train.megatron.arguments import Options, parse_features
 from ditron_train.megatron.record import record_steps
 from ditron_train.megatron.specs import count_replacements, rewrite_spec
 from ditron_train.policy import check_plan, forget_plans
+from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings, unknown_variables
 from ditron_train.runtime.tuning import check_table
@@ -73,7 +74,9 @@ def apply(
 def apply_options(options: Options, spec: Any = None) -> Any:
     """`apply` for options that were parsed from a command line; no feature at all changes nothing."""
     if options.record is not None:
-        record_steps(options.record, options.features)
+        record_steps(options.record, options.features, options.record_trace)
+    elif options.record_trace is not None:
+        raise SettingError("--ditron-record-trace needs --ditron-record, the folder that it goes to")
     for words in options.idle():
         log_once(words, words, level=logging.WARNING)
     if not options.features:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.testing.processes import run_workers
 from ditron_train.trace.record import record_op
 from ditron_train.trace.show_timeline import draw_timelines, summary
-from ditron_train.trace.timeline import Interval, computation_us, exposed, read_chrome_trace, total_us
+from ditron_train.trace.timeline import (
+    Interval, computation_us, exposed, idle, is_gemm, not_launched, read_chrome_trace, total_us, union,
+)  # fmt: skip
 
 
 def gpu_event(name: str, start: float, length: float, stream: int, category: str = "kernel") -> dict:
@@ -84,12 +87,70 @@ def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
         read_chrome_trace(tmp_path / "foreign.json")
 
 
+#: What ours launch, by what runs in it.
+GEMMS = """ag_gemm_kernel gemm_rs_kernel gemm_kernel gemm_a2a_kernel a2a_gemm_kernel dispatch_gemm_kernel gemm_combine_kernel
+    group_gemm_kernel group_wgrad_kernel addmm_kernel symmetric_kernel""".split()
+COMMUNICATION = """push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel receive_kernel arrived_kernel await_kernel
+    await_message_kernel notify_kernel agree_kernel push_tokens push_ahead place_arrived return_rows sum_returned
+    exchange_counts""".split()
+OTHERS = """copy_rows_kernel fold_rows_kernel normalize_kernel momentum_kernel update_kernel list_tiles plan_tiles count_chunks
+    list_entries""".split()
+
+
+def read_names(tmp_path: Path, names: list[str]) -> list[Interval]:
+    return read_chrome_trace(write(tmp_path / "names.json", [gpu_event(name, index, 1, 7) for index, name in enumerate(names)]))
+
+
+def test_every_kernel_of_ours_is_known(tmp_path: Path) -> None:
+    """By their names: a new one has to be put into a list here, and be told apart there."""
+    package = Path(__file__).parents[2] / "ditron_train"
+    functions = (node for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    kernels = {
+        node.name for node in functions
+        if isinstance(node, ast.FunctionDef) and any(ast.unparse(mark).startswith("triton.jit") for mark in node.decorator_list)
+    }  # fmt: skip
+    known = {*GEMMS, *COMMUNICATION, *OTHERS}
+    assert {name for name in kernels if name.endswith("_kernel")} <= known <= kernels
+    assert all(is_gemm(interval) for interval in read_names(tmp_path, GEMMS))
+    assert all(interval.kind == "communication" for interval in read_names(tmp_path, COMMUNICATION))
+    assert not any(interval.kind == "communication" or is_gemm(interval) for interval in read_names(tmp_path, OTHERS))
+
+
+def test_kernels_of_others(tmp_path: Path) -> None:
+    gemms = ["nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "void cublasLt::splitKreduce_kernel<32, 16, int, float>(X)",
+             "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "void gemv2T_kernel_val<int, float>(X)",
+             "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<X>>>(Y)"]  # fmt: skip
+    others = ["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "triton_poi_fused_mul_silu_split_0",
+              "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::Fwd<cutlass::gemm::X>>>(Y)", "_permute_kernel",
+              "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<X>(Y)", "Memset (Device)",
+              "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<X>(Y)"]  # fmt: skip
+    moves = ["ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "Memcpy PtoP (Device -> Device)",
+             "void c10d::symmetric_memory::barrier_kernel(X)", "void nvshmemi_transfer_rma_kernel(X)"]  # fmt: skip
+    assert all(is_gemm(interval) for interval in read_names(tmp_path, gemms))
+    assert not any(is_gemm(interval) or interval.kind == "communication" for interval in read_names(tmp_path, others))
+    assert all(interval.kind == "communication" for interval in read_names(tmp_path, moves))
+
+
+def test_the_device_waits_for_the_host_or_for_something_else() -> None:
+    def ran(start: int, end: int, launched: int | None) -> Interval:
+        return Interval("lane", "compute", "x", start, end, launched_us=launched)
+
+    assert idle([]) == not_launched([]) == []
+    early, none, late = ran(0, 10, None), ran(15, 20, None), ran(30, 40, 27)
+    assert idle([late, none, early]) == [(10, 15), (20, 30)] and not_launched([late, none, early]) == [(20, 27)]
+    assert not_launched([early, ran(20, 30, 5)]) == []
+    assert not_launched([early, ran(20, 30, 25)]) == [(10, 20)], "a call that returned when the kernel ran already"
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(1, 20)), max_size=12))
 def test_exposed_equals_counting_microseconds(spans: list[tuple[bool, int, int]]) -> None:
     intervals = [Interval("lane", "compute" if c else "communication", "x", s, s + n) for c, s, n in spans]
     busy = {kind: {t for i in intervals if i.kind == kind for t in range(int(i.start_us), int(i.end_us))}
             for kind in ("compute", "communication")}  # fmt: skip
     assert total_us(exposed(intervals)) == len(busy["communication"] - busy["compute"])
+    both = busy["communication"] | busy["compute"]
+    assert total_us(union(intervals)) == len(both)
+    assert total_us(idle(intervals)) == (max(both) - min(both) + 1 - len(both) if both else 0)
 
 
 def _record(folder: str) -> int:
