@@ -166,7 +166,8 @@ def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The group's own part of its store: nothing in it is of a destroyed group that had its name. All ranks ask for it."""
+    """The group's own part of its store, once its ranks have exchanged something: nothing in it is of a destroyed group that had
+    its name."""
     return dist.PrefixStore("others", _meeting_of(group).store)
 
 
