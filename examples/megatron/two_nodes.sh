@@ -4,9 +4,10 @@
 #   bash examples/megatron/two_nodes.sh [arguments of examples/megatron/quickstart.py]
 # On two real machines run one of the two commands on each, with --node-rank, and the first one's address.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+unset CDPATH
+root=$(cd "$(dirname "$0")/../.." && pwd) # the current folder stays: files of the command line are the caller's
+python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 half=$((gpus / 2))
 if [ "$half" = 0 ]; then
@@ -27,7 +28,7 @@ agent() { # node rank, then the arguments of the job
   CUDA_VISIBLE_DEVICES=$visible NCCL_HOSTID="node$node" "$python" -m torch.distributed.run \
     --nnodes 2 --node-rank "$node" --nproc-per-node "$half" \
     --rdzv-backend static --master-addr 127.0.0.1 --master-port "${MASTER_PORT:-29517}" \
-    examples/megatron/quickstart.py "$@"
+    "$root/examples/megatron/quickstart.py" "$@"
 }
 
 agent 1 "$@" &
