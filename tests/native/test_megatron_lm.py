@@ -43,11 +43,12 @@ def test_compare(tmp_path, feature, options, status, says):
     script = shutil.copy(Path(__file__).with_name("megatron_lm_on_cpu.py"), tmp_path)
     path = os.pathsep.join([MEGATRON_LM, str(repository), os.environ.get("PYTHONPATH", "")])
     env = dict(os.environ, PYTHONPATH=path, TRITON_INTERPRET="1", CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1")
-    compare = [sys.executable, "-m", "ditron_train", "compare", "--ditron", feature, "--output", str(tmp_path / "out")]
+    compare = [sys.executable, "-m", "ditron_train", "compare", "--trace", "--ditron", feature, "--output", str(tmp_path / "out")]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*compare, *launcher, str(script), *f"{SIZES} {ON_CPU} {options}".split()]
     done = subprocess.run(words, check=False, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout
+    assert "rank 0 in step 5, ms" in done.stdout and "all_reduce" in done.stdout
     log = (tmp_path / "out" / "ditron.log").read_text()
     assert f"ditron_train: {feature}: on for models built from now on" in log and "iteration        6/       6" in log
