@@ -12,8 +12,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed import distributed_c10d
 
+from ditron_train.runtime.errors import ArenaError
 from ditron_train.symm import rendezvous as module
+from ditron_train.symm import torch_transport
 from ditron_train.symm.rendezvous import rendezvous
+from ditron_train.symm.torch_transport import TorchTransport
 
 _LIBRARY = torch._C._distributed_c10d
 
@@ -101,3 +104,34 @@ def stand_in_shows_the_fault() -> list[str]:
             return [type(error).__name__]
         finally:
             dist.barrier()
+
+
+def a_rendezvous_fails() -> tuple[list[str], int]:
+    """What each rank hears of its arenas' first buffers, one after the other: of all ranks, of the first two, of all but the first;
+    and how many rendezvous it has been through. The last but one cannot map the first."""
+    rank, world, num_met = dist.get_rank(), dist.get_world_size(), 0
+    lists = [list(range(world)), [0, 1], list(range(1, world))]
+    groups = [dist.new_group(ranks) for ranks in lists]
+
+    def meet(local: torch.Tensor, group: dist.ProcessGroup) -> None:
+        nonlocal num_met
+        num_met += 1
+        if rank == world - 2:
+            raise RuntimeError("no way to rank 0")
+
+    def hear(group: dist.ProcessGroup) -> str:
+        try:
+            TorchTransport().allocate(group, torch.device("cpu"), 512)
+        except ArenaError as error:
+            return str(error)
+        return "no error"
+
+    def empty(num_bytes: int, **options: object) -> torch.Tensor:
+        return torch.empty(num_bytes, **options)
+
+    with (
+        mock.patch.object(symm_mem, "empty", empty),
+        mock.patch.object(torch_transport, "rendezvous", meet),
+        mock.patch.object(TorchTransport, "_why_not", ""),
+    ):
+        return [hear(group) for group, ranks in zip(groups, lists) if rank in ranks], num_met

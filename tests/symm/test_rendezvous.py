@@ -33,6 +33,17 @@ def test_the_stand_in_for_torch_shows_the_fault():
     assert all("Error" in words for (words,) in run_workers(2, bodies.stand_in_shows_the_fault))
 
 
+def test_after_one_that_failed_there_is_no_other_to_hang_in():
+    results = run_workers(4, bodies.a_rendezvous_fails)
+    assert [num_met for _, num_met in results] == [1] * 4
+    first = {words[0] for words, _ in results}
+    assert first == {"reaching the peers' symmetric memory failed on 1 of 4 ranks: rank 2: RuntimeError: no way to rank 0"}
+    again = "allocating 512 bytes of symmetric memory failed on {0} of {0} ranks: rank 0: RuntimeError: not again after reaching"
+    low, both, *high = (words[1:] for words, _ in results)
+    assert low == both[:1] and low[0].startswith(again.format(2))
+    assert [both[1:]] * 2 == high and both[1].startswith(again.format(3))
+
+
 def test_a_renumbered_store_serves_c_plus_plus():
     """Two ranks whose counters differ by five, through a C++ store above and one below."""
     shared, done = dist.HashStore(), []
