@@ -120,9 +120,9 @@ def load_plan(path: Path) -> Plan:
         raise SettingError(f"{path} is not a plan of this version ({_FORMAT!r}): delete it or name another file")
     if not isinstance(content.get("made_with"), dict):
         raise SettingError(f"{path} does not say what it was made with: delete it or name another file")
-    here = fingerprint()
-    stale = [f"{name} was {content['made_with'].get(name)}, is {here.get(name)}"
-             for name in sorted({*here, *content["made_with"]}) if content["made_with"].get(name) != here.get(name)]  # fmt: skip
+    here, there = fingerprint(), content["made_with"]
+    stale = [f"{name} was {there.get(name, 'absent')}, is {here.get(name, 'absent')}"
+             for name in sorted({*here, *there}) if there.get(name) != here.get(name)]  # fmt: skip
     if stale:
         raise SettingError(f"the plan {path} is stale ({'; '.join(stale)}): delete it or name another file")
     try:

@@ -56,7 +56,7 @@ class ScheduleRequest:
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k, self.world_size, self.num_sms) < 1:
             raise SettingError("sizes, ranks and SMs have to be above 0")
-        nodes = self.ranks_per_node or self.world_size
+        nodes = self.world_size if self.ranks_per_node is None else self.ranks_per_node
         if nodes < 1 or self.world_size % nodes:
             raise SettingError(f"{self.world_size} ranks do not divide into nodes of {nodes}")
         split, name = (self.n, "N") if self.op == "ag_gemm" else (self.k, "K")

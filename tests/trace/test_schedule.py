@@ -89,8 +89,9 @@ def test_shown_and_drawn(tmp_path: Path) -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["trace", "--schedule", "ag_gemm", "--shape", "1024", "512", "256", "--world-size", "2", "--output", str(tmp_path)]
     assert main(words) == 0 and (tmp_path / "schedule-ag_gemm.png").exists()
-    assert main([*words, "--ranks-per-node", "3"]) == 2
-    assert "do not divide into nodes" in capsys.readouterr().err
+    for ranks in ("3", "0", "-1"):
+        assert main([*words, "--ranks-per-node", ranks]) == 2
+        assert "do not divide into nodes" in capsys.readouterr().err
     capsys.readouterr()
     assert main([*words[:-1], "/proc/nowhere"]) == 2
     said = capsys.readouterr()
