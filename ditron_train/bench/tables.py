@@ -30,21 +30,23 @@ def _signed(value: float | None) -> str:
     return "" if value is None else f"{100 * value:+.0f} %"
 
 
-#: What ``compare`` notes of a training, in words.
-_WORDS = (
-    ("num_layers", "{} layers"), ("hidden_size", "hidden {}"), ("ffn_hidden_size", "FFN {}"), ("num_experts", "{} experts"),
-    ("moe_ffn_hidden_size", "of {}"), ("moe_router_topk", "top-{}"), ("tensor_model_parallel_size", "TP {}"),
-    ("context_parallel_size", "CP {}"), ("expert_model_parallel_size", "EP {}"), ("pipeline_model_parallel_size", "PP {}"),
-    ("global_batch_size", "{} sequences a step"), ("micro_batch_size", "{} at a time"), ("seq_length", "{} tokens each"),
-)  # fmt: skip
+_DIVIDED = {"TP": "tensor_model", "CP": "context", "EP": "expert_model", "PP": "pipeline_model"}
 
 
 def model_words(row: Row) -> str:
-    """The sizes of a training step in words; what is not known, not divided or not used is left out."""
-    sizes = {name: size for name, size in row.shape.items() if not (name.endswith("parallel_size") and size == 1)}
-    if "num_experts" in sizes:
-        sizes.pop("ffn_hidden_size", None)
-    return ", ".join(words.format(sizes[name]) for name, words in _WORDS if name in sizes)
+    """The sizes of a training step in words: the model, how it is divided, what a step takes; what is not known is left out."""
+
+    def words(text: str, *names: str) -> list[str]:
+        sizes = [row.shape.get(name) for name in names]
+        return [] if None in sizes else [text.format(*sizes)]
+
+    experts = words("{} experts of {}", "num_experts", "moe_ffn_hidden_size")
+    experts += words("top-{}", "moe_router_topk") if experts else words("FFN {}", "ffn_hidden_size")
+    model = [*words("{} layers", "num_layers"), *words("hidden {}", "hidden_size"), *experts]
+    ranks = {short: row.shape.get(f"{name}_parallel_size", 1) for short, name in _DIVIDED.items()}
+    divided = [f"{short} {number}" for short, number in ranks.items() if number > 1]
+    batch = words("{} sequences of {} tokens a step", "global_batch_size", "seq_length") + words("{} at a time", "micro_batch_size")
+    return "; ".join(", ".join(group) for group in (model, divided, batch) if group)
 
 
 def _sizes(row: Row) -> str:

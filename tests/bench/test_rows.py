@@ -14,7 +14,7 @@ from ditron_train.bench.document import RESULTS_PAGE, picture_path, render, rend
 from ditron_train.bench.pictures import draw_speedups
 from ditron_train.bench.rows import RESULTS, TRAINING, Row, Stamp, read_results, result_path, write_results
 from ditron_train.bench.stamp import collect_stamp
-from ditron_train.bench.tables import markdown_table, show_rows
+from ditron_train.bench.tables import markdown_table, model_words, show_rows
 from ditron_train.megatron.arguments import available_features
 
 ROOT = Path(__file__).parent.parent.parent
@@ -155,6 +155,15 @@ def test_every_result_file_reads_and_has_equal_bits() -> None:
         assert path.stem == TRAINING or (ROOT / picture_path(path.relative_to(ROOT))).exists(), "python scripts/readme.py"
 
 
+def test_sizes_of_a_training_in_words() -> None:
+    sizes = dict(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_experts=8, moe_ffn_hidden_size=32, moe_router_topk=2)
+    batch = dict(global_batch_size=32, micro_batch_size=2, seq_length=4096, expert_model_parallel_size=4, pipeline_model_parallel_size=1)
+    row = dataclasses.replace(SHORT, shape={**sizes, **batch})
+    said = "2 layers, hidden 64, 8 experts of 32, top-2; EP 4; 32 sequences of 4096 tokens a step, 2 at a time"
+    assert model_words(row) == said
+    assert model_words(dataclasses.replace(SHORT, shape={"ffn_hidden_size": 96, "moe_router_topk": 2})) == "FFN 96"
+
+
 def test_readme_shows_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
     marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "steps", "settings", "versions"))
@@ -168,11 +177,11 @@ def test_readme_shows_results(tmp_path: Path) -> None:
     assert markdown_table([FULL, SHORT]) in page
     assert render(text, tmp_path) == text
     assert "No training step of a GPU machine" in text
-    shape = {"num_layers": 6, "hidden_size": 8192, "seq_length": 4096, "tensor_model_parallel_size": 2, "context_parallel_size": 1}
+    shape = {"num_layers": 6, "hidden_size": 8192, "tensor_model_parallel_size": 2, "context_parallel_size": 1, "micro_batch_size": 1}
     steps = [dataclasses.replace(SHORT, op=f"training_step {features}", model="some", shape=shape) for features in ("ep", "tp,pp", "tp")]
     write_results(tmp_path / RESULTS, "training", stamp(device="NVIDIA H200"), [steps[0], dataclasses.replace(steps[1], commit="abc"), steps[2]])
     text = render(text, tmp_path)
-    lines = [line for line in text.splitlines() if "| some: 6 layers, hidden 8192, TP 2, 4096 tokens each | 8 x NVIDIA H200 |" in line]
+    lines = [line for line in text.splitlines() if "| some: 6 layers, hidden 8192; TP 2; 1 at a time | 8 x NVIDIA H200 |" in line]
     assert [line.split("`")[1] for line in lines] == ["tp", "tp,pp", "ep"]
     assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)
     with pytest.raises(ValueError, match="begin gains"):
