@@ -1,4 +1,4 @@
-"""The tools on GPUs, under torchrun: verify with the ops of every room, and traces."""
+"""The tools on GPUs, under torchrun: verify with the ops of every room, and traces of ops and steps."""
 
 from __future__ import annotations
 
@@ -57,3 +57,27 @@ def test_trace(folder, op):
             assert max(interval.end_us for interval in intervals) < 200_000
             assert any("SM" in interval.lane for interval in intervals) or (op, name) == ("send_recv", "ditron")
             assert name == "ditron" or any(interval.kind == "communication" for interval in intervals)
+
+
+def test_trace_of_a_step(folder):
+    """One rank's work between ``start`` and ``stop``, and nothing else: not what the ranks meet by."""
+    from ditron_train.megatron.record_trace import StepTracer, trace_path
+    from ditron_train.trace.timeline import is_gemm, read_chrome_trace
+
+    x, total = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16), torch.ones(1 << 20, device="cuda")
+
+    def step() -> None:
+        torch.mm(x, x)
+        dist.all_reduce(total)
+
+    step()
+    path = trace_path(folder, 1)
+    tracer = StepTracer(path if dist.get_rank() == 1 else None)
+    tracer.start()
+    step()
+    tracer.stop()
+    step()
+    intervals = read_chrome_trace(path)
+    assert [is_gemm(interval) for interval in intervals].count(True) == 1
+    assert [interval.kind for interval in intervals].count("communication") == 1
+    assert all(interval.launched_us is not None for interval in intervals)
