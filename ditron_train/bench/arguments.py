@@ -29,19 +29,20 @@ __all__ = [
 _LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "warmup": 0}
 
 
-def add_common_arguments(parser: argparse._ActionsContainer, *, model_option: bool = True, writes_results: bool = True) -> None:
+def add_common_arguments(
+    parser: argparse._ActionsContainer, *, model_option: bool = True, counts: bool = True, writes_results: bool = True
+) -> None:
     """Adds how often to measure and where results go.
 
     Args:
         parser: Or a group of one.
         model_option: Without ``--model`` where it means something else, or nothing.
+        counts: Without ``--repetitions`` and ``--warmup`` where others say how often.
         writes_results: Whether results are written, on GPUs, where no folder is named.
     """
     on_gpu = torch.cuda.is_available()
-    for name, default, text in (
-        ("repetitions", 15 if on_gpu else 3, "timed calls"),
-        ("warmup", 4 if on_gpu else 1, "calls before them"),
-    ):
+    calls = (("repetitions", 15 if on_gpu else 3, "timed calls"), ("warmup", 4 if on_gpu else 1, "calls before them"))
+    for name, default, text in calls if counts else ():
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{text} (default %(default)s)")
     parser.add_argument(
         "--output",
@@ -51,7 +52,7 @@ def add_common_arguments(parser: argparse._ActionsContainer, *, model_option: bo
         help="folder of the JSON files (default: " + (f"{RESULTS}, none without a GPU)" if writes_results else "none is written)"),
     )
     if model_option:
-        parser.add_argument("--model", action="append", help="only this model's shapes (may be repeated)")
+        parser.add_argument("--model", action="append", metavar="NAME", help="only this model's shapes (may be repeated)")
 
 
 def add_shape_argument(parser: argparse._ActionsContainer, text: str, *, repeated: bool = True) -> None:

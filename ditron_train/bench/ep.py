@@ -1,4 +1,4 @@
-"""Benchmark of expert parallelism: dispatch, combine and the whole MoE layer, balanced and skewed.
+"""Benchmark of expert parallelism: dispatch, combine, the experts' GEMMs and the whole MoE layer, balanced and skewed.
 
 Native is megatron-core's alltoall dispatcher, with Transformer Engine's fused permutation and grouped GEMM where TE is
 installed; without it PyTorch's deterministic mode, whose bits repeat. Both run in one process on the same inputs.
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-deterministic", action="store_true", help="leave PyTorch's deterministic mode out, tried at the first model"
     )
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the skewed routing (default %(default)s)")
+    parser.add_argument("--zipf", type=float, default=1.0, metavar="S", help="exponent of the skewed routing (default %(default)s)")
 
 
 def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:

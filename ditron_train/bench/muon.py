@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("ROWS", "COLUMNS"),
         help="matrices instead of the table's, and instead of a model's layer",
     )
-    parser.add_argument("--layers", type=int, help="layers of a model (default: 8, with experts 2; times scale with it)")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of a model (default: 8, with experts 2; times scale with it)")
     parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out, which takes a while to compile")
 
 

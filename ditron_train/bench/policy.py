@@ -60,9 +60,9 @@ class ProbeCost:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench policy``."""
-    add_common_arguments(parser, model_option=False)
-    parser.add_argument("--rounds", type=int, default=40, help="how often the contenders take turns (default %(default)s)")
-    parser.add_argument("--calls", type=int, default=3, help="calls of each turn (default %(default)s)")
+    add_common_arguments(parser, model_option=False, counts=False)
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="how often the contenders take turns (default %(default)s)")
+    parser.add_argument("--calls", type=int, default=3, metavar="N", help="calls of each turn (default %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:

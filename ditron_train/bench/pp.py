@@ -38,10 +38,10 @@ _GPU_MB = (0.008192, 1, 8, 16, 32, 64, 128, 256)  # the first shows the latency
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench pp``."""
-    add_common_arguments(parser)
+    add_common_arguments(parser, model_option=False)
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
     parser.add_argument(
-        "--mb", type=float, action="append", help="message size in 10^6 bytes (may be repeated; default 8 KiB and 1 to 256)"
+        "--mb", type=float, action="append", metavar="MB", help="message size in 10^6 bytes (may be repeated; default 8 KiB and 1 to 256)"
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a 1F1B step, natively and with ours")
     parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")

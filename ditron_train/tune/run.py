@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op", action="append", choices=_OPS, help=f"op and layout, may be repeated (default: {', '.join(_DEFAULT_OPS)})"
     )
     parser.add_argument(
-        "--model", action="append", help="shapes published for this model (may be repeated; default: all, and a LLaMA-70B layer)"
+        "--model", action="append", metavar="NAME", help="shapes published for this model (may be repeated; default: all, and a LLaMA-70B layer)"
     )
     add_shape_argument(parser, "global sizes of one linear layer, tried as column and as row layer (may be repeated)")
     add_model_arguments(parser)
@@ -63,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="table to write; what it holds of other classes and group sizes stays (default %(default)s)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=4 if on_gpu else 1, help="how often candidates take turns (default %(default)s)"
+        "--rounds", type=int, default=4 if on_gpu else 1, metavar="N", help="how often candidates take turns (default %(default)s)"
     )
     parser.add_argument(
-        "--repetitions", type=int, default=4 if on_gpu else 1, help="timed calls of each turn (default %(default)s)"
+        "--repetitions", type=int, default=4 if on_gpu else 1, metavar="N", help="timed calls of each turn (default %(default)s)"
     )
 
 

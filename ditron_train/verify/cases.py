@@ -127,7 +127,7 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     other.add_argument("--row", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one row layer")
     other.add_argument("--random", type=int, default=0, metavar="N", help="N random shapes")
     other.add_argument("--largest", type=int, metavar="N", help="largest size of a random shape (default 8192, CPU: 160)")
-    other.add_argument("--seed", type=int, default=0, help="of the random shapes and of all data")
+    other.add_argument("--seed", type=int, default=0, metavar="N", help="of the random shapes and of all data")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
 
 

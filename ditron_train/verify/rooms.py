@@ -20,6 +20,7 @@ from ditron_train.verify.report import Report
 
 __all__ = ["ROOMS", "parse_rooms", "room_words", "verify_rooms"]
 
+_PUBLISHED_EXPERTS = 128
 _QUICK = ("--repetitions", "2", "--warmup", "1")
 
 
@@ -54,6 +55,8 @@ def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
     if world_size < 2:
         raise SettingError("--rooms ep takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify")
     if model.experts is None:  # a published layer; without a GPU the benchmark has one alone
+        if on_gpu:
+            _divides("experts over the ranks (--num-experts names others)", _PUBLISHED_EXPERTS, world_size)
         return ["--no-deterministic", *(("--model", "facts") if on_gpu else ())]
     _divides("experts over the ranks", model.experts, world_size)
     sizes = (model.tokens, model.hidden, model.expert_ffn, model.experts, model.topk)

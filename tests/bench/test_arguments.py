@@ -70,6 +70,14 @@ def test_one_rank_has_nobody_to_dispatch_to() -> None:
         run_workers(1, ep.run, parser.parse_args([]))
 
 
+@pytest.mark.parametrize(("room", "words"), [("pp", "--model some"), ("policy", "--model some"), ("policy", "--repetitions 3")])
+def test_options_that_nothing_reads_are_not_taken(room: str, words: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"ditron_train.bench.{room}").add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(words.split())
+
+
 def test_models_in_the_order_they_are_named() -> None:
     assert choose_models(None, ["a", "b", "a"]) == ["a", "b"]
     assert choose_models(["b", "a", "b"], ["a", "b", "c"]) == ["b", "a"]
