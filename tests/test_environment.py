@@ -67,10 +67,11 @@ def test_gpus_and_torch_by_name(environment: ModuleType, tmp_path: Path, monkeyp
         _installs(environment, tmp_path, gpu=False, refused="2.12.0")
 
 
-_NO_ANSWER = """WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<pip._vendor.urllib3.
-connection.HTTPSConnection object at 0x7fba>: Failed to establish a new connection: [Errno -3] Temporary failure in name resolution')': /
-ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies.
-"""
+_NO_ANSWER = (
+    "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<pip."
+    "HTTPSConnection at 0x7fba>: Failed to establish a new connection: [Errno -3] Temporary failure in name resolution')': /\n"
+    "ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies.\n"
+)
 _OF_OTHERS = "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from versions: 2.11.0, 2.13.0)\n"
 
 
