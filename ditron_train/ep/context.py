@@ -238,5 +238,6 @@ def get_ep_context(group: dist.ProcessGroup, device: torch.device, num_experts: 
     key = (group, device, num_experts, topk)
     context = _contexts.get(key)
     if context is None or context.arena.closed:
-        context = _contexts[key] = EPContext(group, device, num_experts, topk)
+        with torch.inference_mode(False):  # an evaluation may come before training
+            context = _contexts[key] = EPContext(group, device, num_experts, topk)
     return context

@@ -1,6 +1,8 @@
 """Starts NVSHMEM, where features will need it, when Megatron makes its process groups: a point that every rank passes.
 
-So there, too, it is found out whether all ranks were told the same (``agreement``). NVSHMEM starts on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to
+So there, too, it is found out whether all ranks were told the same (``agreement``).
+
+NVSHMEM starts on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to
 their first layer one after the other, each with what the stage before it has computed.
 """
 

@@ -40,11 +40,14 @@ def redirect_construction(native: type, ours: type) -> None:
 
 
 def _hook_construction(native: type) -> None:
-    """Give `native` a ``__new__`` that looks its class up; it stays for good, since CPython cannot take one away cleanly."""
+    """Give `native` a ``__new__`` that looks its class up; it stays for good, since CPython cannot take one away cleanly.
+
+    Without arguments, which all of megatron-core's constructors take, a copy or an unpickled object is made: it stays what it was.
+    """
     inherited = native.__new__
 
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
-        target = _redirected.get(native, native) if cls is native else cls
+        target = _redirected.get(native, native) if cls is native and (args or kwargs) else cls
         if inherited is object.__new__:
             return object.__new__(target)
         return inherited(target, *args, **kwargs)

@@ -90,7 +90,8 @@ def exchanged(
 @functools.lru_cache(maxsize=2)
 def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
     """What the native softmax masks by where it gets no mask, on the tensors' own device: True above the diagonal."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
+    with torch.inference_mode(False):  # an evaluation may be the first to ask for it
+        return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
 
 
 class DitronDotProductAttention(DotProductAttention):

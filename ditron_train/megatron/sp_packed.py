@@ -51,8 +51,11 @@ def table_of(packed: Any, world_size: int, num_local_rows: int) -> torch.Tensor:
     """Table of rows of a packed batch; made once for all layers of a microbatch."""
     starts, _ = starts_of(packed)
     sizes = (world_size, num_local_rows)
+    if starts.is_inference():  # without a version: whether it was written to meanwhile is not known
+        return packed_rows(starts, world_size, num_local_rows)
     if _last_table and _last_table[0][0] is starts and _last_table[0][1:3] == (starts._version, sizes):
         return _last_table[0][3]
-    table = packed_rows(starts, world_size, num_local_rows)
+    with torch.inference_mode(False):
+        table = packed_rows(starts, world_size, num_local_rows)
     _last_table[:] = [(starts, starts._version, sizes, table)]
     return table

@@ -28,7 +28,9 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = None
-        if not args:  # the native forward passes everything by keyword; a caller that does not knows what it wants
+        # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of experts are
+        # exchanged by their dispatcher.
+        if not args and not self.explicit_expert_comm:
             context = route(
                 "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"]
             )

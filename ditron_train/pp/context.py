@@ -151,7 +151,8 @@ class PipelineContext:
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         """One element, for tensors whose memory is not known yet."""
         if dtype not in self._placeholders:
-            self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self.device)
+            with torch.inference_mode(False):  # training comes to it, too
+                self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self.device)
         return self._placeholders[dtype]
 
     @property
@@ -283,9 +284,8 @@ def get_pipeline_context(
     if context is None or context.closed:
         for stale in [other for other, held in _contexts.items() if held.closed]:
             del _contexts[stale]
-        context = _contexts[key] = PipelineContext(
-            group, device, with_network=with_network, num_loans=num_loans
-        )
+        with torch.inference_mode(False):  # an evaluation may come before training
+            context = _contexts[key] = PipelineContext(group, device, with_network=with_network, num_loans=num_loans)
     if with_network and context.network is None:
         raise NotSupportedError("this pipeline group was set up for messages of one size and cannot change to variable ones")
     return context

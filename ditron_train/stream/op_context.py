@@ -207,5 +207,6 @@ def context_of(
     device = with_index(device)
     context = _contexts.get((kind, group, device))
     if context is None or context.arena.closed:
-        context = _contexts[kind, group, device] = kind(group, device, first_epoch=first_epoch)
+        with torch.inference_mode(False):  # an evaluation may come before training
+            context = _contexts[kind, group, device] = kind(group, device, first_epoch=first_epoch)
     return context

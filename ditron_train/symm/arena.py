@@ -41,6 +41,9 @@ class SymmetricTensor:
         self.local = self._view(segment.local)
 
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():  # what an evaluation is the first to ask for is kept for training, which writes to it
+            with torch.inference_mode(False):
+                return self._view(storage)
         num_bytes = math.prod(self._shape) * self._dtype.itemsize
         return storage[:num_bytes].view(self._dtype).view(self._shape)
 
@@ -132,6 +135,7 @@ class SymmetricArena:
         held = self._segments.get(name)
         return held[0].num_bytes if held else 0
 
+    @torch.inference_mode(False)  # as in ``SymmetricTensor``
     def _grow(self, name: str, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,6 +1,7 @@
 """Construction hooks and replacement of symbols."""
 
 import copy
+import pickle
 import sys
 import types
 
@@ -13,6 +14,15 @@ from ditron_train.megatron import patching
 def _undo():
     yield
     patching.undo_all()
+
+
+class _Native:
+    def __init__(self, value):
+        self.value = value
+
+
+class _Ours(_Native):
+    pass
 
 
 def _make_classes():
@@ -47,6 +57,17 @@ def test_construction_is_redirected_for_every_alias_and_taken_back():
     assert not patching.is_redirected(native)
     patching.redirect_construction(native, ours)
     assert type(native(5)) is ours
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda built: pickle.loads(pickle.dumps(built))])
+def test_a_copy_of_what_was_built_before_stays_native(duplicate):
+    patching.redirect_construction(_Native, _Ours)
+    ours = _Native(1)
+    patching.undo_all()
+    native = _Native(2)
+    patching.redirect_construction(_Native, _Ours)
+    assert type(duplicate(native)) is _Native and duplicate(native).value == 2
+    assert type(duplicate(ours)) is _Ours and duplicate(ours).value == 1
 
 
 def test_class_with_a_constructor_of_its_own():

@@ -227,7 +227,7 @@ def falls_back(case: Case, change: dict[str, Any]) -> int:
             ours = train(case)
         finally:
             pp._reason_for_native = original
-        assert type(schedules.P2PCommunicator.__new__(schedules.P2PCommunicator)) is pp.DitronP2PCommunicator
+        assert type(schedules.P2PCommunicator.__new__(schedules.P2PCommunicator, None)) is pp.DitronP2PCommunicator
         assert all(torch.equal(expected, seen) for expected, seen in zip(native, ours))
         return messages_of_ours()
 
