@@ -71,6 +71,7 @@ def pretrain():
     for iteration in range(_args.train_iters):
         train_step(None, None, model, optimizer, None, None, None, iteration=iteration)
     print("TRAINED", flush=True)
+    torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends without it
 """
 
 
