@@ -8,6 +8,7 @@ see the same and choose alike. Point DITRON_TUNING to the file to use it.
 from __future__ import annotations
 
 import argparse
+import os
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -74,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Tunes what the command line asks for and writes the table; returns 1 where bits of a candidate differed.
 
     Raises:
-        SettingError: The output exists and is no table of this device, or a shape does not divide over the ranks.
+        SettingError: The output exists and is no table of this device, or cannot be written; or a shape does not divide over the
+            ranks.
     """
     with bench_session("tune", arguments) as session:
         context = get_context(dist.group.WORLD, session.device)
@@ -117,8 +119,10 @@ def _agreed_table(path: Path, session: BenchSession, context: TPContext) -> Tuni
     if session.rank == 0:
         try:
             found[0] = read_table(path, device) if path.exists() else TuningTable(device)
-            if not path.absolute().parent.is_dir():
-                found[0] = SettingError(f"cannot write the tuning table {path}: there is no such folder")
+            parent = path.absolute().parent
+            if not parent.is_dir() or not os.access(parent, os.W_OK):
+                why = "its folder is read-only" if parent.is_dir() else "there is no such folder"
+                found[0] = SettingError(f"cannot write the tuning table {path}: {why}")
         except SettingError as error:
             found[0] = error
     dist.broadcast_object_list(found, src=0)
