@@ -197,30 +197,57 @@ def begin_layout(
     if expert_capacity is not None:
         room = context.room_of_experts(num_tokens, expert_capacity)
         tokens_per_expert = torch.full((shape.experts_per_rank,), shape.world_size * expert_capacity)
-        token_places = torch.zeros(num_tokens + 1, dtype=torch.int32, device=device)
-        torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=token_places[1:])
-        token_places.clamp_(max=num_places)
+        token_places = _first_places(routing_map, num_places, device)
     elif capacity_factor is not None:
         room = context.room_for(num_tokens, capacity_factor)
     chunk_tokens = shape.chunk_tokens(num_tokens, hidden * dtype.itemsize)
     routed = routing_map.contiguous().view(torch.uint8)
     tables = _tables(context)
-    blocks = dict(
-        EXPERTS_PER_RANK=shape.experts_per_rank, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots
-    )
     block_tokens = min(chunk_tokens, max(8192 // shape.columns, 1), 16 if context.target != "interpreter" else 64)
-    launch(context, count_chunks, shape.num_chunks, {**blocks, "BLOCK_T": block_tokens}, 4)(
+    launch(context, count_chunks, shape.num_chunks, {**_block_constants(context), "BLOCK_T": block_tokens}, 4)(
         routed, tables["chunk_counts"], tables["chunk_dests"], tables["chunk_widest"], num_tokens, chunk_tokens
     )
     _exchange(context, tables, num_tokens, hidden, dtype, room)
     host = {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
+    lists = _list_entries(context, tables, routed, probs, token_places, num_places, chunk_tokens, block_tokens)
+    if room is not None:
+        context.reserve_room(room, num_tokens, hidden, dtype)
+    return PendingLayout(
+        context, num_tokens, chunk_tokens, hidden, dtype, tables, *lists, token_places, room, tokens_per_expert, **host
+    )
+
+
+def _block_constants(context: EPContext) -> dict[str, int]:
+    shape = context.shape
+    return dict(EXPERTS_PER_RANK=shape.experts_per_rank, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots)
+
+
+def _first_places(routing_map: torch.Tensor, num_places: int, device: torch.device) -> torch.Tensor:
+    """int32 [num_tokens + 1]: the first place of each token, of which padding to capacity leaves some more than others."""
+    places = torch.zeros(len(routing_map) + 1, dtype=torch.int32, device=device)
+    torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=places[1:])
+    return places.clamp_(max=num_places)
+
+
+def _list_entries(
+    context: EPContext,
+    tables: dict[str, torch.Tensor],
+    routed: torch.Tensor,
+    probs: torch.Tensor,
+    token_places: torch.Tensor | None,
+    num_places: int,
+    chunk_tokens: int,
+    block_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launches ``list_entries``; returns the list of what is sent, the slot of each token at each rank, and each place's expert."""
+    shape, device, num_tokens = context.shape, context.device, len(routed)
     send_list = torch.empty(num_places, 4, dtype=torch.int32, device=device)
     dest_slots = torch.empty(num_tokens, shape.ranks, dtype=torch.int32, device=device)
     ids_shape = (num_places,) if token_places is not None else (num_tokens, shape.topk_lanes)
     expert_ids = torch.empty(ids_shape, dtype=torch.int32, device=device)
     constants = dict(
-        RAGGED=token_places is not None, TOPK=shape.topk, **blocks, NUM_CHUNKS=shape.num_chunks, BLOCK_T=block_tokens,
-        TOPK_LANES=shape.topk_lanes,
+        RAGGED=token_places is not None, TOPK=shape.topk, **_block_constants(context), NUM_CHUNKS=shape.num_chunks,
+        BLOCK_T=block_tokens, TOPK_LANES=shape.topk_lanes,
     )  # fmt: skip
     launch(context, list_entries, shape.num_chunks, constants, 4, probs.dtype)(
         routed, probs.detach().contiguous(),
@@ -228,12 +255,7 @@ def begin_layout(
         expert_ids if token_places is None else token_places,
         send_list, dest_slots, expert_ids, num_tokens, chunk_tokens, num_places, context.rank,
     )  # fmt: skip
-    if room is not None:
-        context.reserve_room(room, num_tokens, hidden, dtype)
-    return PendingLayout(
-        context, num_tokens, chunk_tokens, hidden, dtype, tables, send_list, dest_slots, expert_ids, token_places, room,
-        tokens_per_expert, **host
-    )  # fmt: skip
+    return send_list, dest_slots, expert_ids
 
 
 def _exchange(

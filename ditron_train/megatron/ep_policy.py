@@ -8,6 +8,7 @@ in PyTorch's deterministic mode, where it repeats itself, and timed in the mode 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,6 +68,24 @@ def _random_inputs(
     return x, routed, (scores * routed).to(probs.dtype), grad
 
 
+def _forward_backward(dispatcher: Any, data: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Rows, results and gradients of a dispatcher around experts that scale their rows by the probabilities.
+
+    Args:
+        dispatcher: Native or ours.
+        data: Tokens, routing map, probabilities and the results' gradient.
+    """
+    x, routed, weights, grad = data
+    leaves = [x.detach().requires_grad_(), weights.detach().requires_grad_()]
+    with torch.inference_mode(False), torch.enable_grad():
+        tokens, row_probs = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(leaves[0], routed, leaves[1]))
+        rows, _, row_probs = dispatcher.dispatch_postprocess(tokens, row_probs)
+        scaled = (rows * row_probs[:, None]).to(rows.dtype)
+        out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(scaled)))
+        out.backward(grad)
+    return [rows.detach(), out.detach(), *(leaf.grad for leaf in leaves)]
+
+
 def why_not_here(
     make: Callable[[bool], Any],
     hidden_states: torch.Tensor,
@@ -107,33 +126,21 @@ def why_not_here(
         own = own.view(-1, own.shape[-1])
         given = (own, *routing, even[3][: len(own)])
     calls = {"native": 0}
-
-    def run(dispatcher: Any, data: tuple[torch.Tensor, ...] = even) -> list[torch.Tensor]:
-        x, routed, weights, grad = data
-        leaves = [x.detach().requires_grad_(), weights.detach().requires_grad_()]
-        with torch.inference_mode(False), torch.enable_grad():
-            tokens, row_probs = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(leaves[0], routed, leaves[1]))
-            rows, _, row_probs = dispatcher.dispatch_postprocess(tokens, row_probs)
-            scaled = (rows * row_probs[:, None]).to(rows.dtype)
-            out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(scaled)))
-            out.backward(grad)
-        return [rows.detach(), out.detach(), *(leaf.grad for leaf in leaves)]
-
     dispatchers = {"native": make(True), "ours": make(False)}
 
     def native() -> list[torch.Tensor]:
         calls["native"] += 1
         with _deterministic() if calls["native"] == 1 and not fused else contextlib.nullcontext():
-            return run(dispatchers["native"])
+            return _forward_backward(dispatchers["native"], even)
 
     def native_given() -> list[torch.Tensor]:
         with contextlib.nullcontext() if fused else _deterministic():
-            return run(dispatchers["native"], given)
+            return _forward_backward(dispatchers["native"], given)
 
     words = f"ep {num_tokens} tokens x {own.shape[1]}, top-{topk} of {probs.shape[1]}, {own.dtype}" + ", fused" * fused
     words += "" if capacity is None else f", padded to {capacity}"
-    also = [(native_given, lambda: run(dispatchers["ours"], given))]
-    decision = decide(words, native, lambda: run(dispatchers["ours"]), group=group, device=own.device, also=also)
+    ours, ours_given = (functools.partial(_forward_backward, dispatchers["ours"], data) for data in (even, given))
+    decision = decide(words, native, ours, group=group, device=own.device, also=[(native_given, ours_given)])
     _answers[key] = None if decision.use_ditron else decision.reason
     return _answers[key]
 
