@@ -62,7 +62,8 @@ def apply(
         policy: Sets ``DITRON_POLICY`` (``strict``, ``fast``, ``bits`` or ``force``) until `restore`.
         plan: Sets ``DITRON_PLAN``, the file of decisions, until `restore`.
 
-    Calling it again adds features and changes nothing for those already on.
+    Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several nodes, or
+    it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
 
     Raises:
         SettingError: An unknown feature or setting, a plan that is unreadable, foreign or stale, or an unreadable tuning table.
@@ -92,7 +93,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     check_table()
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()
-    _start("nvshmem").start_where_needed(options.features)
+    _start("meeting").announce(options.features)
     if spec is not None:
         classes = {native: ours for module in modules.values() for native, ours in module.class_map().items()}
         names = ", ".join(options.features)
@@ -180,7 +181,10 @@ def wrap_model_provider(model_provider: Any) -> Any:
 
         from ditron_train.megatron.arguments import options_from_args
 
-        apply_options(options_from_args(get_args()))
+        options = options_from_args(get_args())
+        apply_options(options)
+        if options.features:
+            _start("meeting").meet()  # every rank of Megatron's training builds its part of the model
         return model_provider(*args, **kwargs)
 
     return provider

@@ -19,6 +19,7 @@ pytest.importorskip("megatron.core")
 def _apply_with(variables: dict[str, str], of_ranks: list[int], early: bool, features: tuple[str, str]) -> tuple[str, float]:
     """What a rank hears, and after how many seconds; ``variables`` and the second one of ``features`` are of some ranks alone."""
     import ditron_train.megatron as plugin
+    from ditron_train.megatron import meeting
     from ditron_train.testing.megatron_cpu import model_parallel
 
     is_other = dist.get_rank() in of_ranks
@@ -28,8 +29,9 @@ def _apply_with(variables: dict[str, str], of_ranks: list[int], early: bool, fea
             if early:  # as the launcher does
                 plugin.apply(features=features[is_other])
             with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
-                if not early:
+                if not early:  # as wrap_model_provider does
                     plugin.apply(features=features[is_other])
+                    meeting.meet()
     except SettingError as error:
         return str(error), time.monotonic() - begun_s
     finally:
@@ -64,3 +66,23 @@ def test_features_too():
 def test_what_ranks_may_have_for_themselves(tmp_path):
     variables = {"DITRON_TIMEOUT_S": "50", "DITRON_ARENA_BYTES": "1M", "DITRON_POSTMORTEM": str(tmp_path)}
     assert run_workers(3, _apply_with, variables, [1], True, ("tp", "tp")) == [("", 0.0)] * 3
+
+
+def _apply_here_and_there() -> str:
+    import ditron_train.megatron as plugin
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    try:
+        with model_parallel(tensor_model_parallel_size=1, pipeline_model_parallel_size=dist.get_world_size()):
+            if dist.get_rank() > 0:
+                for features in ("tp", "ep")[: dist.get_rank()]:
+                    plugin.apply(features=features)
+            return ",".join(plugin.active_features())
+    finally:
+        plugin.restore()
+        destroy_groups()
+
+
+def test_a_script_may_switch_features_on_for_some_stages():
+    """By a call behind Megatron's groups, which waits for nobody."""
+    assert run_workers(3, _apply_here_and_there) == ["", "tp", "tp,ep"]

@@ -24,11 +24,11 @@ SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 def _two_stages(early: bool, fails: str | None) -> str:
     """What each rank hears when its tensor parallel group first needs memory: the second stage with the first one's results."""
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import nvshmem
+    from ditron_train.megatron import meeting
     from ditron_train.symm.nvshmem_transport import NvshmemTransport
     from ditron_train.testing.megatron_cpu import model_parallel
 
-    with mock.patch.object(nvshmem, "_device", lambda: CPU), stand_in(fails=fails):
+    with mock.patch.object(meeting, "_device", lambda: CPU), stand_in(fails=fails):
         if early:  # as the launcher does
             plugin.apply(features="tp", transport="nvshmem")
         with model_parallel(**SIZES):
@@ -62,14 +62,14 @@ def test_where_it_does_not_start_every_rank_goes_on_without_it() -> None:
 
 def _is_it_started(nodes: list[str], environment: dict[str, str], features: str) -> bool:
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import nvshmem
+    from ditron_train.megatron import meeting
     from ditron_train.symm.nvshmem_transport import NvshmemTransport
     from ditron_train.testing.megatron_cpu import model_parallel
 
     environment = {"LOCAL_WORLD_SIZE": str(4 // len(set(nodes))), **environment}
     with (
-        mock.patch.object(nvshmem, "_device", lambda: CPU),
-        mock.patch.object(nvshmem, "node_of_process", lambda: (nodes[dist.get_rank()],)),
+        mock.patch.object(meeting, "_device", lambda: CPU),
+        mock.patch.object(meeting, "node_of_process", lambda: (nodes[dist.get_rank()],)),
         mock.patch.dict(os.environ, environment),
         stand_in(),
         model_parallel(**SIZES),
@@ -99,8 +99,8 @@ def test_it_is_started_where_a_group_will_need_it(
 
 def test_megatron_that_was_made_to_run_on_the_cpu_needs_none():
     """Also where a stand-in says that there is a GPU, as Megatron-LM's own training loop wants it."""
-    from ditron_train.megatron import nvshmem
+    from ditron_train.megatron import meeting
     from ditron_train.testing.megatron_cpu import megatron_on_cpu
 
     with megatron_on_cpu(), mock.patch.object(torch.cuda, "is_available", lambda: True):
-        assert nvshmem._device() is None
+        assert meeting._device() is None

@@ -1,9 +1,8 @@
-"""Starts NVSHMEM, where features will need it, when Megatron makes its process groups: a point that every rank passes.
+"""What all ranks of a job do together, when Megatron makes its process groups: a point that every rank passes.
 
-So there, too, it is found out whether all ranks were told the same (``agreement``).
-
-NVSHMEM starts on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to
-their first layer one after the other, each with what the stage before it has computed.
+They find out whether all were told the same (``agreement``), and start NVSHMEM where features will need it. It starts on all ranks
+of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to their first layer one after the
+other, each with what the stage before it has computed.
 """
 
 from __future__ import annotations
@@ -27,33 +26,50 @@ from ditron_train.symm import start_nvshmem
 from ditron_train.symm.exchange import exchange
 from ditron_train.symm.transport import is_one_node, node_of_process
 
-__all__ = ["start_where_needed", "stop"]
+__all__ = ["announce", "meet", "stop"]
 
 _features: set[str] = set()
+_agreed: set[frozenset[str]] = set()
 _make_groups = parallel_state.initialize_model_parallel
 
 
 @functools.wraps(_make_groups)
-def _make_groups_and_start(*args: Any, **kwargs: Any) -> None:
+def _make_groups_and_meet(*args: Any, **kwargs: Any) -> None:
     _make_groups(*args, **kwargs)
-    _meet()
+    _agreed.clear()
+    meet()
 
 
-def start_where_needed(features: Iterable[str]) -> None:
-    """For these features too: now, where Megatron's groups are there, and whenever they are made. Every rank calls it."""
+def announce(features: Iterable[str]) -> None:
+    """From now on these features are on, too: all ranks meet whenever Megatron makes its groups.
+
+    Where those are there already, NVSHMEM is started if it is needed, and nothing is compared: a script may switch features on for
+    some of its ranks, the stages with experts for instance.
+    """
     _features.update(features)
-    patching.replace_symbol(_make_groups, _make_groups_and_start)
+    patching.replace_symbol(_make_groups, _make_groups_and_meet)
     if parallel_state.model_parallel_is_initialized():
-        _meet()
+        _start()
 
 
 def stop() -> None:
     """Forgets the features; what was started stays."""
     _features.clear()
+    _agreed.clear()
 
 
-def _meet() -> None:
-    check_ranks_agree(_features)
+def meet() -> None:
+    """Collective over WORLD, the first time with these features; nothing before Megatron's groups are there.
+
+    Raises:
+        SettingError: Ranks were told different things; the same on every rank.
+        PeerTimeoutError: A rank did not come.
+    """
+    features = frozenset(_features)
+    if features in _agreed or not parallel_state.model_parallel_is_initialized():
+        return
+    check_ranks_agree(features)
+    _agreed.add(features)
     _start()
 
 
