@@ -104,12 +104,15 @@ def parse_features(value: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         SettingError: A name is unknown or not implemented; the message lists those that are.
     """
-    names = [name.strip() for name in (value.split(",") if isinstance(value, str) else value)]
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        raise SettingError(f"features are names, as in \"tp,pp\" or (\"tp\", \"pp\"), not {value!r}")
+    names = [name.strip() for name in given]
     available = available_features()
     unknown = sorted({name for name in names if name not in available})
     if unknown or not names:
-        given = ", ".join(repr(name) for name in unknown) or "nothing"
-        raise SettingError(f"--ditron does not know {given}; it takes a comma-separated list of: {', '.join(available)}")
+        listed = ", ".join(repr(name) for name in unknown) or "nothing"
+        raise SettingError(f"--ditron does not know {listed}; it takes a comma-separated list of: {', '.join(available)}")
     return tuple(name for name in FEATURES if name in names)
 
 

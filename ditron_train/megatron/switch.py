@@ -66,7 +66,8 @@ def apply(
     it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
 
     Raises:
-        SettingError: An unknown feature or setting, a plan that is unreadable, foreign or stale, or an unreadable tuning table.
+        SettingError: An unknown feature or setting, names where a spec is expected, a plan that is unreadable, foreign or stale,
+            or an unreadable tuning table.
         VersionError: A library outside the supported range.
     """
     return apply_options(Options(parse_features(features), transport, timeout_s, policy, plan), spec)
@@ -74,6 +75,8 @@ def apply(
 
 def apply_options(options: Options, spec: Any = None) -> Any:
     """`apply` for options that were parsed from a command line; no feature at all changes nothing."""
+    if isinstance(spec, str):
+        raise SettingError(f"{spec!r} is no layer spec: apply(features={spec!r}) switches features on for every model")
     if options.record is not None:
         record_steps(options.record, options.features, options.record_trace)
     elif options.record_trace is not None:
@@ -96,8 +99,9 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     _start("meeting").announce(options.features)
     if spec is not None:
         classes = {native: ours for module in modules.values() for native, ours in module.class_map().items()}
-        names = ", ".join(options.features)
-        log_once(f"spec {names}", f"{names}: {count_replacements(spec, classes)} modules of the layer spec replaced")
+        names, number = ", ".join(options.features), count_replacements(spec, classes)
+        level = logging.INFO if number else logging.WARNING
+        log_once(f"spec {names} {number}", f"{names}: {number} modules of the layer spec replaced", level=level)
         return rewrite_spec(spec, classes)
     for name, module in modules.items():
         _patch(name, module)

@@ -70,6 +70,12 @@ def test_unknown_names_are_an_error_that_lists_the_known_ones(text, capsys):
         parse_features(text)
 
 
+@pytest.mark.parametrize("value", [None, 3, ["tp", 3], {"tp"}])
+def test_what_are_no_names_of_features(value):
+    with pytest.raises(SettingError, match="features are names"):
+        parse_features(value)
+
+
 def test_features_come_in_a_fixed_order_without_repetition():
     names = available_features()
     assert parse_features(",".join(reversed(names)) + f",{names[0]}") == names

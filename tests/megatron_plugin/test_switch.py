@@ -3,11 +3,13 @@
 import dataclasses
 import logging
 import os
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.errors import SettingError
 from ditron_train.testing.processes import run_workers
 
 pytest.importorskip("megatron.core")
@@ -123,6 +125,23 @@ def test_a_feature_whose_groups_have_one_rank_is_said_to_do_nothing():
     assert run_workers(1, _lines_of_groups_of_one_rank)[0][0] == "sp: nothing to accelerate where --context-parallel-size is 1"
 
 
+def _lines_of_specs(spec):
+    import ditron_train.megatron as plugin
+    from ditron_train.runtime import logs
+
+    logs._seen.clear()
+    with _Lines() as lines:
+        plugin.apply(spec, features="tp")
+        plugin.restore()
+    return lines
+
+
+def test_names_in_the_place_of_a_spec_are_refused_and_a_spec_without_a_layer_of_ours_is_told():
+    assert run_workers(1, _lines_of_specs, [dict, dict])[0] == ["tp: 0 modules of the layer spec replaced"]
+    with pytest.raises(SettingError, match=re.escape("'tp' is no layer spec: apply(features='tp')")):
+        run_workers(1, _lines_of_specs, "tp")
+
+
 def test_failed_op_never_reaches_the_weights():
     run_workers(2, _failed_op_never_reaches_the_weights)
 
@@ -213,7 +232,6 @@ def test_ever_new_shapes_run_natively_after_a_while():
 
 def _bad_input():
     import ditron_train.megatron as plugin
-    from ditron_train.runtime.errors import SettingError
 
     with pytest.raises(SettingError, match="does not know 'warp'; it takes a comma-separated list of: tp"):
         plugin.apply(features="tp,warp")
