@@ -35,7 +35,6 @@ from ditron_train.ep import rails
 from ditron_train.ep.expert_functions import pairs_of_native_bits
 from ditron_train.ep.launching import DTYPES
 from ditron_train.megatron import ep_policy
-from ditron_train.megatron.eager import eager
 from ditron_train.megatron.ep_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -214,7 +213,6 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         first_step = (hidden_states, routing_map, probs)
         return ep_policy.why_not_here(make, *first_step, topk=topk, fused=fused, group=group, pad_factor=pad_factor)
 
-    @eager
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,7 +239,6 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self.shared_experts.pre_forward_comm(hidden_states)
         return (tokens.clone(), probs.clone()) if self._apart else (tokens, probs)
 
-    @eager
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._ep_context is None:
             return super().token_dispatch(hidden_states, probs)
@@ -321,7 +318,6 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self.shared_experts = shared_experts
         return super().token_dispatch(*permuted)
 
-    @eager
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -342,14 +338,12 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
         return hidden_states, DeviceCounts(self._layout), probs
 
-    @eager
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._ep_context is None:
             return super().combine_preprocess(hidden_states)
         slices, self._slices = self._slices, None
         return hidden_states if slices is None else slices.scatter(hidden_states, self.probs.dtype)
 
-    @eager
     def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._ep_context is None:
             return super().token_combine(hidden_states, *args, **kwargs)
@@ -359,7 +353,6 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return hidden_states  # the experts have combined them
         return combine_rows(hidden_states, layout, self._ep_context, self._order)
 
-    @eager
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._ep_context is None:
             return super().combine_postprocess(hidden_states)

@@ -21,7 +21,6 @@ from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_r
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
-from ditron_train.megatron.eager import eager
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 
 __all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_fused"]
@@ -125,7 +124,6 @@ def _weights_of(linear: torch.nn.Module) -> list[torch.nn.Parameter]:
 class DitronTEGroupedMLP(TEGroupedMLP):
     """``TEGroupedMLP`` that takes tokens and an ``ExpertCall`` too, and returns tokens then."""
 
-    @eager
     def forward(self, hidden_states: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> Any:
         if not isinstance(tokens_per_expert, ExpertCall):
             return super().forward(hidden_states, tokens_per_expert, probs)

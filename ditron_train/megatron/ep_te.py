@@ -17,7 +17,6 @@ from ditron_train.ep import Layout
 from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
 from ditron_train.ep.group_gemm import RowTiles, group_linear
-from ditron_train.megatron.eager import eager
 from ditron_train.megatron.ep_experts import DitronTEGroupedMLP
 from ditron_train.runtime.settings import get_settings
 
@@ -49,7 +48,6 @@ class DeviceCounts:
 class _TakesDeviceCounts:
     """Mixed into a grouped linear layer: our grouped GEMM for ``DeviceCounts``, the inherited one for a list."""
 
-    @eager
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(m_splits, DeviceCounts):
             return super().forward(x, m_splits)

@@ -27,7 +27,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from ditron_train.megatron.eager import eager
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp_linears import calling, linears_of
 from ditron_train.megatron.sp_output import LeftInHeads, output_fused
@@ -133,7 +132,6 @@ class DitronDotProductAttention(DotProductAttention):
         mask = _causal_mask(query.shape[0], query.device) if mask_type == AttnMaskType.causal else None
         return super().forward(query, key, value, mask, mask_type)
 
-    @eager
     def forward(
         self,
         query: torch.Tensor,
@@ -193,7 +191,6 @@ class _TablesOf:
 class DitronSelfAttention(SelfAttention):
     """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as inherited."""
 
-    @eager
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -304,7 +301,6 @@ class DitronSelfAttention(SelfAttention):
 class DitronMLASelfAttention(MLASelfAttention):
     """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
 
-    @eager
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         heads = self.num_attention_heads_per_partition
         shape = AttentionShape(heads, heads, self.q_head_dim, self.config.v_head_dim)

@@ -19,7 +19,6 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.transformer.enums import AttnMaskType
 
 from ditron_train.megatron import tp_te
-from ditron_train.megatron.eager import eager
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp import config_of_one_rank, exchanged, shape_of
 from ditron_train.megatron.sp_linears import overlaps_tensor_parallelism, reduced_output, shards_of
@@ -85,7 +84,6 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
         return whole(query, key, value, None, mask_type, packed_seq_params=packed)
 
-    @eager
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, attn_mask_type: Any, **kwargs: Any
     ) -> torch.Tensor:

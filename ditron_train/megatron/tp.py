@@ -12,7 +12,6 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ditron_train.megatron.eager import eager
 from ditron_train.megatron.routing import forget_routes, route
 from ditron_train.megatron.wgrad import NativeWgrad
 from ditron_train.tp.functions import column_linear, row_linear
@@ -27,7 +26,6 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
     its reduce-scatter, while the input is gathered for the native weight gradient.
     """
 
-    @eager
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = None
         # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of experts are
@@ -57,7 +55,6 @@ class DitronRowParallelLinear(RowParallelLinear):
     Backward: gather of the output gradient fused with ``grad @ weight``; the gathered gradient serves the native wgrad.
     """
 
-    @eager
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = None
         if self.input_is_parallel and not self.explicit_expert_comm and self.config._cpu_offloading_context is None:

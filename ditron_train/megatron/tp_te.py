@@ -21,7 +21,6 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module._common import apply_normalization
 from transformer_engine.pytorch.module.base import _2X_ACC_WGRAD, get_dummy_wgrad
 
-from ditron_train.megatron.eager import eager
 from ditron_train.megatron.routing import Kind, log_native, route
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import column_linear, row_linear
@@ -157,7 +156,6 @@ def _wgrad(layer: Any) -> TEWgrad:
 class DitronTEColumnParallelLinear(TEColumnParallelLinear):
     """``TEColumnParallelLinear`` with the gather of its input and the reduce-scatter of its gradient overlapped."""
 
-    @eager
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = _route(self, "column", x)
         if context is None:
@@ -169,7 +167,6 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear):
 class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
     """``TELayerNormColumnParallelLinear``: Transformer Engine's norm on the local sequence, then the overlapped linear."""
 
-    @eager
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = _route(self, "column", x)
         if context is None:
@@ -184,7 +181,6 @@ class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
 class DitronTERowParallelLinear(TERowParallelLinear):
     """``TERowParallelLinear`` with the reduce-scatter of its output and the gather of its gradient overlapped."""
 
-    @eager
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = _route(self, "row", x)
         if context is None:
