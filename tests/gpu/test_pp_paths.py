@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ditron_train.symm import start_nvshmem
+
 
 def _base():
     name = "ditron_gpu_test_pp"
@@ -30,9 +32,10 @@ SIZES = [1024, 1, 4099, 1 << 20, (1 << 20) + 16, 3_000_001, 64 << 20]
 
 
 @pytest.fixture(params=["kernel", "nvshmem"])
-def path(request, monkeypatch):
+def path(device, request, monkeypatch):
     if request.param == "nvshmem":
         pytest.importorskip("nvshmem.core")
+        start_nvshmem(device)  # pairs, which are a part of the job, cannot
     monkeypatch.setenv("DITRON_PP_PATH", request.param)
     return request.param
 
