@@ -16,23 +16,29 @@ from ditron_train.runtime.errors import DitronError, NotSupportedError
 from ditron_train.runtime.versions import pip_command
 
 __all__ = [
+    "allocation_of",
     "event_create",
     "event_query",
     "event_record",
     "graph_destroy",
     "graph_launch",
     "graph_record",
+    "graph_upload",
     "has_driver",
     "memcpy_async",
     "memcpys_async",
     "memset_u32_async",
     "register_host_memory",
+    "stream_create",
     "stream_memory_ops",
     "stream_wait_event",
 ]
 
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _EVENT_DISABLE_TIMING = 2
+_STREAM_NON_BLOCKING = 1  # not ordered with the legacy default stream
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_USE_NODE_PRIORITY = 8  # kernels of a graph keep the priority of the stream that they were captured from
 _OPERATIONS = {"wait": 1, "write": 2}  # CU_STREAM_MEM_OP_{WAIT,WRITE}_VALUE_32
 _PARAMETERS = struct.Struct("<IIQQIIQQ")  # CUstreamBatchMemOpParams: operation, -, address, value, flags, -, alias, -
 
@@ -131,10 +137,15 @@ def graph_record(stream: int, enqueue: Callable[[], None]) -> Any:
     finally:
         captured = driver.cuStreamEndCapture(stream)
     _check(captured)
-    instantiated = driver.cuGraphInstantiate(captured[1], 0)
+    instantiated = driver.cuGraphInstantiate(captured[1], _USE_NODE_PRIORITY)
     driver.cuGraphDestroy(captured[1])
     _check(instantiated)
     return instantiated[1]
+
+
+def graph_upload(graph: Any, stream: int) -> None:
+    """Readies it on the device, behind what the stream has, for a first launch there that costs what the others do."""
+    _check(_require().cuGraphUpload(graph, stream))
 
 
 def graph_launch(graph: Any, stream: int) -> None:
@@ -143,8 +154,33 @@ def graph_launch(graph: Any, stream: int) -> None:
 
 
 def graph_destroy(graph: Any) -> None:
-    """Frees it once it is not running."""
+    """Frees it, once it is done where it is running."""
     _require().cuGraphExecDestroy(graph)
+
+
+@lru_cache(maxsize=None)
+def _pointer_attribute() -> Any:
+    """``cuPointerGetAttribute`` of the driver's library: 1 us; through ``cuda.bindings``, which asks what kind of object to
+    make, several. None where the library is not there."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64]
+    return function
+
+
+def allocation_of(address: int) -> int | None:
+    """Number of the driver's allocation that the address lies in, never given twice; None where the driver does not say."""
+    ask, number = _pointer_attribute(), ctypes.c_uint64()
+    return None if ask is None or ask(ctypes.byref(number), _BUFFER_ID, address) else number.value
+
+
+def stream_create() -> int:
+    """A stream of the current device that nobody else has, as its handle; torch deals out 32 in turn."""
+    result = _require().cuStreamCreate(_STREAM_NON_BLOCKING)
+    _check(result)
+    return int(result[1])
 
 
 @lru_cache(maxsize=None)

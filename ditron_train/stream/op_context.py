@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -59,7 +60,9 @@ class OpContext:
         self._channels: list[Channel] = []
         self._last_stream: torch.cuda.Stream | None = None
         self._is_capturing = False
-        self._recorded = RecordedSequences(self.comm_handle)
+        self._is_joined = True  # the current stream is behind the communication stream
+        self._recorded = RecordedSequences()
+        self._records_sequences = self.is_cuda and driver.has_driver() and not torch.version.hip
         self._agreed: set[tuple] = set()
         self.prepared: dict[tuple, Any] = {}
         self.arena.before_freeing(self._forget_prepared)
@@ -100,6 +103,7 @@ class OpContext:
     def fork(self) -> torch.cuda.Stream | None:
         """The communication stream, ordered behind the current one (None on the CPU)."""
         if self.is_cuda:
+            self._is_joined = False
             self._order(current_handle(self.device), self._fork_event, self.comm_handle)
         return self.comm_stream
 
@@ -107,6 +111,7 @@ class OpContext:
         """Orders the current stream behind the communication stream."""
         if self.is_cuda:
             self._order(self.comm_handle, self._join_event, current_handle(self.device))
+            self._is_joined = True
 
     def _order(self, first: int, event: Any, second: int) -> None:
         """Holds stream ``second`` until what is enqueued on ``first`` now is done."""
@@ -117,13 +122,41 @@ class OpContext:
             driver.event_record(event, first)
             driver.stream_wait_event(second, event)
 
-    def run_again(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+    def run_again(self, key: Hashable, enqueue: Callable[[], None], copied: Sequence[int]) -> None:
         """Runs what ``enqueue`` puts onto the communication stream, which is the same whenever it comes with ``key``; what comes
-        often is recorded (``stream.recorded``)."""
-        if self.is_cuda and not self._is_capturing:
-            self._recorded.run(key, enqueue)
-        else:
+        often is recorded. ``copied``: as for ``stream.recorded.RecordedSequences.repeat``."""
+        if not self._records_sequences or self._is_capturing:
             enqueue()
+        elif not self._recorded.repeat(key, self.comm_handle, copied):
+            enqueue()
+            self._recorded.remember(key, enqueue, self.comm_handle, copied)
+
+    def repeat_op(self, key: Hashable, copied: Sequence[int]) -> bool:
+        """Runs on the current stream the op that is recorded for ``key``, its part on the communication stream included.
+
+        To other streams it is ordered as without a recording. Behind the communication stream it is since the current stream
+        is; while that one has yet to wait for an op that was started (``start_all_gather``), nothing is repeated.
+        """
+        if not self._records_sequences or self._is_capturing or not self._is_joined:
+            return False
+        return self._recorded.repeat(key, current_handle(self.device), copied)
+
+    def remember_op(self, key: Hashable, enqueue: Callable[[], object], copied: Sequence[int]) -> None:
+        """After an op that was not repeated: ``enqueue`` puts it onto the current stream, and forks and joins the communication
+        stream; it allocates nothing, and does the same whenever it comes with ``key``."""
+        if self._records_sequences and not self._is_capturing:
+            captured = _recording_stream(self.device)
+            self._recorded.remember(
+                key, lambda: self._enqueue_on(captured, enqueue), current_handle(self.device), copied, captured.cuda_stream
+            )
+
+    def _enqueue_on(self, stream: torch.cuda.Stream, enqueue: Callable[[], object]) -> None:
+        self._is_capturing = True  # what the op would run as a recording of its own becomes part of this one
+        try:
+            with torch.cuda.stream(stream):
+                enqueue()
+        finally:
+            self._is_capturing = False
 
     def leave(self, channel: Channel) -> None:
         """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""
@@ -170,6 +203,13 @@ class OpContext:
         self._forget_prepared()
         for channel in self._channels:
             channel.forget_signatures()
+
+
+@lru_cache(maxsize=None)
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where ops are recorded; nothing runs on it."""
+    with torch.cuda.device(device):
+        return torch.cuda.ExternalStream(driver.stream_create(), device)
 
 
 def _fork_join_events(device: torch.device) -> tuple[Any, Any]:

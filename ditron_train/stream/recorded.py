@@ -4,15 +4,21 @@ Sends of an AG-GEMM by copy engines (a kernel, then a copy and a flag for each o
 host's time, the whole op 35 instead of 46 (in another run, at three shapes, 42 to 69 instead of 61 to 87); on the device as before
 within 1 %. A recording takes 51 us, and 84 KB of the GPU.
 
-Tried as an experiment, not done here: whole ops as one graph, their GEMMs too, by the addresses of operands and results. Of the
-host's time AG-GEMM then takes 17 to 25 us instead of 53 to 87, GEMM-RS by copies 18 to 27 instead of 97 to 168 (three shapes, 4
-H200s), on the device as before within 1 %, at the shortest (57 us) within 4 %; equal bits.
+Whole ops as one graph, their GEMMs too (``OpContext.repeat_op``), on 2 H200s at 2048x2048x1024, 4096x2048x2048, 8192x4096x1376:
+AG-GEMM takes the host 22, 41, 51 us instead of 43, 68, 82, GEMM-RS by copies 36, 42, 47 instead of 62, 64, 103; on the device as
+before within 2 us. Recording one takes 0.6 ms, and 245 KB of the GPU.
+
+A copy in a graph is bound to the allocation that its address lay in when it was recorded. Once the driver had that memory back
+(``torch.cuda.empty_cache``, or torch's allocator when memory runs out) and another allocation lay at the address, launching the
+graph was a segmentation fault in the driver or a launch failure on the GPU (H200, driver 580; with expandable segments it went
+well). So a recording knows the numbers of the allocations its copies touch, which the driver gives once (1 us to ask). Kernels in
+a graph take addresses as they come.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from ditron_train.runtime.errors import DitronError
@@ -28,47 +34,79 @@ _IDLE_RUNS = 4096  # a recording that has not run in so many may go for another;
 
 
 class _Recording:
-    __slots__ = ("graph", "last_run")
+    __slots__ = ("allocations", "graph", "last_run")
 
-    def __init__(self, graph: Any, last_run: int) -> None:
-        self.graph, self.last_run = graph, last_run
+    def __init__(self, graph: Any, allocations: list[int | None], last_run: int) -> None:
+        self.graph, self.allocations, self.last_run = graph, allocations, last_run
 
 
 class RecordedSequences:
-    """Sequences for one stream, by keys that say all that they depend on.
+    """Sequences by keys that say all that they depend on: ``repeat``, or run them and ``remember``.
 
     Bounded: where there are many, the one that has not run for longest goes, but only if it is idle. A step with more
     sequences than are kept would else record each of them anew whenever it comes; so the first stay, and the others run as they
     are. What is freed while it runs ends first (``cuGraphExecDestroy``).
+
+    A recording holds addresses, no memory: one whose copies' memory is another allocation by now is forgotten. A key that names the addresses of tensors is right as long as whoever runs it holds
+    tensors at these addresses, and orders the stream it gives behind their last writers and before the next ones, just as for
+    the operations themselves: on the device the graph is one more entry of that stream.
     """
 
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
         self._recordings: dict[Hashable, _Recording] = {}
         self._calls: dict[Hashable, int] = {}
         self._most_recorded = _MOST_RECORDED
         self._num_runs = 0
         self._full_until = 0  # no recording is idle before this run
 
-    def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        """Runs what ``enqueue`` puts onto the stream, behind what the stream has; it must do the same for the same ``key``.
+    def repeat(self, key: Hashable, stream: int, copied: Sequence[int] = ()) -> bool:
+        """Runs what is recorded for ``key`` behind what the stream has; False where nothing is.
 
         Not while a CUDA graph is captured: one graph would be part of the other.
+
+        Args:
+            key: Says all that the sequence does, ``copied`` too.
+            stream: A handle.
+            copied: Addresses of torch's memory that copies of the sequence, not its kernels, read or write.
         """
         self._num_runs += 1
         recording = self._recordings.get(key)
-        if recording is not None:
-            recording.last_run = self._num_runs
-            driver.graph_launch(recording.graph, self._stream)
-            return
-        enqueue()
+        if recording is None:
+            return False
+        if recording.allocations != [driver.allocation_of(address) for address in copied]:
+            driver.graph_destroy(self._recordings.pop(key).graph)
+            return False
+        recording.last_run = self._num_runs
+        driver.graph_launch(recording.graph, stream)
+        return True
+
+    def remember(
+        self,
+        key: Hashable,
+        enqueue: Callable[[], object],
+        stream: int,
+        copied: Sequence[int] = (),
+        captured: int | None = None,
+    ) -> None:
+        """After a run that was not a repetition: what comes often is recorded.
+
+        Args:
+            key: As for ``repeat``.
+            enqueue: Puts the sequence onto the stream; it must do the same whenever it comes with ``key``.
+            stream: Where it will be repeated.
+            copied: As for ``repeat``; where the driver does not know one of them, nothing is recorded.
+            captured: Onto which stream ``enqueue`` puts it (None: ``stream``). The legacy default stream cannot be captured.
+        """
         calls = self._calls.get(key, 0) + 1
         if calls > _CALLS_BEFORE and self._has_room():
-            self._record(key, enqueue)
-        else:
-            if len(self._calls) >= _MOST_COUNTED:
-                self._calls.clear()
-            self._calls[key] = calls
+            self._calls.pop(key, None)
+            allocations = [driver.allocation_of(address) for address in copied]
+            if None not in allocations:
+                self._record(key, enqueue, stream, stream if captured is None else captured, allocations)
+            return
+        if len(self._calls) >= _MOST_COUNTED:
+            self._calls.clear()
+        self._calls[key] = calls
 
     def _has_room(self) -> bool:
         if len(self._recordings) < self._most_recorded:
@@ -82,10 +120,13 @@ class RecordedSequences:
         driver.graph_destroy(self._recordings.pop(key).graph)
         return True
 
-    def _record(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        del self._calls[key]
+    def _record(
+        self, key: Hashable, enqueue: Callable[[], object], stream: int, captured: int, allocations: list[int | None]
+    ) -> None:
         try:
-            self._recordings[key] = _Recording(driver.graph_record(self._stream, enqueue), self._num_runs)
+            graph = driver.graph_record(captured, enqueue)
+            self._recordings[key] = _Recording(graph, allocations, self._num_runs)
+            driver.graph_upload(graph, stream)  # else the first launch does
         except DitronError as error:  # the GPU's memory is full, for instance; what this call asked for has been enqueued
             self._most_recorded = 0
             log_once("recorded sequences", f"stream operations that come again are no longer recorded: {error}")

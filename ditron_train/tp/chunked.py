@@ -27,9 +27,10 @@ from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.schedule.orders import delivery_order
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import RowPartition, TPContext
+from ditron_train.tp.cost_model import is_short
 from ditron_train.tp.prepared import padded_columns
 from ditron_train.tp.scatter import PreparedScatter
-from ditron_train.tp.tuning import Choice, Layout
+from ditron_train.tp.tuning import Choice, Layout, Problem
 
 __all__ = ["PreparedChunkedGemmRs"]
 
@@ -52,6 +53,12 @@ class PreparedChunkedGemmRs:
     """[m, k] times a weight, reduce-scattered by rows; collective to make.
 
     Rows of rank + 1 first, own rows last: their GEMM hides the last transfer. Then the sum (``PreparedScatter.finish``).
+
+    Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands, result and
+    partial sums have lain at the same addresses a few times, with the same strides: a training step allocates alike each time.
+    The graph runs on the current stream, from the start signals to the join: who may free or overwrite what it reads, and when,
+    is as without it. Start signals, epochs, deadlines and errors are the kernels' own, so they are in every repetition; what a
+    call does on the host (``OpContext.enter``) is done before.
     """
 
     def __init__(
@@ -73,6 +80,8 @@ class PreparedChunkedGemmRs:
             rows, num_rows = slice(partition.starts[owner], partition.starts[owner + 1]), partition.count(owner)
             options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
             self._chunks.append(_Chunk(rows, k, gemm_launch(num_rows, n, *options) if num_rows else None))
+        problem = Problem("gemm_rs", self.m, n, k, layout, dtype, context.world_size)
+        self._is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
 
     @staticmethod
     def covers(n: int, dtype: torch.dtype) -> bool:
@@ -86,11 +95,21 @@ class PreparedChunkedGemmRs:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
-        context, scatter = self.context, self._scatter
+        context = self.context
         partial = x.new_empty(self.m, self.n)
         key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), partial.data_ptr())
+        if not self._is_recorded:
+            self._enqueue(x, weight, partial, out, key)
+            return
+        op, copied = (self, out.data_ptr(), *key), (partial.data_ptr(),)
+        if not context.repeat_op(op, copied) and self._enqueue(x, weight, partial, out, key):
+            context.remember_op(op, lambda: self._enqueue(x, weight, partial, out, key), copied)
+
+    def _enqueue(self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, out: torch.Tensor, key: tuple) -> bool:
+        """Whether it reads the operands as given: addresses and strides, ``key``, say all that it does."""
+        context, scatter = self.context, self._scatter
         stream = current_handle(context.device)
-        operands = None
+        operands, is_as_given = None, True
         scatter.begin()
         for position, chunk in enumerate(self._chunks):
             if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
@@ -101,6 +120,7 @@ class PreparedChunkedGemmRs:
                 context.fork()
                 scatter.send(partial, position)
         scatter.finish(partial, out)
+        return is_as_given
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         """Compiles what a call with these would run, without running it."""

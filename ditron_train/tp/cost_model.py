@@ -20,9 +20,9 @@ import numpy as np
 
 from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_config
 from ditron_train.runtime.rates import MachineRates
-from ditron_train.tp.tuning import Choice, GatherPlan, Machine, Problem
+from ditron_train.tp.tuning import Choice, GatherPlan, Machine, Problem, rates_of
 
-__all__ = ["Prediction", "collective_us", "gemm_us", "native_us", "nccl_bytes", "predict", "wire_bytes"]
+__all__ = ["Prediction", "collective_us", "gemm_us", "is_short", "native_us", "nccl_bytes", "predict", "wire_bytes"]
 
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
@@ -34,6 +34,7 @@ _STORE_STALL = 0.45  # of the time that the links take for the stores of one wav
 _LAUNCH_US = 4.0
 _THROTTLED_FROM_US = 700.0  # a GEMM that runs longer is slowed down by its power: at every doubling by so much of its time
 _THROTTLE = 0.03
+_SHORT_US = 400.0  # so long an op takes, three times what the host needs to enqueue its parts one by one
 _PAIR_RATE = 0.8  # of NCCL's rate with more ranks is its rate with two (H200: 225 to 246 GB/s instead of 300)
 
 
@@ -115,6 +116,11 @@ def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRa
     limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
     ours = _ag_gemm_us if problem.op == "ag_gemm" else _gemm_rs_us
     return Prediction(gemm, comm, gemm + comm, max(ours(problem, choice, machine, rates), limit), limit)
+
+
+def is_short(problem: Problem, choice: Choice, machine: Machine) -> bool:
+    """Whether a training step of such ops may wait for its host."""
+    return predict(problem, choice, machine, rates_of(machine)).ditron_us < _SHORT_US
 
 
 def _send_rate(plan: GatherPlan, rates: MachineRates) -> float:

@@ -139,7 +139,8 @@ class PreparedGather:
             if not self._push.repeat(key, context.comm_handle):
                 self._push(*self._push_arguments(x), stream=stream, key=key)
         else:
-            context.run_again((self, x.data_ptr()), lambda: self._send_by_copies(x, stream))
+            address = x.data_ptr()
+            context.run_again((self, address), lambda: self._send_by_copies(x, stream), (address,))
         if copies_own:
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
             self._own_rows.copy_(x)

@@ -10,9 +10,10 @@ from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
+from ditron_train.tp.cost_model import is_short
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.kernels import ag_gemm_kernel, gemm_rs_kernel
-from ditron_train.tp.tuning import Choice, Layout
+from ditron_train.tp.tuning import Choice, Layout, Problem
 
 __all__ = ["Layout", "PreparedAgGemm", "PreparedGemmRs", "padded_columns"]
 
@@ -57,7 +58,8 @@ class _PreparedGemm:
 class PreparedAgGemm(_PreparedGemm):
     """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make.
 
-    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'."""
+    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. Where the op is short and
+    sends by copy engines, it is recorded as ``PreparedChunkedGemmRs`` is."""
 
     def __init__(
         self,
@@ -101,19 +103,32 @@ class PreparedAgGemm(_PreparedGemm):
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+        problem = Problem("ag_gemm", self.m, n, k, layout, dtype, context.world_size)
+        self._is_recorded = context.is_cuda and not gather.by_push and is_short(problem, choice, context.machine)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
-        self.gather.start(x, copies_own=not self._reads_own)
+        context = self.context
         out = x.new_empty(self.m, self._out_columns)
         key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr())
+        if not self._is_recorded:
+            self._enqueue(x, weight, out, key)
+        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(x, weight, out, key):
+            context.remember_op((self, *key), lambda: self._enqueue(x, weight, out, key), (x.data_ptr(),))
+        return out if self._out_columns == self.n else out[:, : self.n].contiguous()
+
+    def _enqueue(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, key: tuple) -> bool:
+        """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
+        is_as_given = True
+        self.gather.start(x, copies_own=not self._reads_own)
         if not self._launch.repeat(key, current_handle(self.context.device)):
             operand = aligned_operand(weight)
-            self._launch(*self._arguments(x, operand, out[:, : self.n]), key=key if operand is weight else None)
+            is_as_given = operand is weight
+            self._launch(*self._arguments(x, operand, out[:, : self.n]), key=key if is_as_given else None)
         if self._keeps_gathered and self._reads_own:
             self.gather.copy_own(x)
         self.gather.finish()
-        return out if self._out_columns == self.n else out[:, : self.n].contiguous()
+        return is_as_given
 
     def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
         gather, channel = self.gather, self.gather.channel

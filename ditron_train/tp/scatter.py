@@ -68,7 +68,8 @@ class PreparedScatter:
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
         self.context.fork()
-        self.context.run_again((self, partial.data_ptr()), lambda: self._send_all(partial))
+        address = partial.data_ptr()
+        self.context.run_again((self, address), lambda: self._send_all(partial), (address,))
 
     def _send_all(self, partial: torch.Tensor) -> None:
         self._signal_start()

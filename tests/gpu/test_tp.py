@@ -1,12 +1,15 @@
 """TP ops against NCCL and cuBLAS, ``torch.equal``: published shapes, random ones, stragglers, poison, graphs, bad calls, groups.
 
 Random shapes equal cuBLAS and NCCL, or, where cuBLAS sums in another order (few tiles, long K), one GEMM of ours and NCCL,
-which still proves the movement and the order of the reduction.
+which still proves the movement and the order of the reduction. Where ranks share GPUs the order of sums is the recorded one, not
+that of an NCCL run there (``shared_gpus``).
 """
 
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +20,26 @@ from ditron_train.data import load_workloads
 from ditron_train.gemm import matmul_nn, matmul_nt
 from ditron_train.runtime.errors import ArenaError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.groups import forget_destroyed_groups
-from ditron_train.tp import GatherPlan, TPContext, ag_gemm, column_linear, gemm_rs, get_context, row_linear
+from ditron_train.stream import driver, recorded
+from ditron_train.tp import (
+    GatherPlan,
+    TPContext,
+    ag_gemm,
+    column_linear,
+    gemm_rs,
+    get_context,
+    row_linear,
+    start_all_gather,
+    start_reduce_scatter,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tp"))
+from bodies_tp import gather_rows  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 PLANS = [GatherPlan("push", push_programs=16), GatherPlan("copy", num_chunks=1), GatherPlan("copy", num_chunks=4)]
 SCATTERS = ["store", "copy"]
-NUM_RANDOM_SHAPES = 500
+NUM_RANDOM_SHAPES, NUM_RANDOM_SHAPES_OF_SHARED_GPUS = 500, 80
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +53,11 @@ def normals(*shape, seed, dtype=torch.bfloat16):
 
 
 def gathered(x, counts=None):
-    world = dist.get_world_size()
-    if counts is None:
-        total = x.new_empty(x.shape[0] * world, *x.shape[1:])
-        dist.all_gather_into_tensor(total, x)
-        return total
-    parts = [x.new_empty(count, x.shape[1]) for count in counts]
-    dist.all_gather(parts, x)
-    return torch.cat(parts)
+    if counts is not None:
+        return gather_rows(x, counts)
+    total = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
+    dist.all_gather_into_tensor(total, x)
+    return total
 
 
 def scattered(partial, counts=None):
@@ -83,15 +97,16 @@ def test_ag_gemm_at_published_shapes(context, all_equal, shape):
     world = context.world_size
     x = normals(shape["M"] // world, shape["K"], seed=1)
     weight = normals(shape["N"] // world, shape["K"], seed=2)
-    expected = gathered(x) @ weight.t()
+    everything = gathered(x)
+    expected = everything @ weight.t()
     for plan in PLANS:
         y, total = ag_gemm(x, weight, context=context, plan=plan, return_gathered=True)
         context.synchronize()
-        assert all_equal(total, gathered(x)) and all_equal(y, expected), plan
+        assert all_equal(total, everything) and all_equal(y, expected), plan
     weight_nn = weight.t().contiguous()
     y = ag_gemm(x, weight_nn, context=context, layout="nn")
     context.synchronize()
-    assert all_equal(y, gathered(x) @ weight_nn)
+    assert all_equal(y, everything @ weight_nn)
 
 
 @pytest.mark.parametrize("shape", load_workloads()["gemm_rs"]["shapes"], ids=lambda s: s["model"])
@@ -109,14 +124,14 @@ def test_gemm_rs_at_published_shapes(context, all_equal, shape):
     assert all_equal(y, scattered(x @ weight_nn))
 
 
-def test_random_shapes(context, all_equal):
+def test_random_shapes(context, all_equal, shares_gpus):
     """Even and uneven rows, any N and K, both layouts and dtypes, every plan; buffers poisoned, ranks late at random.
 
     Compilation is what takes the time, so fp16 comes with one layout and plan.
     """
     world, rank = context.world_size, context.rank
     different = []
-    for seed in range(NUM_RANDOM_SHAPES):
+    for seed in range(NUM_RANDOM_SHAPES_OF_SHARED_GPUS if shares_gpus else NUM_RANDOM_SHAPES):
         draw, own = random.Random(seed), random.Random(seed * 1000 + rank)
         align = draw.choice([128, 8, 8, 1])
         n, k = (max(1, draw.randint(1, 1500) // align * align) for _ in range(2))
@@ -215,6 +230,139 @@ def test_the_same_shape_in_other_memory(context, all_equal, plan, scatter):
     context.synchronize()
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """How many recordings have been launched, as a list of one."""
+    count, launch = [0], driver.graph_launch
+
+    def counted(*arguments):
+        count[0] += 1
+        launch(*arguments)
+
+    monkeypatch.setattr(driver, "graph_launch", counted)
+    return count
+
+
+def test_recorded_ops_repeat_in_the_same_and_in_other_memory(device, all_equal, launched):
+    """Inputs change in place and lie elsewhere in turn, ranks are late, buffers are poisoned, a captured graph runs in between."""
+    context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
+    world, rank = context.world_size, context.rank
+    rows, size, plan = 256 * world, 1024, GatherPlan("copy")
+    weight = normals(size, size, seed=61)
+    inputs = [normals(rows, size, seed=62 + turn) for turn in range(3)]
+    for _ in range(2):
+        y = ag_gemm(gemm_rs(inputs[0], weight, context=context, scatter="copy"), weight, context=context, plan=plan)
+    context.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = ag_gemm(gemm_rs(inputs[0], weight, context=context, scatter="copy"), weight, context=context, plan=plan)
+    for repeat in range(30):
+        for turn, x in enumerate(inputs):
+            x.copy_(normals(rows, size, seed=100 * repeat + turn))
+            if repeat % 4 == 0:
+                poison(context)
+            if random.Random(repeat * 17 + 5 * turn + rank).random() < 0.2:
+                torch.cuda._sleep(int(3e6))
+            total = gemm_rs(x, weight, context=context, scatter="copy")
+            product = ag_gemm(total, weight, context=context, plan=plan)
+            if turn == 0:
+                graph.replay()
+            expected = scattered(matmul_nt(x, weight))
+            assert all_equal(total, expected) and all_equal(product, matmul_nt(gathered(expected), weight)), (repeat, turn)
+            assert turn or all_equal(y, product)
+            del total, product
+    context.synchronize()
+    assert launched[0] >= 60
+    context.arena.close()
+
+
+def test_recordings_that_go_while_they_run(device, all_equal, monkeypatch):
+    """More sequences than are kept, none of them waited for."""
+    monkeypatch.setattr(recorded, "_MOST_RECORDED", 4)
+    monkeypatch.setattr(recorded, "_IDLE_RUNS", 6)
+    context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
+    rows, size = 256 * context.world_size, 1024
+    weight, memory = normals(size, size, seed=71), normals(16, rows, size, seed=72)
+    first = None
+    for phase in range(4):
+        for repeat in range(8):
+            inputs = memory[4 * phase : 4 * phase + 4]
+            outs = [gemm_rs(x, weight, context=context, scatter="copy") for x in inputs]
+            assert all(all_equal(out, scattered(matmul_nt(x, weight))) for x, out in zip(inputs, outs))
+            del outs
+        kept = set(context._recorded._recordings)
+        assert len(kept) == 4 and kept != first
+        first = kept
+    context.synchronize()
+    context.arena.close()
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "all_gather", "reduce_scatter"])
+def test_memory_that_is_given_back_and_had_again(device, all_equal, monkeypatch, launched, op):
+    """As a probe does it, or torch's allocator when memory runs out; graphs of copies from there must not be launched."""
+    numbers, ask = {}, driver.allocation_of
+
+    def noted(address):
+        numbers.setdefault(address, set()).add(number := ask(address))
+        return number
+
+    monkeypatch.setattr(driver, "allocation_of", noted)
+    context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
+    rows, weight = 4096 * context.world_size, normals(256, 4096, seed=1)
+
+    def run(seed):
+        if op == "gemm_rs":
+            x = normals(rows, 256, seed=seed)
+            return gemm_rs(x, weight, context=context, layout="nn", scatter="copy"), scattered(matmul_nn(x, weight))
+        x = normals(4096 if op != "reduce_scatter" else rows, 4096, seed=seed)
+        if op == "reduce_scatter":
+            return start_reduce_scatter(x, context=context).wait(), scattered(x)
+        if op == "all_gather":
+            return start_all_gather(x, context=context).wait().clone(), gathered(x)
+        return ag_gemm(x, weight, context=context, plan=GatherPlan("copy")), matmul_nt(gathered(x), weight)
+
+    for phase in range(4):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = launched[0]
+        for repeat in range(6):
+            found, expected = run(10 * phase + repeat)
+            assert all_equal(found, expected), (phase, repeat)
+            del found, expected
+        assert launched[0] > before
+    assert any(len(found) > 1 for found in numbers.values()), "no address was had again"
+    context.synchronize()
+    context.arena.close()
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_a_recorded_op_says_that_a_peer_is_late(device, monkeypatch, launched, op):
+    monkeypatch.setenv("DITRON_TIMEOUT_S", "3")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    context = TPContext(dist.new_group(list(range(world))), device)
+    weight, x = normals(256, 256, seed=1), normals(128 * world, 256, seed=2)
+
+    def run():
+        if op == "gemm_rs":
+            return gemm_rs(x, weight, context=context, scatter="copy")
+        return ag_gemm(x, weight, context=context, plan=GatherPlan("copy"))
+
+    for _ in range(6):
+        y = run()
+        del y
+    context.synchronize()
+    before = launched[0]
+    assert before > 0
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError, match="tp.gather" if op == "ag_gemm" else "tp.reduce_scatter"):
+            y = run()
+            assert launched[0] == before + 1
+            context.synchronize()
+    dist.barrier()
+
+
 def test_without_cuda_bindings(device, all_equal, monkeypatch):
     """Streams are ordered by torch's events, and data moves by multiprocessors whatever is asked for."""
     monkeypatch.setattr("ditron_train.stream.driver._driver", lambda: None)
@@ -248,8 +396,8 @@ def test_epochs_wrap(device, all_equal):
         assert all_equal(y, expected) and all_equal(z, scattered(expected @ weight.t()))
 
 
-def test_a_late_peer_and_different_calls_are_errors(device, monkeypatch):
-    monkeypatch.setenv("DITRON_TIMEOUT_S", "3")
+def test_a_late_peer_and_different_calls_are_errors(device, monkeypatch, shares_gpus):
+    monkeypatch.setenv("DITRON_TIMEOUT_S", "12" if shares_gpus else "3")
     world, rank = dist.get_world_size(), dist.get_rank()
     weight = normals(256, 256, seed=9)
     for rows, dtype in ((256, torch.bfloat16), (128, torch.float16)):  # of rank 0; the others have 128 and bf16
@@ -313,13 +461,14 @@ def test_too_little_memory_is_the_same_error_on_every_rank(device, all_equal, mo
 
 
 @pytest.mark.parametrize("transport", ["torch", "nvshmem"])
-def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch):
+def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch, request):
     """A rank's groups share its GPU, not their memory or flags: calls of all of them in a row, nobody waits for the host.
 
     Not at first: while some compile for one group, the others would wait for them in the next group, up to the deadline.
     """
     if transport == "nvshmem":
         pytest.importorskip("nvshmem.core")
+        request.getfixturevalue("own_gpus")
     monkeypatch.setenv("DITRON_TRANSPORT", transport)
     world, rank = dist.get_world_size(), dist.get_rank()
     lists = [list(range(world)), [0, 1], list(range(1, world)) if world > 2 else [0, 1]]

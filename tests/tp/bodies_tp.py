@@ -6,6 +6,7 @@ import datetime
 import functools
 import random
 import time
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,8 @@ def integers(shape, seed: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def gather_rows(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """All ranks' rows by gloo, uneven counts too."""
-    padded = torch.zeros(max(counts), x.shape[-1], dtype=x.dtype)
+    """All ranks' rows by an even all-gather, uneven counts too."""
+    padded = x.new_zeros(max(counts), x.shape[-1])
     padded[: x.shape[0]] = x
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)
@@ -182,6 +183,59 @@ def check_launch_keys() -> None:
                     assert None in launched, (name, mode)
     finally:
         KernelLaunch.__call__ = call
+
+
+def check_recorded_ops() -> list[list[int]]:
+    """Ops that are recorded as wholes, with memory that comes by turns as an allocator gives it: another key for other memory or
+    strides, the same one for the same, none where an operand was copied first. A recording is repeated as ``enqueue``.
+
+    Returns:
+        For each op how often it was repeated, and remembered.
+    """
+    context, recorded, counts, calls, memory = get_context(None, CPU), {}, [], {}, {}
+    world, rank, new_empty = context.world_size, context.rank, torch.Tensor.new_empty
+
+    def repeat_op(key: Hashable, copied: Sequence[int]) -> bool:
+        if key not in recorded:
+            return False
+        recorded[key]()
+        counts[-1][0] += 1
+        return True
+
+    def remember_op(key: Hashable, enqueue: Callable[[], object], copied: Sequence[int]) -> None:
+        recorded[key] = enqueue
+        counts[-1][1] += 1
+
+    def in_turn(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:
+        if options:
+            return new_empty(self, *shape, **options)
+        calls[shape] = calls.get(shape, -1) + 1
+        piece = memory.setdefault((*shape, calls[shape] // 3 % 2), new_empty(self, *shape))
+        return piece.fill_(float("nan"))
+
+    tall, wide = integers((32 * world, 2 * 16), 1), integers((2 * 16, 16), 2)
+    shares = [tall[:, :16], tall[:, 16:], tall[:, 16:].contiguous(), tall[:, 1:17]]  # the last is not aligned
+    weights = [wide[:16], wide[16:], wide.t()[:, :16].t(), integers((16, 17), 3)[:, 1:]]
+    ops = {"gemm_rs": functools.partial(gemm_rs, scatter="copy"), "ag_gemm": functools.partial(ag_gemm, plan=GatherPlan("copy"))}
+    context.repeat_op, context.remember_op, torch.Tensor.new_empty = repeat_op, remember_op, in_turn
+    try:
+        for name, op in ops.items():
+            counts.append([0, 0])
+            for repeat in range(9):
+                for turn, (x, weight) in enumerate(zip(shares, weights)):
+                    x.copy_(integers(x.shape, 100 * repeat + 10 * turn + rank))
+                    weight.copy_(integers(weight.shape, 7 * repeat + turn))
+                    partials = [integers(x.shape, 100 * repeat + 10 * turn + peer) @ weight.t() for peer in range(world)]
+                    result = op(x, weight, context=context)
+                    rows = slice(32 * rank, 32 * (rank + 1))
+                    expected = torch.cat(partials) if name == "ag_gemm" else ring_fold(partials, rank)[rows]
+                    assert torch.equal(result, expected), (name, repeat, turn)
+                    for prepared in context.prepared.values():
+                        prepared._is_recorded = True
+    finally:
+        torch.Tensor.new_empty = new_empty
+        del context.repeat_op, context.remember_op
+    return counts
 
 
 def check_wrap() -> int:

@@ -66,6 +66,13 @@ def test_launches_are_named_by_where_their_operands_lie():
     run_workers(2, bodies.check_launch_keys)
 
 
+def test_recorded_ops_are_named_by_all_that_they_depend_on():
+    """Of 36 calls one comes before anything is recorded, and 9 have operands that are copied first."""
+    for scattered, gathered in run_workers(2, bodies.check_recorded_ops):
+        assert scattered == [20, 6]  # 3 operands in two sets of memory
+        assert gathered[0] == 7 and sum(gathered) == 26  # strided rows are copied, so that they lie elsewhere each time
+
+
 def test_overlapping_groups():
     assert run_workers(4, bodies.check_overlapping_groups) == [2, 3, 2, 2]
 
