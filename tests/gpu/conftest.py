@@ -1,4 +1,7 @@
-"""Every rank of torchrun runs pytest on the same tests, rank 0 reports; skipped with a reason without GPUs or torchrun."""
+"""Every rank of torchrun runs pytest on the same tests, rank 0 reports; skipped with a reason without GPUs or torchrun.
+
+With more ranks than GPUs see ``shared_gpus``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ import torch
 import torch.distributed as dist
 
 
+sys.path.insert(0, str(Path(__file__).parent))
+import shared_gpus  # noqa: E402
+
 RANK = int(os.environ.get("RANK", 0))
+SHARES_GPUS = shared_gpus.is_needed()
 
 
 class _FailuresOnly:
@@ -34,20 +41,39 @@ class _FailuresOnly:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """All ranks run the same tests: the first one's report is enough."""
+    if SHARES_GPUS:
+        shared_gpus.set_up()
     if RANK > 0:
         config.pluginmanager.register(_FailuresOnly(config))
 
 
+def _gpu_of_this_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _own_gpu() -> None:
-    """Under torchrun every rank runs its tests on its own GPU, those that need no group, too."""
+def _on_the_gpu_of_this_rank() -> None:
+    """Under torchrun also those tests that need no group."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(_gpu_of_this_rank())
+
+
+@pytest.fixture(scope="session")
+def shares_gpus() -> bool:
+    """Whether there are more ranks than GPUs: everything is slow, a kernel that waits for another rank most of all."""
+    return SHARES_GPUS
+
+
+@pytest.fixture(scope="session")
+def own_gpus(shares_gpus: bool) -> None:
+    """Of tests that need NCCL, or measure, or ask what runs beside what."""
+    if shares_gpus:
+        pytest.skip("needs a GPU for every rank")
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """This rank's GPU, with NCCL initialised over all ranks.
+    """This rank's GPU, with NCCL (gloo where ranks share GPUs) initialised over all ranks.
 
     As Megatron does without a ``device_id``: with one every group connects when it is made, and each of Megatron's forty groups
     then takes a second to be torn down at exit.
@@ -56,9 +82,9 @@ def device() -> torch.device:
         pytest.skip("needs GPUs")
     if "RANK" not in os.environ:
         pytest.skip("needs torchrun (scripts/test_gpu.sh)")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", _gpu_of_this_rank())
     if not dist.is_initialized():
-        dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=120))
+        dist.init_process_group("gloo" if SHARES_GPUS else "nccl", timeout=datetime.timedelta(seconds=120))
     return device
 
 

@@ -58,10 +58,10 @@ def one_form(x, layout, context, weights, back, order, is_fused):
 
 CASES = [
     # experts of a rank, topk, hidden, ffn, tokens by rank, dtype, order, capacity, popularity of some experts
-    (8, 4, 1024, 512, (3000, 2000, 17, 0), torch.bfloat16, "ascending_rounded", None, 0.0),
-    (16, 8, 2048, 768, (4096,) * 4, torch.bfloat16, "descending", 4.0, 0.3),
-    (3, 2, 520, 264, (1000, 1, 500, 777), torch.float16, "ascending", None, 5.0),
-    (32, 8, 7168, 2048, (4096,) * 4, torch.bfloat16, "descending", None, 0.2),
+    (8, 4, 1024, 512, (3000, 2000, 17, 0, 900, 1, 2500, 64), torch.bfloat16, "ascending_rounded", None, 0.0),
+    (16, 8, 2048, 768, (4096,) * 8, torch.bfloat16, "descending", 4.0, 0.3),
+    (3, 2, 520, 264, (1000, 1, 500, 777, 0, 1200, 300, 5), torch.float16, "ascending", None, 5.0),
+    (32, 8, 7168, 2048, (4096,) * 8, torch.bfloat16, "descending", None, 0.2),
 ]
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ditron_train.policy import decide, forget_plans
 from ditron_train.policy.order import reduction_order, reveal_order
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"), pytest.mark.usefixtures("own_gpus")]
 pytest.importorskip("megatron.core")
 
 PROBE_LIMIT_S = 60.0

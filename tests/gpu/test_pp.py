@@ -186,6 +186,7 @@ def test_waiting_on_another_stream_than_the_one_that_posted(device, new_context)
     assert _agree(device, right)
 
 
+@pytest.mark.usefixtures("own_gpus")
 def test_no_kernel_runs(device, new_context):
     """Nothing but copies between GPUs and inside the receiver: no SM of ours."""
     from torch.autograd import DeviceType
@@ -220,6 +221,7 @@ def _spin_kernel(nanoseconds):
         now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
+@pytest.mark.usefixtures("own_gpus")
 def test_messages_arrive_while_no_multiprocessor_has_room(device, new_context):
     """Two blocks of 1,024 threads on each multiprocessor are all it holds: what needs one waits for them. A local copy does.
 
@@ -430,6 +432,7 @@ def _megatron(stages: int, tensor: int = 1, chunks: int | None = None):
     destroy_groups()
 
 
+@pytest.mark.usefixtures("own_gpus")
 @pytest.mark.parametrize("tensor, data", LAYOUTS)
 @pytest.mark.parametrize("chunks", [None, 2])
 @pytest.mark.parametrize("options", [{}, {"variable": True}, {"forward_only": True}, {"tied": True}], ids=str)
@@ -463,6 +466,7 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, ten
             assert sent > 0 or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
+@pytest.mark.usefixtures("own_gpus")
 def test_the_policy_decides_alike_on_all_stages(device, monkeypatch):
     stages = dist.get_world_size()
     if stages < 2:

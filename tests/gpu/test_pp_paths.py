@@ -35,6 +35,7 @@ SIZES = [1024, 1, 4099, 1 << 20, (1 << 20) + 16, 3_000_001, 64 << 20]
 def path(device, request, monkeypatch):
     if request.param == "nvshmem":
         pytest.importorskip("nvshmem.core")
+        request.getfixturevalue("own_gpus")
         start_nvshmem(device)  # pairs, which are a part of the job, cannot
     monkeypatch.setenv("DITRON_PP_PATH", request.param)
     return request.param
@@ -124,6 +125,7 @@ def test_neighbours_that_disagree(device, new_context, path, monkeypatch):
     assert base._agree(device, right or (path == "nvshmem" and dist.get_rank() != 1 and raised is not None))
 
 
+@pytest.mark.usefixtures("own_gpus")
 def test_between_nodes_by_nvshmem(device, monkeypatch):
     """Every rank a node of its own, posed; with shapes that only the sender knows, too."""
     pytest.importorskip("nvshmem.core")
@@ -148,6 +150,7 @@ def test_between_nodes_by_nvshmem(device, monkeypatch):
     dist.destroy_process_group(group)
 
 
+@pytest.mark.usefixtures("own_gpus")
 def test_megatron_schedules_have_the_bits_of_native(device, path, monkeypatch):
     stages = dist.get_world_size()
     if stages < 2:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"), pytest.mark.usefixtures("own_gpus")]
 pytest.importorskip("megatron.core")
 
 MODEL = "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 2048 --num-experts 8".split()

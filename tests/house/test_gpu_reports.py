@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CONFTEST = Path(__file__).parent.parent / "gpu" / "conftest.py"
+GPU_TESTS = Path(__file__).parent.parent / "gpu"
 TESTS = """
 import os
 
@@ -28,7 +28,8 @@ def _report(folder: Path, rank: int, good_rank: int) -> tuple[int, str, str]:
 
 
 def test_one_rank_reports_and_the_others_what_failed(tmp_path: Path) -> None:
-    shutil.copy(CONFTEST, tmp_path)
+    for name in ("conftest.py", "shared_gpus.py"):
+        shutil.copy(GPU_TESTS / name, tmp_path)
     (tmp_path / "test_ranks.py").write_text(TESTS)
     code, out, _ = _report(tmp_path, rank=0, good_rank=0)
     assert code == 0 and "test_everywhere PASSED" in out and "2 passed" in out

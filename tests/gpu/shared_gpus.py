@@ -1,0 +1,54 @@
+"""More ranks than GPUs: several processes on each GPU, which takes turns between them, and gloo instead of NCCL.
+
+NCCL refuses two ranks on one GPU, so what the tests compare with moves through host memory here. Movement is movement. Of sums the
+order matters: NCCL's is known from runs with a GPU for every rank, on 2, 4 and 8 GPUs the one that ``ring_fold`` follows, and
+``reduce_scatter_tensor`` adds in it. So a sum that has the bits of these tests has those of the *recorded* order; that NCCL adds
+in it, too, only runs with a GPU for every rank can show (``test_policy``'s ``test_order_of_nccl_is_revealed``).
+
+Nothing here is about time: a kernel that waits for a rank on the same GPU waits until the GPU turns to that one, milliseconds each.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tp"))
+
+
+def is_needed() -> bool:
+    """Whether torchrun has started more ranks than there are GPUs."""
+    return torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
+
+
+def set_up() -> None:
+    """Before a process group is made, or Megatron imported, which takes its collectives by their values."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch refuses two ranks on one GPU otherwise
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.reduce_scatter_tensor = reduce_scatter_tensor
+
+
+class _Done:
+    def wait(self) -> bool:
+        return True
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: dist.ReduceOp = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> _Done | None:
+    """``dist.reduce_scatter_tensor`` in the order recorded of NCCL; gloo's own adds in another one."""
+    from bodies_tp import ring_fold
+
+    assert op == dist.ReduceOp.SUM
+    shares = torch.empty_like(input, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(shares, input.contiguous(), group=group)
+    output.copy_(ring_fold(list(shares.view(dist.get_world_size(group), *output.shape)), dist.get_rank(group)))
+    return _Done() if async_op else None
