@@ -66,7 +66,7 @@ def shares_gpus() -> bool:
 
 @pytest.fixture(scope="session")
 def own_gpus(shares_gpus: bool) -> None:
-    """Of tests that need NCCL, or measure, or ask what runs beside what."""
+    """Of tests that need NCCL, or measure, or ask what runs beside what, or have nothing to do with other ranks."""
     if shares_gpus:
         pytest.skip("needs a GPU for every rank")
 

@@ -11,7 +11,7 @@ from ditron_train.ep import group_gemm as host_side
 from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
 from ditron_train.gemm.configs import GemmConfig
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("own_gpus")]
 
 
 def normals(*shape, dtype=torch.bfloat16, seed=0):
