@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep.layout import LayoutShape, Room
-from ditron_train.runtime.device import is_interpreter, kernel_target, num_sms, with_index
+from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.launch import KernelLaunch
@@ -222,7 +222,7 @@ class EPContext:
         key = (room, hidden, dtype)
         if key in self._agreed:
             return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.device):
             raise NotSupportedError("expert parallel: run a step of this shape before the CUDA graph is captured")
         self.counts_channel.synchronize()
         self.reserve(room, num_tokens * self.shape.world_size, hidden, dtype)

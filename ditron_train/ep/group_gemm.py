@@ -56,7 +56,7 @@ def _reach(weights: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int] | Non
     return distances, unit
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=None)  # never let go of: a captured CUDA graph, and a launch on another stream, know only the address
 def _places(distances: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(distances, dtype=torch.int32, device=device)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ditron_train.ep.context import EPContext
+from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch, compiled_together
 from ditron_train.symm.channel import Channel
@@ -39,6 +40,8 @@ def signature(
 ) -> torch.Tensor:
     """What travels with the start signal of an op of kind ``kind``; every call of an op asks for it once."""
     shape = context.shape
+    if is_capturing(context.device):
+        context.arena.graph_captured = True  # replays go on to use the buffers of now, whatever grows meanwhile
     if not context.only_compiles:
         context.records.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
     return channel.signature((hidden, dtype, shape.num_experts, shape.topk, int(kind), row_capacity))

@@ -10,6 +10,7 @@ from ditron_train.ep.context import EPContext
 from ditron_train.ep.launching import DTYPES, Kind, check_tokens, launch, signature
 from ditron_train.ep.layout import HostCounts, Layout, Room
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
+from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 
 __all__ = ["PendingLayout", "SentAhead", "begin_layout", "fewest_rows_before"]
@@ -297,7 +298,7 @@ def fewest_rows_before(context: EPContext) -> int | None:
     Returns:
         None while nothing has arrived, and always while a CUDA graph is captured: replays are not looked at.
     """
-    if context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(context.device):
         return None
     begun = context.counts_on_their_way
     if begun is not None and begun[1] is not None and not begun[1].query():

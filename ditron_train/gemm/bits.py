@@ -9,7 +9,7 @@ import torch
 
 from ditron_train.gemm.ops import matmul_nn, matmul_nt, matmul_tn
 from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
-from ditron_train.runtime.device import kernel_target, with_index
+from ditron_train.runtime.device import is_capturing, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 
 __all__ = ["Layout", "known_bits", "probe_bits"]
@@ -116,7 +116,7 @@ def probe_bits(
     if key.a_row_stride < a_shape[1] or key.b_row_stride < b_shape[1]:
         raise NotSupportedError("probe_bits: a row stride is below the number of columns")
     kernel_target(device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise NotSupportedError(f"probe_bits: {m}x{n}x{k} {layout} was not probed before the CUDA graph capture began")
     along_k = "columns" if layout == "nt" else "rows"  # of b
     a = _with_stride(revealing_matrix(a_shape, dtype, device, seed=1, signed=None), key.a_row_stride)

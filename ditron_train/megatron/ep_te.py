@@ -83,6 +83,8 @@ def why_not_capacity(experts: torch.nn.Module) -> str | None:
     for reason in ("fp8", "fp4", "add_bias_linear", "gradient_accumulation_fusion", "delay_wgrad_compute"):
         if getattr(config, reason, None):
             return f"{reason} is on"
+    if experts.offload_expert_fc1 or experts.offload_moe_act:  # on other streams, which the results' memory does not know
+        return "fine_grained_activation_offloading is on"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
         return f"{config.params_dtype} is not covered"
     for layer in (experts.linear_fc1, experts.linear_fc2):

@@ -27,15 +27,17 @@ from ditron_train.policy import decide
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import Header, num_bytes_of
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange as gather_values
 
 __all__ = ["DitronP2PCommunicator", "class_map", "stop"]
 
-#: Names of groups whose context could not be made, and why; the same on every rank of the group.
-_refused: dict[str, str] = {}
-#: Why messages of a size go natively, None where they do not, by group's name, policy and size; the same on every rank.
-_reasons: dict[tuple[str, str, int], str | None] = {}
+#: Groups whose context could not be made, and why; the same on every rank of the group.
+_refused: GroupCache[dist.ProcessGroup, str] = GroupCache()
+#: Why messages of a size go natively, None where they do not, by group, policy and size; the same on every rank. Not by the
+#: group's name: groups made after others were destroyed get their names again, on other ranks.
+_reasons: GroupCache[tuple[dist.ProcessGroup, str, int], str | None] = GroupCache()
 
 
 def _uses_cuda_graphs(config: Any) -> bool:
@@ -57,7 +59,7 @@ def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
         return "use_ring_exchange_p2p"
     if any("full_iteration" in str(scope) for scope in getattr(config, "cuda_graph_scope", None) or ()):
         return "the whole iteration is captured in a CUDA graph"
-    return _refused.get(group.group_name)
+    return _refused.get(group)
 
 
 class DitronP2PCommunicator(P2PCommunicator):
@@ -155,7 +157,7 @@ class DitronP2PCommunicator(P2PCommunicator):
                 if self._reason is None:
                     return context
             except (ArenaError, NotSupportedError) as error:
-                self._reason = _refused[self.pp_group.group_name] = str(error)
+                self._reason = _refused[self.pp_group] = str(error)
         log_native("pp", self._reason)
         return None
 
@@ -165,7 +167,7 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
 
     Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without.
     """
-    key = (context.group.group_name, get_settings().policy, num_bytes)
+    key = (context.group, get_settings().policy, num_bytes)
     new = not variable_shapes and key not in _reasons
     if num_bytes > context.slot_bytes or new:
         same = context.reserve(num_bytes)

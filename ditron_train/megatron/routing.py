@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_pa
 
 from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
 from ditron_train.policy import decide
-from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
@@ -86,7 +86,7 @@ def route(
     key = (kind, tuple(x.shape), weight.shape, weight.stride(), x.dtype, weight.dtype, x.device, group, sequence_parallel, autocast)
     if key in _routes:
         return _routes[key]
-    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(x.device):
         log_native(f"tp {kind}", "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)")
         return None
     if len(_routes) >= _MAX_ROUTES:

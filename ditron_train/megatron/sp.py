@@ -32,6 +32,7 @@ from ditron_train.megatron.sp_linears import calling, linears_of
 from ditron_train.megatron.sp_output import LeftInHeads, output_fused
 from ditron_train.megatron.sp_packed import OneRank, starts_of, table_of, why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
+from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import SPContext, late_wgrad
 
@@ -87,11 +88,19 @@ def exchanged(
     return exchange.to_sequence(attended)
 
 
-@functools.lru_cache(maxsize=2)
 def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
     """What the native softmax masks by where it gets no mask, on the tensors' own device: True above the diagonal."""
+    if is_capturing(device):
+        return _new_causal_mask(length, device)  # a graph's own: it is filled by replays, and none that is kept outlives it
+    return _kept_causal_mask(length, device)
+
+
+def _new_causal_mask(length: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # an evaluation may be the first to ask for it
         return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
+
+
+_kept_causal_mask = functools.lru_cache(maxsize=2)(_new_causal_mask)
 
 
 class DitronDotProductAttention(DotProductAttention):

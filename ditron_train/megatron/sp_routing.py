@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from ditron_train.megatron.routing import log_native, revealing_like, why_hidden
 from ditron_train.megatron.sp_nodes import NodesContext, forget_nodes, get_nodes_context, spans_nodes
 from ditron_train.policy import decide
-from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.sp import (
@@ -146,7 +146,7 @@ def _decide(
     the context of a group that spans nodes."""
     if key in _routes:
         return _routes[key]
-    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(x.device):
         log_native(name, "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)")
         return None
     if len(_routes) >= _MAX_ROUTES:

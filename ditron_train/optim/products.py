@@ -63,7 +63,7 @@ class ProductPlan:
         return self.use_gram, self.use_square, self.use_update
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=None)  # never let go of: captured CUDA graphs, our own too, know only the address
 def _triangle(size: int, config: GemmConfig, num_programs: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
     """``triangle_tiles`` on the device, made once for a shape: tiles, how many of them whole, how many quarters."""
     if config == _SMALL:  # quarters of these would take other instructions, with other bits

@@ -10,6 +10,7 @@ from ditron_train.pp.context import PipelineContext
 from ditron_train.pp.lanes import Incoming, Receiver
 from ditron_train.pp.messages import BACKWARD, FORWARD, Header, num_bytes_of
 from ditron_train.pp.network import NetworkWork
+from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.events import StreamEvent, current_stream
 
@@ -110,8 +111,11 @@ def exchange(
 
     Raises:
         PeerTimeoutError, MismatchError: Recorded by any rank of the node since the last call.
-        NotSupportedError: A message is larger than a slot and the context has no network.
+        NotSupportedError: A message is larger than a slot and the context has no network; a CUDA graph is being captured,
+            whose replays would look for the same message again.
     """
+    if is_capturing(context.device):
+        raise NotSupportedError("messages between pipeline stages cannot be captured in a CUDA graph")
     given = (send_next, send_prev, recv_prev, recv_next)
     context.records.record_own(
         "exchange", *(word for name, one in zip(_NAMES, given) if one is not None for word in (name, tuple(one.shape)))

@@ -11,7 +11,16 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["HOPPER_AND_NEWER", "device_name", "driver_version", "is_interpreter", "kernel_target", "num_sms", "with_index"]
+__all__ = [
+    "HOPPER_AND_NEWER",
+    "device_name",
+    "driver_version",
+    "is_capturing",
+    "is_interpreter",
+    "kernel_target",
+    "num_sms",
+    "with_index",
+]
 
 #: Of ``kernel_target``: GPUs with TMA and tensor cores that take operands from shared memory.
 HOPPER_AND_NEWER = ("sm_90", "sm_100")
@@ -22,6 +31,11 @@ def is_interpreter() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is enqueued now goes into a CUDA graph. Replays see the addresses of now and none of the host's work."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def with_index(device: torch.device | str) -> torch.device:

@@ -216,9 +216,11 @@ class PreparedGather:
             channel.ready.local, transfer.signature, channel.signals.local if table is None else table, channel.tickets,
             channel.control, *transfer.shape_arguments(), stream=context.fork(),
         )  # fmt: skip
-        meanwhile()
-        self._arrived(channel.signals.local, channel.tickets, channel.control, transfer.num_granules)
-        context.join()
+        try:
+            meanwhile()
+        finally:  # whatever it raises: launches are counted, and what the other stream reads must not be freed under it
+            self._arrived(channel.signals.local, channel.tickets, channel.control, transfer.num_granules)
+            context.join()
         context.leave(channel)
         return transfer.buffer.local[:, : self._columns].contiguous()
 
@@ -289,11 +291,13 @@ class PreparedGemmA2A:
             transfer.slot_rows,
         )
         self._receive(parts, table, side)
-        if meanwhile is not None:
-            meanwhile()
-        else:
-            self._receive.finish(parts, table)
-        context.join()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            else:
+                self._receive.finish(parts, table)
+        finally:  # whatever it raises: what the other stream writes to must not be freed under it
+            context.join()
         context.leave(channel)
         return parts
 

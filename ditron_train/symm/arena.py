@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.device import with_index
+from ditron_train.runtime.device import is_capturing, with_index
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.groups import GroupCache, forget_destroyed_groups
 from ditron_train.runtime.logs import log_once
@@ -138,7 +138,7 @@ class SymmetricArena:
     @torch.inference_mode(False)  # as in ``SymmetricTensor``
     def _grow(self, name: str, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.device):
             raise ArenaError(f"buffer {name!r} must grow while a CUDA graph is captured: run the op once before capture")
         cap = get_settings().arena_bytes
         size_after = self.num_bytes + num_bytes - (0 if self.graph_captured else self.capacity_bytes(name))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import DitronError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.records import note_error
 from ditron_train.runtime.settings import get_settings
@@ -119,11 +120,17 @@ class Channel:
         self.signals = self._filled(f"{self.op_name}/signals", (num_signals,), epoch)
 
     def signature(self, values: Sequence[int | torch.dtype]) -> torch.Tensor:
-        """The int32 ``[READY_WORDS]`` device tensor that travels with the start signal; cached by its values."""
+        """The int32 ``[READY_WORDS]`` device tensor that travels with the start signal; cached by its values.
+
+        Raises:
+            NotSupportedError: New values while a CUDA graph is being captured, whose copy of them would be made at each replay.
+        """
         key = tuple(values)
         tensor = self._signatures.get(key)
         if tensor is None:
             assert len(key) == len(self.signature_fields)
+            if is_capturing(self.arena.device):
+                raise NotSupportedError(f"{self.op_name}: run this shape once before a CUDA graph is captured: {key}")
             numbers = (DTYPES.index(value) if isinstance(value, torch.dtype) else value for value in key)
             words = [0, *(cyclic_difference(number, 0) for number in numbers)]
             words += [0] * (READY_WORDS - len(words))

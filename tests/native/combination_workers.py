@@ -205,11 +205,9 @@ def differences(case: Case, bound: float) -> tuple[list[str], list[str], bool]:
     """What differs between the native run and ours by more than ``bound`` of its largest element; what ours logged; whether a
     step was skipped, as after an overflow in fp16."""
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.pp import _reasons
     from ditron_train.runtime import logs
     from ditron_train.testing.megatron_cpu import model_parallel
 
-    _reasons.clear()  # names of groups are used again by later tests
     with contextlib.ExitStack() as stack:
         stack.enter_context(model_parallel(**{f"{name}_size": size for name, size in case.sizes.items()}))
         if case.needed is not None:

@@ -164,17 +164,15 @@ def messages_of_ours() -> int:
 
     contexts = [context for context in _contexts.values() if not context.closed]
     senders = [sender for context in contexts for sender in context.local_senders if sender is not None]
-    tried = sum(name == context.group.group_name for context in contexts for name, _, _ in _reasons)
+    tried = sum(group is context.group for context in contexts for group, _, _ in _reasons)
     return sum(sender.messages for sender in senders) - tried
 
 
 def equal_to_native(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
     """Trains natively without overlap, then with ours in every way; the messages that ours sent in each."""
     import ditron_train.megatron
-    from ditron_train.megatron.pp import _reasons
     from ditron_train.testing.megatron_cpu import model_parallel
 
-    _reasons.clear()  # names of groups are used again by later tests
     counts = []
     with model_parallel(
         tensor_model_parallel_size=case.tensor,

@@ -322,6 +322,34 @@ def different_calls(known: bool) -> str:
     raise AssertionError("different calls were accepted")
 
 
+def interrupted(op: str) -> None:
+    """What is to run beside a transfer fails: that error, and the next calls are good."""
+    from ditron_train.sp import gather_sequence, gemm_a2a
+
+    class Interruption(Exception):
+        pass
+
+    def fail() -> None:
+        raise Interruption
+
+    context = SPContext(None, torch.device("cpu"))
+    world, rank = context.world_size, context.rank
+    attended = torch.zeros(4 * world, 1, 2, 8)
+    try:
+        if op == "gemm_a2a":
+            gemm_a2a(context=context, meanwhile=fail, **_small(context))
+        else:
+            gather_sequence((attended,), context=context, layout=output_layout(2 * world, 8, world), meanwhile=fail)
+    except Interruption:
+        for channel in (context.heads_channel, context.sequence_channel):
+            assert channel.tickets[0] == channel.tickets[1], "a kernel that waits would look for the flags of the call before"
+        sizes = dict(heads=2 * world, groups=world, head_dim=8, length=4 * world, batch=1, hidden=16, dtype=torch.float32)
+        check_late_gradient(rank, world, context, sizes)
+        context.arena.close()
+        return
+    raise AssertionError("nothing was raised")
+
+
 def absent_peer(op: str) -> str:
     """Rank 1 does not come; the others give up by the deadline and name it."""
     from ditron_train.sp import a2a_gemm, gather_sequence, gemm_a2a

@@ -102,6 +102,12 @@ def test_an_absent_peer_is_named(op):
     assert outcomes[0].value.startswith("PeerTimeoutError") and "for rank 1" in outcomes[0].value
 
 
+@pytest.mark.parametrize("op", ["gemm_a2a", "gather_sequence"])
+def test_an_error_beside_a_transfer_leaves_the_ranks_in_step(op):
+    for outcome in run_workers_once(2, bodies_sp.interrupted, op, env={"DITRON_TIMEOUT_S": "20"}):
+        assert outcome.ok, outcome.traceback
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_packed_sequences(world):
     lengths = [2 * world * count for count in (3, 1, 17, 0, 6)]

@@ -1,0 +1,91 @@
+"""What replays of a CUDA graph would find: addresses of things that are kept, and nothing that the host does while it is captured.
+
+Here on the CPU, where the capture is pretended; replays themselves: tests/gpu.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ditron_train.runtime.errors import NotSupportedError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch):
+    """Pretends that a graph is being captured, for what a module asks."""
+
+    def pretend(module: object) -> None:
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+
+    return pretend
+
+
+def test_tables_that_launches_read_are_kept_for_good():
+    from ditron_train.ep.group_gemm import _places
+    from ditron_train.gemm.configs import GemmConfig
+    from ditron_train.optim.products import _triangle
+
+    config = GemmConfig(32, 32, 32, 4, 1, group_m=3)
+    first = _places((0, 3), CPU), _triangle(64, config, 2, CPU)[0]
+    for number in range(1100):
+        _places((0, 4 + number), CPU)
+    for number in range(300):
+        _triangle(32, config, 3 + number, CPU)
+    assert _places((0, 3), CPU) is first[0] and _triangle(64, config, 2, CPU)[0] is first[1]
+
+
+def test_a_captured_op_of_experts_keeps_the_buffers_that_grow_later(captured):
+    from ditron_train.ep import launching
+
+    channel = SimpleNamespace(op_name="ep", signature=lambda values: torch.zeros(1))
+    shape = SimpleNamespace(num_experts=4, topk=2)
+    arena = SimpleNamespace(graph_captured=False)
+    context = SimpleNamespace(device=CPU, arena=arena, shape=shape, only_compiles=True)
+    launching.signature(context, channel, 16, torch.bfloat16, launching.Kind.DISPATCH)
+    assert not arena.graph_captured
+    captured(launching)
+    launching.signature(context, channel, 16, torch.bfloat16, launching.Kind.DISPATCH)
+    assert arena.graph_captured
+
+
+def test_a_new_signature_is_refused_and_a_known_one_is_not(captured):
+    from ditron_train.symm import channel as module
+
+    channel = SimpleNamespace(
+        op_name="an op", signature_fields=("rows", "dtype"), arena=SimpleNamespace(device=CPU), _signatures={}
+    )
+    known = module.Channel.signature(channel, (8, torch.bfloat16))
+    captured(module)
+    assert module.Channel.signature(channel, (8, torch.bfloat16)) is known
+    with pytest.raises(NotSupportedError, match="an op: run this shape once before a CUDA graph is captured"):
+        module.Channel.signature(channel, (16, torch.bfloat16))
+    assert list(channel._signatures) == [(8, torch.bfloat16)]
+
+
+def test_messages_between_stages_are_refused(captured):
+    from ditron_train.pp import ops
+
+    captured(ops)
+    with pytest.raises(NotSupportedError, match="cannot be captured"):
+        ops.exchange(SimpleNamespace(device=CPU), send_next=torch.zeros(1))
+
+
+def test_what_layers_keep_for_each_other_is_made_anew(captured):
+    pytest.importorskip("megatron.core")
+    from ditron_train.megatron import sp, sp_packed
+
+    starts = torch.tensor([0, 8, 16])
+    packed = SimpleNamespace(
+        cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, qkv_format="thd"
+    )
+    mask, table = sp._causal_mask(4, CPU), sp_packed.table_of(packed, 2, 8)
+    assert sp._causal_mask(4, CPU) is mask and sp_packed.table_of(packed, 2, 8) is table
+    captured(sp)
+    captured(sp_packed)
+    for kept, made in ((mask, sp._causal_mask(4, CPU)), (table, sp_packed.table_of(packed, 2, 8))):
+        assert made is not kept and torch.equal(made, kept)
