@@ -7,12 +7,13 @@ graphs that one stream replays share a pool, since they run one after another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ditron_train.optim.products import ProductPlan, newton_schulz_step
 from ditron_train.runtime.logs import log_once
+from ditron_train.stream import driver
 
 __all__ = ["MAX_GRAPH_ELEMENTS", "StepGraph", "make_graph", "step_graph"]
 
@@ -22,8 +23,42 @@ _MAX_TOTAL_ELEMENTS = 1 << 26  # of all graphs, which each keep two matrices
 Coefficients = Sequence[tuple[float, float, float]]
 
 _graphs: dict[tuple, StepGraph | None] = {}
-_captures: dict[tuple[torch.device, int], tuple[torch.cuda.Stream, tuple[int, int]]] = {}
-"""By device and stream of the replays: the stream and the memory pool of captures."""
+_captures: dict[tuple[torch.device, int], _Captures] = {}
+"""By device and stream of the replays."""
+
+
+class _Captures:
+    """Where the graphs that one stream replays are captured: a stream and a pool of memory of their own.
+
+    A product of cuBLAS may use a workspace, which a graph goes on using at its replays. torch keeps one for each stream until
+    somebody has it let go of them all, as ``torch.compile`` with ``mode="reduce-overhead"`` does, and hands its own streams out
+    again and again. So captures have a stream that nobody else gets, and the first of them, which is kept, has the workspace
+    made of the pool's memory, which it keeps, too: let go of, that is had again by later captures alone. (Seen on an H200, with
+    workspaces made outside: replays of four of nine shapes wrote up to 1.5 MB into tensors that had their memory by then.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        if driver.has_driver():
+            self._stream = torch.cuda.ExternalStream(driver.stream_create(), device)
+        self._pool = torch.cuda.graph_pool_handle()
+        matrix = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
+        torch.mm(matrix, matrix)  # cuBLAS itself cannot be made in a capture
+        self._first = self.capture(lambda: torch.mm(matrix, matrix))
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """What ``function`` launches, and what it returns; behind what the current stream has."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # other threads (NCCL's watchdog) may call CUDA meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return graph, result
 
 
 def _steps(x: torch.Tensor, coefficients: Coefficients, plan: ProductPlan) -> torch.Tensor:
@@ -46,7 +81,6 @@ class StepGraph:
         is_view: Whether X is a transposed view of ``storage``, as native's is for matrices with more rows than columns.
         coefficients: Of each step.
         plan: Which products run by our kernels.
-        lasting: Whether it shares the stream's pool, which must not lose its last graph before it gets another.
 
     Raises:
         RuntimeError: The capture failed, or the graph's bits differ from those of single launches.
@@ -54,30 +88,17 @@ class StepGraph:
 
     def __init__(
         self, m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients,
-        plan: ProductPlan, lasting: bool = False,
+        plan: ProductPlan,
     ) -> None:  # fmt: skip
         generator = torch.Generator(device=device).manual_seed(1)
         self.storage = torch.empty((n, m) if is_view else (m, n), dtype=dtype, device=device)
         self.storage.normal_(std=(m * n) ** -0.5, generator=generator)
         x = self.storage.t() if is_view else self.storage
-        current = torch.cuda.current_stream(device)
-        where = (device, current.cuda_stream)
+        where = (device, torch.cuda.current_stream(device).cuda_stream)
         if where not in _captures:
-            _captures[where] = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        side, pool = _captures[where]
-        self._graph = torch.cuda.CUDAGraph()
+            _captures[where] = _Captures(device)
         expected = _steps(x, coefficients, plan)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            corner = self.storage[: min(8, m), : min(8, m)]
-            torch.addmm(corner, corner, corner)  # cuBLAS makes its workspace for this stream before the capture
-            # other threads (NCCL's watchdog) may call CUDA meanwhile
-            self._graph.capture_begin(pool=pool if lasting else None, capture_error_mode="thread_local")
-            try:
-                self._result = _steps(x, coefficients, plan)
-            finally:
-                self._graph.capture_end()
-        current.wait_stream(side)
+        self._graph, self._result = _captures[where].capture(lambda: _steps(x, coefficients, plan))
         if not torch.equal(self.replay(), expected):
             raise RuntimeError("the captured products have other bits")
 
@@ -88,13 +109,12 @@ class StepGraph:
 
 
 def make_graph(
-    m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients, plan: ProductPlan,
-    lasting: bool = False,
+    m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients, plan: ProductPlan
 ) -> StepGraph | None:
     """``StepGraph``, or None with one log line where it cannot be made."""
     try:
         with torch.cuda.device(device):
-            return StepGraph(m, n, dtype, device, is_view, coefficients, plan, lasting)
+            return StepGraph(m, n, dtype, device, is_view, coefficients, plan)
     except RuntimeError as error:
         words = f"Newton-Schulz {m} x {n} runs without a CUDA graph: {error}"
         log_once(f"graph {m} {n} {dtype} {is_view}", words, name="ditron_train.optim")
@@ -115,5 +135,5 @@ def step_graph(
     if key not in _graphs:
         total = sum(graph.storage.numel() for graph in _graphs.values() if graph is not None)
         fits = total + m * n <= _MAX_TOTAL_ELEMENTS
-        _graphs[key] = make_graph(m, n, dtype, device, is_view, coefficients, plan, lasting=True) if fits else None
+        _graphs[key] = make_graph(m, n, dtype, device, is_view, coefficients, plan) if fits else None
     return _graphs[key]

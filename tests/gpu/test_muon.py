@@ -85,6 +85,22 @@ def test_a_graph_of_small_steps_has_the_bits_of_single_launches(shape):
         assert torch.equal(x.to(torch.float32), reference.reference_newton_schulz(grad))
 
 
+def test_graphs_do_not_write_into_workspaces_that_were_let_go_of():
+    """cuBLAS's, which torch gives back for ``mode="reduce-overhead"``: others have that memory then."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    plan = ProductPlan(False, False, False, reason="chosen by the test")
+    shapes = ((64, 32768), (256, 16384), (512, 2048))
+    made = [make_graph(m, n, torch.bfloat16, device, False, reference.QUINTIC, plan) for m, n in shapes]
+    expected = [graph.replay().clone() for graph in made]
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**18 * mib,), 7, dtype=torch.int32, device=device) for mib in (1, 2, 4, 8, 16, 32) * 6]
+    for graph, result in zip(made, expected):
+        assert torch.equal(graph.replay(), result)
+    assert all(bool((other == 7).all()) for other in others)
+
+
 def test_small_steps_inside_a_captured_graph():
     grad = matrix(256, 512, seed=1)
     newton_schulz(grad)
