@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ from ditron_train.megatron.record_trace import trace_path
 from ditron_train.runtime.errors import SettingError
 from ditron_train.trace.timeline import Interval, exposed, idle, is_gemm, not_launched, read_chrome_trace, total_us, union
 
-__all__ = ["KernelTime", "StepTrace", "is_traced", "kernel_differences", "phases_us", "read_step_trace", "short_name", "show_traces"]
+__all__ = ["KernelTime", "StepTrace", "alike_us", "is_traced", "kernel_differences", "phases_us", "read_step_trace", "short_name", "show_traces"]
 
 _KERNELS = 10
 _NAME_LENGTH = 56
+_TOUCH_US = 0.5  # kernels behind each other overlap by this much at most in a trace's times
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,32 @@ def kernel_differences(native: Sequence[Interval], ours: Sequence[Interval], cou
     return sorted(times, key=lambda time: (-abs(time.difference_us), time.name))[:count]
 
 
+def alike_us(native: Sequence[Interval], ours: Sequence[Interval]) -> tuple[float, float] | None:
+    """How long those computations took in the two jobs that ran alike, by name and number, with nothing beside them; None without any.
+
+    They do the same work, so what differs is the clock that the GPU held: lower where it is warm, or has fewer waits to cool down in.
+    """
+    one, other = (_alone(intervals) for intervals in (native, ours))
+    names = [name for name in one if len(one[name]) == len(other[name])]
+    return (sum(sum(one[name]) for name in names), sum(sum(other[name]) for name in names)) if names else None
+
+
+def _alone(intervals: Sequence[Interval]) -> defaultdict[str, list[float]]:
+    """By name, how long computations took beside which nothing ran."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    in_order = sorted(intervals, key=lambda interval: interval.start_us)
+    nexts = [interval.start_us for interval in in_order[1:]] + [math.inf]
+    busy_until = -math.inf
+    for interval, next_start in zip(in_order, nexts):
+        is_alone = busy_until <= interval.start_us + _TOUCH_US and next_start >= interval.end_us - _TOUCH_US
+        if is_alone and interval.kind == "compute":
+            found[interval.name].append(interval.end_us - interval.start_us)
+        busy_until = max(busy_until, interval.end_us)
+    return found
+
+
 def show_traces(native: StepTrace, ours: StepTrace) -> None:
-    """Prints both tables.
+    """Prints both tables, and how the GPU's clock differed.
 
     Raises:
         SettingError: They are of different ranks.
@@ -131,6 +157,13 @@ def show_traces(native: StepTrace, ours: StepTrace) -> None:
         console.print("the traces hold no GPU's work: what follows is the host's GEMMs and collectives")
     console.print(_phase_table(f"rank {native.rank} in step {steps}, ms", phases_us(native.intervals), phases_us(ours.intervals)))
     console.print(_kernel_table(kernel_differences(native.intervals, ours.intervals)))
+    alike = alike_us(native.intervals, ours.intervals)
+    if alike is not None:
+        console.print(
+            f"what both ran alike with nothing beside it: {_ms(alike[0])} and {_ms(alike[1])} ms, {alike[1] / alike[0]:.3f} of native's "
+            "time, by the clock that the GPU held",
+            highlight=False,
+        )
 
 
 def _table(title: str, first: str, *columns: str) -> Table:

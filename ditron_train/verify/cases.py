@@ -29,7 +29,7 @@ __all__ = [
 
 # A LLaMA-70B-like layer, and one that the interpreter computes in seconds.
 _GPU_MODEL = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, seq_length=8192)
-_CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4, seq_length=64)
+_CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=16, num_query_groups=8, seq_length=64)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from ditron_train.compare.run import add_arguments, run
 from ditron_train.compare.steps import read_job
-from ditron_train.compare.traces import StepTrace, kernel_differences, phases_us, read_step_trace, short_name, show_traces
+from ditron_train.compare.traces import StepTrace, alike_us, kernel_differences, phases_us, read_step_trace, short_name, show_traces
 from ditron_train.megatron.arguments import options_from_argv
 from ditron_train.megatron.record_trace import TraceRequest, parse_trace_request
 from ditron_train.megatron.switch import apply_options
@@ -70,6 +70,18 @@ def test_what_goes_on_in_a_step(tmp_path):
     native, ours = (read_chrome_trace(job(tmp_path / n, events) / "trace-rank0.json") for n, events in (("a", NATIVE), ("b", OURS)))
     assert list(phases_us(native).values()) == [600, 360, 40, 200, 150, 50, 40]
     assert list(phases_us(ours).values()) == [500, 420, 40, 100, 20, 20, 0]
+
+
+def test_the_clock_shows_in_what_both_ran_alike(tmp_path):
+    slow = [{**event, "ts": 1.05 * event["ts"], "dur": 1.05 * event["dur"]} for event in NATIVE]
+    native, slower, ours = (
+        read_chrome_trace(job(tmp_path / name, events) / "trace-rank0.json")
+        for name, events in (("a", NATIVE), ("b", slow), ("c", OURS))
+    )
+    # The first GEMM has a reduce-scatter beside it: the addition and the second GEMM are left, of which the names and numbers agree.
+    assert alike_us(native, native) == (100, 100)
+    assert alike_us(native, slower) == pytest.approx((100, 105))
+    assert alike_us(native, ours) is None
 
 
 def test_kernels_whose_time_differs_most(tmp_path):
