@@ -19,6 +19,8 @@ from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import replace_file
 from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import SETTINGS, get_settings
+from ditron_train.runtime.tuning import named_table
 from ditron_train.runtime.versions import find_versions
 
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
@@ -28,6 +30,7 @@ _KEY = re.compile(r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) 
 # Those that move bits or times.
 _VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "CUBLAS_WORKSPACE_CONFIG",
               "CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")  # fmt: skip
+_OWN = ("transport", "pp_slots", "pp_loans", "pp_path", "sp_order", "ep_capacity", "ep_rails")  # likewise, of ours
 _LIBRARIES = ("triton", "megatron-core", "transformer-engine")
 
 
@@ -43,7 +46,11 @@ class Entry:
 
 
 def fingerprint() -> dict[str, Any]:
-    """What a plan depends on: device, driver, libraries, and the settings that change bits or times."""
+    """What a plan depends on: device, driver, libraries, the settings that change bits or times, and a tuning table's content.
+
+    Raises:
+        SettingError: A setting that cannot be, or a tuning table that cannot be read.
+    """
     versions = find_versions()
     found: dict[str, Any] = {"ditron_train": __version__, "torch": torch.__version__}
     found.update({name: versions[name] for name in _LIBRARIES if versions[name] is not None})
@@ -55,7 +62,10 @@ def fingerprint() -> dict[str, Any]:
     else:
         found["device"] = platform.machine()
     found.update({name: os.environ[name] for name in _VARIABLES if name in os.environ})
-    return found
+    settings, table = get_settings(), named_table()
+    own = ((setting, getattr(settings, setting.field)) for setting in SETTINGS if setting.field in _OWN)
+    found.update({setting.variable: str(value) for setting, value in own if value != setting.default})
+    return found if table is None else {**found, "DITRON_TUNING": table}
 
 
 class Plan:

@@ -11,6 +11,7 @@ sees them, each rounded up to the next 2^i or 3 * 2^(i - 1).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from ditron_train.runtime.files import replace_file
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["TuningTable", "active_table", "check_table", "forget_tables", "read_table", "shape_class", "shipped_name"]
+__all__ = ["TuningTable", "active_table", "check_table", "forget_tables", "named_table", "read_table", "shape_class", "shipped_name"]
 
 _FORMAT = "ditron_train tuning 1"
 
@@ -156,6 +157,21 @@ def check_table() -> None:
     setting = get_settings().tuning
     if setting not in (None, "off"):
         _read(Path(setting))
+
+
+def named_table() -> str | None:
+    """What ``DITRON_TUNING`` says, a file by its content, such as ``table 1f3a5c7e9b0d``; None where it is unset.
+
+    Raises:
+        SettingError: The file cannot be read.
+    """
+    setting = get_settings().tuning
+    if setting in (None, "off"):
+        return setting
+    try:
+        return f"table {hashlib.sha256(Path(setting).read_bytes()).hexdigest()[:12]}"
+    except OSError as error:
+        raise SettingError(f"cannot read the tuning table {setting}: {error.strerror}") from None
 
 
 _tables: dict[tuple[str | None, str], TuningTable | None] = {}

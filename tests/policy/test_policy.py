@@ -214,6 +214,30 @@ def test_stale_plan_names_what_changed(tmp_path):
         load_plan(path)
 
 
+def test_a_plan_is_of_one_way_to_move_data_and_one_tuning_table(tmp_path, monkeypatch):
+    path, table = tmp_path / "plan.json", tmp_path / "mine.json"
+    table.write_text("{}")
+    Plan(path, {}).add("pp send_recv 64 bytes on 2 ranks (strict)", Entry(True, "faster", True, 2.0, 1.0))
+    monkeypatch.setenv("DITRON_PP_PATH", "auto")  # as where it is unset
+    assert len(load_plan(path).entries) == 1
+    for variable, value, words in (
+        ("DITRON_PP_PATH", "kernel", "DITRON_PP_PATH was absent, is kernel"),
+        ("DITRON_SP_ORDER", "arrival", "DITRON_SP_ORDER was absent, is arrival"),
+        ("DITRON_TUNING", "off", "DITRON_TUNING was absent, is off"),
+        ("DITRON_TUNING", str(table), "DITRON_TUNING was absent, is table [0-9a-f]{12}"),
+    ):
+        with monkeypatch.context() as set_here, pytest.raises(SettingError, match=words):
+            set_here.setenv(variable, value)
+            load_plan(path)
+    monkeypatch.setenv("DITRON_TUNING", str(table))
+    path.unlink()
+    Plan(path, {}).add("pp send_recv 64 bytes on 2 ranks (strict)", Entry(True, "faster", True, 2.0, 1.0))
+    assert len(load_plan(path).entries) == 1
+    table.write_text("{ }")
+    with pytest.raises(SettingError, match="DITRON_TUNING was table .*, is table"):
+        load_plan(path)
+
+
 def test_damaged_decisions_and_unwritable_paths(tmp_path):
     path = tmp_path / "plan.json"
     content = {
