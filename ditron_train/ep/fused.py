@@ -9,7 +9,7 @@ import torch
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.fused_kernels import dispatch_gemm_kernel, gemm_combine_kernel, plan_tiles
 from ditron_train.ep.group_gemm import GemmOperands, RowTiles, gemm_operands, row_tiles
-from ditron_train.ep.launching import Kind, check_tokens, launch, move_tile, signature
+from ditron_train.ep.launching import Kind, check_tokens, launch, move_tile, signature, sum_constants
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError
@@ -54,6 +54,36 @@ def _num_programs(context: EPContext) -> int:
     return 1 if context.target == "interpreter" else context.move.num_programs
 
 
+def _dispatch_constants(
+    layout: Layout, context: EPContext, operands: GemmOperands, tiles: RowTiles, *, with_entries: bool, zero_probs: bool,
+    transpose: bool,
+) -> dict[str, object]:  # fmt: skip
+    """Of ``dispatch_gemm_kernel``."""
+    shape, fused = layout.shape, context.fused
+    send_rows, columns = move_tile(operands.k, fused.send_elements)
+    return dict(
+        WITH_ENTRIES=with_entries, ZERO_PROBS=zero_probs, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size,
+        RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows,
+        PLACE_ROWS=move_tile(operands.k, fused.place_elements)[0], BLOCK_H=columns, NUM_SENDERS=fused.num_senders,
+        NUM_PLACERS=fused.num_placers, STRIP=fused.strip, **_gemm_constants(operands, tiles, context),
+    )  # fmt: skip
+
+
+def _combine_constants(
+    layout: Layout, context: EPContext, operands: GemmOperands, tiles: RowTiles, order: SumOrder, *, with_grads: bool,
+    transpose: bool,
+) -> dict[str, object]:  # fmt: skip
+    """Of ``gemm_combine_kernel``."""
+    rows, columns = move_tile(operands.n, context.fused.place_elements)
+    return dict(
+        WITH_GRADS=with_grads, TRANSPOSE_B=transpose, **sum_constants(layout, order), ROWS=rows,
+        SUM_ROWS=move_tile(operands.n, context.move.sum_elements)[0], BLOCK_H=columns, ITEM_TOKENS=context.move.item_tokens,
+        NUM_SENDERS=0 if _num_programs(context) == 1 else context.fused.num_senders,
+        TILE_COUNT=operands.config.num_warps if context.target.startswith("sm_") else 1,
+        **_gemm_constants(operands, tiles, context),
+    )  # fmt: skip
+
+
 def dispatch_gemm(
     x: torch.Tensor,
     layout: Layout,
@@ -86,7 +116,7 @@ def dispatch_gemm(
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch_gemm: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
     assert layout.ahead is None, "sent ahead: only to be placed"
-    channel, shape, fused = context.dispatch_channel, layout.shape, context.fused
+    channel = context.dispatch_channel
     channel.check()
     hidden, first = x.shape[1], layout.send_list is not None
     x, tiles = x.contiguous(), layout_tiles(layout)
@@ -96,14 +126,8 @@ def dispatch_gemm(
     order, board = _plan(layout, context, tiles, by_arrival=True)
     buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
-    send_rows, columns = move_tile(hidden, fused.send_elements)
-    gemm = _gemm_constants(operands, tiles, context)
-    constants = dict(
-        WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TRANSPOSE_B=transpose, WORLD_SIZE=shape.world_size,
-        RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows,
-        PLACE_ROWS=move_tile(hidden, fused.place_elements)[0], BLOCK_H=columns, NUM_SENDERS=fused.num_senders,
-        NUM_PLACERS=fused.num_placers, STRIP=fused.strip, **gemm,
-    )  # fmt: skip
+    kind = dict(with_entries=first, zero_probs=zero_probs, transpose=transpose)
+    constants = _dispatch_constants(layout, context, operands, tiles, **kind)
     config = operands.config
     launch(
         context, dispatch_gemm_kernel, _num_programs(context), constants, config.num_warps, x.dtype, probs_dtype,
@@ -153,7 +177,7 @@ def gemm_combine(
         PeerTimeoutError, MismatchError: Of an earlier call.
     """
     check_tokens("gemm_combine", x, context)
-    channel, shape, fused = context.combine_channel, layout.shape, context.fused
+    channel, shape = context.combine_channel, layout.shape
     channel.check()
     x, tiles, with_grads = x.contiguous(), layout_tiles(layout), row_grads is not None
     operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=transpose)
@@ -165,20 +189,11 @@ def gemm_combine(
     )
     buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, x.dtype)
     grads = context.grads_buffer(layout.place_capacity)
-    rows, columns = move_tile(hidden, fused.place_elements)
-    num_programs = _num_programs(context)
-    constants = dict(
-        WITH_GRADS=with_grads, TRANSPOSE_B=transpose, RAGGED=layout.ragged, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes,
-        ROUND_EACH=order == "ascending_rounded", DESCENDING=order == "descending", WORLD_SIZE=shape.world_size,
-        NUM_CHUNKS=shape.num_chunks, ROWS=rows, SUM_ROWS=move_tile(hidden, context.move.sum_elements)[0], BLOCK_H=columns,
-        ITEM_TOKENS=context.move.item_tokens, NUM_SENDERS=0 if num_programs == 1 else fused.num_senders,
-        TILE_COUNT=operands.config.num_warps if context.target.startswith("sm_") else 1,
-        **_gemm_constants(operands, tiles, context),
-    )  # fmt: skip
+    constants = _combine_constants(layout, context, operands, tiles, order, with_grads=with_grads, transpose=transpose)
     grads_like = row_grads.contiguous() if with_grads else x
     config = operands.config
     launch(
-        context, gemm_combine_kernel, num_programs, constants, config.num_warps, x.dtype, grads_like.dtype, probs_dtype,
+        context, gemm_combine_kernel, _num_programs(context), constants, config.num_warps, x.dtype, grads_like.dtype, probs_dtype,
         num_stages=config.num_stages,
     )(
         y, grads_like, out, prob_grads, layout.origins, layout.chunk_entries, layout.expert_ids, layout.token_places,

@@ -19,6 +19,7 @@ from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.sizes import next_power_of_2
 
 __all__ = ["RowTiles", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
 
@@ -93,10 +94,6 @@ class RowTiles:
         return self.tiles[_TILE_WORDS * (self.max_tiles + 1) :]
 
 
-def _power_of_two(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def _block_m(target: str) -> int:
     return 32 if target == "interpreter" else 128
 
@@ -110,7 +107,7 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     words = _TILE_WORDS * (max_tiles + 1) + num_experts
     tiles = torch.empty(words + _SLACK_WORDS, dtype=torch.int32, device=tokens_per_expert.device)
     constants = dict(
-        NUM_EXPERTS=num_experts, EXPERTS=_power_of_two(num_experts), BLOCK_M=block_m, BLOCK=_LIST_BLOCK
+        NUM_EXPERTS=num_experts, EXPERTS=next_power_of_2(num_experts), BLOCK_M=block_m, BLOCK=_LIST_BLOCK
     )
     launch = _launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)
     with on_device(tokens_per_expert.device):
@@ -254,7 +251,7 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_s
     config = _config(n * tiles.num_experts, k, tiles.num_rows, x.dtype, target, x.device)
     store_m, store_n = config.store_block
     constants = dict(
-        NUM_EXPERTS=tiles.num_experts, EXPERTS=_power_of_two(tiles.num_experts), BLOCK_M=config.block_m,
+        NUM_EXPERTS=tiles.num_experts, EXPERTS=next_power_of_2(tiles.num_experts), BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(max(num_sms(x.device) - spare_sms, 1), tiles.num_experts * config.num_tiles(n, k))

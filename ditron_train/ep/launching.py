@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from ditron_train.ep.context import EPContext
+from ditron_train.ep.layout import Layout
+from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch, compiled_together
 from ditron_train.symm.channel import Channel
 
-__all__ = ["DTYPES", "Kind", "check_tokens", "compiling", "launch", "move_tile", "signature"]
+__all__ = ["DTYPES", "Kind", "check_tokens", "compiling", "launch", "move_tile", "signature", "sum_constants"]
 
 #: Types of tokens, and their code in a signature.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -97,3 +99,12 @@ def move_tile(hidden: int, elements: int) -> tuple[int, int]:
     """Rows and columns of a tile of about ``elements`` elements."""
     columns = min(1 << max(hidden - 1, 0).bit_length(), 8192)
     return max(elements // columns, 1), columns
+
+
+def sum_constants(layout: Layout, order: SumOrder) -> dict[str, int | bool]:
+    """What kernels that add up a layout's rows have in common."""
+    shape = layout.shape
+    return dict(
+        RAGGED=layout.ragged, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes, ROUND_EACH=order == "ascending_rounded",
+        DESCENDING=order == "descending", WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks,
+    )  # fmt: skip

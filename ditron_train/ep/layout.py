@@ -16,12 +16,9 @@ import numpy as np
 import torch
 
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.sizes import next_power_of_2
 
 __all__ = ["HostCounts", "Layout", "LayoutShape", "RankPlan", "Room", "plan_on_host"]
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,8 @@ class LayoutShape:
             )
         if not 1 <= self.topk <= self.num_experts:
             raise NotSupportedError(f"expert parallel: top-k {self.topk} is not in 1..{self.num_experts} (the number of experts)")
-        assert self.num_chunks == _power_of_two(self.num_chunks)
-        assert self.min_chunk_tokens == _power_of_two(self.min_chunk_tokens)
+        assert self.num_chunks == next_power_of_2(self.num_chunks)
+        assert self.min_chunk_tokens == next_power_of_2(self.min_chunk_tokens)
 
     @property
     def experts_per_rank(self) -> int:
@@ -64,12 +61,12 @@ class LayoutShape:
     @property
     def ranks(self) -> int:
         """``world_size`` padded to a power of two."""
-        return _power_of_two(self.world_size)
+        return next_power_of_2(self.world_size)
 
     @property
     def slots(self) -> int:
         """``experts_per_rank`` padded to a power of two."""
-        return _power_of_two(self.experts_per_rank)
+        return next_power_of_2(self.experts_per_rank)
 
     @property
     def columns(self) -> int:
@@ -79,7 +76,7 @@ class LayoutShape:
     @property
     def topk_lanes(self) -> int:
         """``topk`` padded to a power of two."""
-        return _power_of_two(self.topk)
+        return next_power_of_2(self.topk)
 
     @property
     def common_words(self) -> int:
@@ -97,8 +94,8 @@ class LayoutShape:
         Every chunk costs a few round trips: of 2048 tokens of 4 KiB on 4 x H200 a combine took 163, 116, 101 and 99 us in chunks
         of 16, 32, 64 and 128 tokens, a dispatch 110, 93, 89 and 98.
         """
-        by_bytes = _power_of_two(-(-self.min_chunk_bytes // max(row_bytes, 1)))
-        return max(self.min_chunk_tokens, min(by_bytes, 128), _power_of_two(-(-num_tokens // self.num_chunks)))
+        by_bytes = next_power_of_2(-(-self.min_chunk_bytes // max(row_bytes, 1)))
+        return max(self.min_chunk_tokens, min(by_bytes, 128), next_power_of_2(-(-num_tokens // self.num_chunks)))
 
 
 @dataclass(frozen=True)

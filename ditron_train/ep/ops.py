@@ -6,7 +6,7 @@ import torch
 
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.kernels import place_arrived, push_ahead, push_tokens
-from ditron_train.ep.launching import Kind, check_tokens, launch, move_tile, signature
+from ditron_train.ep.launching import Kind, check_tokens, launch, move_tile, signature, sum_constants
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.planning import PendingLayout, SentAhead
@@ -169,10 +169,8 @@ class PendingCombine:
         self._grads_buffer = context.grads_buffer(layout.place_capacity)
         self._rows, columns = move_tile(hidden, move.return_elements)
         self._sums = dict(
-            WITH_GRADS=with_grads, RAGGED=layout.ragged, TOPK=shape.topk, TOPK_LANES=shape.topk_lanes,
-            ROUND_EACH=order == "ascending_rounded", DESCENDING=order == "descending", WORLD_SIZE=shape.world_size,
-            NUM_CHUNKS=shape.num_chunks, SUM_ROWS=move_tile(hidden, move.sum_elements)[0], BLOCK_H=columns,
-            ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens), TARGET=context.target,
+            WITH_GRADS=with_grads, **sum_constants(layout, order), SUM_ROWS=move_tile(hidden, move.sum_elements)[0],
+            BLOCK_H=columns, ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens), TARGET=context.target,
         )  # fmt: skip
 
     def send(self, *, beside: bool) -> None:

@@ -43,6 +43,17 @@ class GemmConfig:
         """Block of the output's descriptor."""
         return self.block_m, self.block_n // 2 if self.split_store else self.block_n
 
+    def tile_constants(self, *, transpose_b: bool) -> dict[str, int | bool]:
+        """What the kernels of ops that overlap a GEMM with communication take first."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "TRANSPOSE_B": transpose_b,
+            "SPLIT_STORE": self.split_store,
+        }
+
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program with operands of 2 bytes: the steps in flight and one block to be stored."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["aligned_operand", "empty_aligned", "is_aligned", "make_descriptor"]
+__all__ = ["aligned_operand", "empty_aligned", "is_aligned", "make_descriptor", "padded_columns"]
 
 _ALIGNMENT_BYTES = 16
 
@@ -22,14 +22,14 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return row_stride >= tensor.shape[1] and row_stride * tensor.element_size() % _ALIGNMENT_BYTES == 0
 
 
-def _padded_columns(num_columns: int, element_size: int) -> int:
-    per_line = _ALIGNMENT_BYTES // element_size
-    return -(-num_columns // per_line) * per_line
+def padded_columns(num_columns: int, dtype: torch.dtype) -> int:
+    """Columns with which a row is whole 16 bytes, as descriptors need it."""
+    return num_columns + -num_columns % (_ALIGNMENT_BYTES // dtype.itemsize)
 
 
 def empty_aligned(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised [num_rows, num_columns] that can be described: a view of a wider buffer where rows need padding."""
-    padded = _padded_columns(num_columns, dtype.itemsize)
+    padded = padded_columns(num_columns, dtype)
     buffer = torch.empty(num_rows, padded, dtype=dtype, device=device)
     return buffer if padded == num_columns else buffer[:, :num_columns]
 
@@ -49,5 +49,5 @@ def make_descriptor(tensor: torch.Tensor, block: Sequence[int]) -> TensorDescrip
     """Host descriptor of an aligned, not empty 2-D tensor, read or written in blocks of ``block`` elements."""
     num_rows, num_columns = tensor.shape
     # the row stride of a single row is never used, but the descriptor checks it
-    row_stride = tensor.stride(0) if num_rows > 1 else _padded_columns(num_columns, tensor.element_size())
+    row_stride = tensor.stride(0) if num_rows > 1 else padded_columns(num_columns, tensor.dtype)
     return TensorDescriptor(tensor, [num_rows, num_columns], [row_stride, 1], list(block))

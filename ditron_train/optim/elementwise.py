@@ -44,7 +44,7 @@ def momentum_step(
     Args:
         param: Changed in place by decoupled and independent decay.
         momentum: Changed in place.
-        grad: Changed in place by l2 decay where torch's operators run; not otherwise.
+        grad: Left as it is, by l2 decay too.
         lr: Learning rate.
         weight_decay: 0 for none.
         decay_method: See above.

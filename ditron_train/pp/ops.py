@@ -111,8 +111,7 @@ def exchange(
 
     Raises:
         PeerTimeoutError, MismatchError: Recorded by any rank of the node since the last call.
-        NotSupportedError: A message is larger than a slot and the context has no network; a CUDA graph is being captured,
-            whose replays would look for the same message again.
+        NotSupportedError: A message is larger than a slot and the context has no network; a CUDA graph is being captured.
     """
     if is_capturing(context.device):
         raise NotSupportedError("messages between pipeline stages cannot be captured in a CUDA graph")

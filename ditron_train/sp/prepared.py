@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 
 from ditron_train.gemm.configs import GemmConfig
-from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor, padded_columns
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.sp import tuning
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.gemm_kernels import a2a_gemm_kernel, gemm_a2a_kernel
@@ -21,26 +22,6 @@ __all__ = ["DTYPES", "PreparedA2AGemm", "PreparedExchange", "PreparedGather", "P
 WeightLayout = Literal["nt", "nn"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GEMM_A2A, _TO_HEADS, _A2A_GEMM, _TO_SEQUENCE, _GATHER = 1, 2, 3, 4, 5  # first word of a signature
-
-
-def _next_power_of_2(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
-def _padded_columns(num_columns: int, dtype: torch.dtype) -> int:
-    per_line = 16 // dtype.itemsize
-    return -(-num_columns // per_line) * per_line
-
-
-def _tile_constants(config: GemmConfig, weight_layout: WeightLayout) -> dict[str, int | bool]:
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "TRANSPOSE_B": weight_layout == "nt",
-        "SPLIT_STORE": config.split_store,
-    }
 
 
 class _Transfer:
@@ -77,18 +58,18 @@ class _Transfer:
         self.channel.reserve_signals(world * self.num_granules * self.flags_per_granule)
         self.slot_rows = self.num_granules * granule_rows
         if operation == _GEMM_A2A:
-            self.buffer = context.staged_buffer(world * self.slot_rows, _padded_columns(layout.num_columns, dtype), dtype)
+            self.buffer = context.staged_buffer(world * self.slot_rows, padded_columns(layout.num_columns, dtype), dtype)
         elif self.towards_heads:
-            self.buffer = context.heads_buffer(world * self.slot_rows, _padded_columns(layout.num_columns, dtype), dtype)
+            self.buffer = context.heads_buffer(world * self.slot_rows, padded_columns(layout.num_columns, dtype), dtype)
         else:
-            self.buffer = context.sequence_buffer(m, _padded_columns(world * layout.num_columns, dtype), dtype)
+            self.buffer = context.sequence_buffer(m, padded_columns(world * layout.num_columns, dtype), dtype)
 
     def copy_constants(self) -> dict[str, int]:
         """How a kernel that copies parts of this layout cuts them into blocks."""
         layout, copy = self.layout, self.copy
         widths = (*layout.widths, 1, 1)[:3]
-        block_widths = [min(_next_power_of_2(width), copy.width) for width in widths]
-        most_groups = _next_power_of_2(layout.num_groups)
+        block_widths = [min(next_power_of_2(width), copy.width) for width in widths]
+        most_groups = next_power_of_2(layout.num_groups)
         blocks = {f"BLOCK_G{i}": min(copy.width // width, most_groups) for i, width in enumerate(block_widths)}
         blocks |= {f"BLOCK_W{i}": width for i, width in enumerate(block_widths)}
         rows = min(copy.rows, self.granule_rows)
@@ -120,7 +101,7 @@ class _Receiver:
 
     def __init__(self, transfer: _Transfer, num_programs: int, *, pull: bool = False) -> None:
         self._transfer = transfer
-        flags = _next_power_of_2(transfer.flags_per_granule)
+        flags = next_power_of_2(transfer.flags_per_granule)
         constants = dict(FLAGS=flags, TO_HEADS=transfer.towards_heads, PULL=pull)
         self._launch = transfer.copy_kernel(receive_kernel, num_programs, **constants, BEHIND=False)
         self._behind = transfer.copy_kernel(receive_kernel, transfer.context.num_sms, **constants, BEHIND=True) if pull else None
@@ -241,12 +222,12 @@ class PreparedGemmA2A:
         programs = tuning.receive_programs(m, world * n, k, dtype.itemsize)
         self._receive = _Receiver(transfer, programs, pull=True)
         self._slots = make_descriptor(transfer.buffer.local[:, :n], config.store_block)
-        self._columns_per_rank = n if weight_layout == "nt" else _padded_columns(n, dtype)
+        self._columns_per_rank = n if weight_layout == "nt" else padded_columns(n, dtype)
         self._launch = KernelLaunch(
             gemm_a2a_kernel,
             max(1, min(context.num_sms - programs, world * config.num_tiles(m, n))),
             {
-                **_tile_constants(config, weight_layout),
+                **config.tile_constants(transpose_b=weight_layout == "nt"),
                 "WORLD_SIZE": world,
                 "TARGET": context.target,
             },
@@ -327,12 +308,12 @@ class PreparedA2AGemm:
             a2a_gemm_kernel,
             num_programs,
             {
-                **_tile_constants(config, weight_layout),
+                **config.tile_constants(transpose_b=weight_layout == "nt"),
                 **transfer.copy_constants(),
                 "HAS_TABLE": packed,
                 "BY_ARRIVAL": by_arrival,
                 "WORLD_SIZE": world,
-                "RANKS_POW2": _next_power_of_2(world),
+                "RANKS_POW2": next_power_of_2(world),
                 "TARGET": context.target,
             },
             num_warps=config.num_warps,

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_train.gemm.operands import aligned_operand
+from ditron_train.gemm.operands import aligned_operand, padded_columns
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.schedule.orders import delivery_order
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.cost_model import is_short
-from ditron_train.tp.prepared import padded_columns
 from ditron_train.tp.scatter import PreparedScatter
 from ditron_train.tp.tuning import Choice, Layout, Problem
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from ditron_train.gemm.operands import padded_columns
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.versions import pip_command
@@ -19,7 +20,7 @@ from ditron_train.symm.control import DTYPES
 from ditron_train.tp.chunked import PreparedChunkedGemmRs
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs, padded_columns
+from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs
 from ditron_train.tp.scatter import SUM_DTYPES, PreparedScatter
 from ditron_train.tp.tuning import Choice, GatherPlan, Op, Problem, ScatterMode, choose
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ditron_train.gemm.configs import GemmConfig
-from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor, padded_columns
 from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.cost_model import is_short
@@ -15,27 +15,7 @@ from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.kernels import ag_gemm_kernel, gemm_rs_kernel
 from ditron_train.tp.tuning import Choice, Layout, Problem
 
-__all__ = ["Layout", "PreparedAgGemm", "PreparedGemmRs", "padded_columns"]
-
-
-def _next_power_of_2(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
-def padded_columns(num_columns: int, dtype: torch.dtype) -> int:
-    """Columns with which a row is whole 16 bytes, as descriptors of symmetric memory need it."""
-    return num_columns + -num_columns % (16 // dtype.itemsize)
-
-
-def _tile_constants(config: GemmConfig, layout: Layout) -> dict[str, int | bool]:
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "TRANSPOSE_B": layout == "nt",
-        "SPLIT_STORE": config.split_store,
-    }
+__all__ = ["Layout", "PreparedAgGemm", "PreparedGemmRs"]
 
 
 class _PreparedGemm:
@@ -93,7 +73,7 @@ class PreparedAgGemm(_PreparedGemm):
             ag_gemm_kernel,
             num_programs,
             {
-                **_tile_constants(config, layout),
+                **config.tile_constants(transpose_b=layout == "nt"),
                 "FLAGS_PER_RANK": FLAGS_PER_RANK,
                 "WORLD_SIZE": context.world_size,
                 "EVEN": even,
@@ -194,10 +174,10 @@ class PreparedGemmRs(_PreparedGemm):
             gemm_rs_kernel,
             max(1, min(context.num_sms, config.num_tiles(self.m, n))),
             {
-                **_tile_constants(config, layout),
+                **config.tile_constants(transpose_b=layout == "nt"),
                 "FOLD_ROWS": min(choice.fold_rows, block),
                 "WORLD_SIZE": world_size,
-                "RANKS_POW2": _next_power_of_2(world_size),
+                "RANKS_POW2": next_power_of_2(world_size),
                 "EVEN": even,
                 "USE_DESCRIPTORS": use_descriptors,
                 "TARGET": context.target,
