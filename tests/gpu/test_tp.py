@@ -397,7 +397,7 @@ def test_epochs_wrap(device, all_equal):
 
 
 def test_a_late_peer_and_different_calls_are_errors(device, monkeypatch, shares_gpus):
-    monkeypatch.setenv("DITRON_TIMEOUT_S", "12" if shares_gpus else "3")
+    monkeypatch.setenv("DITRON_TIMEOUT_S", "6" if shares_gpus else "3")
     world, rank = dist.get_world_size(), dist.get_rank()
     weight = normals(256, 256, seed=9)
     for rows, dtype in ((256, torch.bfloat16), (128, torch.float16)):  # of rank 0; the others have 128 and bf16
