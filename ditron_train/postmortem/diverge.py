@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ditron_train.postmortem.files import Call, Group, RankFile
+from ditron_train.runtime.records import CAPACITY
 
 __all__ = ["Divergence", "find_divergence"]
 
@@ -56,9 +57,13 @@ def find_divergence(files: Sequence[RankFile]) -> Divergence | None:
 def _in_group(group: Group, by_rank: dict[int, RankFile]) -> Iterator[Divergence]:
     """At most one place of each kind: the first."""
     calls = {
-        rank: {call.number: call for call in by_rank[rank].calls if call.group == group} for rank in group.ranks if rank in by_rank
+        rank: {call.number: call for call in file.calls if call.group == group and call.compared}
+        for rank in group.ranks
+        if (file := by_rank.get(rank)) is not None
     }
-    if not any(calls.values()) or not all(call.compared for made in calls.values() for call in made.values()):
+    # A ring that is full of other calls may have forgotten those of this group.
+    calls = {rank: made for rank, made in calls.items() if made or len(by_rank[rank].calls) < CAPACITY}
+    if not any(calls.values()):
         return
     last = {rank: max(made, default=0) for rank, made in calls.items()}
     fewest = min(last.values())

@@ -27,7 +27,7 @@ class Call:
 
     Attributes:
         group: On which group.
-        number: How many calls on this group this one makes.
+        number: How many calls on this group this one makes, of those that are compared or of those that are not.
         time_ns: By the clock of its host.
         compared: Whether all ranks of the group make it alike.
         text: Op, shapes, type.

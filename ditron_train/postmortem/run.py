@@ -72,6 +72,9 @@ def _show(files: Sequence[RankFile], divergence: Divergence | None, last: int) -
     console.print(
         "no rank diverged" if divergence is None else f"first to diverge: {divergence.text}", highlight=False, markup=False
     )
+    if all(file.state == "running" for file in files):
+        words = "no rank left a last word: killed together, as torchrun does when one of them ends, or still running; "
+        console.print(f"{words}which ended first stands in the launcher's output", highlight=False)
 
 
 def _around(file: RankFile, divergence: Divergence | None, last: int) -> Sequence[Call]:

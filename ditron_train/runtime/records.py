@@ -43,7 +43,8 @@ CAPACITY = 1000
 MAGIC = b"ditron_train records 1\n"
 HEADER_BYTES = 1 << 15
 FILE_PATTERN = "rank*.records"
-#: Position in the whole run (from 1; 0: empty), number within the group (from 1), time in ns, group, compared, text.
+#: Position in the whole run (from 1; 0: empty), number within the group among calls that are compared or among those that are not
+#: (from 1), time in ns, group, compared, text.
 SLOT = struct.Struct("<QQQHB133s")
 
 _TEXT_BYTES = 133
@@ -135,7 +136,7 @@ class OpRecords:
     def __init__(self, ring: _Ring | None, group_id: int) -> None:
         self._ring = ring
         self._group_id = group_id
-        self._numbers = itertools.count(1)
+        self._numbers = (itertools.count(1), itertools.count(1))  # own calls, of which ranks make different ones, and compared ones
         self._texts: dict[tuple, bytes] = {}
 
     def record(self, op: str, *details: Hashable) -> None:
@@ -156,7 +157,7 @@ class OpRecords:
         position = next(ring.positions)
         SLOT.pack_into(
             ring.memory, HEADER_BYTES + position % CAPACITY * SLOT.size,
-            position, next(self._numbers), time.time_ns(), self._group_id, compared, text,
+            position, next(self._numbers[compared]), time.time_ns(), self._group_id, compared, text,
         )  # fmt: skip
 
     def _encode(self, call: tuple) -> bytes:
@@ -212,7 +213,7 @@ def _default_folder() -> Path:
 
 _ring: _Ring | None = None
 _ring_failed = False
-_records: dict[str, OpRecords] = {}
+_records: dict[tuple[str, tuple[int, ...]], OpRecords] = {}  # a name may come again, for other ranks
 
 
 def _open_ring() -> _Ring | None:
@@ -239,13 +240,14 @@ def records_of(group_name: str, ranks: Sequence[int]) -> OpRecords:
         group_name: The same on all of its ranks.
         ranks: Global ranks in the order of group ranks.
     """
-    found = _records.get(group_name)
+    key = (group_name, tuple(ranks))
+    found = _records.get(key)
     if found is None:
         ring = _open_ring()
         group_id = ring.add_group(group_name, ranks) if ring is not None else None
         if ring is not None and group_id is None:
             log_once("many groups", f"records hold the calls of this job's first {_MAX_GROUPS} groups", name="records")
-        found = _records[group_name] = OpRecords(ring if group_id is not None else None, group_id or 0)
+        found = _records[key] = OpRecords(ring if group_id is not None else None, group_id or 0)
     return found
 
 

@@ -80,6 +80,30 @@ def test_nothing_diverged_though_rings_begin_elsewhere() -> None:
     assert find_divergence([_file(0, ["a", "b", "c"]), _file(1, ["b", "c"], 2), _file(2, ["c"], 3)]) is None
 
 
+def test_calls_that_are_compared_tell_beside_others_on_the_same_group(tmp_path: Path, capsys) -> None:
+    """As where a pipeline's stages are a tensor parallel group, too: rank 1 made more messages, and one call less."""
+    for rank, (messages, calls) in enumerate(((2, 5), (7, 4), (3, 5))):
+        ring = records._Ring(tmp_path / str(rank), keep=True)
+        ring._header.update(rank=rank, world_size=3)
+        own = records.OpRecords(ring, ring.add_group("0", [0, 1, 2]))
+        for number in range(max(messages, calls)):
+            if number < messages:
+                own.record_own("exchange", number)
+            if number < calls:
+                own.record("ag_gemm", number)
+        os.replace(ring.path, tmp_path / f"rank{rank}.records")
+    found = find_divergence(read_folder(tmp_path))
+    assert (found.kind, found.ranks, found.number) == ("behind", (1,), 5)
+    assert main(["postmortem", str(tmp_path)]) == 1
+    assert "which ended first stands in the launcher's output" in capsys.readouterr().out
+
+
+def test_a_ring_full_of_another_groups_calls_tells_nothing() -> None:
+    other = tuple(Call(Group("1", (0,)), number, number, True, "x") for number in range(1, records.CAPACITY + 1))
+    full = RankFile(0, 3, "host", 1, "ended", None, other, (Group("1", (0,)), WORLD))
+    assert find_divergence([full, _file(1, ["a", "b"]), _file(2, ["a", "b"])]) is None
+
+
 def test_nobody_can_say_who_is_right_of_two() -> None:
     found = find_divergence([_file(0, ["a", "x"]), _file(1, ["a", "y"])])
     assert (found.kind, found.ranks) == ("differs", (0, 1))
