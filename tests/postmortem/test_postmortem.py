@@ -169,6 +169,16 @@ def test_ever_more_groups_and_words_do_not_end_a_job(no_ring, monkeypatch, tmp_p
     assert file.error["kind"] == "ValueError" and len(file.error["text"]) > 500
 
 
+def test_a_name_that_comes_again_for_other_ranks_is_another_group(no_ring, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DITRON_POSTMORTEM", str(tmp_path))
+    for ranks in ([0, 1], [0, 2], [0, 1]):
+        records.records_of("7", ranks).record("op")
+    (file,) = read_folder(tmp_path)
+    assert [(call.group, call.number) for call in file.calls] == [
+        (Group("7", (0, 1)), 1), (Group("7", (0, 2)), 1), (Group("7", (0, 1)), 2)
+    ]  # fmt: skip
+
+
 def test_a_folder_that_cannot_be_written_costs_the_records_only(no_ring, monkeypatch, caplog) -> None:
     monkeypatch.setenv("DITRON_POSTMORTEM", "/proc/nowhere")
     records.records_of("0", [0]).record("op")
