@@ -93,7 +93,7 @@ class SymmetricArena:
         self.group_name = getattr(group, "group_name", "") or f"of {self.world_size}"
         self._transport: Transport = select_transport(group, self.device, transport)
         self._segments: dict[str, tuple[Segment, torch.Tensor]] = {}
-        self._kept_for_graphs: list[Segment] = []
+        self._kept_for_graphs: list[tuple[Segment, torch.Tensor]] = []  # with its table, which kernels know by address
         self.graph_captured = False
         self._let_go: list[weakref.WeakMethod] = []
         self.closed = False
@@ -107,7 +107,7 @@ class SymmetricArena:
     def num_bytes(self) -> int:
         """Bytes of symmetric memory that this rank holds for the group."""
         live = sum(segment.num_bytes for segment, _ in self._segments.values())
-        return live + sum(segment.num_bytes for segment in self._kept_for_graphs)
+        return live + sum(segment.num_bytes for segment, _ in self._kept_for_graphs)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         """Returns the buffer ``name`` as a tensor; collective when it is new or must grow.
@@ -167,10 +167,10 @@ class SymmetricArena:
         if name not in self._segments:
             return
         self._quiesce()  # where a rank does not come, the buffer stays
-        segment, _ = self._segments.pop(name)
+        segment, addresses = self._segments.pop(name)
         self._drop_views()
         if self.graph_captured:
-            self._kept_for_graphs.append(segment)
+            self._kept_for_graphs.append((segment, addresses))
         else:
             segment.release()
 
@@ -207,9 +207,7 @@ class SymmetricArena:
 
     def _release(self) -> None:
         self._drop_views()
-        for segment, _ in self._segments.values():
-            segment.release()
-        for segment in self._kept_for_graphs:
+        for segment, _ in (*self._segments.values(), *self._kept_for_graphs):
             segment.release()
         self._segments.clear()
         self._kept_for_graphs.clear()

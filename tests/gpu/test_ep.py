@@ -379,6 +379,7 @@ def test_moe_layer_in_a_graph(monkeypatch):
             room = arena.capacity_bytes("ep/rows")
             layer(normals(8192, 1, 512, dtype=torch.bfloat16, seed=9 + dist.get_rank()))
             assert arena.capacity_bytes("ep/rows") > room
+            spoiled = [torch.full((words,), -1, device="cuda") for words in (1, 8, 64) for _ in range(2000)]  # noqa: F841
         with torch.no_grad():
             x.copy_(normals(1024, 1, 512, dtype=torch.bfloat16, seed=100 * seed + dist.get_rank()))
         graph.replay()

@@ -53,6 +53,19 @@ def grows() -> tuple[int, int]:
     return large.capacity_bytes, arena.num_bytes
 
 
+def tables_that_graphs_know() -> list[bool]:
+    """Whether the table of addresses of a buffer that has moved lives: without a captured graph, and with one, which reads it."""
+    arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
+    alive = []
+    for captured, size in ((False, 64), (True, 4096), (True, 65536)):
+        arena.graph_captured = captured
+        table = weakref.ref(arena.tensor("test.moves", (size,), torch.float32).addresses)
+        arena.tensor("test.moves", (4 * size,), torch.float32)
+        alive.append(table() is not None)
+    arena.close()
+    return alive
+
+
 def what_is_held_while_it_grows() -> list[bool]:
     """Whether the memory of a buffer lives when more is taken: of one whose views are dropped, and of one that a graph may use."""
     arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)

@@ -31,6 +31,10 @@ def test_old_memory_is_free_before_new_is_taken():
     assert run_workers(2, bodies.what_is_held_while_it_grows) == [[False, True]] * 2
 
 
+def test_captured_graphs_find_their_tables_of_addresses():
+    assert run_workers(2, bodies.tables_that_graphs_know) == [[False, True, True]] * 2
+
+
 def test_overlapping_groups():
     low, high = [20.0, 21.0], [30.0, 31.0, 32.0]
     assert run_workers(4, bodies.overlapping_groups) == [low, low + high, high, high]
