@@ -36,7 +36,6 @@ __all__ = [
 
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _EVENT_DISABLE_TIMING = 2
-_STREAM_NON_BLOCKING = 1
 _STREAM_NON_BLOCKING = 1  # not ordered with the legacy default stream
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _USE_NODE_PRIORITY = 8  # kernels of a graph keep the priority of the stream that they were captured from
@@ -122,13 +121,6 @@ def event_query(event: Any) -> bool:
         return False
     _check(result)
     return True
-
-
-def stream_create() -> int:
-    """A stream of the current device that is nobody else's, for good; it does not wait for the default stream."""
-    result = _require().cuStreamCreate(_STREAM_NON_BLOCKING)
-    _check(result)
-    return int(result[1])
 
 
 def stream_wait_event(stream: int, event: Any) -> None:
