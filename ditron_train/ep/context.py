@@ -72,8 +72,8 @@ class EPContext:
     """Owns what all MoE layers with the same experts share on ``group`` (collective to make).
 
     The buffer for rows is one for both directions and for all layers: it lives only inside an op, guarded by the start
-    signals. So ops that move rows are called on one stream, or on streams that the caller has wait for each other. Sizes are exact: the largest need of any rank, which every rank learns from the exchanged counts, so growing
-    it needs no agreement.
+    signals. So ops that move rows are called on one stream, or on streams that the caller has wait for each other. Sizes are
+    exact: the largest need of any rank, which every rank learns from the exchanged counts, so growing it needs no agreement.
 
     Args:
         group: The expert-parallel process group.
