@@ -47,9 +47,10 @@ class RecordedSequences:
     sequences than are kept would else record each of them anew whenever it comes; so the first stay, and the others run as they
     are. What is freed while it runs ends first (``cuGraphExecDestroy``).
 
-    A recording holds addresses, no memory: one whose copies' memory is another allocation by now is forgotten. A key that names the addresses of tensors is right as long as whoever runs it holds
-    tensors at these addresses, and orders the stream it gives behind their last writers and before the next ones, just as for
-    the operations themselves: on the device the graph is one more entry of that stream.
+    A recording holds addresses, no memory: one whose copies' memory is another allocation by now is forgotten. A key that names
+    the addresses of tensors is right as long as whoever runs it holds tensors at these addresses, and orders the stream it gives
+    behind their last writers and before the next ones, just as for the operations themselves: on the device the graph is one
+    more entry of that stream.
     """
 
     def __init__(self) -> None:
