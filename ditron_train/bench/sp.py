@@ -134,7 +134,7 @@ def _known_cases(world_size: int) -> list[Case]:
 
 def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     check_sizes("--shape", arguments.shape)
-    shapes = arguments.shape or ([(64, 8, 4, 16)] if session.device.type == "cpu" else None)
+    shapes = arguments.shape or ([(64, 16, 8, 8)] if session.device.type == "cpu" else None)
     cases = _known_cases(session.world_size)
     wanted = choose_models(arguments.model, [case.model for case in cases])
     if shapes is not None:

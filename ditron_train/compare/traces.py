@@ -153,12 +153,13 @@ def show_traces(native: StepTrace, ours: StepTrace) -> None:
         raise SettingError(f"the traces are of different ranks: {native.rank} natively, {ours.rank} with ditron_train")
     steps = str(native.step) if native.step == ours.step else f"{native.step} natively, {ours.step} with ditron_train"
     console = terminal()
-    if all(interval.lane.startswith("CPU") for trace in (native, ours) for interval in trace.intervals):
+    on_cpu = all(interval.lane.startswith("CPU") for trace in (native, ours) for interval in trace.intervals)
+    if on_cpu:
         console.print("the traces hold no GPU's work: what follows is the host's GEMMs and collectives")
     console.print(_phase_table(f"rank {native.rank} in step {steps}, ms", phases_us(native.intervals), phases_us(ours.intervals)))
     console.print(_kernel_table(kernel_differences(native.intervals, ours.intervals)))
     alike = alike_us(native.intervals, ours.intervals)
-    if alike is not None:
+    if alike is not None and not on_cpu:
         console.print(
             f"what both ran alike with nothing beside it: {_ms(alike[0])} and {_ms(alike[1])} ms, {alike[1] / alike[0]:.3f} of native's "
             "time, by the clock that the GPU held",

@@ -65,7 +65,7 @@ def _show(files: Sequence[RankFile], divergence: Divergence | None, last: int) -
             style="bold red" if divergence is not None and file.rank in divergence.ranks else None,
         )  # fmt: skip
     console.print(table)
-    for file in files:
+    for file in files if last else ():
         console.print(f"rank {file.rank}: the last {min(last, len(file.calls))} calls", highlight=False)
         for call in _around(file, divergence, last):
             console.print(f"  {_clock(call)}  {_words(call)}", highlight=False, markup=False)

@@ -105,7 +105,7 @@ def _sp_op(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, C
 
     case = Case(*FACTS)
     if session.device.type == "cpu":
-        case = replace(case, seqlen=64, heads=8, groups=4, head_size=16)
+        case = replace(case, seqlen=64, heads=16, groups=8, head_size=8)
     if case.groups % session.world_size:
         raise SettingError(f"{op}: {case.groups} groups do not divide over {session.world_size} ranks")
     context = get_context(dist.group.WORLD, session.device)
