@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ditron_train.doctor.facts import Facts
+from ditron_train.doctor.facts import Facts, island_words
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import get_settings, unknown_variables
 from ditron_train.runtime.versions import SUPPORTED, is_supported, pip_command, specifier_here
@@ -18,7 +18,8 @@ _SMALL_SHM_BYTES = 256 << 20
 # Settings that name NCCL's rings themselves.
 _OWN_RINGS = ("NCCL_GRAPH_FILE", "NCCL_RINGS")
 # NCCL algorithms whose sums do not follow the ring order that GEMM-RS reproduces.
-_OTHER_ORDERS = ("tree", "nvls", "nvlstree", "collnet", "collnetdirect", "collnetchain", "pat")
+_OTHER_ORDERS = {"tree", "nvls", "nvlstree", "collnet", "collnetdirect", "collnetchain", "pat"}
+_ALGORITHMS = {"ring", *_OTHER_ORDERS}
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,10 @@ def _peers(facts: Facts) -> list[Finding]:
     blocked = [f"{i}-{j}" for i, row in enumerate(facts.peer_access) for j, can in enumerate(row) if i < j and not can]
     if not blocked:
         return [Finding("peer access", "ok", "every GPU can read and write every other's memory")]
+    islands = facts.islands
+    if islands:
+        text = f"GPUs reach each other's memory in islands only: {island_words(islands)}"
+        return [Finding("peer access", "warning", text, "keep each group inside one of them; groups with blocked pairs run natively")]
     fix = "check the driver, IOMMU and virtualisation settings; groups with such pairs run natively"
     return [Finding("peer access", "error", f"no peer access between GPUs {', '.join(blocked)}", fix)]
 
@@ -134,19 +139,31 @@ def _nccl(facts: Facts) -> list[Finding]:
         findings.append(
             Finding("NCCL", "warning", text, f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs")
         )
-    named = [word for word in algorithms.lower().replace(";", ",").replace(":", ",").split(",") if word in _OTHER_ORDERS]
-    if named:
+    allowed = _reduce_scatter_algorithms(algorithms)
+    if "ring" not in allowed or (allowed & _OTHER_ORDERS and "^" not in algorithms and allowed != _ALGORITHMS):
         text = f"NCCL_ALGO={algorithms}: sums may be taken in another order than the ring's"
         findings.append(Finding("NCCL", "warning", text, "NCCL_ALGO=Ring, else GEMM-RS stays native where the bits differ"))
     if environment.get("NCCL_COLLNET_ENABLE", "0") == "1":
         text = "NCCL_COLLNET_ENABLE=1: switches may add in an order of their own"
         findings.append(Finding("NCCL", "warning", text, "NCCL_COLLNET_ENABLE=0 for sums in ring order"))
     nvls = environment.get("NCCL_NVLS_ENABLE", "2") != "0"
-    if facts.multicast and nvls and algorithms.lower() != "ring":
+    if facts.multicast and nvls and "nvls" in allowed:
         text = "NCCL may reduce in the NVLink switch (NVLS), whose order is not the ring's"
         fix = "NCCL_ALGO=Ring or NCCL_NVLS_ENABLE=0, else GEMM-RS stays native where the bits differ"
         findings.append(Finding("NCCL", "warning", text, fix))
     return findings
+
+
+def _reduce_scatter_algorithms(text: str) -> set[str]:
+    """Algorithms that ``NCCL_ALGO`` lets reduce-scatters take: a list for all functions, or lists by function, ``^`` for all but
+    those: ``ring,tree``, ``^nvls``, ``allreduce:tree;reducescatter:ring``."""
+    names = ""
+    for part in text.lower().split(";"):
+        function, _, listed = part.rpartition(":")
+        if function.strip() in ("", "reducescatter"):
+            names = listed.strip()
+    words = {word.strip() for word in names.removeprefix("^").split(",")} - {""}
+    return _ALGORITHMS - words if names.startswith("^") else words or _ALGORITHMS
 
 
 def _connections(facts: Facts) -> list[Finding]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ditron_train.runtime.versions import find_versions
 
-__all__ = ["Facts", "Gpu", "collect_facts", "parse_topology"]
+__all__ = ["Facts", "Gpu", "collect_facts", "island_words", "parse_topology"]
 
 _ENVIRONMENT = ("DITRON_", "NCCL_", "NVSHMEM_", "NVTE_", "UB_")
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "CUBLAS_WORKSPACE_CONFIG")
@@ -80,6 +80,19 @@ class Facts:
     distributions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     compiler: str | None = None
     has_cuda_bindings: bool = False
+
+    @property
+    def islands(self) -> list[list[int]]:
+        """GPUs in sets of two or more that all reach each other's memory, none of them the others'; empty where it is not so."""
+        rows = [{j for j, can in enumerate(row) if can} for row in self.peer_access]
+        whole = all(rows[j] == row for row in rows for j in row)
+        sets = sorted({tuple(sorted(row)) for row in rows}) if whole else []
+        return [list(found) for found in sets if len(found) > 1]
+
+
+def island_words(islands: list[list[int]]) -> str:
+    """Such as ``0, 1, 2, 3 and 4, 5, 6, 7``."""
+    return " and ".join(", ".join(map(str, island)) for island in islands)
 
 
 def collect_facts() -> Facts:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ditron_train.doctor.facts import Facts
+from ditron_train.doctor.facts import Facts, island_words
 from ditron_train.megatron.arguments import FEATURES, available_features
 from ditron_train.runtime.versions import pip_command
 
@@ -24,16 +24,12 @@ class FeatureState:
     fix: str | None = None
 
 
-def _all_reach_each_other(facts: Facts) -> bool:
-    return all(all(row) for row in facts.peer_access)
-
-
 def _on_gpus(facts: Facts) -> tuple[str, str | None] | None:
     """Why a feature that needs peers' memory stays native, and the fix; None where nothing stands in its way."""
     if len(facts.gpus) < 2:
         return "one GPU: a group of one rank has nothing to overlap", "start on several GPUs"
-    if not _all_reach_each_other(facts):
-        return "some GPUs cannot reach each other's memory", "see peer access above"
+    if not facts.islands:
+        return "no set of GPUs can reach each other's memory", "see peer access above"
     if any(gpu.capability < (8, 0) for gpu in facts.gpus):
         return "a GPU is older than compute capability 8.0", None
     return None
@@ -88,7 +84,9 @@ def _judge(name: str, facts: Facts) -> FeatureState:
             return FeatureState(name, about, "native", *obstacle)
     if name == "muon":
         return FeatureState(name, about, "ours", "every GPU, where the bits are native's")
-    why = f"{len(facts.gpus)} GPUs, where the bits are native's and it is faster; {_across_nodes(name, facts)}"
+    all_of_them = [list(range(len(facts.gpus)))]
+    where = f"{len(facts.gpus)} GPUs" if facts.islands == all_of_them else f"groups inside GPUs {island_words(facts.islands)}"
+    why = f"{where}, where the bits are native's and it is faster; {_across_nodes(name, facts)}"
     if name == "sp" and facts.versions.get("transformer-engine") is None:
         why += "; with megatron-core's local attention, as Transformer Engine is not installed"
     return FeatureState(name, about, "ours", why)

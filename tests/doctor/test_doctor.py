@@ -96,7 +96,8 @@ def test_errors_make_it_unhealthy_and_have_a_fix(changes: dict, topic: str, word
     [
         ({"links": {"0-1": "SYS"}}, "links", "1 pairs SYS"),
         ({"environment": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),
-        ({"environment": {"NCCL_ALGO": "allreduce:ring,nvls"}}, "NCCL", "another order"),
+        ({"environment": {"NCCL_ALGO": "allreduce:ring;reducescatter:ring,nvls"}}, "NCCL", "another order"),
+        ({"environment": {"NCCL_ALGO": "^Ring"}}, "NCCL", "another order"),
         ({"environment": {"NCCL_COLLNET_ENABLE": "1"}}, "NCCL", "COLLNET"),
         ({"multicast": True}, "NCCL", "NVLS"),
         ({"nccl_files": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),
@@ -120,6 +121,34 @@ def test_warnings_leave_it_healthy_and_have_a_fix(changes: dict, topic: str, wor
 def test_ring_silences_the_switch() -> None:
     for setting in ({"NCCL_ALGO": "Ring"}, {"NCCL_NVLS_ENABLE": "0"}):
         assert findings(examine(machine(multicast=True, environment=setting)), "warning") == []
+
+
+@pytest.mark.parametrize("algorithms", ["allreduce:tree,nvls;reducescatter:ring", "ring", "^nvls"])
+def test_settings_under_which_reduce_scatters_add_along_rings(algorithms: str) -> None:
+    assert findings(examine(machine(multicast=True, environment={"NCCL_ALGO": algorithms})), "warning") == []
+
+
+def test_what_is_said_of_all_reduces_alone_says_nothing_of_reduce_scatters() -> None:
+    environment = {"NCCL_ALGO": "allreduce:tree"}
+    assert findings(examine(machine(environment=environment)), "warning") == []
+    ((_, text),) = findings(examine(machine(multicast=True, environment=environment)), "warning")
+    assert "NVLS" in text
+
+
+def test_eight_gpus_in_islands() -> None:
+    def report(*islands: tuple[int, ...]) -> Report:
+        reach = tuple(tuple(any({i, j} <= set(island) for island in islands) or i == j for j in range(8)) for i in range(8))
+        return examine(machine(gpus=(H200,) * 8, peer_access=reach))
+
+    assert state(report(tuple(range(8))), "tp")[1].startswith("8 GPUs, where")
+    two = report((0, 1, 2, 3), (4, 5, 6, 7))
+    assert two.healthy and ("peer access", "GPUs reach each other's memory in islands only: 0, 1, 2, 3 and 4, 5, 6, 7") in findings(
+        two, "warning"
+    )
+    assert state(two, "ep") == ("ours", state(two, "ep")[1]) and "groups inside GPUs 0, 1, 2, 3 and 4, 5, 6, 7" in state(two, "ep")[1]
+    assert "groups inside GPUs 0, 1, 2, 3, 4, 5, 6," in state(report(tuple(range(7))), "tp")[1]  # the eighth reaches none
+    ring = report(*((i, (i + 1) % 8) for i in range(8)))  # each reaches its neighbours: no set of more than two
+    assert not ring.healthy and state(ring, "tp")[0] == "native"
 
 
 def test_bootstrap_of_nvshmem() -> None:
