@@ -18,7 +18,9 @@ __all__ = ["show", "write_row"]
 _SHOWN = 12
 
 
-def show(native: Job, ours: Job, found: Sequence[Difference], own: Sequence[Difference], skip: int) -> bool:
+def show(
+    native: Job, ours: Job, found: Sequence[Difference], own: Sequence[Difference], skip: int, again: Job | None = None
+) -> bool:
     """Prints losses, times and the verdict.
 
     Args:
@@ -27,6 +29,7 @@ def show(native: Job, ours: Job, found: Sequence[Difference], own: Sequence[Diff
         found: Where they differ.
         own: Where native differs from itself.
         skip: Steps that are not timed.
+        again: Native behind ours, to be timed, too.
 
     Returns:
         Whether both have as many steps, and all is equal up to the one from which native does not repeat itself.
@@ -42,6 +45,9 @@ def show(native: Job, ours: Job, found: Sequence[Difference], own: Sequence[Diff
         )
     else:
         console.print(f"no step behind the first {skip} was timed: train longer, or set --skip", highlight=False)
+    later_ms = again.step_ms(skip) if again is not None else None
+    if later_ms is not None and times[1] is not None:
+        console.print(f"natively once more, behind ours: {later_ms:.1f} ms: {later_ms / times[1]:.3f}x", highlight=False)
     used = [job.used_bytes for job in (native, ours)]
     if None not in used:
         console.print(f"memory in use on the fullest GPU: {used[0] / 2**30:.2f} GiB, {used[1] / 2**30:.2f} GiB", highlight=False)

@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="both jobs also record one step, in the middle of those that are timed: a table of what the device does in it, "
         "natively and with ours, and <output>/{native,ditron}/trace-rank<RANK>.json, which Perfetto shows",
     )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="train natively once more, behind ours: GPUs are slower where they are warm, so what comes second is at a disadvantage",
+    )
     parser.add_argument("--trace-rank", type=int, default=0, metavar="RANK", help="where --trace records (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("compare"), metavar="DIR", help="logs and notes (default %(default)s)")
     parser.add_argument("--results", type=Path, metavar="DIR", help="adds a row to <DIR>/<device>x<ranks>/training.json")
@@ -73,10 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     _check_alike(native, ours)
     found = differences(native, ours)
     own: list[Difference] = []
-    if found and not arguments.notes:  # is it native that does not repeat itself?
-        own = differences(native, _train(_command(arguments), "native-again", arguments.output, ()))
+    again = None
+    if arguments.again or (found and not arguments.notes):  # is it native that does not repeat itself?
+        again = _train(_command(arguments), "native-again", arguments.output, ())
+        own = differences(native, again)
     skip = arguments.skip if arguments.skip is not None else steps_of_warmup(len(native))
-    is_equal = show(native, ours, found, own, skip)
+    is_equal = show(native, ours, found, own, skip, again if arguments.again else None)
     if arguments.results is not None:
         path = write_row(arguments.results, arguments.model, native, ours, skip, is_equal=is_equal and not found)
         words = "no row was written: no step was timed" if path is None else f"written: {path}"
@@ -96,8 +103,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingError("--skip has to be 0 or more")
     if arguments.trace_rank < 0:
         raise SettingError("--trace-rank has to be 0 or more")
-    if arguments.notes and (arguments.ditron or arguments.command):
-        raise SettingError("--notes trains nothing: leave out --ditron and the command")
+    if arguments.notes and (arguments.ditron or arguments.command or arguments.again):
+        raise SettingError("--notes trains nothing: leave out --ditron, --again and the command")
     if not arguments.notes:
         if _UNDER_TORCHRUN in os.environ:
             raise SettingError("compare starts torchrun itself: python -m ditron_train compare --ditron tp torchrun ... pretrain_gpt.py ...")

@@ -149,6 +149,14 @@ def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, tmp_pa
     assert "native does not repeat itself: " in done.stdout and "all before that is equal" in done.stdout
 
 
+def test_native_once_more_behind_ours(monkeypatch, script, tmp_path):
+    pytest.importorskip("megatron.core")
+    done = _compare(tmp_path, "--again", *_alone(monkeypatch, script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal: all " in done.stdout and "natively once more, behind ours: " in done.stdout
+    assert len(read_job(tmp_path / "out" / "native-again")) == 4
+
+
 def test_a_job_that_fails(script, tmp_path):
     script.write_text("raise SystemExit('nothing to train')")
     done = _compare(tmp_path, sys.executable, script)

@@ -188,6 +188,8 @@ def test_rooms_take_the_models_sizes() -> None:
     assert "--shape 32 8 2 8" in found["sp"] and "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
     assert "--shape 96 64 --shape 64 64 --shape 512 64 --shape 64 256" in found["muon"]
     assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {"ep": ["--no-deterministic", "--model", "facts"]}
+    for world_size in (2, 4, 8):  # the small model of machines without a GPU
+        assert len(room_words(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size, False)) == 4
     for room, world_size, error in (("sp", 4, "2 query groups"), ("ep", 3, "4 experts"), ("pp", 3, "even number")):
         with pytest.raises(SettingError, match=error):
             room_words([room], model, world_size, True)
