@@ -16,7 +16,9 @@ microbatch, the mean of 24, from the end of the kernel in front to the start of 
 Uncovered natively are 1237 us forward and 662 backward (the row layers' gathers). Of these 1899 us 1313 are gained, and 586 lost: 227
 to FC1's forward GEMM, where ours is 4 % slower than cuBLAS's, 98 to the other forward GEMMs beside their copies, 184 to sums behind
 a GEMM (51 alone, 41 of 158 beside wgrad), 80 to copies of own rows in front of the column layers' dgrad. The optimizer, the
-gradients' accumulation and the host's lateness (25 of a step's 1138 ms natively, 23 with ours) do not change.
+gradients' accumulation and the host's lateness (25 of a step's 1138 ms natively, 23 with ours) do not change; what both ran alike
+with nothing beside it took 0.9 % longer with ours. Not tried: FC1's forward as cuBLAS's GEMMs, own rows first, each rank's behind its
+copy; at some shapes that are shorter torch's async-TP, which does so, was 1 to 5 % slower than ours on 2 GPUs.
 """
 
 from ditron_train.tp.context import RowPartition, TPContext, get_context
