@@ -18,7 +18,7 @@ to FC1's forward GEMM, where ours is 4 % slower than cuBLAS's, 98 to the other f
 a GEMM (51 alone, 41 of 158 beside wgrad), 80 to copies of own rows in front of the column layers' dgrad. The optimizer, the
 gradients' accumulation and the host's lateness (25 of a step's 1138 ms natively, 23 with ours) do not change; what both ran alike
 with nothing beside it took 0.9 % longer with ours. Not tried: FC1's forward as cuBLAS's GEMMs, own rows first, each rank's behind its
-copy; at some shapes that are shorter torch's async-TP, which does so, was 1 to 5 % slower than ours on 2 GPUs.
+copy; at some shapes that are shorter torch's async-TP, which does so, was 1 to 8 % slower than ours on 2 GPUs.
 """
 
 from ditron_train.tp.context import RowPartition, TPContext, get_context
