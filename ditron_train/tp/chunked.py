@@ -110,14 +110,18 @@ class PreparedChunkedGemmRs:
         stream = current_handle(context.device)
         operands, is_as_given = None, True
         scatter.begin()
-        for position, chunk in enumerate(self._chunks):
-            if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
-                a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
-                is_as_given = a is x and b is weight
-                chunk.multiply(a, b, partial, key=(chunk, *key) if is_as_given else None)
-            if position < len(scatter.peers):
-                context.fork()
-                scatter.send(partial, position)
+        try:
+            for position, chunk in enumerate(self._chunks):
+                if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
+                    a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
+                    is_as_given = a is x and b is weight
+                    chunk.multiply(a, b, partial, key=(chunk, *key) if is_as_given else None)
+                if position < len(scatter.peers):
+                    context.fork()
+                    scatter.send(partial, position)
+        except BaseException:  # no memory, a kernel that does not compile
+            scatter.give_up()
+            raise
         scatter.finish(partial, out)
         return is_as_given
 

@@ -83,10 +83,13 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output)
         else:
             gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
-            if needs_x:
-                grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn").view_as(x)
-            if gather is not None:
-                grad_weight = ctx.wgrad(grad_output, gather.wait())
+            try:
+                if needs_x:
+                    grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn").view_as(x)
+            finally:
+                total_x = gather.wait() if gather is not None else None
+            if total_x is not None:
+                grad_weight = ctx.wgrad(grad_output, total_x)
             elif deferred:
                 grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias and needs_bias else None
@@ -96,13 +99,21 @@ class _ColumnLinear(torch.autograd.Function):
 def _column_gradients(
     ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dX and dWt: the gather of X lies under the dgrad GEMM, the reduce-scatter of dX under the wgrad GEMM."""
+    """dX and dWt: the gather of X lies under the dgrad GEMM, the reduce-scatter of dX under the wgrad GEMM.
+
+    What was started is waited for whatever is raised meanwhile: starts and waits are counted, and what the communication stream
+    reads must not be freed under it."""
     gather = start_all_gather(x, context=ctx.context)
-    partial = grad_output.matmul(weight)
-    total_x = gather.wait()  # before the scatter starts: it also orders this stream behind the communication stream
+    try:
+        partial = grad_output.matmul(weight)
+    finally:
+        total_x = gather.wait()  # before the scatter starts: it also orders this stream behind the communication stream
     scatter = start_reduce_scatter(partial, context=ctx.context)
-    grad_weight = ctx.wgrad(grad_output, total_x)
-    return scatter.wait().view_as(x), grad_weight
+    try:
+        grad_weight = ctx.wgrad(grad_output, total_x)
+    finally:
+        grad_x = scatter.wait()
+    return grad_x.view_as(x), grad_weight
 
 
 class _RowLinear(torch.autograd.Function):

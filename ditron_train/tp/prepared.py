@@ -102,9 +102,13 @@ class PreparedAgGemm(_PreparedGemm):
         is_as_given = True
         self.gather.start(x, copies_own=not self._reads_own)
         if not self._launch.repeat(key, current_handle(self.context.device)):
-            operand = aligned_operand(weight)
-            is_as_given = operand is weight
-            self._launch(*self._arguments(x, operand, out[:, : self.n]), key=key if is_as_given else None)
+            try:
+                operand = aligned_operand(weight)
+                is_as_given = operand is weight
+                self._launch(*self._arguments(x, operand, out[:, : self.n]), key=key if is_as_given else None)
+            except BaseException:  # no memory, a kernel that does not compile: this epoch's rows are for no later call
+                self.gather.wait()
+                raise
         if self._keeps_gathered and self._reads_own:
             self.gather.copy_own(x)
         self.gather.finish()

@@ -92,6 +92,12 @@ class PreparedScatter:
         """Sends the rows of ``peers[position]``, behind what the communication stream has."""
         copy_with_flags((self._copies[position],), partial.data_ptr(), self.context.comm_stream)
 
+    def give_up(self) -> None:
+        """Behind ``begin`` instead of ``finish``, where not all can be sent: the next call adds up what is sent with its own
+        epoch. Peers that did not give up as well wait for the rest until their deadline."""
+        self.context.join()
+        self.channel.tickets[1:2].copy_(self.channel.tickets[:1])
+
     def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
         """``out`` [rows of this rank, N], contiguous: the sum over ranks, when all have arrived.
 

@@ -7,6 +7,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,10 @@ from ditron_train.tp import (
 )
 
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.tp import chunked as chunked_ops
+from ditron_train.tp import prepared as prepared_ops
 from ditron_train.tp.context import FLAGS_PER_RANK
+from ditron_train.tp.functions import PlainWgrad, _column_gradients
 
 CPU = torch.device("cpu")
 
@@ -360,3 +364,78 @@ def bad_calls() -> list[str]:
             everything = torch.cat([integers((4, 16), 1)] * dist.get_world_size())
             assert torch.equal(ag_gemm(x, weight, context=context), everything @ weight.t())
     return words
+
+
+class _OutOfMemory(RuntimeError):
+    pass
+
+
+def check_interrupted(op: str) -> None:
+    """An op that every rank gives up in the middle, as where memory runs out, caught by the caller: the next ones wait for the
+    rows of their own call, not for those of the one before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = TPContext(dist.new_group(list(range(world))), CPU)
+    shares = [integers((32, 64), peer) for peer in range(world)]
+    weight, grad = integers((48, 64), 7), integers((32 * world, 48), 20 + rank)
+    fails = [False]
+
+    def refuse(*_: object, **__: object) -> None:
+        if fails[0]:
+            raise _OutOfMemory
+
+    class Refusing(PlainWgrad):
+        def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
+            refuse()
+            return super().__call__(grad_output, total_input)
+
+    class Grad(torch.Tensor):  # its product with the weight does not fit into memory
+        def matmul(self, other: torch.Tensor) -> torch.Tensor:
+            refuse()
+            return self.as_subclass(torch.Tensor).matmul(other)
+
+    def call(repeat: int) -> torch.Tensor:
+        x = shares[rank] + repeat
+        if op == "wgrad":
+            x.requires_grad_()
+            column_linear(x, weight.clone().requires_grad_(), context=context, wgrad=Refusing()).backward(grad)
+            return x.grad
+        if op == "dgrad":
+            given = SimpleNamespace(context=context, wgrad=PlainWgrad())
+            return _column_gradients(given, x, weight, grad.as_subclass(Grad))[1]
+        if op == "gemm_rs":
+            return gemm_rs(torch.cat(shares) + repeat, weight, context=context, scatter="copy")
+        return ag_gemm(x, weight, context=context, plan=GatherPlan(op.split()[1], 1))
+
+    def expected(repeat: int) -> torch.Tensor:
+        total = torch.cat(shares) + repeat
+        mine = slice(32 * rank, 32 * (rank + 1))
+        if op == "wgrad":
+            return sum(integers((32 * world, 48), 20 + peer) for peer in range(world))[mine] @ weight
+        if op == "dgrad":
+            return grad.t() @ total
+        return world * (total @ weight.t())[mine] if op == "gemm_rs" else total @ weight.t()
+
+    def operand(tensor: torch.Tensor) -> torch.Tensor:
+        refuse()
+        return tensor
+
+    modules = (prepared_ops, chunked_ops)
+    aligned = [module.aligned_operand for module in modules]
+    try:
+        for module in modules:
+            module.aligned_operand = operand
+        for repeat in range(6):
+            fails[0] = repeat in (1, 3)
+            time.sleep(0.05 * ((rank + repeat) % world))
+            try:
+                result = call(repeat)
+            except _OutOfMemory:
+                assert fails[0]
+                continue
+            assert not fails[0] and torch.equal(result, expected(repeat)), (op, repeat)
+        epochs = [[int(ticket) for ticket in channel.tickets[:2]] for channel in context._channels if channel.op_name != "tp.gemm_rs"]
+        assert all(started == consumed for started, consumed in epochs), epochs
+    finally:
+        for module, function in zip(modules, aligned):
+            module.aligned_operand = function
+        context.arena.close()

@@ -73,6 +73,11 @@ def test_recorded_ops_are_named_by_all_that_they_depend_on():
         assert gathered[0] == 7 and sum(gathered) == 26  # strided rows are copied, so that they lie elsewhere each time
 
 
+@pytest.mark.parametrize("op", ["wgrad", "dgrad", "ag_gemm push", "ag_gemm copy", "gemm_rs"])
+def test_an_op_that_all_ranks_give_up_in_the_middle_leaves_the_next_ones_right(op):
+    run_workers(2, bodies.check_interrupted, op)
+
+
 def test_overlapping_groups():
     assert run_workers(4, bodies.check_overlapping_groups) == [2, 3, 2, 2]
 
