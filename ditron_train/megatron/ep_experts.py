@@ -21,6 +21,7 @@ from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_r
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
+from ditron_train.megatron.calling import calling, why_not_stand_in
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 
 __all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_fused"]
@@ -132,9 +133,12 @@ class DitronTEGroupedMLP(TEGroupedMLP):
             splits = tokens_per_expert.layout.tokens_per_expert.tolist()
             first = dataclasses.replace(first, wgrad=_wgrad_of(self.linear_fc1, splits))
             second = dataclasses.replace(second, wgrad=_wgrad_of(self.linear_fc2, splits))
-        y, row_probs = dispatch_linear(hidden_states, probs, _weights_of(self.linear_fc1), first)
+        # As calls of the two layers, whose hooks gather their weights with --overlap-param-gather.
+        with calling(self.linear_fc1, lambda x: dispatch_linear(x, probs, _weights_of(self.linear_fc1), first)) as linear:
+            y, row_probs = linear(hidden_states)
         h = self._activate(y, row_probs.unsqueeze(-1))
-        return linear_combine(h, _weights_of(self.linear_fc2), second), None
+        with calling(self.linear_fc2, lambda x: linear_combine(x, _weights_of(self.linear_fc2), second)) as linear:
+            return linear(h), None
 
     def _activate(self, y: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Activation, then probabilities, by the function that the native layer would call."""
@@ -164,6 +168,10 @@ def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
     config = experts.config
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
+    for module in (experts, experts.linear_fc1, experts.linear_fc2):
+        reason = why_not_stand_in(module)
+        if reason is not None:
+            return reason
     if kernel_target(device) not in HOPPER_AND_NEWER:
         return f"measured on Hopper and newer only, this is {kernel_target(device)}"
     if config.params_dtype not in (torch.bfloat16, torch.float16):

@@ -27,8 +27,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
+from ditron_train.megatron.calling import calling
 from ditron_train.megatron.routing import log_native
-from ditron_train.megatron.sp_linears import calling, linears_of
+from ditron_train.megatron.sp_linears import linears_of
 from ditron_train.megatron.sp_output import LeftInHeads, output_fused
 from ditron_train.megatron.sp_packed import OneRank, starts_of, table_of, why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections

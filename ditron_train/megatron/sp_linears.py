@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,26 +14,13 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from ditron_train.megatron.calling import why_not_stand_in
 from ditron_train.megatron.patching import is_redirected
 from ditron_train.megatron.sp_routing import AttentionShape
 from ditron_train.megatron.wgrad import NativeWgrad
 from ditron_train.sp import InputShards, LateWgrad, SPContext, output_projection, qkv_projection
 
-__all__ = ["LocalLinears", "calling", "linears_of", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
-
-
-@contextlib.contextmanager
-def calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[torch.nn.Module]:
-    """``module`` with another ``forward``: called inside, its hooks run (a distributed optimizer gathers weights in them)."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield module
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+__all__ = ["LocalLinears", "linears_of", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
 
 
 def linears_of(layer: Any) -> Any:
@@ -127,7 +113,7 @@ class LocalLinears:
             return "the projections overlap with tensor parallel communication"
         if getattr(qkv, "skip_bias_add", False) and qkv.bias is not None:
             return "the bias of q, k and v is not added by their layer"
-        return LocalLinears.why_not_out(out, x)
+        return why_not_stand_in(qkv) or LocalLinears.why_not_out(out, x)
 
     @staticmethod
     def why_not_out(out: Any, x: torch.Tensor) -> str | None:
@@ -138,7 +124,7 @@ class LocalLinears:
             return "the output projection overlaps with tensor parallel communication"
         if out.explicit_expert_comm or not out.input_is_parallel or out.config._cpu_offloading_context is not None:
             return "expert communication, an input that is not parallel, or CPU offloading is on"
-        return None
+        return why_not_stand_in(out)
 
     @staticmethod
     def project_qkv(

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ditron_train.megatron.calling import calling
 from ditron_train.megatron.routing import log_native
-from ditron_train.megatron.sp_linears import calling, linears_of
+from ditron_train.megatron.sp_linears import linears_of
 from ditron_train.megatron.sp_routing import AttentionShape, route_output
 from ditron_train.sp import SPContext
 

@@ -19,6 +19,7 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.transformer.enums import AttnMaskType
 
 from ditron_train.megatron import tp_te
+from ditron_train.megatron.calling import why_not_stand_in
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp import config_of_one_rank, exchanged, shape_of
 from ditron_train.megatron.sp_linears import overlaps_tensor_parallelism, reduced_output, shards_of
@@ -136,7 +137,7 @@ class TELinears:
             return "the projections overlap with tensor parallel communication"
         if qkv.te_return_bias:
             return "the bias of q, k and v is not added by their layer"
-        return tp_te._why_not(qkv, x) or TELinears.why_not_out(out, x)
+        return why_not_stand_in(qkv) or tp_te._why_not(qkv, x) or TELinears.why_not_out(out, x)
 
     @staticmethod
     def why_not_out(out: Any, x: torch.Tensor) -> str | None:
@@ -145,7 +146,7 @@ class TELinears:
             return f"the output projection is {type(out).__name__}"
         if overlaps_tensor_parallelism(out):
             return "the output projection overlaps with tensor parallel communication"
-        return tp_te._why_not(out, x)
+        return why_not_stand_in(out) or tp_te._why_not(out, x)
 
     @staticmethod
     def project_qkv(

@@ -126,6 +126,8 @@ def _why_not(layer: Any, x: torch.Tensor) -> str | None:
         return "--tp-comm-overlap (userbuffers) is on"
     if any(parameter.dtype != x.dtype for parameter in layer.parameters()):
         return "the parameters have another type than the input"
+    if getattr(layer, "return_layernorm_output", False):
+        return "the layer returns what it has normalised, too"
     if layer.wgrad_store.delay_wgrad_compute():
         return "the weight gradient is delayed"
     if layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add:

@@ -1,0 +1,35 @@
+"""Standing in for the forward of a module that stays what it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["calling", "why_not_stand_in"]
+
+_KNOWN = ("megatron.core.", "transformer_engine.", "ditron_train.")
+
+
+@contextlib.contextmanager
+def calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[torch.nn.Module]:
+    """``module`` with another ``forward``: called inside, its hooks run (a distributed optimizer gathers weights in them)."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield module
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def why_not_stand_in(module: torch.nn.Module) -> str | None:
+    """Why nothing may stand in for the forward of ``module``, or None: an adapter or a quantizer has put one of its own there, on
+    the module or by a subclass, which would not be called."""
+    methods = (getattr(type(module), name, None) for name in ("forward", "_forward_impl"))
+    known = all(getattr(method, "__module__", "").startswith(_KNOWN) for method in methods if method is not None)
+    return None if known and "forward" not in vars(module) else f"{type(module).__name__} has a forward of its own"

@@ -1,0 +1,161 @@
+"""Layers whose forward ours stands in for: their hooks run, and what adapters and quantizers have put there is called."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from ditron_train.testing.processes import run_workers
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import sp_workers  # noqa: E402
+
+HIDDEN, FFN, EXPERTS = 8, 12, 2
+
+
+class _Grouped(torch.nn.Module):
+    """A grouped linear layer whose weights arrive late, as those of a distributed optimizer do."""
+
+    def __init__(self, rows, columns, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.num_gemms, self.te_quant_params, self.fuse_wgrad_accumulation = EXPERTS, None, False
+        self.late = [torch.randn(rows, columns, generator=generator) for _ in range(EXPERTS)]
+        for index in range(EXPERTS):
+            self.register_parameter(f"weight{index}", torch.nn.Parameter(torch.full((rows, columns), float("nan"))))
+        self.register_forward_pre_hook(_gather)
+
+
+def _gather(module, args):
+    for weight, late in zip(module.parameters(), module.late):
+        weight.data.copy_(late)
+
+
+def _experts(**options):
+    from ditron_train.megatron.ep_experts import DitronTEGroupedMLP
+
+    experts = DitronTEGroupedMLP.__new__(DitronTEGroupedMLP)
+    torch.nn.Module.__init__(experts)
+    experts.config = types.SimpleNamespace(
+        use_te_activation_func=False, bias_activation_fusion=False, gated_linear_unit=True, activation_func_clamp_value=None,
+        activation_func=torch.nn.functional.silu, glu_linear_offset=0.0, **options,
+    )  # fmt: skip
+    experts.activation_func = torch.nn.functional.silu
+    experts.linear_fc1, experts.linear_fc2 = _Grouped(2 * FFN, HIDDEN, 1), _Grouped(HIDDEN, FFN, 2)
+    return experts
+
+
+def test_fused_experts_read_their_weights_behind_the_hooks_of_their_layers(monkeypatch):
+    from ditron_train.ep import ExpertCall
+    from ditron_train.megatron import ep_experts
+
+    def grouped(x, weights):
+        return torch.cat([part @ weight.t() for part, weight in zip(x.chunk(EXPERTS), weights)])
+
+    monkeypatch.setattr(ep_experts, "dispatch_linear", lambda x, probs, weights, call: (grouped(x, weights), probs))
+    monkeypatch.setattr(ep_experts, "linear_combine", lambda h, weights, call: grouped(h, weights))
+    experts, x, probs = _experts(), torch.randn(6, HIDDEN), torch.rand(6)
+    out, bias = experts(x, ExpertCall(None, None, "descending"), probs)
+    gate, linear = grouped(x, experts.linear_fc1.late).chunk(2, dim=-1)
+    expected = grouped(torch.nn.functional.silu(gate) * linear * probs[:, None], experts.linear_fc2.late)
+    assert torch.equal(out, expected) and bias is None
+    out.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in experts.parameters())
+    assert not any("forward" in vars(module) for module in experts.modules())
+
+
+def test_experts_with_adapters_are_not_fused():
+    from ditron_train.megatron.ep_experts import why_not_fused
+
+    experts = _experts()
+    experts.linear_fc2 = torch.nn.Sequential(experts.linear_fc2)
+    assert why_not_fused(experts, torch.device("cpu")) == "_Grouped has a forward of its own"
+    experts.linear_fc1 = torch.nn.Identity()
+    assert why_not_fused(experts, torch.device("cpu")) == "Identity has a forward of its own"
+
+
+def _adapters(kind):
+    """Attention with adapters in its projections: nothing stands in for them."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    with sp_workers.groups(world):
+        model = sp_workers.build(world)
+        plain = sp_workers.run(model, world, 16)[0]
+        for index, layer in enumerate(model.decoder.layers):
+            for name in ("linear_qkv", "linear_proj")[kind == "output" :]:
+                _adapt(getattr(layer.self_attention, name), by_class=index == 0)
+        with sp_workers.without("projections", "output"):
+            native = sp_workers.run(model, world, 16)
+        ours = sp_workers.run(model, world, 16)
+        sp_workers.assert_same_bits(ours, native)
+        assert not torch.equal(ours[0], plain)
+
+
+def _adapt(layer, by_class):
+    inherited = type(layer)
+
+    def forward(self, x):
+        out, bias = inherited.forward(self, x)
+        return out * 1.5, bias
+
+    if by_class:
+        layer.__class__ = type(f"Adapted{inherited.__name__}", (inherited,), {"forward": forward})
+    else:
+        layer.forward = types.MethodType(forward, layer)
+
+
+@pytest.mark.parametrize("kind", ["both", "output"])
+def test_adapted_projections_are_called(kind):
+    run_workers(2, _adapters, kind, timeout_s=200)
+
+
+_TE_LAYER = """
+import sys, types
+from unittest.mock import MagicMock
+
+import megatron.core.extensions.transformer_engine as native
+
+for name in ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.cpu_offload", ".pytorch.export", ".pytorch.fp8",
+             ".pytorch.module", ".pytorch.module._common", ".pytorch.module.base"):
+    sys.modules["transformer_engine" + name] = MagicMock()
+for module, name in (("cpu_offload", "is_cpu_offload_enabled"), ("export", "is_in_onnx_export_mode")):
+    setattr(sys.modules["transformer_engine.pytorch." + module], name, lambda: False)
+states = sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager
+states.is_fp8_enabled = states.is_fp8_calibration = lambda: False
+
+
+class Layer:
+    sequence_parallel, tp_size, primary_weights_in_fp8, te_quant_params = True, 2, False, None
+    use_bias, apply_bias, gemm_bias_unfused_add, fsdp_group, weight, tp_group = False, False, False, None, None, None
+    wgrad_store = types.SimpleNamespace(delay_wgrad_compute=lambda: False)
+    is_debug_iter = staticmethod(lambda: False)
+    parameters = staticmethod(lambda: [])
+
+    def forward(self, x):
+        return (x, x + 1), None
+
+
+for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
+    setattr(native, name, type(name, (Layer,), {}))
+from ditron_train.megatron import tp_te
+
+asked = []
+tp_te.route = lambda *args, **kwargs: asked.append(args)
+layer = tp_te.DitronTELayerNormColumnParallelLinear()
+assert layer.forward(1) == ((1, 2), None) and len(asked) == 1
+layer.return_layernorm_output = True
+assert layer.forward(1) == ((1, 2), None) and len(asked) == 1, "the norm's output would not be returned"
+"""
+
+
+def test_a_norm_whose_output_is_returned_runs_natively():
+    """As adapters ask of Transformer Engine's layer; of the layer, only what is asked here stands for it."""
+    done = subprocess.run([sys.executable, "-c", _TE_LAYER], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
