@@ -170,7 +170,7 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
         empty_y = x.new_empty(output_rows, *x.shape[1:-1], weight.shape[0])
         block = min(x.shape[0], output_rows) * x.shape[1:-1].numel()  # rows of a rank
         grad_y = revealing_like(empty_y, 201 + context.rank, "columns", block)
-        given = (x.clone() if x.is_inference() else x, weight)
+        given = tuple(tensor.clone() if tensor.is_inference() else tensor for tensor in (x, weight))
         revealing = (
             revealing_like(x, 1 + context.rank, "rows", block),
             revealing_like(weight, 101 + context.rank, "columns", weight.shape[0]),

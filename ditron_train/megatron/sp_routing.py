@@ -290,7 +290,7 @@ def route_output(
         hidden = why_hidden(like.device, rows[0] * rows[1], *weight.shape)
         if hidden is not None:
             return hidden
-        inputs = [*_parts((rows[0] * world, rows[1]), layout, like, 1, 1 + rank), weight.detach()]
+        inputs = [*_parts((rows[0] * world, rows[1]), layout, like, 1, 1 + rank), _given(weight.shape, weight, 0)]
         grads = [_normal((*rows, weight.shape[0]), like, 21 + rank)]
         query = like.new_empty((*rows, shape.num_heads, shape.head_dim))
         exchange = Exchange(group, shape, route_exchange(group, shape, query))
@@ -336,7 +336,7 @@ def route_projections(
         if hidden is not None:
             return hidden
         whole = (rows[0] * world, rows[1])
-        inputs = [_given(input_shape, like, 1 + rank), weight_qkv.detach(), weight_out.detach()]
+        inputs = [_given(input_shape, like, 1 + rank), *(_given(weight.shape, weight, 0) for weight in (weight_qkv, weight_out))]
         inputs += _parts(whole, out_layout, like, 1, 41 + rank)
         grads = [*_parts(whole, layout, like, 1, 51 + rank), _normal((*rows, weight_out.shape[0]), like, 61 + rank)]
 

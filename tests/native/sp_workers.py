@@ -366,3 +366,16 @@ def native_without_ulysses(options):
         except AssertionError as error:
             return str(error)
     return None
+
+
+def made_in_inference_mode(options):
+    """A model that never saw autograd, which what the policy compares needs."""
+    world = dist.get_world_size()
+    with groups(world), torch.inference_mode():
+        model = build(world, **options)
+        tokens = torch.arange(8).repeat(BATCH, 1) + dist.get_rank()
+        places = torch.arange(8).repeat(BATCH, 1)
+        with without("projections", "output"):
+            native = model(tokens, places, None)
+        difference = (model(tokens, places, None) - native).abs().max()
+        return difference.item(), num_fused_shapes("projections"), num_fused_shapes("output")

@@ -274,3 +274,21 @@ def _pipelined_microbatches():
 
 def test_several_forwards_before_backward():
     run_workers(2, _pipelined_microbatches)
+
+
+def _made_in_inference_mode():
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()), torch.inference_mode():
+        found = []
+        for ours in (False, True):
+            column, row = _layers(ours, _config())
+            assert column.weight.is_inference() and row.weight.is_inference()
+            hidden, _ = column(_integers(TOKENS // 2, BATCH, HIDDEN, seed=dist.get_rank()))
+            found.append({"hidden": hidden, "y": row(hidden)[0]})
+        _assert_equal(*found)
+        _assert_ran_as_ops()
+
+
+def test_weights_made_in_inference_mode():
+    run_workers(2, _made_in_inference_mode)

@@ -113,3 +113,11 @@ def test_calls_that_native_refuses_are_refused_with_the_same_words_on_every_rank
 def test_layers_share_one_set_of_buffers():
     for one, three in run_workers(2, sp_workers.bytes_of_layers, timeout_s=200):
         assert len(one) == 1 and one == three
+
+
+@pytest.mark.parametrize(
+    "options, fused", [({}, (1, 0)), ({"qk_layernorm": True, "normalization": "LayerNorm"}, (0, 1))], ids=["plain", "norms"]
+)
+def test_weights_made_in_inference_mode(options, fused):
+    for difference, *shapes in run_workers(2, sp_workers.made_in_inference_mode, options):
+        assert difference <= sp_workers.LOSS_BOUND and tuple(shapes) == fused
