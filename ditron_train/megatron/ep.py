@@ -55,6 +55,10 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
         return "moe_router_padding_for_quantization is on"
     if config.overlap_moe_expert_parallel_comm and get_settings().policy in ("strict", "fast"):
         return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
+    if config.overlap_moe_expert_parallel_comm and config.tensor_model_parallel_size * config.context_parallel_size > 1:
+        # A dispatch takes every register of every multiprocessor until its peers send, a GEMM that waits for tensor or context
+        # parallel peers takes their shared memory: on two streams, each rank may run the one that another rank's other waits for.
+        return "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, too"
     if config.cuda_graph_impl != "none" and (
         not config.cuda_graph_scope or CudaGraphScope.moe_preprocess in config.cuda_graph_scope
     ):

@@ -165,8 +165,13 @@ def test_the_policy_is_asked_by_all_slices_together():
             "native dispatcher, overlap_moe_expert_parallel_comm runs it beside",
         ),
         ({"overlap_moe_expert_parallel_comm": True}, "bits", "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm"),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "context_parallel_size": 2},
+            "force",
+            "native dispatcher, overlap_moe_expert_parallel_comm runs it beside tensor or context parallel",
+        ),
     ],
-    ids=["fp64", "allgather", "drop", "pad", "overlap", "overlap_bits"],
+    ids=["fp64", "allgather", "drop", "pad", "overlap", "overlap_bits", "overlap_beside_others"],
 )
 def test_what_is_not_covered_runs_natively_and_says_so(options, policy, words):
     every = run_workers(2, said_of, options, env={"DITRON_POLICY": policy})[0]
