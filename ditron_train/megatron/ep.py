@@ -53,12 +53,12 @@ def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
         return "the expert parallel group has one rank"
     if config.moe_router_padding_for_quantization:
         return "moe_router_padding_for_quantization is on"
-    if config.overlap_moe_expert_parallel_comm and get_settings().policy in ("strict", "fast"):
-        return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
-    if config.overlap_moe_expert_parallel_comm and config.tensor_model_parallel_size * config.context_parallel_size > 1:
-        # A dispatch takes every register of every multiprocessor until its peers send, a GEMM that waits for tensor or context
-        # parallel peers takes their shared memory: on two streams, each rank may run the one that another rank's other waits for.
-        return "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, too"
+    if config.overlap_moe_expert_parallel_comm:
+        if get_settings().policy in ("strict", "fast"):
+            return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
+        # A dispatch holds all registers of the GPU until its peers send, an AG-GEMM its shared memory: ranks could wait in a circle.
+        if config.tensor_model_parallel_size * config.context_parallel_size > 1:
+            return "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, too"
     if config.cuda_graph_impl != "none" and (
         not config.cuda_graph_scope or CudaGraphScope.moe_preprocess in config.cuda_graph_scope
     ):
@@ -213,9 +213,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return dispatcher
 
         group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
-        pad_factor = self.moe_expert_capacity_factor if self.drop_and_pad else None
-        first_step = (hidden_states, routing_map, probs)
-        return ep_policy.why_not_here(make, *first_step, topk=topk, fused=fused, group=group, pad_factor=pad_factor)
+        options = dict(group=group, pad_factor=self.moe_expert_capacity_factor if self.drop_and_pad else None)
+        return ep_policy.why_not_here(make, hidden_states, routing_map, probs, topk=topk, fused=fused, **options)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
