@@ -139,21 +139,25 @@ class DitronP2PCommunicator(P2PCommunicator):
         so of the group, is a point that all ranks reach: contexts are made, slots grow, and new sizes are decided on there and
         only there. What the first call decides holds for the step.
         """
+        sizes = [tensor.numel() * tensor.element_size() for tensor in sent if tensor is not None]
+        if expected is not None:
+            sizes.append(num_bytes_of(expected.shape, expected.dtype))
+        num_bytes = max(sizes, default=0)
         first, self._first_call = self._first_call, False
         if not first:
             if self._reason is not None:
                 return None
-            return get_pipeline_context(self.pp_group, current_device(), with_network=self._variable_shapes)
+            context = get_pipeline_context(self.pp_group, current_device(), with_network=self._variable_shapes)
+            if context.network is not None or num_bytes <= context.slot_bytes:
+                return context
+            # A communicator that lives for several steps, and the first call of one whose messages are larger.
         self._reason = _reason_for_native(self.pp_group, self.config)
         if self._reason is None:
             try:
                 context = get_pipeline_context(
                     self.pp_group, current_device(), with_network=self._variable_shapes, num_loans=self._num_loans()
                 )
-                sizes = [tensor.numel() * tensor.element_size() for tensor in sent if tensor is not None]
-                if expected is not None:
-                    sizes.append(num_bytes_of(expected.shape, expected.dtype))
-                self._reason = _agree_on_size(context, max(sizes, default=0), self._variable_shapes)
+                self._reason = _agree_on_size(context, num_bytes, self._variable_shapes)
                 if self._reason is None:
                     return context
             except (ArenaError, NotSupportedError) as error:

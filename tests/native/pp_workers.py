@@ -312,3 +312,31 @@ def bad_input() -> list[str]:
             except RuntimeError as error:
                 said.append(str(error))
     return said
+
+
+def kept_communicator(lengths: list[int]) -> int:
+    """One communicator for several steps, whose messages have other sizes; how many were ours."""
+    import ditron_train.megatron
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(pipeline_model_parallel_size=2):
+        ditron_train.megatron.apply(features="pp")
+        group = parallel_state.get_pipeline_model_parallel_group()
+        communicator = P2PCommunicator(group, _config(Case(2, 2), False, False))
+        for step, length in enumerate(lengths):
+            shape = (length, BATCH, 32)
+            for microbatch in range(2):
+                expected = torch.full(shape, 10.0 * step + microbatch)
+                if group.rank() == 0:
+                    communicator.send_forward(expected, is_last_stage=False)
+                    received = communicator.recv_backward(shape, is_last_stage=False)
+                else:
+                    received = communicator.recv_forward(shape, is_first_stage=False)
+                    communicator.send_backward(expected, is_first_stage=False)
+                assert torch.equal(received, expected)
+        count = messages_of_ours()
+        ditron_train.megatron.restore()
+    return count

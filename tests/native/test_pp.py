@@ -101,3 +101,8 @@ def test_the_plan_says_how_messages_of_a_size_go(tmp_path):
 def test_bad_input_is_refused_as_native_does():
     for said in run_workers(2, workers.bad_input):
         assert "pipeline_dtype" in said[0] and "tensor_shape" in said[1]
+
+
+def test_a_communicator_may_be_kept_for_steps_of_other_sizes():
+    lengths = [4, 4, 300, 2, 1000]
+    assert run_workers(2, workers.kept_communicator, lengths) == [2 * len(lengths)] * 2
