@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from ditron_train.megatron.calling import calling
+from ditron_train.megatron.calling import calling, why_not_stand_in
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp_linears import linears_of
 from ditron_train.megatron.sp_output import LeftInHeads, output_fused
@@ -259,7 +259,7 @@ class DitronSelfAttention(SelfAttention):
             return "an output gate, fused RoPE of q and k, flash decoding or test mode is on"
         if self.offload_qkv_linear or self.offload_core_attention or self.offload_attn_proj:
             return "activations are offloaded"
-        return None
+        return why_not_stand_in(self.core_attention)
 
     def _forward_fused(
         self, hidden_states: torch.Tensor, rotary_pos_emb: Any, packed: Any, context: SPContext

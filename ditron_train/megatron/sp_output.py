@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ditron_train.megatron.calling import calling
+from ditron_train.megatron.calling import calling, why_not_stand_in
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp_linears import linears_of
 from ditron_train.megatron.sp_routing import AttentionShape, route_output
@@ -61,7 +61,7 @@ def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor) -
     length = hidden_states.shape[0] * (attention.world_size if config.sequence_parallel else 1)
     if length % 2 or shape.num_heads % core.cp_group.size() or shape.num_groups % core.cp_group.size():
         return None  # the exchange says what is wrong
-    reason = linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
+    reason = why_not_stand_in(core) or linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
     if attention.checkpoint_core_attention:
         reason = "the attention is computed again in backward, apart from its projection"
     elif getattr(config, "attention_output_gate", False) or getattr(attention, "cache_mla_latents", False):

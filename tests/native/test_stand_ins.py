@@ -17,6 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import sp_workers  # noqa: E402
 
 HIDDEN, FFN, EXPERTS = 8, 12, 2
+ADAPTED = {"both": ("linear_qkv", "linear_proj"), "output": ("linear_proj",), "attention": ("core_attention",)}
 
 
 class _Grouped(torch.nn.Module):
@@ -81,7 +82,7 @@ def test_experts_with_adapters_are_not_fused():
 
 
 def _adapters(kind):
-    """Attention with adapters in its projections: nothing stands in for them."""
+    """Attention with adapters in its layers: nothing stands in for them."""
     import torch.distributed as dist
 
     world = dist.get_world_size()
@@ -89,7 +90,7 @@ def _adapters(kind):
         model = sp_workers.build(world)
         plain = sp_workers.run(model, world, 16)[0]
         for index, layer in enumerate(model.decoder.layers):
-            for name in ("linear_qkv", "linear_proj")[kind == "output" :]:
+            for name in ADAPTED[kind]:
                 _adapt(getattr(layer.self_attention, name), by_class=index == 0)
         with sp_workers.without("projections", "output"):
             native = sp_workers.run(model, world, 16)
@@ -101,9 +102,9 @@ def _adapters(kind):
 def _adapt(layer, by_class):
     inherited = type(layer)
 
-    def forward(self, x):
-        out, bias = inherited.forward(self, x)
-        return out * 1.5, bias
+    def forward(self, *args, **kwargs):
+        out = inherited.forward(self, *args, **kwargs)
+        return out * 1.5 if torch.is_tensor(out) else (out[0] * 1.5, out[1])
 
     if by_class:
         layer.__class__ = type(f"Adapted{inherited.__name__}", (inherited,), {"forward": forward})
@@ -111,8 +112,8 @@ def _adapt(layer, by_class):
         layer.forward = types.MethodType(forward, layer)
 
 
-@pytest.mark.parametrize("kind", ["both", "output"])
-def test_adapted_projections_are_called(kind):
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapted_layers_of_an_attention_are_called(kind):
     run_workers(2, _adapters, kind, timeout_s=200)
 
 
