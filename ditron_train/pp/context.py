@@ -14,6 +14,7 @@ from ditron_train.pp.mailbox import MAX_LOANS, Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
 from ditron_train.pp.slots import Slots
+from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
@@ -63,7 +64,7 @@ class PipelineContext:
         num_slots: int | None = None,
         num_loans: int | None = None,
     ) -> None:
-        self.group, self.device = group, torch.device(device)
+        self.group, self.device = group, with_index(device)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if self.world_size < 2:
             raise NotSupportedError("a pipeline of one stage has no neighbours to send to")
@@ -279,6 +280,7 @@ def get_pipeline_context(
     Raises:
         NotSupportedError: The group's context exists without ``network`` and now needs one.
     """
+    device = with_index(device)  # "cuda" and "cuda:0" are one: two contexts would share their slots, but not their flags
     key = (group, str(device))
     context = _contexts.get(key)
     if context is None or context.closed:

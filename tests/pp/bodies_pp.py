@@ -356,3 +356,25 @@ def reserve_alone() -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def contexts_of_one_gpu() -> tuple[list[str], int]:
+    """The current GPU, by its name with and without an index; returns the devices of the contexts made, and how many were given."""
+    from unittest import mock
+
+    from ditron_train.pp import context as module
+
+    made: list[str] = []
+
+    class Made:
+        closed, network = False, None
+
+        def __init__(self, group: dist.ProcessGroup, device: torch.device, **options: object) -> None:
+            made.append(str(device))
+
+    group = dist.new_group(list(range(dist.get_world_size())))
+    with mock.patch.object(module, "PipelineContext", Made), mock.patch("torch.cuda.current_device", lambda: 3):
+        given = [module.get_pipeline_context(group, torch.device(name)) for name in ("cuda", "cuda:3", "cuda")]
+        for key in [key for key, held in module._contexts.items() if isinstance(held, Made)]:
+            del module._contexts[key]
+    return made, len({id(context) for context in given})

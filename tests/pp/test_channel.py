@@ -135,3 +135,8 @@ def test_a_rank_that_alone_wants_larger_messages_is_told_so():
     outcomes = run_workers_once(2, bodies.reserve_alone, timeout_s=60, env={"DITRON_TIMEOUT_S": "2"})
     assert outcomes[0].value.startswith("MismatchError") and "rank 1: not heard" in outcomes[0].value
     assert outcomes[0].value == outcomes[1].value
+
+
+def test_a_gpu_has_one_context_however_it_is_named():
+    """Two would have the same slots and not the same flags."""
+    assert run_workers(2, bodies.contexts_of_one_gpu) == [(["cuda:3"], 1)] * 2
