@@ -143,7 +143,7 @@ def ag_gemm(
 
 
 class StartedGather:
-    """A gather on its way; ``wait()`` gives the rows."""
+    """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are counted."""
 
     def __init__(self, prepared: PreparedGather, rows: torch.Tensor, num_columns: int) -> None:
         self._prepared = prepared
@@ -252,7 +252,7 @@ def can_copy(context: TPContext) -> bool:
 
 
 class StartedReduceScatter:
-    """A reduce-scatter on its way; ``wait()`` gives this rank's rows."""
+    """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows."""
 
     def __init__(self, prepared: PreparedScatter, partial: torch.Tensor, shape: tuple[int, ...]) -> None:
         self._prepared = prepared
