@@ -4,10 +4,13 @@ Checks that compile kernels start a process of their own with ``TRITON_INTERPRET
 """
 
 import os
+import signal
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as background jobs of a script have it, and what they start inherits
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
