@@ -139,8 +139,8 @@ def _nccl(facts: Facts) -> list[Finding]:
         findings.append(
             Finding("NCCL", "warning", text, f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs")
         )
-    allowed = _reduce_scatter_algorithms(algorithms)
-    if "ring" not in allowed or (allowed & _OTHER_ORDERS and "^" not in algorithms and allowed != _ALGORITHMS):
+    allowed, are_named = _reduce_scatter_algorithms(algorithms)
+    if "ring" not in allowed or (are_named and allowed & _OTHER_ORDERS):
         text = f"NCCL_ALGO={algorithms}: sums may be taken in another order than the ring's"
         findings.append(Finding("NCCL", "warning", text, "NCCL_ALGO=Ring, else GEMM-RS stays native where the bits differ"))
     if environment.get("NCCL_COLLNET_ENABLE", "0") == "1":
@@ -154,16 +154,18 @@ def _nccl(facts: Facts) -> list[Finding]:
     return findings
 
 
-def _reduce_scatter_algorithms(text: str) -> set[str]:
-    """Algorithms that ``NCCL_ALGO`` lets reduce-scatters take: a list for all functions, or lists by function, ``^`` for all but
-    those: ``ring,tree``, ``^nvls``, ``allreduce:tree;reducescatter:ring``."""
+def _reduce_scatter_algorithms(text: str) -> tuple[set[str], bool]:
+    """Algorithms that ``NCCL_ALGO`` lets reduce-scatters take, and whether it names them: a list for all functions, or lists by
+    function, ``^`` for all but those: ``ring,tree``, ``^nvls``, ``allreduce:tree;reducescatter:ring``."""
     names = ""
     for part in text.lower().split(";"):
         function, _, listed = part.rpartition(":")
         if function.strip() in ("", "reducescatter"):
             names = listed.strip()
     words = {word.strip() for word in names.removeprefix("^").split(",")} - {""}
-    return _ALGORITHMS - words if names.startswith("^") else words or _ALGORITHMS
+    if not words or names.startswith("^"):
+        return _ALGORITHMS - words, False
+    return words, True
 
 
 def _connections(facts: Facts) -> list[Finding]:

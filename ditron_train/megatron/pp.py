@@ -136,8 +136,9 @@ class DitronP2PCommunicator(P2PCommunicator):
         """The group's context with room for this call's messages; None for the native path.
 
         Every stage sends or receives something before it depends on another stage, so the first call of each step, and
-        so of the group, is a point that all ranks reach: contexts are made, slots grow, and new sizes are decided on there and
-        only there. What the first call decides holds for the step.
+        so of the group, is a point that all ranks reach: contexts are made, slots grow, and new sizes are decided on there. What
+        that call decides holds for the step; of a communicator that is kept for several steps, until messages become larger than a
+        slot, which the first call of a step finds on all ranks.
         """
         sizes = [tensor.numel() * tensor.element_size() for tensor in sent if tensor is not None]
         if expected is not None:
@@ -150,7 +151,6 @@ class DitronP2PCommunicator(P2PCommunicator):
             context = get_pipeline_context(self.pp_group, current_device(), with_network=self._variable_shapes)
             if context.network is not None or num_bytes <= context.slot_bytes:
                 return context
-            # A communicator that lives for several steps, and the first call of one whose messages are larger.
         self._reason = _reason_for_native(self.pp_group, self.config)
         if self._reason is None:
             try:

@@ -98,6 +98,7 @@ def test_errors_make_it_unhealthy_and_have_a_fix(changes: dict, topic: str, word
         ({"environment": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),
         ({"environment": {"NCCL_ALGO": "allreduce:ring;reducescatter:ring,nvls"}}, "NCCL", "another order"),
         ({"environment": {"NCCL_ALGO": "^Ring"}}, "NCCL", "another order"),
+        ({"environment": {"NCCL_ALGO": "allreduce:^tree;reducescatter:ring,nvls"}}, "NCCL", "another order"),
         ({"environment": {"NCCL_COLLNET_ENABLE": "1"}}, "NCCL", "COLLNET"),
         ({"multicast": True}, "NCCL", "NVLS"),
         ({"nccl_files": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),

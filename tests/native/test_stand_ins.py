@@ -32,6 +32,11 @@ class _Grouped(torch.nn.Module):
             self.register_parameter(f"weight{index}", torch.nn.Parameter(torch.full((rows, columns), float("nan"))))
         self.register_forward_pre_hook(_gather)
 
+    def forward(self, x, splits):
+        raise AssertionError("ours stands in for it")
+
+    forward.__module__ = "transformer_engine.pytorch.module.grouped_linear"
+
 
 def _gather(module, args):
     for weight, late in zip(module.parameters(), module.late):
@@ -74,11 +79,17 @@ def test_fused_experts_read_their_weights_behind_the_hooks_of_their_layers(monke
 def test_experts_with_adapters_are_not_fused():
     from ditron_train.megatron.ep_experts import why_not_fused
 
+    cpu = torch.device("cpu")
+    assert why_not_fused(_experts(), cpu).startswith("measured on Hopper")
+    for name in ("linear_fc1", "linear_fc2"):
+        wrapped, replaced = _experts(), _experts()
+        setattr(wrapped, name, torch.nn.Sequential(getattr(wrapped, name)))
+        assert why_not_fused(wrapped, cpu) == "Sequential has a forward of its own"
+        getattr(replaced, name).forward = lambda x: x
+        assert why_not_fused(replaced, cpu) == "_Grouped has a forward of its own"
     experts = _experts()
-    experts.linear_fc2 = torch.nn.Sequential(experts.linear_fc2)
-    assert why_not_fused(experts, torch.device("cpu")) == "_Grouped has a forward of its own"
-    experts.linear_fc1 = torch.nn.Identity()
-    assert why_not_fused(experts, torch.device("cpu")) == "Identity has a forward of its own"
+    experts.forward = lambda *args: None
+    assert why_not_fused(experts, cpu) == "DitronTEGroupedMLP has a forward of its own"
 
 
 def _adapters(kind):

@@ -200,6 +200,7 @@ def check_recorded_ops() -> list[list[int]]:
     world, rank, new_empty = context.world_size, context.rank, torch.Tensor.new_empty
 
     def repeat_op(key: Hashable, copied: Sequence[int]) -> bool:
+        assert copied and set(copied) <= set(key), "copies of memory that the key does not name"
         if key not in recorded:
             return False
         recorded[key]()
