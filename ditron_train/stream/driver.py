@@ -17,6 +17,7 @@ from ditron_train.runtime.versions import pip_command
 
 __all__ = [
     "allocation_of",
+    "call_beside_captures",
     "event_create",
     "event_query",
     "event_record",
@@ -67,6 +68,14 @@ def _require() -> ModuleType:
 def _check(result: tuple) -> None:
     if result[0]:  # 0: success
         raise DitronError(f"CUDA driver call failed: {result[0]!r}")
+
+
+def call_beside_captures() -> None:
+    """From now on calls of this thread neither break a CUDA graph's capture on another one nor are refused because of it.
+
+    In CUDA's default mode ("global") a call that could be unsafe in a capture does both, whichever thread makes it."""
+    driver = _require()
+    _check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
 
 
 def memcpy_async(destination: int, source: int, num_bytes: int, stream: int) -> None:

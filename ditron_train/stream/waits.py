@@ -3,9 +3,10 @@
 A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory, wait
 for the flag, write "done"; where the flag lies in host memory it says itself that the wait is over, and the last write is
 left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call while all is
-well, so it cannot disturb a graph capture); when a wait has begun and is not done within the deadline, it records the failure
-in the channel and releases the wait by writing the flag itself: from the host where the flag lies in host memory, else
-from a stream of its own. The host then raises at the next ``Channel.check``, also where the driver refuses the release.
+well); when a wait has begun and is not done within the deadline, it records the failure in the channel and releases the wait
+by writing the flag itself: from the host where the flag lies in host memory, else from a stream of its own, whatever CUDA
+graph another thread captures meanwhile. The host then raises at the next ``Channel.check``, also where the driver refuses
+the release.
 """
 
 from __future__ import annotations
@@ -175,6 +176,10 @@ class _Watchdog:
                 return slot
 
     def _run(self) -> None:
+        try:
+            driver.call_beside_captures()
+        except Exception as error:  # it watches nevertheless
+            get_logger("stream").warning("a release of a stream wait may break the capture of a CUDA graph: %s", error)
         while True:
             time.sleep(_POLL_S)
             self._poll(time.monotonic())

@@ -125,6 +125,64 @@ def test_neighbours_that_disagree(device, new_context, path, monkeypatch):
     assert base._agree(device, right or (path == "nvshmem" and dist.get_rank() != 1 and raised is not None))
 
 
+def _captured_until(is_over, target: torch.Tensor) -> str:
+    """Captures two writes to `target` as a user would, in CUDA's default mode, the second when `is_over()`; what the driver says of
+    it, nothing where the graph runs. Not by torch, whose allocator would still hold to a capture that failed."""
+    from cuda.bindings import driver as cuda
+    from ditron_train.stream import driver
+
+    stream, half = driver.stream_create(), target.numel() // 2
+    driver._check(cuda.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    driver.memset_u32_async(target.data_ptr(), 7, half, stream)
+    while not is_over():
+        time.sleep(0.005)
+    status, graph = cuda.cuStreamEndCapture(stream)
+    if status:
+        return status.name
+    driver._check(cuda.cuGraphDestroy(graph))
+    driver._check(cuda.cuStreamDestroy(stream))
+    return ""
+
+
+@pytest.mark.parametrize("relaxed", [True, False], ids=["as_it_is", "without_relaxed_mode"])
+def test_the_watchdog_releases_while_a_graph_is_captured(device, new_context, monkeypatch, relaxed):
+    """A stream waits for a flag in device memory that nobody writes, and its deadline passes in the middle of a user's capture."""
+    from ditron_train.runtime.errors import PeerTimeoutError
+    from ditron_train.stream import driver, waits
+
+    if not waits.waits_can_be_released():
+        pytest.skip("with one hardware queue streams wait for flags in host memory alone")
+    monkeypatch.setenv("DITRON_TIMEOUT_S", "1")
+    monkeypatch.setattr(driver, "register_host_memory", lambda address, num_bytes: None)
+    monkeypatch.setattr(waits, "_the_watchdog", None)  # a thread of this test's own
+    if not relaxed:
+        monkeypatch.setattr(driver, "call_beside_captures", lambda: None)
+    context, target = new_context(1 << 20), torch.zeros(2, dtype=torch.int32, device=device)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin_s, said, refusal, raised = time.monotonic(), None, "", None
+    if dist.get_rank() == 1:
+        context.local_receivers[0].channel.wait_for(0, 1, peer=0, chunk=0, stream=torch.cuda.Stream(device))
+        (entry,) = waits._the_watchdog._waits
+        said = _captured_until(lambda: entry.released or entry.refusal or time.monotonic() - begin_s > 8, target)
+        refusal = entry.refusal
+    while raised is None and time.monotonic() - begin_s < 15:
+        try:
+            context.check()
+            time.sleep(0.01)
+        except PeerTimeoutError as error:
+            raised = error
+    torch.cuda.synchronize()  # the wait is released, at the latest when the capture is over
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (said, refusal, type(raised).__name__))
+    assert {words[2] for words in told} == {"PeerTimeoutError"}
+    if relaxed:
+        assert told[1][:2] == ("", "")
+    else:
+        assert told[1][0] and told[1][1], told
+
+
 @pytest.mark.usefixtures("own_gpus")
 def test_between_nodes_by_nvshmem(device, monkeypatch):
     """Every rank a node of its own, posed; with shapes that only the sender knows, too."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import PeerTimeoutError
+from ditron_train.runtime.errors import DitronError, PeerTimeoutError
 from ditron_train.stream import waits
 from ditron_train.testing.processes import run_workers
 
@@ -200,6 +200,41 @@ def test_the_watchdogs_thread_outlives_an_error(monkeypatch):
         time.sleep(0.01)
     assert flag.value == 6 and thread.is_alive()
     watchdog._waits.clear()
+
+
+def test_the_watchdogs_thread_releases_beside_captures(monkeypatch):
+    """What it calls to release a flag in device memory is refused while another thread captures a CUDA graph, and ends that."""
+    watchdog, channel, flag, relaxed = _watchdog_without_a_gpu(), _FakeChannel(), ctypes.c_int32(4), []
+    monkeypatch.setattr(waits, "_POLL_S", 0.001)
+    monkeypatch.setattr(waits.driver, "call_beside_captures", lambda: relaxed.append(threading.get_ident()))
+    channel.failed = True  # released at once
+
+    def release(entry: waits._Wait) -> None:
+        flag.value = entry.epoch if relaxed == [threading.get_ident()] else -1
+
+    watchdog._release_on_device = release
+    watchdog._waits = [_entry(channel, flag, 6, ticket=9)]
+    watchdog._waits[0].host_address = None
+    threading.Thread(target=watchdog._run, daemon=True).start()
+    deadline_s = time.monotonic() + 20
+    while flag.value == 4 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert flag.value == 6
+    watchdog._waits.clear()
+
+
+def test_what_lets_a_thread_call_beside_captures(monkeypatch):
+    asked, status = [], [0]
+    fake = types.SimpleNamespace(
+        CUstreamCaptureMode=types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed"),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (asked.append(mode) or status[0], "global"),
+    )
+    monkeypatch.setattr(waits.driver, "_driver", lambda: fake)
+    waits.driver.call_beside_captures()
+    assert asked == ["relaxed"]
+    status[0] = 1
+    with pytest.raises(DitronError, match="driver call failed: 1"):
+        waits.driver.call_beside_captures()
 
 
 def test_a_wait_that_takes_long_keeps_its_slot():
