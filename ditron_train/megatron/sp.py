@@ -174,7 +174,8 @@ def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     dist.all_gather(gathered, local.contiguous(), group=group)
     halves = [table.chunk(2, dim=0) for table in gathered]
     whole = torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=0)
-    _TablesOf.put(local, whole)
+    if not is_capturing(local.device):  # a graph's own: it is filled by replays
+        _TablesOf.put(local, whole)
     return whole
 
 

@@ -106,9 +106,10 @@ class Exchange:
         return self._native_to_sequence(attended).flatten(2)
 
     def _places(self, device: torch.device) -> torch.Tensor:
-        """Chunk of the sequence that each rank's two chunks are, rank by rank."""
-        last = 2 * self._world_size - 1
-        return torch.tensor([chunk for rank in range(self._world_size) for chunk in (rank, last - rank)], device=device)
+        """Chunk of the sequence that each rank's two chunks are, rank by rank; nothing comes from the host, which a CUDA graph's
+        capture would not allow."""
+        ranks = torch.arange(self._world_size, device=device)
+        return torch.stack((ranks, 2 * self._world_size - 1 - ranks), dim=1).flatten()
 
     def _native_to_heads(self, x: torch.Tensor) -> torch.Tensor:
         (s, b, h, d), world = x.shape, self._world_size

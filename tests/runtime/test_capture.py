@@ -89,3 +89,34 @@ def test_what_layers_keep_for_each_other_is_made_anew(captured):
     captured(sp_packed)
     for kept, made in ((mask, sp._causal_mask(4, CPU)), (table, sp_packed.table_of(packed, 2, 8))):
         assert made is not kept and torch.equal(made, kept)
+
+
+def test_tables_of_positions_that_a_graph_fills_are_its_own(captured, monkeypatch):
+    pytest.importorskip("megatron.core")
+    from ditron_train.megatron import sp
+
+    monkeypatch.setattr(sp.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(sp.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])
+    kept, other = torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)
+    whole = sp.whole_rotary_table(kept, None)
+    captured(sp)
+    assert sp.whole_rotary_table(kept, None) is whole, "it was there before the capture"
+    made = sp.whole_rotary_table(other, None)
+    assert sp.whole_rotary_table(other, None) is not made and torch.equal(made[:2], other[:2])
+    sp._TablesOf.clear()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_native_exchanges_take_nothing_from_the_host(monkeypatch, world_size):
+    pytest.importorskip("megatron.core")
+    from ditron_train.megatron import sp_routing
+
+    monkeypatch.setattr(sp_routing.dist, "get_world_size", lambda group: world_size)
+    exchange = sp_routing.Exchange(None, sp_routing.AttentionShape(world_size, world_size, 8, 8), None)
+    expected = [chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank)]
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a copy from the host")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    assert exchange._places(CPU).tolist() == expected
