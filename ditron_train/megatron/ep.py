@@ -6,11 +6,11 @@ parameters and checkpoints stay as they are. What is not covered runs the inheri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_capacity, get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -33,10 +33,12 @@ from ditron_train.ep import (
 )
 from ditron_train.ep import rails
 from ditron_train.ep.expert_functions import pairs_of_native_bits
-from ditron_train.ep.launching import DTYPES
 from ditron_train.megatron import ep_policy
+from ditron_train.megatron.ep_experts import TEGemm, why_not_called, why_not_fused
+from ditron_train.megatron.ep_native import why_not_captured, why_not_config, why_not_tensors
 from ditron_train.megatron.ep_tensor import ExpertSlices, all_true, exchange_counts
-from ditron_train.runtime.device import is_interpreter
+from ditron_train.megatron.routing import log_native
+from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
@@ -44,37 +46,6 @@ from ditron_train.runtime.settings import get_settings
 __all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map", "stop"]
 
 _COMPARED = "it is what ours is compared with"
-
-
-def _why_not_config(dispatcher: MoEAlltoAllTokenDispatcher) -> str | None:
-    """Why a configuration runs natively, or None."""
-    config = dispatcher.config
-    if dispatcher.ep_size == 1:
-        return "the expert parallel group has one rank"
-    if config.moe_router_padding_for_quantization:
-        return "moe_router_padding_for_quantization is on"
-    if config.overlap_moe_expert_parallel_comm:
-        if get_settings().policy in ("strict", "fast"):
-            return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
-        # A dispatch holds all registers of the GPU until its peers send, an AG-GEMM its shared memory: ranks could wait in a circle.
-        if config.tensor_model_parallel_size * config.context_parallel_size > 1:
-            return "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, too"
-    if config.cuda_graph_impl != "none" and (
-        not config.cuda_graph_scope or CudaGraphScope.moe_preprocess in config.cuda_graph_scope
-    ):
-        return "the layer is captured in a CUDA graph, which its host sync does not allow"
-    return None
-
-
-def _why_not_tensors(hidden_states: torch.Tensor, probs: torch.Tensor, expert_capacity: int | None) -> str | None:
-    if expert_capacity is not None and expert_capacity > len(probs):
-        return f"{len(probs)} tokens do not fill an expert's capacity of {expert_capacity}"
-    if hidden_states.device.type == "cpu" and not is_interpreter():
-        return "the tensors are on the CPU and Triton's interpreter is off"
-    for tensor in (hidden_states, probs):
-        if tensor.dtype not in DTYPES:
-            return f"{tensor.dtype} is not covered"
-    return None
 
 
 class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -90,7 +61,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         super().__init__(*args, **kwargs)
         self._arguments, self._keywords = args, kwargs
         self._asks_policy = True
-        self._native_because: str | None = _why_not_config(self)
+        self._native_because: str | None = why_not_config(self)
         self._ep_context: EPContext | RailContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: Layout | rails.RailLayout | None = None
@@ -98,7 +69,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._order: SumOrder | None = None
         self._capacity_factor: float | None = None
         self._has_warned = False
-        self._experts: list[torch.nn.Module] = []
+        self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         self._pairs: frozenset[Pair] | None = None
         self._is_forced = False
         self._call: ExpertCall | None = None
@@ -111,10 +82,16 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             log_once("ep apart overlap", "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart")
         self._log_native()
 
-    def meet_experts(self, experts: torch.nn.Module) -> None:
-        """Learns what the layer's `experts` can do: be fused with the movement, do without sizes on the host."""
-        self._experts = [experts]  # in a list: no submodule of this one
-        self._use_capacity(experts)
+    def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
+        """Learns what the layer's experts can do: be fused with the movement, do without sizes on the host.
+
+        ``modules``: the layer's own mapping, which says at every call what its experts are by then."""
+        self._layer_modules = modules
+        self._use_capacity(modules["experts"])
+
+    @property
+    def _experts(self) -> torch.nn.Module | None:
+        return self._layer_modules.get("experts")
 
     def _use_capacity(self, experts: torch.nn.Module) -> None:
         """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the host."""
@@ -134,7 +111,18 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self._capacity_factor = factor
             log_once(f"ep capacity {factor}", f"ep: room for {factor:g} times the rows of even routing, no host sync")
         else:
-            log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
+            self._log_exact(reason)
+
+    def _look_at_experts(self) -> None:
+        """Exact sizes from now on where an adapter has wrapped experts since their capacity was decided: it is called with counts
+        that the host does not have, and with rows behind the last one that nobody has written."""
+        reason = None if self._capacity_factor is None else why_not_called(self._experts)
+        if reason is not None:
+            self._capacity_factor = None
+            self._log_exact(reason)
+
+    def _log_exact(self, reason: str) -> None:
+        log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
 
     def _log_native(self) -> None:
         if self._native_because not in (None, _COMPARED):
@@ -144,6 +132,12 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> EPContext | RailContext | None:
         """The context of this call, or None for the native path; every rank that holds these experts gets the same answer."""
+        if self._native_because is None and is_capturing(hidden_states.device):
+            is_sized = self.drop_and_pad or self._capacity_factor is not None
+            reason = why_not_captured(is_decided=not self._asks_policy, is_sized=is_sized, slices=self.tp_size)
+            if reason is not None:
+                log_native("ep", reason)
+                return None
         context = self._context_of_group(hidden_states, routing_map, probs)
         if not self._slices_agree:  # expert parallel groups side by side decide each for itself
             self._slices_agree = True
@@ -166,7 +160,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> EPContext | RailContext | None:
         if self._native_because is None:
-            self._native_because = _why_not_tensors(hidden_states, probs, self._expert_capacity(len(probs)))
+            self._native_because = why_not_tensors(hidden_states, probs, self._expert_capacity(len(probs)))
         device = hidden_states.device
         if self._native_because is None:
             fused = self.config.moe_permute_fusion
@@ -220,6 +214,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._call = None
+        self._look_at_experts()
         self._ep_context = self._context_for(hidden_states, routing_map, probs)
         if self._ep_context is None:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
@@ -280,33 +275,33 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return None
         if self._pairs is None:
             self._pairs, self._is_forced = self._fused_pairs(hidden_states), get_settings().policy == "force"
-        pairs = self._pairs
+        pairs, changed = self._pairs, why_not_called(self._experts) if self._pairs else None
+        if changed is not None:
+            self._log_apart(changed)
+            return None
         if pairs and not self._is_forced:  # the same on every rank, as the counts are
             pairs = pairs_of_native_bits(pairs, self._layout.fewest_rows)
         if not pairs:
             return None
-        gemm = None
-        if self._capacity_factor is None:
-            from ditron_train.megatron.ep_experts import TEGemm
-
-            gemm = TEGemm(self._layout.tokens_per_expert.tolist())
+        gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity_factor is None else None
         return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm)
 
     def _fused_pairs(self, hidden_states: torch.Tensor) -> frozenset[Pair]:
         """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
-        if not (HAVE_TE and self._experts and hidden_states.device.type == "cuda"):
+        if not (HAVE_TE and self._experts is not None and hidden_states.device.type == "cuda"):
             return frozenset()
-        from ditron_train.megatron.ep_experts import why_not_fused
-
-        reason = why_not_fused(self._experts[0], hidden_states.device)
+        reason = why_not_fused(self._experts, hidden_states.device)
         if reason is not None:
-            log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")
+            self._log_apart(reason)
             return frozenset()
         pairs = ep_policy.fused_pairs_here(
-            self._experts[0], self._layout, self._ep_context, hidden_states, self._order, group=self.ep_group
+            self._experts, self._layout, self._ep_context, hidden_states, self._order, group=self.ep_group
         )
         log_once(f"ep fused {sorted(pairs)}", f"ep: one kernel for {', '.join(sorted(pairs)) or 'no pair of movement and GEMM'}")
         return pairs
+
+    def _log_apart(self, reason: str) -> None:
+        log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")
 
     def _dispatch_natively(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, reason: str
@@ -381,7 +376,7 @@ class DitronMoELayer(MoELayer):
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
         if isinstance(self.token_dispatcher, DitronMoEAlltoAllTokenDispatcher):
-            self.token_dispatcher.meet_experts(self.experts)
+            self.token_dispatcher.meet_experts(self._modules)
         else:
             kind = config.moe_token_dispatcher_type
             log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")

@@ -3,7 +3,7 @@
 ``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. Where a movement and a GEMM
 run as one kernel the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the counts, and gets
 tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused, and all weight
-gradients, are Transformer Engine's. Imported only where Transformer Engine is installed.
+gradients, are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear
 from ditron_train.megatron.calling import calling, why_not_stand_in
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 
-__all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_fused"]
+__all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_called", "why_not_fused"]
 
 
 class TEGemm:
@@ -163,15 +163,27 @@ class DitronTEGroupedMLP(TEGroupedMLP):
         return ((config.activation_func(gate) * (linear + config.glu_linear_offset)) * probs).to(y.dtype)
 
 
-def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
-    """Why movement and GEMMs of these experts stay kernels of their own, or None."""
-    config = experts.config
+def why_not_called(experts: torch.nn.Module) -> str | None:
+    """Why these experts are given rows and counts on the host, as natively, or None.
+
+    To be asked at every call: an adapter or a quantizer may come to stand in the place of the experts, or of one of their layers,
+    long after the layer was built."""
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
-    for module in (experts, experts.linear_fc1, experts.linear_fc2):
+    linears = (experts.linear_fc1, experts.linear_fc2)
+    for module in (experts, *linears):
         reason = why_not_stand_in(module)
         if reason is not None:
             return reason
+    return "the experts are quantised" if any(linear.te_quant_params is not None for linear in linears) else None
+
+
+def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
+    """Why movement and GEMMs of these experts stay kernels of their own, or None."""
+    reason = why_not_called(experts)
+    if reason is not None:
+        return reason
+    config = experts.config
     if kernel_target(device) not in HOPPER_AND_NEWER:
         return f"measured on Hopper and newer only, this is {kernel_target(device)}"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
@@ -187,7 +199,5 @@ def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
         not config.gated_linear_unit or experts.activation_func not in (F.silu, quick_gelu)
     ):
         return "the activation has no fused form natively"
-    if any(linear.te_quant_params is not None for linear in (experts.linear_fc1, experts.linear_fc2)):
-        return "the experts are quantised"
     return None
 

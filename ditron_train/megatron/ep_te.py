@@ -17,7 +17,7 @@ from ditron_train.ep import Layout
 from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
 from ditron_train.ep.group_gemm import RowTiles, group_linear
-from ditron_train.megatron.ep_experts import DitronTEGroupedMLP
+from ditron_train.megatron.ep_experts import DitronTEGroupedMLP, why_not_called
 from ditron_train.runtime.settings import get_settings
 
 __all__ = [
@@ -74,17 +74,19 @@ def class_map() -> dict[type, type]:
 
 def why_not_capacity(experts: torch.nn.Module) -> str | None:
     """Why these experts need exact sizes on the host, or None."""
-    config = experts.config
-    if not isinstance(experts, TEGroupedMLP):
-        return f"{type(experts).__name__} takes its sizes on the host"
+    reason = why_not_called(experts)
+    if reason is not None:
+        return reason
     for layer in (experts.linear_fc1, experts.linear_fc2):
         if not isinstance(layer, _TakesDeviceCounts):
             return f"{type(layer).__name__} takes its sizes on the host"
-    for reason in ("fp8", "fp4", "add_bias_linear", "gradient_accumulation_fusion", "delay_wgrad_compute"):
-        if getattr(config, reason, None):
-            return f"{reason} is on"
-    if experts.offload_expert_fc1 or experts.offload_moe_act:  # on other streams, which the results' memory does not know
-        return "fine_grained_activation_offloading is on"
+    config = experts.config
+    for option in ("fp8", "fp4", "add_bias_linear", "gradient_accumulation_fusion", "delay_wgrad_compute"):
+        if getattr(config, option, None):
+            return f"{option} is on"
+    # Copies to the CPU run on other streams, which the results' memory does not know.
+    if config.cpu_offloading or experts.offload_expert_fc1 or experts.offload_moe_act:
+        return "activations are offloaded"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
         return f"{config.params_dtype} is not covered"
     for layer in (experts.linear_fc1, experts.linear_fc2):

@@ -211,6 +211,54 @@ def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
     return ours.token_dispatcher._native_because
 
 
+def _dispatchers_agree(prepare, steps=2):
+    """Steps of a layer, native and ours, which ``prepare(dispatcher)`` has before each; which contexts ours ran with."""
+    contexts = []
+    with groups(**sizes_of({})):
+        native, ours = (build({"params_dtype": torch.bfloat16, "bf16": True}, which) for which in (False, True))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for step in range(steps):
+            prepare(ours.token_dispatcher, step)
+            x, grad = (torch.randn(16, 1, BASE["hidden_size"], generator=generator).bfloat16() for _ in range(2))
+            assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
+            contexts.append(ours.token_dispatcher._ep_context is not None)
+    return contexts, ours.token_dispatcher
+
+
+def experts_wrapped_after_their_capacity():
+    """A capacity that was decided for other experts than are there when the layer is called: exact sizes, from then on."""
+    torch.use_deterministic_algorithms(True)
+
+    def decide(dispatcher, step):
+        assert dispatcher._capacity_factor is None
+        dispatcher._capacity_factor = 4.0 if step == 0 else None
+
+    try:
+        contexts, dispatcher = _dispatchers_agree(decide)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return contexts, dispatcher._capacity_factor
+
+
+def captured_calls():
+    """The first and the last of three calls are made in a capture, which is pretended."""
+    from ditron_train.megatron import ep
+
+    torch.use_deterministic_algorithms(True)
+    captures = iter([True, False, True])
+
+    def pretend(dispatcher, step):
+        is_capturing = next(captures)
+        ep.is_capturing = lambda device: is_capturing
+
+    before = ep.is_capturing
+    try:
+        return _dispatchers_agree(pretend, steps=3)[0]
+    finally:
+        ep.is_capturing = before
+        torch.use_deterministic_algorithms(False)
+
+
 def gpt(config, *, te=False, vocabulary=64, sequence=16):
     """A GPT of that configuration, its weights from a seed."""
     from megatron.core.models.gpt import GPTModel

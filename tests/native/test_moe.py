@@ -12,7 +12,9 @@ import torch
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from ep_workers import (  # noqa: E402
+    captured_calls,
     combined_schedule,
+    experts_wrapped_after_their_capacity,
     falls_back_when_memory_is_capped,
     layers_agree,
     layers_agree_over_two_nodes,
@@ -186,6 +188,26 @@ def test_the_policy_is_asked_once_whatever_tokens_the_ranks_hold():
 def test_too_little_memory_goes_over_to_native():
     reasons = run_workers(2, falls_back_when_memory_is_capped, env={"DITRON_ARENA_BYTES": "20000"})
     assert "DITRON_ARENA_BYTES" in reasons[0] and reasons[0] == reasons[1]
+
+
+def test_experts_that_were_wrapped_after_their_capacity_get_exact_sizes():
+    """Here they are megatron-core's own, which know no counts without a host, as little as an adapter does."""
+    assert run_workers(2, experts_wrapped_after_their_capacity) == [([True, True], None)] * 2
+
+
+def test_calls_in_a_capture_are_native_where_ours_would_sync():
+    assert run_workers(2, captured_calls) == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    "is_decided, is_sized, slices, words",
+    [(False, True, 1, "first called"), (True, False, 1, "host sync"), (True, True, 2, "host sync"), (True, True, 1, None)],
+)
+def test_what_can_be_captured(is_decided, is_sized, slices, words):
+    from ditron_train.megatron.ep_native import why_not_captured
+
+    reason = why_not_captured(is_decided=is_decided, is_sized=is_sized, slices=slices)
+    assert reason is None if words is None else words in reason
 
 
 def test_the_combined_schedule_runs_ours_method_by_method():

@@ -92,6 +92,31 @@ def test_experts_with_adapters_are_not_fused():
     assert why_not_fused(experts, cpu) == "DitronTEGroupedMLP has a forward of its own"
 
 
+@pytest.mark.parametrize("wrapped", ["layer", "experts", "recipe"])
+def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wrapped):
+    """What was decided for them stands: were it still followed, a wrapper would get tokens for rows and an ExpertCall for counts."""
+    from ditron_train.ep import ExpertCall
+    from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
+
+    layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
+    layer.experts = _experts()
+    dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity_factor = layer._modules, None, 2.0
+    dispatcher._pairs, dispatcher._is_forced = frozenset({"dispatch_gemm"}), True
+    dispatcher._layout = dispatcher._ep_context = dispatcher._order = None
+    assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)
+    dispatcher._look_at_experts()
+    assert dispatcher._capacity_factor == 2.0
+    if wrapped == "experts":
+        layer.experts = torch.nn.Sequential(layer.experts)
+    elif wrapped == "layer":
+        layer.experts.linear_fc1 = torch.nn.Sequential(layer.experts.linear_fc1)
+    else:
+        layer.experts.linear_fc2.te_quant_params = object()
+    assert dispatcher._expert_call(torch.zeros(1)) is None
+    dispatcher._look_at_experts()
+    assert dispatcher._capacity_factor is None
+
+
 def _adapters(kind):
     """Attention with adapters in its layers: nothing stands in for them."""
     import torch.distributed as dist
