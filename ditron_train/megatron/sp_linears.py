@@ -113,6 +113,8 @@ class LocalLinears:
             return "the projections overlap with tensor parallel communication"
         if getattr(qkv, "skip_bias_add", False) and qkv.bias is not None:
             return "the bias of q, k and v is not added by their layer"
+        if qkv.disable_grad_reduce and not qkv.sequence_parallel:
+            return "the gradient of their input is added up elsewhere (disable_grad_reduce)"
         return why_not_stand_in(qkv) or LocalLinears.why_not_out(out, x)
 
     @staticmethod
@@ -136,9 +138,11 @@ class LocalLinears:
         late: LateWgrad | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
-        wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
+        wgrad, bias = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion), layer.bias
+        if bias is not None and not layer.weight.requires_grad:
+            bias = bias.detach()  # native gives no bias gradient where the weight is frozen
         layout = shape.qkv_layout(context.world_size)
-        options = dict(bias=layer.bias, row_table=row_table, wgrad=wgrad, shards=shards_of(layer), late=late)
+        options = dict(bias=bias, row_table=row_table, wgrad=wgrad, shards=shards_of(layer), late=late)
         return qkv_projection(x, layer.weight, context=context, layout=layout, **options)
 
     @staticmethod

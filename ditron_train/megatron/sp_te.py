@@ -146,6 +146,8 @@ class TELinears:
             return f"the output projection is {type(out).__name__}"
         if overlaps_tensor_parallelism(out):
             return "the output projection overlaps with tensor parallel communication"
+        if out.symmetric_ar_type is not None and out.tp_size > 1 and not out.sequence_parallel:
+            return f"symmetric_ar_type is {out.symmetric_ar_type}, which adds up over tensor parallel ranks in an order of its own"
         return why_not_stand_in(out) or tp_te._why_not(out, x)
 
     @staticmethod

@@ -117,7 +117,9 @@ class _Norm(torch.autograd.Function):
 
 
 def _why_not(layer: Any, x: torch.Tensor) -> str | None:
-    """What Transformer Engine would do in this call that the op does not do."""
+    """What Transformer Engine would do in this call that the op does not do, or would not do that it does."""
+    if layer.parallel_mode is None:
+        return "its communication is another's (--moe-shared-expert-overlap)"
     if FP8GlobalStateManager.is_fp8_enabled() or FP8GlobalStateManager.is_fp8_calibration() or layer.primary_weights_in_fp8:
         return "the layer computes in FP8"
     if layer.te_quant_params is not None:

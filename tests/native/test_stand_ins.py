@@ -169,14 +169,16 @@ states.is_fp8_enabled = states.is_fp8_calibration = lambda: False
 
 
 class Layer:
-    sequence_parallel, tp_size, primary_weights_in_fp8, te_quant_params = True, 2, False, None
+    sequence_parallel, tp_size, primary_weights_in_fp8, te_quant_params, parallel_mode = True, 2, False, None, "column"
     use_bias, apply_bias, gemm_bias_unfused_add, fsdp_group, weight, tp_group = False, False, False, None, None, None
-    wgrad_store = types.SimpleNamespace(delay_wgrad_compute=lambda: False)
+    symmetric_ar_type, wgrad_store = None, types.SimpleNamespace(delay_wgrad_compute=lambda: False)
     is_debug_iter = staticmethod(lambda: False)
     parameters = staticmethod(lambda: [])
 
     def forward(self, x):
         return (x, x + 1), None
+
+    forward.__module__ = native.__name__
 
 
 for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
@@ -185,14 +187,89 @@ from ditron_train.megatron import tp_te
 
 asked = []
 tp_te.route = lambda *args, **kwargs: asked.append(args)
+"""
+
+_NORM_RETURNED = """
 layer = tp_te.DitronTELayerNormColumnParallelLinear()
 assert layer.forward(1) == ((1, 2), None) and len(asked) == 1
 layer.return_layernorm_output = True
 assert layer.forward(1) == ((1, 2), None) and len(asked) == 1, "the norm's output would not be returned"
 """
 
+_COMMUNICATION_OF_ANOTHER = """
+for kind in tp_te.class_map().values():
+    layer = kind()
+    assert layer.forward(1) == ((1, 2), None) and len(asked) == 1
+    layer.parallel_mode = None  # as SharedExpertMLP has it; sequence_parallel stays True
+    assert layer.forward(1) == ((1, 2), None) and len(asked) == 1, "it would be gathered and added up twice"
+    asked.clear()
+"""
 
-def test_a_norm_whose_output_is_returned_runs_natively():
-    """As adapters ask of Transformer Engine's layer; of the layer, only what is asked here stands for it."""
-    done = subprocess.run([sys.executable, "-c", _TE_LAYER], capture_output=True, text=True, timeout=100)
+_SYMMETRIC = """
+from ditron_train.megatron.sp_te import TELinears
+
+layer = native.TERowParallelLinear()
+layer.sequence_parallel = False
+assert TELinears.why_not_out(layer, 1) is None
+layer.symmetric_ar_type = "two_shot"
+assert TELinears.why_not_out(layer, 1).startswith("symmetric_ar_type is two_shot")
+layer.tp_size = 1
+assert TELinears.why_not_out(layer, 1) is None, "nothing is added up"
+layer.tp_size, layer.sequence_parallel = 2, True
+assert TELinears.why_not_out(layer, 1) is None, "a reduce-scatter adds up"
+"""
+
+
+@pytest.mark.parametrize("body", [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC], ids=["norm", "shared_experts", "symmetric"])
+def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
+    """Of its layers, only what is asked here stands for them."""
+    done = subprocess.run([sys.executable, "-c", _TE_LAYER + body], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_subclasses_whose_forwards_do_more_are_called():
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
+
+    from ditron_train.megatron.calling import why_not_stand_in
+    from ditron_train.megatron.tp import DitronColumnParallelLinear
+
+    def forward(self, x):
+        """As that of Transformer Engine's row parallel layer for inference, which only imports where that is installed."""
+
+    forward.__module__ = "megatron.core.tensor_parallel.inference_layers"
+    for kind in (ColumnParallelLinearGathered, type("ForInference", (ColumnParallelLinear,), {"forward": forward})):
+        assert why_not_stand_in(kind.__new__(kind)) == f"{kind.__name__} has a forward of its own"
+    for kind in (ColumnParallelLinear, DitronColumnParallelLinear):
+        assert why_not_stand_in(kind.__new__(kind)) is None
+
+
+def _qkv(**options):
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.weight, layer.bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((12, 8), (12,)))
+    layer.tp_group, layer.sequence_parallel, layer.disable_grad_reduce = None, False, False
+    layer.skip_bias_add, layer.gradient_accumulation_fusion = False, False
+    vars(layer).update(options)
+    return layer
+
+
+def test_a_gradient_that_is_added_up_elsewhere_is_not_added_up():
+    from ditron_train.megatron.sp_linears import LocalLinears
+
+    asked = [LocalLinears.why_not(_qkv(disable_grad_reduce=flag), None, torch.zeros(1)) for flag in (False, True)]
+    assert asked == ["the output projection is NoneType", "the gradient of their input is added up elsewhere (disable_grad_reduce)"]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_bias_of_a_frozen_projection_has_no_gradient(monkeypatch, is_frozen):
+    from ditron_train.megatron import sp_linears
+
+    given = {}
+    monkeypatch.setattr(sp_linears, "qkv_projection", lambda x, weight, **options: given.update(options))
+    layer, context = _qkv(), types.SimpleNamespace(world_size=1)
+    layer.weight.requires_grad_(not is_frozen)
+    sp_linears.LocalLinears.project_qkv(layer, torch.zeros(1), context, sp_linears.AttentionShape(2, 1, 3, 3))
+    assert given["bias"].requires_grad != is_frozen and torch.equal(given["bias"], layer.bias)
