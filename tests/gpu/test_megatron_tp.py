@@ -209,6 +209,35 @@ def test_recomputation_and_several_forwards_before_backward(tensor_parallel, all
     _assert_same(all_equal, *found, "recompute")
 
 
+@pytest.mark.parametrize("kinds", [("column", "row"), ("te_column", "te_row")], ids=["local", "te"])
+def test_shared_experts_beside_the_dispatcher(tensor_parallel, all_equal, kinds):
+    """--moe-shared-expert-overlap: rows are gathered and sums are scattered by the dispatcher's calls, not by these layers."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    config = _config(
+        512, num_moe_experts=2 * tensor_parallel, moe_token_dispatcher_type="alltoall", moe_shared_expert_overlap=True,
+        moe_shared_expert_intermediate_size=1024, moe_ffn_hidden_size=512,
+    )  # fmt: skip
+    found, groups = [], SimpleNamespace(tp=get_tensor_model_parallel_group())
+    for index in (0, 1):
+        first, second = (_classes(kind)[index] for kind in kinds)
+        experts = SharedExpertMLP(config, MLPSubmodules(linear_fc1=first, linear_fc2=second), False, groups).cuda()
+        for position, weight in enumerate(experts.parameters()):
+            weight.data.copy_(_normals(*weight.shape, seed=position) * 0.05)
+        x = _normals(1024, 1, 512, seed=70).requires_grad_()
+        experts.pre_forward_comm(x)
+        experts.linear_fc1_forward_and_act()
+        experts.linear_fc2_forward()
+        experts.post_forward_comm()
+        y = experts.get_output()
+        y.backward(_normals(*y.shape, seed=80))
+        torch.cuda.synchronize()
+        found.append({"y": y.detach(), "dx": x.grad, **{name: weight.grad for name, weight in experts.named_parameters()}})
+    _assert_same(all_equal, *found, kinds)
+
+
 def test_graph_replay_of_column_and_row(tensor_parallel, all_equal):
     """Forward and backward of both layers captured once, replayed on new data."""
     config = _config(1024)
