@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
+from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
 from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
 from ditron_train.policy import decide
@@ -83,7 +84,10 @@ def route(
         sequence_parallel: Whether activations outside the layer are split along the sequence.
     """
     autocast = torch.is_autocast_enabled(x.device.type)
-    key = (kind, tuple(x.shape), weight.shape, weight.stride(), x.dtype, weight.dtype, x.device, group, sequence_parallel, autocast)
+    key = (
+        kind, tuple(x.shape), weight.shape, weight.stride(), x.dtype, weight.dtype, x.device, group, sequence_parallel, autocast,
+        is_batch_invariant_mode_enabled(),
+    )  # fmt: skip
     if key in _routes:
         return _routes[key]
     if is_capturing(x.device):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
 from ditron_train.megatron.routing import log_native, revealing_like, why_hidden
 from ditron_train.megatron.sp_nodes import NodesContext, forget_nodes, get_nodes_context, spans_nodes
@@ -145,6 +146,7 @@ def _decide(
 ) -> Any:
     """The decision for ``key``: known, or made by ``attempt``, which all ranks run together. ``across_nodes``: it also takes
     the context of a group that spans nodes."""
+    key = (*key, is_batch_invariant_mode_enabled())
     if key in _routes:
         return _routes[key]
     if is_capturing(x.device):

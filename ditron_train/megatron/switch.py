@@ -22,7 +22,7 @@ from ditron_train.megatron import patching
 from ditron_train.megatron.arguments import Options, parse_features
 from ditron_train.megatron.record import record_steps
 from ditron_train.megatron.specs import count_replacements, rewrite_spec
-from ditron_train.policy import check_plan, forget_plans
+from ditron_train.policy import add_switch, check_plan, forget_plans
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings, unknown_variables
@@ -88,6 +88,9 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     from ditron_train.runtime.versions import check_versions
 
     check_versions()
+    from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
+
+    add_switch("batch invariant", is_batch_invariant_mode_enabled)
     _set_environment(options.environment())
     get_settings()  # a malformed variable is reported here, before any model is built
     for name in unknown_variables():

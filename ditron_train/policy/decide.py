@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ditron_train.policy.order import ReductionOrder, forget_orders, reduction_order
 from ditron_train.policy.plan import Entry, Plan, load_plan
 from ditron_train.policy.probe import Observation, Run, probe
+from ditron_train.policy.switches import switches
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
@@ -82,7 +83,8 @@ def decide(
     """The decision for `key` (collective over `group`; a host sync the first time).
 
     Args:
-        key: Op, shape and dtype, in words, the room first; the group's size and the order of sums are added to it.
+        key: Op, shape and dtype, in words, the room first; the group's size, the order of sums, the mode and the process's
+            switches are added to it.
         native: Forward and backward of the native path on some data.
         ours: The same of ours, on the same data.
         group: Who decides together.
@@ -100,7 +102,7 @@ def decide(
     if sums is not None and device.type == "cuda" and mode in ("strict", "bits"):
         order = reduction_order(group, device, sums)
     room, place = key.split()[0], _place(group, order)
-    key = f"{key} on {place} ({mode})"
+    key = f"{key} on {place} ({mode}{'; ' * bool(switches())}{', '.join(switches())})"
     if plan is not None:
         _check_suited(plan, room, mode, place, group)
     known = _agreed_entry(plan, key, group, device) if plan is not None else None

@@ -26,10 +26,14 @@ from ditron_train.runtime.versions import find_versions
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
 
 _FORMAT = "ditron_train plan 2"
-_KEY = re.compile(r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) \((?P<mode>strict|fast|bits)\)")
-# Those that move bits or times.
-_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "CUBLAS_WORKSPACE_CONFIG",
-              "CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")  # fmt: skip
+_KEY = re.compile(r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) \((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)")
+# Those that move bits or times. What a process sets for itself, ``switches`` names in the keys.
+_VARIABLES = (
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL",
+    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_EXT_MARGIN_SM", "NVTE_USE_CUTLASS_GROUPED_GEMM",
+)  # fmt: skip
 _OWN = ("transport", "pp_slots", "pp_loans", "pp_path", "sp_order", "ep_capacity", "ep_rails")  # likewise, of ours
 _LIBRARIES = ("triton", "megatron-core", "transformer-engine")
 

@@ -230,6 +230,31 @@ def test_ever_new_shapes_run_natively_after_a_while():
     run_workers(2, _too_many_shapes)
 
 
+def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
+    """It swaps the kernels that native multiplies by, on and off in one process: what is decided with one holds for it alone."""
+    import ditron_train.megatron as plugin
+    from ditron_train.megatron import routing, sp_routing
+    from ditron_train.policy import switches
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+    plugin.apply(features="tp")
+    plugin.restore()
+    x, weight, asked = torch.zeros(2, 1, 16), torch.zeros(32, 16), []
+    monkeypatch.setattr(sp_routing, "_why_not_device", lambda tensor: asked.append("sp") or "of this test")
+    monkeypatch.setattr(routing, "_why_not", lambda *args: asked.append("tp") or "of this test")
+    monkeypatch.setattr(sp_routing, "_routes", {})
+    before = routing.swap_routes({})
+    try:
+        for is_on in (False, True, False, True):
+            monkeypatch.setattr(batch_invariant_kernels, "_batch_invariant_MODE", is_on)
+            assert ("batch invariant" in switches()) == is_on
+            routing.route("row", x, weight, group=None, sequence_parallel=True)
+            sp_routing._decide("sp", ("a key",), x, None, None, across_nodes=False)
+    finally:
+        routing.swap_routes(before)
+    assert asked == ["tp", "sp"] * 2
+
+
 def _bad_input():
     import ditron_train.megatron as plugin
 

@@ -1,15 +1,17 @@
 """Decisions: wrong bits and slow variants fall back, ranks agree, plans are kept, refused and written."""
 
+import contextlib
 import json
 import logging
 import os
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import check_plan, decide, forget_plans
+from ditron_train.policy import check_plan, decide, forget_plans, switches
 from ditron_train.policy import probe as probe_module
 from ditron_train.policy.decide import _judge
 from ditron_train.policy.plan import Entry, Plan, fingerprint, load_plan
@@ -157,6 +159,79 @@ def test_plan_of_other_groups_is_refused_from_the_command_line_alone(tmp_path, m
     monkeypatch.setenv("DITRON_POLICY", "bits")
     check_plan({"tp": 4})
     forget_plans()
+
+
+@contextlib.contextmanager
+def _switched(name, batch_invariant):
+    """One of the process's switches, as a job may set it behind its arguments."""
+    matmul = torch.backends.cuda.matmul
+    if name == "deterministic":
+        torch.use_deterministic_algorithms(True)
+    elif name == "batch invariant":
+        batch_invariant[0] = True
+    elif name is not None:
+        before = getattr(matmul, name)
+        setattr(matmul, name, not before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        batch_invariant[0] = False
+        if name is not None and name.startswith("allow"):
+            setattr(matmul, name, before)
+
+
+SWITCHES = {
+    None: "(strict)", "batch invariant": "(strict; batch invariant)", "deterministic": "(strict; deterministic)",
+    "allow_bf16_reduced_precision_reduction": "(strict; bf16 sums in full)",
+    "allow_fp16_reduced_precision_reduction": "(strict; fp16 sums in full)",
+    "allow_fp16_accumulation": "(strict; fp16 accumulation)",
+}  # fmt: skip
+
+
+def _decide_with_switches(folder):
+    """The reasons of decisions with no switch and with each of them: made, and then from a plan whose reasons are its keys."""
+    from ditron_train.policy import add_switch
+    from ditron_train.policy.decide import _plan
+
+    os.environ["DITRON_PLAN"], batch_invariant, reasons = os.path.join(folder, "plan.json"), [False], []
+    add_switch("batch invariant", lambda: batch_invariant[0])
+    forget_plans()
+    try:
+        for _ in range(2):
+            for name in SWITCHES:
+                with _switched(name, batch_invariant):
+                    given = dict(group=dist.group.WORLD, device=torch.device("cpu"))
+                    reasons.append(decide("tp op 1x2", _never, lambda: [], **given).reason)
+            entries = _plan().entries
+            entries.update({key: Entry(True, key, None, None, None) for key in entries})
+    finally:
+        del os.environ["DITRON_PLAN"]
+        forget_plans()
+    return reasons
+
+
+def test_a_decision_is_of_the_switches_that_it_was_made_under(tmp_path):
+    made = ["in the interpreter nothing is compared"] * len(SWITCHES)
+    kept = [f"tp op 1x2 on 2 ranks {words}" for words in SWITCHES.values()]
+    assert run_workers(2, _decide_with_switches, str(tmp_path)) == [made + kept] * 2
+    assert set(json.loads((tmp_path / "plan.json").read_text())["decisions"]) == set(kept)
+
+
+def test_another_blas_is_a_switch(monkeypatch):
+    for name, expected in (("Default", ()), ("Cublas", ()), ("Cublaslt", ("other blas",))):
+        monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: SimpleNamespace(name=name))  # noqa: B023
+        assert switches() == expected
+
+
+@pytest.mark.parametrize("variable", ["CUBLASLT_WORKSPACE_SIZE", "NVTE_EXT_MARGIN_SM", "NVTE_USE_CUTLASS_GROUPED_GEMM", "NCCL_MAX_CTAS"])
+def test_a_plan_is_of_one_environment(tmp_path, monkeypatch, variable):
+    monkeypatch.delenv(variable, raising=False)
+    path = tmp_path / "plan.json"
+    Plan(path, {}).add("pp send_recv 64 bytes on 2 ranks (strict)", Entry(True, "faster", True, 2.0, 1.0))
+    monkeypatch.setenv(variable, "4")
+    with pytest.raises(SettingError, match=f"{variable} was absent, is 4"):
+        load_plan(path)
 
 
 def test_force_runs_ours_once_and_is_not_planned(tmp_path):
