@@ -15,7 +15,8 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.records import records_of
 from ditron_train.stream import driver
-from ditron_train.stream.events import current_handle, current_stream
+from ditron_train.stream.call_order import CallOrder
+from ditron_train.stream.events import current_handle
 from ditron_train.stream.recorded import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
@@ -30,7 +31,7 @@ MAX_KNOWN_SHAPES = 1024
 class OpContext:
     """Arena, channels and communication stream of one group (collective to make).
 
-    Ops of one context run one after another, on whichever streams they are called: the context orders them.
+    Ops of one context run one after another, on whichever streams they are called: the context orders them (``CallOrder``).
 
     Args:
         group: The process group (``None``: WORLD).
@@ -58,7 +59,7 @@ class OpContext:
         self._first_epoch = first_epoch
         self._records = records_of(self.arena.group_name, dist.get_process_group_ranks(self.group))
         self._channels: list[Channel] = []
-        self._last_stream: torch.cuda.Stream | None = None
+        self._calls = CallOrder(self.device)
         self._is_capturing = False
         self._is_joined = True  # the current stream is behind the communication stream
         self._recorded = RecordedSequences()
@@ -79,26 +80,40 @@ class OpContext:
         self._channels.append(channel)
         return channel
 
-    def enter(self, op: str = "op", *details: Hashable) -> None:
+    def enter(self, op: str = "op", *details: Hashable) -> torch.cuda.Stream | None:
         """Start of every op: raises what an earlier op recorded, and orders this stream behind the last one's.
 
         Args:
             op: Name for the record of the call (``runtime.records``).
             details: What all ranks of the group call it with alike, such as shapes.
+
+        Returns:
+            The current stream, None on the CPU.
         """
         self._records.record(op, *details)
         for channel in self._channels:
             channel.check()
-        if self.is_cuda:
-            stream = current_stream(self.device)
-            capturing = torch._C._cuda_isCurrentStreamCapturing()
-            # A capture may not wait for a stream outside of it; it begins, and a replay is ordered, behind what was before.
-            last = self._last_stream
-            if last is not None and last is not stream and last != stream and capturing == self._is_capturing:
-                stream.wait_stream(last)
-            self._last_stream, self._is_capturing = stream, capturing
-            if capturing:
-                self.arena.graph_captured = True
+        return self._follow()
+
+    def resume(self, started_on: torch.cuda.Stream | None, *used: torch.Tensor) -> None:
+        """Where what an op started is waited for: orders this stream behind the last op's, and the next op's behind this one.
+
+        Args:
+            started_on: What the op's ``enter`` gave.
+            used: Memory that the op works on. On another stream than that one it may be given away once this stream is past the
+                wait, and has to be told: the one that it was started on does not wait.
+        """
+        stream = self._follow()
+        if stream is not started_on:
+            for tensor in used:
+                tensor.record_stream(stream)
+
+    def _follow(self) -> torch.cuda.Stream | None:
+        stream = self._calls.enter()
+        self._is_capturing = self._calls.is_capturing
+        if self._is_capturing:
+            self.arena.graph_captured = True
+        return stream
 
     def fork(self) -> torch.cuda.Stream | None:
         """The communication stream, ordered behind the current one (None on the CPU)."""

@@ -143,17 +143,25 @@ def ag_gemm(
 
 
 class StartedGather:
-    """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are counted."""
+    """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are counted.
 
-    def __init__(self, prepared: PreparedGather, rows: torch.Tensor, num_columns: int) -> None:
+    Args:
+        started_on: What ``enter`` gave; ``wait`` may come on another stream.
+    """
+
+    def __init__(
+        self, prepared: PreparedGather, rows: torch.Tensor, num_columns: int, started_on: torch.cuda.Stream | None
+    ) -> None:
         self._prepared = prepared
         self._rows = rows  # kept until the stream is behind the sends
         self._num_columns = num_columns
+        self._started_on = started_on
         prepared.start(rows)
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows are there: [total rows, K], a view of the context's buffer that the
         next gather overwrites."""
+        self._prepared.context.resume(self._started_on, self._rows)
         return self._prepared.wait()[:, : self._num_columns]
 
 
@@ -165,7 +173,7 @@ def start_all_gather(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
-    context.enter("all_gather", x.shape if row_counts is None else tuple(row_counts), x.dtype)
+    stream = context.enter("all_gather", x.shape if row_counts is None else tuple(row_counts), x.dtype)
     key = ("all_gather", x.shape, x.dtype, x.device, row_counts and tuple(row_counts))
     prepared = context.prepared.get(key)
     if prepared is None:
@@ -180,7 +188,7 @@ def start_all_gather(
             context, partition, padded_columns(x.shape[-1], x.dtype), x.dtype, GatherPlan("copy"), block_m=1
         )
         context.prepared[key] = prepared
-    return StartedGather(prepared, _sendable_rows(x), x.shape[-1])
+    return StartedGather(prepared, _sendable_rows(x), x.shape[-1], stream)
 
 
 def all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -252,17 +260,25 @@ def can_copy(context: TPContext) -> bool:
 
 
 class StartedReduceScatter:
-    """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows."""
+    """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows.
 
-    def __init__(self, prepared: PreparedScatter, partial: torch.Tensor, shape: tuple[int, ...]) -> None:
+    Args:
+        started_on: As of ``StartedGather``.
+    """
+
+    def __init__(
+        self, prepared: PreparedScatter, partial: torch.Tensor, shape: tuple[int, ...], started_on: torch.cuda.Stream | None
+    ) -> None:
         self._prepared = prepared
         self._partial = partial
+        self._started_on = started_on
         # Allocated before the communication stream forks off: memory that the current stream frees later is not free there.
         self._out = partial.new_empty(shape)
         prepared.start(partial)
 
     def wait(self) -> torch.Tensor:
         """The sum over ranks of this rank's rows, in NCCL's ring order."""
+        self._prepared.context.resume(self._started_on, self._partial, self._out)
         self._prepared.finish(self._partial, self._out, beside=True)
         return self._out
 
@@ -274,7 +290,7 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
     """
-    context.enter("reduce_scatter", partial.shape, partial.dtype)
+    stream = context.enter("reduce_scatter", partial.shape, partial.dtype)
     if not can_copy(context):
         raise NotSupportedError(f"reduce_scatter by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")
     key = ("reduce_scatter", partial.shape, partial.dtype, partial.device)
@@ -288,4 +304,4 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
         prepared = PreparedScatter(context, partition, partial.shape[-1], partial.dtype)
         context.prepared[key] = prepared
     shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
-    return StartedReduceScatter(prepared, partial.contiguous(), shape)
+    return StartedReduceScatter(prepared, partial.contiguous(), shape, stream)
