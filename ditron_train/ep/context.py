@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep.layout import LayoutShape, Room
+from ditron_train.ep.layout import Layout, LayoutShape, Room
 from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.records import records_of
+from ditron_train.stream.call_order import CallOrder
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
 from ditron_train.symm.channel import Channel
 
@@ -71,8 +73,9 @@ class FusedConfig:
 class EPContext:
     """Owns what all MoE layers with the same experts share on ``group`` (collective to make).
 
-    The buffer for rows is one for both directions and for all layers: it lives only inside an op, guarded by the start
-    signals. So ops that move rows are called on one stream, or on streams that the caller has wait for each other. Sizes are
+    The buffer for rows is one for both directions and for all layers of the group, whatever their experts: it lives only inside
+    an op, guarded by the start signals. So ops that move rows run one after another, on whichever streams they are called, and so
+    do exchanges of counts, which have buffers of their own: those of one microbatch go beside the rows of another. Sizes are
     exact: the largest need of any rank, which every rank learns from the exchanged counts, so growing it needs no agreement.
 
     Args:
@@ -85,6 +88,11 @@ class EPContext:
         NotSupportedError: Experts that do not divide by the group, top-k above the experts, no kernels for the device, or
             peers whose memory cannot be addressed (other nodes).
         ArenaError: No symmetric memory, or its cap is exceeded; on every rank alike.
+
+    Attributes:
+        moves: Orders the ops that move rows, of all contexts of the group.
+        counts: Orders the exchanges of counts.
+        num_moves: How often ``enter`` was called.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> None:
@@ -104,6 +112,8 @@ class EPContext:
         self.senders_beside = 12
         self.fused = FusedConfig()
         self.only_compiles = False
+        self.moves, self.counts = _moves_of(self.arena), CallOrder(self.device)
+        self.num_moves = 0
         self._side_stream: torch.cuda.Stream | None = None
         self._side_is_ahead = False
         if is_interpreter():
@@ -121,6 +131,16 @@ class EPContext:
             " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
         )
         self.messages = self.arena.tensor(f"{name}/messages", (world_size, self.shape.message_words), torch.int32)
+
+    def enter(self, channel: Channel, layout: Layout | None = None) -> torch.cuda.Stream | None:
+        """Start of every op that moves rows: raises what an earlier one recorded, orders this stream behind the last one's, and
+        keeps the tables of ``layout`` for this stream. Returns the stream, None on the CPU."""
+        channel.check()
+        stream = self.moves.enter()
+        self.num_moves += 1
+        if layout is not None and stream is not layout.kept_for:
+            layout.record_stream(stream)
+        return stream
 
     def fork_side(self) -> torch.cuda.Stream | None:
         """The side stream, behind all that the current stream has; None on the CPU."""
@@ -227,6 +247,14 @@ class EPContext:
         self.counts_channel.synchronize()
         self.reserve(room, num_tokens * self.shape.world_size, hidden, dtype)
         self._agreed.add(key)
+
+
+_moves: weakref.WeakKeyDictionary[SymmetricArena, CallOrder] = weakref.WeakKeyDictionary()
+
+
+def _moves_of(arena: SymmetricArena) -> CallOrder:
+    """The one order of ops that move rows through an arena's buffers."""
+    return _moves.setdefault(arena, CallOrder(arena.device))
 
 
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], EPContext] = GroupCache()

@@ -117,7 +117,7 @@ def dispatch_gemm(
         raise NotSupportedError(f"dispatch_gemm: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
     assert layout.ahead is None, "sent ahead: only to be placed"
     channel = context.dispatch_channel
-    channel.check()
+    context.enter(channel, layout)
     hidden, first = x.shape[1], layout.send_list is not None
     x, tiles = x.contiguous(), layout_tiles(layout)
     rows = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
@@ -178,7 +178,7 @@ def gemm_combine(
     """
     check_tokens("gemm_combine", x, context)
     channel, shape = context.combine_channel, layout.shape
-    channel.check()
+    context.enter(channel, layout)
     x, tiles, with_grads = x.contiguous(), layout_tiles(layout), row_grads is not None
     operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=transpose)
     y, hidden = operands.y, operands.n

@@ -177,6 +177,7 @@ class Layout:
         ahead: The tokens, where they were sent before the sizes were known (``ops.dispatch_ahead``) and are not placed yet.
         tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
         fewest_rows: Rows of the expert that has fewest, of those on any rank that have some; None where the host does not know.
+        kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None where there is neither.
     """
 
     shape: LayoutShape
@@ -204,11 +205,16 @@ class Layout:
     ahead: torch.Tensor | None = None
     tiles: Any = None
     fewest_rows: int | None = None
+    kept_for: torch.cuda.Stream | None = None
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the allocator from reusing tables of ``begin_layout`` before ``stream``, on which ops use them, is past that."""
-        for table in (self.chunk_entries, self.expert_ids, self.token_places, self.dest_slots, self.send_list):
+        """Keeps the allocator from reusing the tables before ``stream``, on which an op uses them, is past that."""
+        tables = [self.chunk_entries, self.expert_ids, self.token_places, self.dest_slots, self.entries, self.origins]
+        tables += [] if self.send_list is None else [self.send_list]
+        tables += [] if self.tiles is None else [self.tiles.tiles]
+        for table in tables:  # ``chunk_entries`` stands for all that were carved from one allocation with it
             table.record_stream(stream)
+        self.kept_for = stream
 
 
 @dataclass(frozen=True)

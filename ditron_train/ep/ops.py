@@ -46,7 +46,7 @@ def dispatch(
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
     channel, shape = context.dispatch_channel, layout.shape
-    channel.check()
+    context.enter(channel, layout)
     hidden, first = x.shape[1], layout.send_list is not None
     x = x.contiguous()
     out = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
@@ -105,8 +105,9 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places them.
 
     They travel while the host waits for the counts and prepares what follows (0.4 ms in a layer on 4 x H200). Where the
-    buffers turn out too small nothing is sent, and ``dispatch`` does it all. The layout must be finished, and dispatched
-    with the same `x`, before any other op of the context.
+    buffers turn out too small nothing is sent, and ``dispatch`` does it all. So it does where rows were moved since
+    ``begin_layout``, or last on another stream: the layout may hold another epoch than that of the next dispatch. The layout must
+    be finished, and dispatched with the same `x`, before any other op of the context.
 
     Args:
         x: [num_tokens, hidden] of the routing; nothing happens unless it is contiguous, or before the buffers exist.
@@ -123,8 +124,10 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     slot_room, entry_room = context.room_now(pending.hidden, x.dtype)
     if pending.room is not None or not x.is_contiguous() or not slot_room or not entry_room:
         return
+    if pending.moves_before != context.num_moves:
+        return
     channel, move, hidden = context.dispatch_channel, context.move, pending.hidden
-    channel.check()
+    context.enter(channel)
     buffer = context.rows_buffer(slot_room, slot_room, hidden, x.dtype)
     arrived = context.entries_buffer(entry_room, entry_room)
     rows, columns = move_tile(hidden, move.push_elements)
@@ -157,7 +160,7 @@ class PendingCombine:
         check_tokens("combine", y, context)
         if y.shape[0] != layout.num_rows:
             raise NotSupportedError(f"combine: {y.shape[0]} rows, the layout has {layout.num_rows}")
-        context.combine_channel.check()
+        self._begun_on = context.enter(context.combine_channel, layout)
         shape, move, hidden, with_grads = layout.shape, context.move, y.shape[1], row_grads is not None
         self._y, self._layout, self._context, self._with_grads = y.contiguous(), layout, context, with_grads
         self._row_grads = row_grads.contiguous() if with_grads else self._y
@@ -195,7 +198,12 @@ class PendingCombine:
     def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Behind ``begin_combine``: adds up on the current stream what arrived meanwhile. Returns what ``combine`` does."""
         layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
+        stream = context.moves.enter()
         context.join_side()
+        if stream is not self._begun_on:  # which does not wait for the side stream
+            layout.record_stream(stream)
+            for tensor in (y, self._row_grads, self._out, self._prob_grads):
+                tensor.record_stream(stream)
         dtypes = (y.dtype, self._prob_grads.dtype)
         launch(context, sum_returned, context.move.num_programs, self._sums, context.move.num_warps, *dtypes)(
             self._out, self._prob_grads, layout.chunk_entries, layout.expert_ids, layout.token_places, self._buffer.local,

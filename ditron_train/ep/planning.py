@@ -12,6 +12,7 @@ from ditron_train.ep.layout import HostCounts, Layout, Room
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.stream.events import current_stream
 
 __all__ = ["PendingLayout", "SentAhead", "begin_layout", "fewest_rows_before"]
 
@@ -30,6 +31,8 @@ class PendingLayout:
     """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
 
     With a capacity there is nothing to wait for: ``room`` holds the sizes. With one of each expert ``tokens_per_expert`` does.
+    The epoch of the next dispatch, which the tables hold, was read behind the first ``moves_before`` ops that move rows (None:
+    beside one of them, on another stream).
     """
 
     context: EPContext
@@ -47,6 +50,8 @@ class PendingLayout:
     host_messages: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
     ahead: SentAhead | None = None
+    begun_on: torch.cuda.Stream | None = None
+    moves_before: int | None = None
 
     def finish(self) -> Layout:
         """Waits for the counts, makes the buffers large enough and returns the layout.
@@ -92,7 +97,8 @@ class PendingLayout:
         fewest_rows: int | None,
         ahead: torch.Tensor | None = None,
     ) -> Layout:
-        shape, tables = self.context.shape, self.tables
+        shape, tables, device = self.context.shape, self.tables, self.context.device
+        on_one_stream = device.type == "cuda" and current_stream(device) is self.begun_on
         return Layout(
             shape=shape,
             num_tokens=self.num_tokens,
@@ -108,8 +114,8 @@ class PendingLayout:
             ragged=self.token_places is not None,
             dest_slots=self.dest_slots,
             send_list=self.send_list,
-            entries=torch.empty(num_rows, 4, dtype=torch.int32, device=self.context.device),
-            origins=torch.empty(num_rows, 2, dtype=torch.int32, device=self.context.device),
+            entries=torch.empty(num_rows, 4, dtype=torch.int32, device=device),
+            origins=torch.empty(num_rows, 2, dtype=torch.int32, device=device),
             sources=tables["sources"],
             expert_tokens=tables["expert_tokens"][: shape.experts_per_rank],
             limits=tables["limits"],
@@ -118,6 +124,7 @@ class PendingLayout:
             place_capacity=room.places,
             ahead=ahead,
             fewest_rows=fewest_rows,
+            kept_for=self.begun_on if on_one_stream else None,
         )
 
 
@@ -193,6 +200,8 @@ def begin_layout(
     num_places = num_tokens * shape.topk if expert_capacity is None else shape.num_experts * expert_capacity
     _check_routing(routing_map, probs, dtype, context, num_places)
     context.check()
+    stream = context.counts.enter()
+    moves_before = context.num_moves if context.moves.is_here() else None
     context.join_side()  # nothing runs there, unless a layout was given up
     room, tokens_per_expert, token_places = None, None, None
     if expert_capacity is not None:
@@ -214,8 +223,9 @@ def begin_layout(
     if room is not None:
         context.reserve_room(room, num_tokens, hidden, dtype)
     return PendingLayout(
-        context, num_tokens, chunk_tokens, hidden, dtype, tables, *lists, token_places, room, tokens_per_expert, **host
-    )
+        context, num_tokens, chunk_tokens, hidden, dtype, tables, *lists, token_places, room, tokens_per_expert,
+        begun_on=stream, moves_before=moves_before, **host,
+    )  # fmt: skip
 
 
 def _block_constants(context: EPContext) -> dict[str, int]:
@@ -303,5 +313,6 @@ def fewest_rows_before(context: EPContext) -> int | None:
     begun = context.counts_on_their_way
     if begun is not None and begun[1] is not None and not begun[1].query():
         return None
+    context.counts.enter()
     context.counts_on_their_way = _copy_to_host(context.messages.local)
     return None if begun is None else HostCounts.from_messages(begun[0].numpy(), context.shape).fewest_rows

@@ -246,8 +246,6 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self._layout = None if pending is None else pending.finish()
         except ArenaError as error:  # raised by every rank of the expert parallel group alike
             self._layout, reason = None, str(error)
-        if self._apart and self._layout is not None and hidden_states.is_cuda:
-            self._layout.record_stream(torch.cuda.current_stream())
         if self.tp_size > 1:
             reason = self._meet_slices(hidden_states.device, reason)
         if reason is not None:

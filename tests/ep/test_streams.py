@@ -1,0 +1,113 @@
+"""Which ops of expert parallelism are ordered among each other, and what may be sent ahead; on streams see ``tests/gpu``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.ep import EPContext, Layout, PendingLayout, begin_layout, fewest_rows_before, fused, get_ep_context, ops
+from ditron_train.testing.processes import run_workers
+
+_TOKENS, _HIDDEN = 6, 16
+
+
+class _Order:
+    """Counts calls; the last one was ``here`` or on another stream."""
+
+    def __init__(self, here: bool = True) -> None:
+        self.calls, self._here = 0, here
+
+    def enter(self) -> None:
+        self.calls += 1
+
+    def is_here(self) -> bool:
+        return self._here
+
+
+def _begin(context: EPContext, seed: int = 0) -> PendingLayout:
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    probs = torch.rand(_TOKENS, context.shape.num_experts, generator=generator)
+    routed = torch.zeros(probs.shape, dtype=torch.bool).scatter_(1, probs.topk(2).indices, True)
+    return begin_layout(routed, probs * routed, _HIDDEN, torch.float32, context)
+
+
+def _ops(context: EPContext, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Each may use what those before it made."""
+    made = SimpleNamespace()
+    weights = [torch.ones(_HIDDEN, _HIDDEN) for _ in range(context.shape.experts_per_rank)]
+
+    def keep(name: str, value: object) -> None:
+        setattr(made, name, value)
+
+    def begin_combine() -> None:
+        made.combine = ops.begin_combine(made.rows, made.layout, context, order="ascending")
+
+    return {
+        "begin_layout": lambda: keep("pending", _begin(context)),
+        "fewest_rows_before": lambda: fewest_rows_before(context),
+        "dispatch_ahead": lambda: ops.dispatch_ahead(x, made.pending),
+        "finish": lambda: keep("layout", made.pending.finish()),
+        "dispatch": lambda: keep("rows", ops.dispatch(x, made.layout, context)[0]),
+        "combine": lambda: ops.combine(made.rows, made.layout, context, order="ascending"),
+        "begin_combine": begin_combine,
+        "finish_combine": lambda: made.combine.finish(),
+        "dispatch_gemm": lambda: fused.dispatch_gemm(x, made.layout, context, weights),
+        "gemm_combine": lambda: fused.gemm_combine(made.rows, made.layout, context, weights, order="ascending"),
+    }
+
+
+def _entered() -> dict[str, tuple[int, int]]:
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 2)
+    assert get_ep_context(dist.group.WORLD, torch.device("cpu"), 2, 1).moves is context.moves
+    _begin(context).finish()  # makes the buffers
+    kept, moves, counts = (context.moves, context.counts), _Order(), _Order()
+    context.moves, context.counts, entered = moves, counts, {}
+    try:
+        for name, op in _ops(context, torch.ones(_TOKENS, _HIDDEN)).items():
+            before = moves.calls, counts.calls
+            op()
+            entered[name] = (moves.calls - before[0], counts.calls - before[1])
+    finally:
+        context.moves, context.counts = kept
+    return entered
+
+
+def test_every_op_is_ordered_with_those_that_use_its_buffers() -> None:
+    rows, counts, neither = (1, 0), (0, 1), (0, 0)
+    for entered in run_workers(2, _entered):
+        assert {name for name in entered if entered[name] == counts} == {"begin_layout", "fewest_rows_before"}
+        assert {name for name in entered if entered[name] == neither} == {"finish"}
+        assert all(entered[name] == rows for name in entered if "combine" in name or "dispatch" in name)
+
+
+def _sent_ahead(moves_between: int, here: bool) -> tuple[bool, bool]:
+    """Whether tokens travelled ahead, and whether their rows are right."""
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 2)
+    x = torch.full((_TOKENS, _HIDDEN), 3.0 + dist.get_rank())
+    before = _begin(context).finish()
+    expected = _dispatched(x, _begin(context, 1).finish(), context)
+    kept, context.moves = context.moves, _Order(here)
+    try:
+        pending = _begin(context, 1)
+    finally:
+        context.moves = kept
+    for _ in range(moves_between):
+        ops.dispatch(-x, before, context)
+    ops.dispatch_ahead(x, pending)
+    layout = pending.finish()
+    ahead = layout.ahead is not None
+    return ahead, torch.equal(_dispatched(x, layout, context), expected)
+
+
+def _dispatched(x: torch.Tensor, layout: Layout, context: EPContext) -> torch.Tensor:
+    return ops.dispatch(x, layout, context)[0]
+
+
+def test_nothing_is_sent_ahead_of_a_dispatch_whose_epoch_is_not_known() -> None:
+    """The layout holds that of the next one when the counts were exchanged."""
+    for moves_between, here in ((0, True), (1, True), (0, False)):
+        expected = (moves_between == 0 and here, True)
+        assert run_workers(2, _sent_ahead, moves_between, here) == [expected] * 2
