@@ -232,6 +232,7 @@ class Receiver:
         self._unverified: deque[tuple[int, Header]] = deque()
         self._let_go: deque[_Loan] = deque()  # appended to by whichever thread frees a lent tensor
         self._lent: dict[Incoming, _Loan] = {}
+        self._copied_on: torch.cuda.Stream | None = None
         self._events = EventPool()
         device = channel.arena.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -299,6 +300,7 @@ class Receiver:
             self._take_next(stream)
         if incoming.done_on != stream:
             self._events.record(incoming.done_on).hold(stream)
+            incoming.tensor.record_stream(stream)
         loan = self._lent.pop(incoming, None)
         if loan is not None:
             loan.stream = stream
@@ -335,6 +337,10 @@ class Receiver:
             # The allocator may have handed out memory that is still in use on the current stream.
             self._events.record(current_stream(device)).hold(stream)
             tensor.record_stream(stream)
+        if self._copied_on is not None and self._copied_on != stream:
+            # The credit counts messages: none may be copied out, and counted, before those in front of it.
+            self._events.record(self._copied_on).hold(stream)
+        self._copied_on = stream
         slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages)
         self._ring_messages += 1
         target, begin = tensor.data_ptr(), 0

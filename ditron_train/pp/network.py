@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ditron_train.pp.messages import LANE_NAMES, MAX_DIMS, Header
 from ditron_train.runtime.logs import log_once
+from ditron_train.stream.events import current_stream
 from ditron_train.symm.groups import make_group
 
 __all__ = ["NetworkLanes", "NetworkWork"]
@@ -40,12 +41,21 @@ class NetworkWork:
     def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
         self._works = works
         self.tensors = tensors  # kept until the batch is complete
+        self._stream = self._current_stream()
 
     def wait(self) -> None:
         """Orders what follows on the current stream behind the batch."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
+        stream = self._current_stream()
+        if stream is not self._stream:  # which does not wait
+            for tensor in self.tensors:
+                tensor.record_stream(stream)
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        device = self.tensors[0].device
+        return current_stream(device) if device.type == "cuda" else None
 
     def is_completed(self) -> bool:
         """Whether the batch is over (no wait)."""

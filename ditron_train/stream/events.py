@@ -47,6 +47,11 @@ class StreamEvent:
         self._pool.append(self._event)
 
 
+def _event_of(device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        return driver.event_create()
+
+
 class EventPool:
     """Events of one device."""
 
@@ -55,6 +60,6 @@ class EventPool:
 
     def record(self, stream: torch.cuda.Stream) -> StreamEvent:
         """The moment when ``stream`` has done what is enqueued on it now."""
-        event = self._pool.pop() if self._pool else driver.event_create()
+        event = self._pool.pop() if self._pool else _event_of(stream.device)
         driver.event_record(event, stream.cuda_stream)
         return StreamEvent(event, self._pool)

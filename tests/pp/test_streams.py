@@ -1,0 +1,62 @@
+"""Messages that are taken, or waited for, on several streams; streams here write down what is put onto them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ditron_train.pp import lanes, network
+from ditron_train.pp.lanes import Receiver
+from ditron_train.pp.messages import Header
+from ditron_train.pp.network import NetworkWork
+
+CPU = torch.device("cpu")
+
+
+class _Events:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def record(self, stream: str) -> SimpleNamespace:
+        return SimpleNamespace(hold=lambda other: self._log.append(f"{other} waits for {stream}"))
+
+
+def test_messages_of_the_ring_are_copied_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A credit counts all that were copied out: with the second copy before the first the sender would overwrite the first."""
+    log: list[str] = []
+    channel = SimpleNamespace(
+        arena=SimpleNamespace(device=CPU, rank=0), wait_for=lambda *_, **__: None,
+        notify=lambda peer, index, credit, stream: log.append(f"credit {credit} on {stream}"),
+    )  # fmt: skip
+    receiver = Receiver(channel, SimpleNamespace(loans=(0, 0), in_ring=lambda *_: 0, num_bytes=64, count=9), 0, 1)
+    receiver._stream, receiver._events = "side", _Events(log)
+    receiver._header_of, receiver.verify = lambda message: Header((4,), torch.uint8), lambda: None
+    monkeypatch.setattr(lanes, "copy_bytes", lambda *_: None)
+    for stream in "aabb":
+        monkeypatch.setattr(lanes, "current_stream", lambda device, stream=stream: stream)
+        receiver.take(receiver.post(Header((4,), torch.uint8)))
+    assert log == ["credit 1 on a", "credit 2 on a", "b waits for a", "credit 3 on b", "credit 4 on b"]
+
+
+class _Tensor:
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.used_on: list[str] = []
+
+    def record_stream(self, stream: str) -> None:
+        self.used_on.append(stream)
+
+
+def test_a_batch_that_is_waited_for_elsewhere_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that it was allocated on does not wait, and would have it again."""
+    current = ["a"]
+    monkeypatch.setattr(network, "current_stream", lambda device: current[0])
+    same, other = _Tensor(), _Tensor()
+    works = [NetworkWork([], [same]), NetworkWork([], [other])]
+    works[0].wait()
+    current[0] = "b"
+    works[1].wait()
+    assert (same.used_on, other.used_on) == ([], ["b"])
