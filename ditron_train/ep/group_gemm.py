@@ -17,6 +17,7 @@ from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
@@ -263,6 +264,7 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_s
     return dw
 
 
+@eager
 class _GroupLinear(torch.autograd.Function):
     """y = x W[e].T; dx = dy W[e]; dW[e] = dy.T x over the expert's rows."""
 
@@ -282,6 +284,7 @@ class _GroupLinear(torch.autograd.Function):
         return (dx, None, *dw)
 
 
+@eager
 def group_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles) -> torch.Tensor:
     """Differentiable ``group_gemm`` forward: x [num_rows, K] times each expert's [N, K] transposed."""
     return _GroupLinear.apply(x, tiles, *weights)

@@ -11,12 +11,14 @@ from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.planning import PendingLayout, SentAhead
 from ditron_train.ep.return_kernels import return_rows, sum_returned
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.arena import SymmetricTensor
 
 __all__ = ["PendingCombine", "begin_combine", "combine", "dispatch", "dispatch_ahead"]
 
 
+@eager
 def dispatch(
     x: torch.Tensor,
     layout: Layout,
@@ -101,6 +103,7 @@ def _place_ahead(
     context.join_side()
 
 
+@eager
 def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places them.
 
@@ -218,6 +221,7 @@ class PendingCombine:
         return self._out, self._prob_grads if self._with_grads else None
 
 
+@eager
 def combine(
     y: torch.Tensor,
     layout: Layout,

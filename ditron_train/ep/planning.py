@@ -11,6 +11,7 @@ from ditron_train.ep.launching import DTYPES, Kind, check_tokens, launch, signat
 from ditron_train.ep.layout import HostCounts, Layout, Room
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
 from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.events import current_stream
 
@@ -27,6 +28,7 @@ class SentAhead:
 
 
 @dataclass
+@eager
 class PendingLayout:
     """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
 
@@ -168,6 +170,7 @@ def _check_routing(
         raise NotSupportedError(f"expert parallel: {num_places} rows of {routing_map.shape[0]} tokens overflow int32 indices")
 
 
+@eager
 def begin_layout(
     routing_map: torch.Tensor,
     probs: torch.Tensor,

@@ -39,6 +39,7 @@ from ditron_train.megatron.ep_native import why_not_captured, why_not_config, wh
 from ditron_train.megatron.ep_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.routing import log_native
 from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
@@ -48,6 +49,7 @@ __all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map", "s
 _COMPARED = "it is what ours is compared with"
 
 
+@eager
 class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """``MoEAlltoAllTokenDispatcher`` that sends a token once to each rank and fans it out there.
 

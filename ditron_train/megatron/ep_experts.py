@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
 from ditron_train.megatron.calling import calling, why_not_stand_in
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
+from ditron_train.runtime.eager import eager
 
 __all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_called", "why_not_fused"]
 
@@ -122,6 +123,7 @@ def _weights_of(linear: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [getattr(linear, f"weight{index}") for index in range(linear.num_gemms)]
 
 
+@eager
 class DitronTEGroupedMLP(TEGroupedMLP):
     """``TEGroupedMLP`` that takes tokens and an ``ExpertCall`` too, and returns tokens then."""
 

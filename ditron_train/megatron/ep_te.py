@@ -18,6 +18,7 @@ from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
 from ditron_train.ep.group_gemm import RowTiles, group_linear
 from ditron_train.megatron.ep_experts import DitronTEGroupedMLP, why_not_called
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.settings import get_settings
 
 __all__ = [
@@ -45,6 +46,7 @@ class DeviceCounts:
         return layout_tiles(self._layout)
 
 
+@eager
 class _TakesDeviceCounts:
     """Mixed into a grouped linear layer: our grouped GEMM for ``DeviceCounts``, the inherited one for a list."""
 

@@ -18,6 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ditron_train.megatron import patching
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
@@ -54,6 +55,7 @@ def _native_class() -> type:
     return native_muon.TensorParallelMuon
 
 
+@eager
 class DitronTensorParallelMuon(Muon):
     """`Muon` with the constructor of ``megatron.core.optimizer.muon.TensorParallelMuon``.
 
@@ -119,6 +121,7 @@ class DitronTensorParallelMuon(Muon):
         return self.pg_collection.expt_tp if getattr(param, "expert_tp", False) else self.pg_collection.tp
 
 
+@eager
 class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributedOptimizer):
     """Layer-wise sharding that sends each matrix as soon as it is stepped, while the next ones are computed.
 

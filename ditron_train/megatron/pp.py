@@ -26,6 +26,7 @@ from ditron_train.megatron.routing import log_native
 from ditron_train.policy import decide
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import Header, num_bytes_of
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
@@ -62,6 +63,7 @@ def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
     return _refused.get(group)
 
 
+@eager
 class DitronP2PCommunicator(P2PCommunicator):
     """``P2PCommunicator`` by the paths of ``pp.paths``: by default copy engines inside a node, a communicator of its own beyond."""
 

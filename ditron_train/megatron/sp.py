@@ -34,6 +34,7 @@ from ditron_train.megatron.sp_output import LeftInHeads, output_fused
 from ditron_train.megatron.sp_packed import OneRank, starts_of, table_of, why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
 from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import SPContext, late_wgrad
 
@@ -104,6 +105,7 @@ def _new_causal_mask(length: int, device: torch.device) -> torch.Tensor:
 _kept_causal_mask = functools.lru_cache(maxsize=2)(_new_causal_mask)
 
 
+@eager
 class DitronDotProductAttention(DotProductAttention):
     """``DotProductAttention`` that also takes a context parallel group, with ``cp_comm_type`` ``a2a``.
 
@@ -199,6 +201,7 @@ class _TablesOf:
         cls._entries.clear()
 
 
+@eager
 class DitronSelfAttention(SelfAttention):
     """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as inherited."""
 
@@ -309,6 +312,7 @@ class DitronSelfAttention(SelfAttention):
         return rotated(query, tables[0], query_starts), rotated(key, tables[1], key_starts)
 
 
+@eager
 class DitronMLASelfAttention(MLASelfAttention):
     """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
 

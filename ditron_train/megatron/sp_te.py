@@ -26,12 +26,14 @@ from ditron_train.megatron.sp_linears import overlaps_tensor_parallelism, reduce
 from ditron_train.megatron.sp_output import LeftInHeads
 from ditron_train.megatron.sp_packed import table_of, why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, route_exchange
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import LateWgrad, SPContext, output_projection, qkv_projection
 
 __all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
 
 
+@eager
 class DitronTEDotProductAttention(TEDotProductAttention):
     """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
 

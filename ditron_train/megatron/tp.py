@@ -14,11 +14,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from ditron_train.megatron.routing import forget_routes, route
 from ditron_train.megatron.wgrad import NativeWgrad
+from ditron_train.runtime.eager import eager
 from ditron_train.tp.functions import column_linear, row_linear
 
 __all__ = ["DitronColumnParallelLinear", "DitronRowParallelLinear", "class_map", "stop"]
 
 
+@eager
 class DitronColumnParallelLinear(ColumnParallelLinear):
     """``ColumnParallelLinear`` whose gather of the input (and reduce-scatter of its gradient) overlaps with the GEMM.
 
@@ -48,6 +50,7 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
         return column_linear(input, weight, context=context, bias=bias, wgrad=wgrad)
 
 
+@eager
 class DitronRowParallelLinear(RowParallelLinear):
     """``RowParallelLinear`` whose reduce-scatter of the output (and gather of its gradient) overlaps with the GEMM.
 

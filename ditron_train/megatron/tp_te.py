@@ -22,6 +22,7 @@ from transformer_engine.pytorch.module._common import apply_normalization
 from transformer_engine.pytorch.module.base import _2X_ACC_WGRAD, get_dummy_wgrad
 
 from ditron_train.megatron.routing import Kind, log_native, route
+from ditron_train.runtime.eager import eager
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import column_linear, row_linear
 
@@ -89,6 +90,7 @@ class TEWgrad:
         return get_dummy_wgrad(list(weight.main_grad.shape), weight.dtype, zero=zero)
 
 
+@eager
 class _Norm(torch.autograd.Function):
     """LayerNorm or RMSNorm of ``x [tokens, K]`` by Transformer Engine's kernels, as inside its fused layer."""
 
@@ -157,6 +159,7 @@ def _wgrad(layer: Any) -> TEWgrad:
     return TEWgrad(layer.weight, layer.fuse_wgrad_accumulation, first)
 
 
+@eager
 class DitronTEColumnParallelLinear(TEColumnParallelLinear):
     """``TEColumnParallelLinear`` with the gather of its input and the reduce-scatter of its gradient overlapped."""
 
@@ -168,6 +171,7 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear):
         return out, self.bias if self.te_return_bias else None
 
 
+@eager
 class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
     """``TELayerNormColumnParallelLinear``: Transformer Engine's norm on the local sequence, then the overlapped linear."""
 
@@ -182,6 +186,7 @@ class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
         return out, self.bias if self.te_return_bias else None
 
 
+@eager
 class DitronTERowParallelLinear(TERowParallelLinear):
     """``TERowParallelLinear`` with the reduce-scatter of its output and the gather of its gradient overlapped."""
 

@@ -21,6 +21,7 @@ from ditron_train.gemm.ops import check_operands, on_device
 from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target, num_sms
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule import lower_triangle_tile_order
@@ -188,6 +189,7 @@ def _symmetric_launcher(
     )
 
 
+@eager
 def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
     """X @ X^T by its lower triangle.
 
@@ -204,6 +206,7 @@ def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
     return _symmetric(x, x, None, 1.0, 0.0, config)
 
 
+@eager
 def scaled_square(a: torch.Tensor, b: float, c: float, *, config: GemmConfig | None = None) -> torch.Tensor:
     """b * A + c * A @ A for a symmetric A, by its lower triangle; rounds as ``torch.addmm(A, A, A, beta=b, alpha=c)``.
 
@@ -249,6 +252,7 @@ def symmetric_addmm(
     return _symmetric(a, b, add, alpha, beta, config)
 
 
+@eager
 def addmm(
     add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float, beta: float, config: GemmConfig | None = None
 ) -> torch.Tensor:

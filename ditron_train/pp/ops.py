@@ -11,6 +11,7 @@ from ditron_train.pp.lanes import Incoming, Receiver
 from ditron_train.pp.messages import BACKWARD, FORWARD, Header, num_bytes_of
 from ditron_train.pp.network import NetworkWork
 from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.events import StreamEvent, current_stream
 
@@ -21,6 +22,7 @@ _SENDS = (("send_next", FORWARD), ("send_prev", BACKWARD))
 _RECEIVES = (("recv_prev", FORWARD), ("recv_next", BACKWARD))
 
 
+@eager
 class Handle:
     """A message that was enqueued."""
 
@@ -82,6 +84,7 @@ class _Batch:
     handles: list[Handle] = field(default_factory=list)
 
 
+@eager
 def exchange(
     context: PipelineContext,
     *,

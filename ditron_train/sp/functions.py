@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
@@ -82,6 +83,7 @@ class LateWgrad:
         return compute
 
 
+@eager
 def late_wgrad(weight_qkv: torch.Tensor, weight_out: torch.Tensor) -> LateWgrad | None:
     """For the two projections of one attention, where both are trained and the gradient takes longer than what it hides."""
     if not (torch.is_grad_enabled() and weight_qkv.requires_grad and weight_out.requires_grad):
@@ -99,6 +101,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+@eager
 class _QkvProjection(torch.autograd.Function):
     """(q, k, v) = P(x W^T + c); see the module's table."""
 
@@ -159,6 +162,7 @@ class _QkvProjection(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, grad_late
 
 
+@eager
 class _OutputProjection(torch.autograd.Function):
     """y = P^T(o) W^T; see the module's table."""
 
@@ -203,6 +207,7 @@ class _OutputProjection(torch.autograd.Function):
         return grad_attended, grad_weight, None, None, None, None, None
 
 
+@eager
 class _Exchange(torch.autograd.Function):
     """P or its inverse, which is each other's backward."""
 
@@ -224,6 +229,7 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, None, *inverse(grads, **ctx.options))
 
 
+@eager
 def qkv_projection(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -264,6 +270,7 @@ def qkv_projection(
     )
 
 
+@eager
 def output_projection(
     attended: torch.Tensor,
     weight: torch.Tensor,
@@ -296,6 +303,7 @@ def output_projection(
     return _OutputProjection.apply(attended, weight, context, layout, row_table, wgrad or _plain_wgrad, late)
 
 
+@eager
 def heads_exchange(
     parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
@@ -303,6 +311,7 @@ def heads_exchange(
     return _Exchange.apply(True, context, layout, row_table, *parts)
 
 
+@eager
 def sequence_exchange(
     parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import DitronError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.records import note_error
 from ditron_train.runtime.settings import get_settings
@@ -252,6 +253,7 @@ class Channel:
         )
 
 
+@eager
 def check_all() -> None:
     """``check``s every live channel of this process whose arena is open."""
     for channel in list(_channels):

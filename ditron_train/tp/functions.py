@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ditron_train.runtime.eager import eager
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.ops import ag_gemm, can_copy, gemm_rs, start_all_gather, start_reduce_scatter
 
@@ -63,6 +64,7 @@ def _like_input(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return rows.view(-1, *x.shape[1:-1], rows.shape[-1]) if x.dim() > 2 else rows
 
 
+@eager
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, context, wgrad):
@@ -116,6 +118,7 @@ def _column_gradients(
     return grad_x.view_as(x), grad_weight
 
 
+@eager
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, context, wgrad):
@@ -139,6 +142,7 @@ class _RowLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
+@eager
 def column_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -165,6 +169,7 @@ def column_linear(
     return _like_input(_ColumnLinear.apply(x, weight, bias, context, wgrad or PlainWgrad()), x)
 
 
+@eager
 def row_linear(
     x: torch.Tensor, weight: torch.Tensor, *, context: TPContext, wgrad: Wgrad | None = None
 ) -> torch.Tensor:

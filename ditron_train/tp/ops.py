@@ -13,6 +13,7 @@ import torch
 
 from ditron_train.gemm.operands import padded_columns
 from ditron_train.gemm.ops import check_operands
+from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.versions import pip_command
 from ditron_train.stream.driver import has_driver
@@ -91,6 +92,7 @@ def _choose(op: Op, context: TPContext, m: int, n: int, k: int, dtype: torch.dty
     return choose(Problem(op, m, n, k, layout, dtype, context.world_size), context.machine)
 
 
+@eager
 def ag_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -142,6 +144,7 @@ def ag_gemm(
     return (y, prepared.gathered) if return_gathered else y
 
 
+@eager
 class StartedGather:
     """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are counted.
 
@@ -165,6 +168,7 @@ class StartedGather:
         return self._prepared.wait()[:, : self._num_columns]
 
 
+@eager
 def start_all_gather(
     x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None
 ) -> StartedGather:
@@ -191,11 +195,13 @@ def start_all_gather(
     return StartedGather(prepared, _sendable_rows(x), x.shape[-1], stream)
 
 
+@eager
 def all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None) -> torch.Tensor:
     """Rows of all ranks, [total rows, K], as a tensor of its own."""
     return start_all_gather(x, context=context, row_counts=row_counts).wait().clone()
 
 
+@eager
 def gemm_rs(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -259,6 +265,7 @@ def can_copy(context: TPContext) -> bool:
     return has_driver() or not context.is_cuda
 
 
+@eager
 class StartedReduceScatter:
     """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows.
 
@@ -283,6 +290,7 @@ class StartedReduceScatter:
         return self._out
 
 
+@eager
 def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedReduceScatter:
     """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current stream
     does next. One at a time: ``wait()`` before the next op of this context.

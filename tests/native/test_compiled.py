@@ -1,0 +1,142 @@
+"""Models inside code that is compiled: ours are called as they are, and what lies between them is compiled."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+import torch
+
+from ditron_train.testing.processes import run_workers_once
+
+pytest.importorskip("megatron.core")
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent.parent / "runtime")]
+import ep_workers  # noqa: E402
+import sp_workers  # noqa: E402
+import test_gpt  # noqa: E402
+import test_layers  # noqa: E402
+from counting_backend import CountingBackend  # noqa: E402
+
+CALLS = 2  # a second one finds what the first one compiled
+
+
+def _compile(module: torch.nn.Module, backend: CountingBackend) -> None:
+    """As ``module.compile()``."""
+    module._compiled_call_impl = backend.compile(module._call_impl)
+
+
+def _linear_layers(backend: CountingBackend) -> None:
+    """Forward and backward in one piece of code, against native layers uncompiled: sums of integers, exact in any order."""
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=2):
+        config = test_layers._config()
+        native = test_layers._run(*test_layers._layers(False, config, bias=True))
+        ours = test_layers._layers(True, config, bias=True)
+        run = backend.compile(test_layers._run)
+        for _ in range(CALLS):
+            for layer in ours:
+                layer.zero_grad()
+            test_layers._assert_equal(native, run(*ours))
+        test_layers._assert_ran_as_ops()
+
+
+def _tensor_parallel_gpt(backend: CountingBackend) -> None:
+    import ditron_train.megatron
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    with model_parallel(tensor_model_parallel_size=2):
+        ditron_train.megatron.apply()
+        model = test_gpt._model(test_gpt._config())
+        loss, gradients = test_gpt._loss_and_gradients(model)
+        _compile(model, backend)
+        for _ in range(CALLS):
+            model.zero_grad()
+            compiled_loss, compiled_gradients = test_gpt._loss_and_gradients(model)
+            assert compiled_loss == loss
+            assert all(torch.equal(compiled_gradients[name], gradient) for name, gradient in gradients.items())
+        assert test_gpt._num_op_shapes() == 5
+
+
+def _context_parallel_gpts(backend: CountingBackend) -> None:
+    with sp_workers.groups(2):
+        for kind, options in (("projections", {}), ("output", {"qk_layernorm": True, "normalization": "LayerNorm"})):
+            model = sp_workers.build(2, num_layers=1, **options)
+            expected = sp_workers.run(model, 2, 16)
+            assert sp_workers.num_fused_shapes(kind) == 1
+            _compile(model, backend)
+            for _ in range(CALLS):
+                sp_workers.assert_same_bits(sp_workers.run(model, 2, 16), expected)
+
+
+def _experts(backend: CountingBackend) -> None:
+    with ep_workers.groups(expert_model_parallel_size=2):
+        layer = ep_workers.build({}, ours=True)
+        x, grad = torch.randn(8, 2, 32), torch.randn(8, 2, 32)
+        expected = ep_workers.run_layer(layer, x, grad)
+        assert layer.token_dispatcher._ep_context is not None
+        _compile(layer, backend)
+        for _ in range(CALLS):
+            ep_workers.assert_equal(ep_workers.run_layer(layer, x, grad), expected)
+
+
+def _compiled(body, backend: str) -> tuple[int, set[str]]:
+    counting = CountingBackend(backend)
+    body(counting)
+    return counting.num_graphs, counting.traced
+
+
+@pytest.mark.parametrize(
+    ("body", "backend"),
+    [
+        (_linear_layers, "aot_eager"),
+        (_tensor_parallel_gpt, "eager"),
+        (_context_parallel_gpts, "aot_eager"),
+        (_experts, "aot_eager"),
+    ],
+)
+def test_bits_of_uncompiled_code(body, backend):
+    for outcome in run_workers_once(2, _compiled, body, backend, timeout_s=200):
+        assert outcome.ok, outcome.traceback
+        num_graphs, traced = outcome.value
+        assert num_graphs > 0 and not traced
+
+
+def _what_experts_get() -> int:
+    """Calls with new routings, whose tables pass from the dispatcher to the experts through compiled code; graphs made."""
+    import torch.distributed as dist
+
+    from ditron_train.ep import ExpertCall, begin_layout, get_ep_context
+    from ditron_train.megatron.ep_experts import TEGemm
+    from ditron_train.runtime.eager import eager
+
+    context, backend, given = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 2), CountingBackend(), []
+
+    @eager
+    def postprocess(x):
+        probs = torch.rand(8, 4, generator=torch.Generator().manual_seed(len(given)))
+        routing_map = torch.zeros(8, 4, dtype=torch.bool).scatter_(1, probs.topk(2).indices, True)
+        layout = begin_layout(routing_map, probs * routing_map, 32, torch.float32, context).finish()
+        return x, ExpertCall(layout, context, "descending", frozenset(), TEGemm(layout.tokens_per_expert.tolist()))
+
+    @eager
+    def experts(x, call):
+        given.append(call)
+        return x.clone()
+
+    def layer(x):
+        rows, call = postprocess(x * 2)
+        return experts(rows + 1, call) - 1
+
+    compiled = backend.compile(layer)
+    for _ in range(12):  # more than the compiler makes of one piece of code
+        assert torch.equal(compiled(torch.ones(8, 32)), layer(torch.ones(8, 32)))
+    assert len(given) == len(set(map(id, given))) == 24 and all(type(call) is ExpertCall for call in given)
+    return backend.num_graphs
+
+
+def test_nothing_is_compiled_again_for_another_routing():
+    for outcome in run_workers_once(2, _what_experts_get, timeout_s=100):
+        assert outcome.ok, outcome.traceback
+        assert outcome.value == 3
