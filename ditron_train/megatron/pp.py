@@ -4,8 +4,8 @@ A subclass of ``P2PCommunicator`` whose ``_communicate``, the one method behind 
 through ``ditron_train.pp``; signatures, timers and attributes are inherited. What differs for the better:
 
 - A send does not hold up the stream that computes, with or without ``overlap_p2p_comm``: the storage of what is sent is
-  kept until it is out, so freeing it right after the call (``deallocate_pipeline_outputs``) is safe. With CUDA graphs, whose
-  static buffers the next replay overwrites, the stream does wait.
+  kept until it is out, so freeing it right after the call (``deallocate_pipeline_outputs``) is safe. With CUDA graphs, those of
+  torch.compile too, whose static buffers the next replay overwrites, the stream does wait.
 - What is received is used where the copy engine put it, without a copy of its own (not with CUDA graphs, offloading, or
   expert-parallel overlap, which resize it or use it on other streams).
 - No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node.
@@ -26,6 +26,7 @@ from ditron_train.megatron.routing import log_native
 from ditron_train.policy import decide
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import Header, num_bytes_of
+from ditron_train.runtime.device import replays_compiled_graphs
 from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
@@ -110,8 +111,9 @@ class DitronP2PCommunicator(P2PCommunicator):
         names = [name for name in ("recv_prev", "recv_next") if name in handles]
         received = {name: handles[name].tensor.requires_grad_(True) for name in names}
         if wait_on_reqs:
+            join_sends = self._join_sends or replays_compiled_graphs(context.device)
             for name, handle in handles.items():
-                if name in received or self._join_sends:
+                if name in received or join_sends:
                     handle.wait()
         return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else handles
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+import sys
 from functools import lru_cache
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "is_interpreter",
     "kernel_target",
     "num_sms",
+    "replays_compiled_graphs",
     "with_index",
 ]
 
@@ -36,6 +38,13 @@ def is_interpreter() -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether what is enqueued now goes into a CUDA graph. Replays see the addresses of now and none of the host's work."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def replays_compiled_graphs(device: torch.device) -> bool:
+    """Whether ``torch.compile(mode="reduce-overhead")`` has made CUDA graphs on ``device``, which has an index: what one of them
+    returned is overwritten by a later replay, whoever still holds it."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # loaded by the first of them
+    return trees is not None and device.type == "cuda" and trees.get_manager(device.index, False) is not None
 
 
 def with_index(device: torch.device | str) -> torch.device:
