@@ -1,0 +1,131 @@
+"""Transformer layers and pipeline messages in code that torch.compile has compiled: native's bits, forward and backward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+pytest.importorskip("megatron.core")
+
+HIDDEN, TOKENS = 1024, 512
+STEPS = 4  # of CUDA graphs: one to warm up, one that is captured, replays
+MESSAGE = 32 << 20  # elements, whose copy takes longer than the kernel that writes them anew
+
+
+@pytest.fixture(autouse=True)
+def _wherever_bits_are_equal(monkeypatch):
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def tensor_parallel(device, own_gpus):
+    """Megatron's groups: tensor parallel over all ranks."""
+    from megatron.core import parallel_state
+
+    import ditron_train.megatron
+    from ditron_train.megatron.routing import forget_routes
+    from ditron_train.testing import megatron_cpu
+
+    if dist.get_world_size() == 1:
+        pytest.skip("needs at least 2 GPUs")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    megatron_cpu.allow_torch_norm_with_sequence_parallel()
+    yield
+    ditron_train.megatron.restore()
+    forget_routes()
+    megatron_cpu.uninstall()
+    parallel_state.destroy_model_parallel()
+
+
+def _layer(use_te: bool, ours: bool) -> torch.nn.Module:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    import ditron_train.megatron
+    from ditron_train.testing import megatron_cpu
+
+    megatron_cpu.seed(1)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=8, add_bias_linear=False, gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=dist.get_world_size(), sequence_parallel=True, params_dtype=torch.bfloat16, bf16=True,
+        normalization="RMSNorm", attention_dropout=0.0, hidden_dropout=0.0, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    if use_te:
+        spec = specs.get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    return build_module(ditron_train.megatron.apply(spec) if ours else spec, config=config, layer_number=1).cuda()
+
+
+def _step(layer: torch.nn.Module, mask: torch.Tensor | None, seed: int) -> dict[str, torch.Tensor]:
+    """Output and all gradients of a forward and a backward."""
+    generator = torch.Generator(device="cuda").manual_seed(100 * seed + dist.get_rank())
+    shape = (TOKENS // dist.get_world_size(), 2, HIDDEN)
+    x, grad = (torch.randn(shape, generator=generator, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    torch.compiler.cudagraph_mark_step_begin()
+    layer.zero_grad()
+    y, _ = layer(x.requires_grad_(), attention_mask=mask)
+    y.backward(grad)
+    found = {"y": y.detach(), "dx": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("use_te", [False, True], ids=["local", "te"])
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=["default", "graphs"])
+def test_transformer_layer(tensor_parallel, all_equal, use_te, options, monkeypatch):
+    """Both compiled alike: what lies between parallel layers may be rounded in another way than uncompiled."""
+    from ditron_train.megatron.routing import _routes
+
+    if use_te:
+        pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    mask = None if use_te else torch.ones(TOKENS, TOKENS, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    layers = [_layer(use_te, ours) for ours in (False, True)]
+    for layer in layers:
+        layer.compile(**options)
+    for seed in range(STEPS if options else 2):
+        native, ours = (_step(layer, mask, seed) for layer in layers)
+        for name, expected in native.items():
+            assert all_equal(ours[name], expected), (seed, name)
+    assert len(_routes) == 4 and all(context is not None for context in _routes.values())
+
+
+def test_messages_that_later_replays_overwrite(device, all_equal, own_gpus):
+    """The first rank sends what a replay has made, and replays at once."""
+    if dist.get_world_size() != 2:
+        pytest.skip("has two stages")
+    from megatron.core.transformer import TransformerConfig
+
+    from ditron_train.megatron.pp import DitronP2PCommunicator
+    from ditron_train.pp import close_pipeline_contexts
+
+    config = TransformerConfig(
+        num_layers=2, hidden_size=128, num_attention_heads=2, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16
+    )
+    communicator = DitronP2PCommunicator(dist.group.WORLD, config)
+    make = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
+    start, received = torch.arange(MESSAGE, device="cuda").bfloat16(), []
+    for _ in range(STEPS):
+        make(start)
+    torch.cuda.synchronize()
+    dist.barrier()
+    for index in range(STEPS):
+        sent = make(start + index) if dist.get_rank() == 0 else None
+        tensor, _, _ = communicator._communicate(
+            tensor_send_next=sent, tensor_send_prev=None, recv_prev=dist.get_rank() == 1, recv_next=False, tensor_shape=(MESSAGE,)
+        )
+        received.append(tensor)
+    for index, tensor in enumerate(received):
+        expected = (start + index) * 2 + 1
+        assert all_equal(expected if tensor is None else tensor.detach(), expected), index
+    received.clear()
+    dist.barrier()
+    close_pipeline_contexts()
