@@ -359,8 +359,7 @@ def test_a_recorded_op_says_that_a_peer_is_late(device, monkeypatch, launched, o
     context.synchronize()
     before = launched[0]
     assert before > 0 and any(isinstance(key[0], _OPS[op]) for key in context._recorded._recordings)  # not its sends alone
-    dist.barrier()
-    if rank == 0:
+    if rank == 0:  # at once: a collective's memory in between may take the address that the result had
         with pytest.raises(PeerTimeoutError, match="tp.gather" if op == "ag_gemm" else "tp.reduce_scatter"):
             y = run()
             assert launched[0] == before + 1
