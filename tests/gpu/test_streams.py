@@ -197,8 +197,9 @@ def test_counts_do_not_wait_for_the_rows_of_another_microbatch(expert_parallel, 
     layouts = [_begin(context, seed=seed).finish() for seed in range(2)]
     x = [values(_TOKENS, _HIDDEN, seed=seed, device=device) for seed in range(2)]
     expected = [dispatch(*pair, context)[0] for pair in zip(x, layouts)]
-    with torch.cuda.stream(streams[1]):  # to allocate memory may take until the device is idle: now, not then
-        _begin(context, seed=1).finish()
+    for stream in streams:  # each has memory now: to be given some may take until the device is idle
+        with torch.cuda.stream(stream):
+            dispatch(x[1], _begin(context, seed=1).finish(), context)
     settle()
     moved = torch.cuda.Event()
     with torch.cuda.stream(streams[0]):
