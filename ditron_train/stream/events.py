@@ -8,7 +8,7 @@ import torch
 
 from ditron_train.stream import driver
 
-__all__ = ["EventPool", "StreamEvent", "current_handle", "current_stream"]
+__all__ = ["EventPool", "StreamEvent", "current_handle", "current_stream", "stream_of"]
 
 _streams: dict[int, torch.cuda.Stream] = {}
 
@@ -25,6 +25,16 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     if stream is None or stream.device != device:
         stream = _streams[handle] = torch.cuda.current_stream(device)
     return stream
+
+
+def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU that the driver knows by ``handle``.
+
+    The default stream's is 0, for which ``torch.cuda.ExternalStream`` gives some stream of torch's pool: without ``cuda-bindings``
+    the ops were ordered behind and before that one instead, and results were wrong wherever the GPU was late (H200s that other
+    processes used, too: 140 of 160 tensors).
+    """
+    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 class StreamEvent:

@@ -16,7 +16,7 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.records import records_of
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
-from ditron_train.stream.events import current_handle
+from ditron_train.stream.events import current_handle, stream_of
 from ditron_train.stream.recorded import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
@@ -131,8 +131,8 @@ class OpContext:
     def _order(self, first: int, event: Any, second: int) -> None:
         """Holds stream ``second`` until what is enqueued on ``first`` now is done."""
         if isinstance(event, torch.cuda.Event):
-            event.record(torch.cuda.ExternalStream(first, self.device))
-            torch.cuda.ExternalStream(second, self.device).wait_event(event)
+            event.record(stream_of(first, self.device))
+            stream_of(second, self.device).wait_event(event)
         else:
             driver.event_record(event, first)
             driver.stream_wait_event(second, event)
