@@ -75,7 +75,7 @@ class EPContext:
 
     The buffer for rows is one for both directions and for all layers of the group, whatever their experts: it lives only inside
     an op, guarded by the start signals. So ops that move rows run one after another, on whichever streams they are called, and so
-    do exchanges of counts, which have buffers of their own: those of one microbatch go beside the rows of another. Sizes are
+    do exchanges of counts, which have buffers of their own and do not wait for the rows of another microbatch. Sizes are
     exact: the largest need of any rank, which every rank learns from the exchanged counts, so growing it needs no agreement.
 
     Args:
