@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import time
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 HIDDEN, TOKENS = 1024, 512
 STEPS = 4  # of CUDA graphs: one to warm up, one that is captured, replays
-MESSAGE = 32 << 20  # elements, whose copy takes longer than the kernel that writes them anew
+NUM_MESSAGES = 20  # more than there are slots: the last ones are copied when the receiver has taken the first
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_transformer_layer(tensor_parallel, all_equal, use_te, options, monkeypa
 
 
 def test_messages_that_later_replays_overwrite(device, all_equal, own_gpus):
-    """The first rank sends what a replay has made, and replays at once."""
+    """The first rank sends what a replay has made, and replays at once; the second one receives late."""
     if dist.get_world_size() != 2:
         pytest.skip("has two stages")
     from megatron.core.transformer import TransformerConfig
@@ -112,15 +112,17 @@ def test_messages_that_later_replays_overwrite(device, all_equal, own_gpus):
     )
     communicator = DitronP2PCommunicator(dist.group.WORLD, config)
     make = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
-    start, received = torch.arange(MESSAGE, device="cuda").bfloat16(), []
+    start, received = torch.arange(1 << 20, device="cuda").remainder(64).bfloat16(), []  # exact, and no two messages are alike
     for _ in range(STEPS):
         make(start)
     torch.cuda.synchronize()
     dist.barrier()
-    for index in range(STEPS):
+    for index in range(NUM_MESSAGES):
+        if index == 1 and dist.get_rank() == 1:  # the first one meets the other rank
+            time.sleep(0.3)
         sent = make(start + index) if dist.get_rank() == 0 else None
         tensor, _, _ = communicator._communicate(
-            tensor_send_next=sent, tensor_send_prev=None, recv_prev=dist.get_rank() == 1, recv_next=False, tensor_shape=(MESSAGE,)
+            tensor_send_next=sent, tensor_send_prev=None, recv_prev=dist.get_rank() == 1, recv_next=False, tensor_shape=start.shape
         )
         received.append(tensor)
     for index, tensor in enumerate(received):
