@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ pytest.importorskip("megatron.core")
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent.parent / "runtime")]
 import ep_workers  # noqa: E402
 import sp_workers  # noqa: E402
-import test_gpt  # noqa: E402
 import test_layers  # noqa: E402
 from counting_backend import CountingBackend  # noqa: E402
 
@@ -42,23 +42,6 @@ def _linear_layers(backend: CountingBackend) -> None:
         test_layers._assert_ran_as_ops()
 
 
-def _tensor_parallel_gpt(backend: CountingBackend) -> None:
-    import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
-
-    with model_parallel(tensor_model_parallel_size=2):
-        ditron_train.megatron.apply()
-        model = test_gpt._model(test_gpt._config())
-        loss, gradients = test_gpt._loss_and_gradients(model)
-        _compile(model, backend)
-        for _ in range(CALLS):
-            model.zero_grad()
-            compiled_loss, compiled_gradients = test_gpt._loss_and_gradients(model)
-            assert compiled_loss == loss
-            assert all(torch.equal(compiled_gradients[name], gradient) for name, gradient in gradients.items())
-        assert test_gpt._num_op_shapes() == 5
-
-
 def _context_parallel_gpts(backend: CountingBackend) -> None:
     with sp_workers.groups(2):
         for kind, options in (("projections", {}), ("output", {"qk_layernorm": True, "normalization": "LayerNorm"})):
@@ -81,26 +64,19 @@ def _experts(backend: CountingBackend) -> None:
             ep_workers.assert_equal(ep_workers.run_layer(layer, x, grad), expected)
 
 
-def _compiled(body, backend: str) -> tuple[int, set[str]]:
-    counting = CountingBackend(backend)
-    body(counting)
-    return counting.num_graphs, counting.traced
+def _compiled(*bodies: Callable[[CountingBackend], None]) -> dict[str, tuple[int, set[str]]]:
+    outcomes = {}
+    for body in bodies:
+        backend = CountingBackend("aot_eager")
+        body(backend)
+        outcomes[body.__name__] = backend.num_graphs, backend.traced
+    return outcomes
 
 
-@pytest.mark.parametrize(
-    ("body", "backend"),
-    [
-        (_linear_layers, "aot_eager"),
-        (_tensor_parallel_gpt, "eager"),
-        (_context_parallel_gpts, "aot_eager"),
-        (_experts, "aot_eager"),
-    ],
-)
-def test_bits_of_uncompiled_code(body, backend):
-    for outcome in run_workers_once(2, _compiled, body, backend, timeout_s=200):
+def test_bits_of_uncompiled_code():
+    for outcome in run_workers_once(2, _compiled, _linear_layers, _context_parallel_gpts, _experts, timeout_s=280):
         assert outcome.ok, outcome.traceback
-        num_graphs, traced = outcome.value
-        assert num_graphs > 0 and not traced
+        assert len(outcome.value) == 3 and all(num_graphs > 0 and not traced for num_graphs, traced in outcome.value.values())
 
 
 def _what_experts_get() -> int:

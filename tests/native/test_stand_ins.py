@@ -181,7 +181,7 @@ class Layer:
     forward.__module__ = native.__name__
 
 
-for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
+for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"):
     setattr(native, name, type(name, (Layer,), {}))
 from ditron_train.megatron import tp_te
 
