@@ -186,7 +186,7 @@ def allocation_of(address: int) -> int | None:
 
 
 def stream_create() -> int:
-    """A stream of the current device that nobody else has, as its handle; torch deals out 32 in turn."""
+    """A stream of the current device that nobody else has, as its handle (``stream.events.own_stream``)."""
     result = _require().cuStreamCreate(_STREAM_NON_BLOCKING)
     _check(result)
     return int(result[1])

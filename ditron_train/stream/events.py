@@ -8,7 +8,7 @@ import torch
 
 from ditron_train.stream import driver
 
-__all__ = ["EventPool", "StreamEvent", "current_handle", "current_stream", "stream_of"]
+__all__ = ["EventPool", "StreamEvent", "current_handle", "current_stream", "own_stream", "stream_of"]
 
 _streams: dict[int, torch.cuda.Stream] = {}
 
@@ -35,6 +35,16 @@ def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
     processes used, too: 140 of 160 tensors).
     """
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of a GPU that nobody else has. torch has 32 of each priority, and deals them out again and again, to NCCL, too.
+
+    Raises:
+        NotSupportedError: ``cuda-bindings`` is missing.
+    """
+    with torch.cuda.device(device):
+        return torch.cuda.ExternalStream(driver.stream_create(), device)
 
 
 class StreamEvent:

@@ -16,7 +16,7 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.records import records_of
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
-from ditron_train.stream.events import current_handle, stream_of
+from ditron_train.stream.events import current_handle, own_stream, stream_of
 from ditron_train.stream.recorded import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
@@ -223,8 +223,7 @@ class OpContext:
 @lru_cache(maxsize=None)
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Where ops are recorded; nothing runs on it."""
-    with torch.cuda.device(device):
-        return torch.cuda.ExternalStream(driver.stream_create(), device)
+    return own_stream(device)
 
 
 def _fork_join_events(device: torch.device) -> tuple[Any, Any]:

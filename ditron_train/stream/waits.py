@@ -22,6 +22,7 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.stream import driver
+from ditron_train.stream.events import own_stream
 from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import cyclic_difference
 
@@ -152,7 +153,7 @@ class _Watchdog:
         device = channel.arena.device
         with self._lock:
             if device not in self._release_streams:
-                self._release_streams[device] = torch.cuda.Stream(device, priority=-1)
+                self._release_streams[device] = own_stream(device)  # one of torch's may be one that waits
             if len(self._waits) >= _SLOTS:
                 raise NotSupportedError(f"more than {_SLOTS} stream waits in flight")
             slot = self._next_slot()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import DitronError, PeerTimeoutError
-from ditron_train.stream import waits
+from ditron_train.stream import events, waits
 from ditron_train.testing.processes import run_workers
 
 
@@ -252,6 +253,21 @@ def test_a_wait_that_takes_long_keeps_its_slot():
     assert first not in watchdog._slots_in_use
 
 
+def test_waits_are_released_on_a_stream_that_nobody_else_has(monkeypatch):
+    """torch deals 32 out again and again: a release on the one that waits, or one that waits for it, would wait as well."""
+    watchdog, channel, asked = _watchdog_without_a_gpu(), _FakeChannel(), []
+    watchdog._words, watchdog._release_streams = torch.from_numpy(watchdog._progress), {}
+    device = torch.device("cuda", 1)
+    channel.arena = types.SimpleNamespace(device=device)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(asked.append(device)))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"stream {handle} of {device}")
+    monkeypatch.setattr(events.driver, "stream_create", lambda: 77)
+    monkeypatch.setattr(waits.driver, "stream_memory_ops", lambda stream, operations: None)
+    for epoch in (1, 2):
+        watchdog.guard(channel, 0, epoch, 1, 0, types.SimpleNamespace(cuda_stream=7), None)
+    assert watchdog._release_streams == {device: "stream 77 of cuda:1"} and asked == [device]
+
+
 @pytest.mark.parametrize("in_host_memory", [True, False])
 def test_what_a_guarded_wait_puts_onto_the_stream(monkeypatch, in_host_memory):
     """Run here as the stream would: begun, the wait, and done where the flag itself cannot say so."""
@@ -259,11 +275,12 @@ def test_what_a_guarded_wait_puts_onto_the_stream(monkeypatch, in_host_memory):
     watchdog._words, watchdog._release_streams = torch.from_numpy(watchdog._progress), {}
     channel.arena = types.SimpleNamespace(device=torch.device("cpu"))
     enqueued: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(waits, "own_stream", lambda device: None)
     monkeypatch.setattr(waits.driver, "stream_memory_ops", lambda stream, operations: enqueued.extend(operations))
     address = ctypes.addressof(flag)
     for epoch in (1, 2):
-        watchdog.guard(channel, address, epoch, 1, 0, torch.cuda.Stream(), address if in_host_memory else None)
+        stream = types.SimpleNamespace(cuda_stream=7)
+        watchdog.guard(channel, address, epoch, 1, 0, stream, address if in_host_memory else None)
     assert [kind for kind, _, _ in enqueued] == ["write", "wait", *([] if in_host_memory else ["write"])] * 2
     assert [(at, value) for kind, at, value in enqueued if kind == "wait"] == [(address, 1), (address, 2)]
     for kind, at, value in enqueued:
