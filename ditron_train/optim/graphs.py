@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ditron_train.optim.products import ProductPlan, newton_schulz_step
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
-from ditron_train.stream import driver
+from ditron_train.runtime.versions import pip_command
+from ditron_train.stream.driver import has_driver
+from ditron_train.stream.events import own_stream
 
 __all__ = ["MAX_GRAPH_ELEMENTS", "StepGraph", "make_graph", "step_graph"]
 
@@ -38,9 +41,7 @@ class _Captures:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        if driver.has_driver():
-            self._stream = torch.cuda.ExternalStream(driver.stream_create(), device)
+        self._stream = own_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         matrix = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
         torch.mm(matrix, matrix)  # cuBLAS itself cannot be made in a capture
@@ -103,7 +104,8 @@ class StepGraph:
             raise RuntimeError("the captured products have other bits")
 
     def replay(self) -> torch.Tensor:
-        """Enqueues the steps on what ``storage`` holds; the next replay overwrites the result [m, n]."""
+        """Enqueues the steps on what ``storage`` holds. The next replay on this stream overwrites the result [m, n], whatever its
+        shape: what another graph needs meanwhile may lie there."""
         self._graph.replay()
         return self._result
 
@@ -113,6 +115,8 @@ def make_graph(
 ) -> StepGraph | None:
     """``StepGraph``, or None with one log line where it cannot be made."""
     try:
+        if not has_driver():  # a stream of torch's has other users, and with them one workspace of cuBLAS
+            raise NotSupportedError(f"a stream of its own needs cuda-bindings: {pip_command('cuda-bindings')}")
         with torch.cuda.device(device):
             return StepGraph(m, n, dtype, device, is_view, coefficients, plan)
     except RuntimeError as error:

@@ -155,8 +155,8 @@ def newton_schulz(
         eps: Lower bound of the norm: a zero gradient gives a zero factor.
         dtype: Type of the products; bf16 is what "medium" precision means.
         mode: See ``plan_products``.
-        borrow: Whether the result may be memory of a CUDA graph, which the next call for this shape on this stream
-            overwrites: saves a copy of small matrices.
+        borrow: Whether the result may be memory of a CUDA graph, which the next call on this stream overwrites, whatever its
+            shape: saves a copy of small matrices.
         form: ``steps`` as native; ``gram`` iterates on the Gram matrix of matrices at least twice as long as wide, with
             fp16 in place of bf16 (see ``variants.gram_form``): less work, other bits.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.optim import Muon, addmm, gram, newton_schulz, scaled_square
+from ditron_train.optim import Muon, addmm, gram, graphs, newton_schulz, plans, scaled_square
 from ditron_train.optim.graphs import make_graph
 from ditron_train.optim.products import ProductPlan, addmm_choices, symmetric_choices
 from ditron_train.testing import reference_muon as reference
@@ -99,6 +99,15 @@ def test_graphs_do_not_write_into_workspaces_that_were_let_go_of():
     for graph, result in zip(made, expected):
         assert torch.equal(graph.replay(), result)
     assert all(bool((other == 7).all()) for other in others)
+
+
+def test_without_cuda_bindings_small_steps_are_single_launches(monkeypatch):
+    """A graph would be captured on one of torch's streams, which shares cuBLAS's workspace with whoever else has it."""
+    monkeypatch.setattr(graphs, "has_driver", lambda: False)
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(graphs, "_graphs", {})
+    assert equal_to_reference((256, 512), 1) and equal_to_reference((512, 256), 2)
+    assert not any(plan.use_graph for plan in plans._plans.values()) and not graphs._graphs
 
 
 def test_small_steps_inside_a_captured_graph():
