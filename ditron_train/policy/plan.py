@@ -22,6 +22,7 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import SETTINGS, get_settings
 from ditron_train.runtime.tuning import named_table
 from ditron_train.runtime.versions import find_versions
+from ditron_train.stream.driver import has_driver
 
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
 
@@ -63,6 +64,8 @@ def fingerprint() -> dict[str, Any]:
         found["cuda"] = torch.version.cuda
         found["driver"] = driver_version()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if not has_driver():  # linear layers multiply by other kernels then, whose bits nobody has compared
+            found["copy engines"] = "out of use (cuda-bindings is missing)"
     else:
         found["device"] = platform.machine()
     found.update({name: os.environ[name] for name in _VARIABLES if name in os.environ})

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy import check_plan, decide, forget_plans, switches
+from ditron_train.policy import plan as plan_module
 from ditron_train.policy import probe as probe_module
 from ditron_train.policy.decide import _judge
 from ditron_train.policy.plan import Entry, Plan, fingerprint, load_plan
@@ -287,6 +288,24 @@ def test_stale_plan_names_what_changed(tmp_path):
     path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": made_with, "decisions": {}}))
     with pytest.raises(SettingError, match=f"torch was 1.2.3, is {torch.__version__.split('+')[0]}"):
         load_plan(path)
+
+
+def test_a_plan_made_with_cuda_bindings_is_not_taken_without_them(tmp_path, monkeypatch):
+    """With them cuBLAS multiplies column layers' gradients, else the GEMM that stores to peers: other bits at some shapes."""
+    path = tmp_path / "plan.json"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28))
+    monkeypatch.setattr(plan_module, "driver_version", lambda: "580")
+    for first, other in ((True, False), (False, True)):
+        path.unlink(missing_ok=True)
+        monkeypatch.setattr(plan_module, "has_driver", lambda has=first: has)
+        Plan(path, {}).add("tp op on 2 ranks (strict)", Entry(True, "faster", True, 2.0, 1.0))
+        assert len(load_plan(path).entries) == 1
+        monkeypatch.setattr(plan_module, "has_driver", lambda has=other: has)
+        with pytest.raises(SettingError, match="copy engines was .*cuda-bindings is missing"):
+            load_plan(path)
 
 
 def test_a_plan_is_of_one_way_to_move_data_and_one_tuning_table(tmp_path, monkeypatch):
