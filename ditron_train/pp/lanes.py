@@ -180,6 +180,7 @@ class Sender:
             # would otherwise keep every message of a step alive.
             old = self._held.popleft()
             old.event.hold(old.sent_from)
+            old.tensor.record_stream(old.sent_from)  # which need not be the one that it was allocated on
         return event
 
     def forget_loans(self) -> None:

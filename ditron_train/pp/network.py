@@ -41,21 +41,15 @@ class NetworkWork:
     def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
         self._works = works
         self.tensors = tensors  # kept until the batch is complete
-        self._stream = self._current_stream()
 
     def wait(self) -> None:
         """Orders what follows on the current stream behind the batch."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
-        stream = self._current_stream()
-        if stream is not self._stream:  # which does not wait
-            for tensor in self.tensors:
-                tensor.record_stream(stream)
-
-    def _current_stream(self) -> torch.cuda.Stream | None:
-        device = self.tensors[0].device
-        return current_stream(device) if device.type == "cuda" else None
+        for tensor in self.tensors:  # they may have been allocated on another stream, which does not wait
+            if tensor.device.type == "cuda":
+                tensor.record_stream(current_stream(tensor.device))
 
     def is_completed(self) -> bool:
         """Whether the batch is over (no wait)."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ditron_train.ep import EPContext, begin_layout, combine, dispatch, dispatch_ahead
 from ditron_train.ep.ops import begin_combine
 from ditron_train.pp import PipelineContext, exchange
-from ditron_train.pp.messages import Header
+from ditron_train.pp.messages import FORWARD, Header
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import TPContext, ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
 
@@ -263,6 +263,36 @@ def test_memory_of_a_combine_that_is_finished_on_another_stream(expert_parallel,
     context.check()
     assert all_equal(found, expected)
     del spoiled
+
+
+def test_memory_of_messages_that_was_allocated_on_another_stream(group, streams, device, all_equal):
+    """Of more messages than are kept alive: the stream that sends waits for the oldest, the one of its memory does not."""
+    context, (first, second) = PipelineContext(group, device, num_slots=6), streams
+    context.reserve(_MESSAGE_BYTES)
+    header = Header((_MESSAGE_BYTES,), torch.uint8)
+    settle()
+    hold_up(context.local_senders[FORWARD]._stream)
+    handles = []
+    for number in range(4):
+        with torch.cuda.stream(first if number < 2 else second):
+            tensor = torch.full((_MESSAGE_BYTES,), 1 + number, dtype=torch.uint8, device=device)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            handles.append(exchange(context, send_next=tensor, recv_prev=header, lend=False)["recv_prev"])
+        if number == 1:
+            first.wait_stream(second)
+        del tensor
+    with torch.cuda.stream(first):
+        spoiled = [torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(8)]
+    with torch.cuda.stream(second):
+        for handle in handles:
+            handle.wait()
+    torch.cuda.synchronize()
+    found = torch.stack([handle.tensor for handle in handles])
+    expected = torch.arange(1, 5, dtype=torch.uint8, device=device)[:, None].expand_as(found)
+    assert len(spoiled) == 8 and all_equal(found, expected)
+    settle()
+    context.close()
 
 
 @pytest.mark.parametrize("prefetched", [False, True])

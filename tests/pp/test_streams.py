@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ditron_train.pp import lanes, network
-from ditron_train.pp.lanes import Receiver
+from ditron_train.pp.lanes import Receiver, Sender
 from ditron_train.pp.messages import Header
 from ditron_train.pp.network import NetworkWork
 
@@ -51,12 +51,25 @@ class _Tensor:
 
 
 def test_a_batch_that_is_waited_for_elsewhere_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream that it was allocated on does not wait, and would have it again."""
+    """The stream that it was allocated on, which only its allocator knows, does not wait, and would have it again."""
     current = ["a"]
     monkeypatch.setattr(network, "current_stream", lambda device: current[0])
-    same, other = _Tensor(), _Tensor()
-    works = [NetworkWork([], [same]), NetworkWork([], [other])]
+    one, another = _Tensor(), _Tensor()
+    works = [NetworkWork([], [one]), NetworkWork([], [another])]
     works[0].wait()
     current[0] = "b"
     works[1].wait()
-    assert (same.used_on, other.used_on) == ([], ["b"])
+    assert (one.used_on, another.used_on) == (["a"], ["b"])
+
+
+def test_memory_of_messages_that_are_kept_no_longer_is_known_to_be_in_use() -> None:
+    """The stream that sent one waits for its copy then; the one that it was allocated on would have it again."""
+    log: list[str] = []
+    channel = SimpleNamespace(arena=SimpleNamespace(device=CPU))
+    sender = Sender(channel, SimpleNamespace(loans=(0, 0)), 0, 1)
+    sender._events = _Events(log)
+    tensors = [_Tensor() for _ in range(4)]
+    for tensor in tensors:
+        sender._hold(tensor, "side", "a")
+    assert log == ["a waits for side"] * 2
+    assert [tensor.used_on for tensor in tensors] == [["a"], ["a"], [], []]
