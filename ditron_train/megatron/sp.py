@@ -37,6 +37,7 @@ from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import SPContext, late_wgrad
+from ditron_train.stream.kept import KeptTensor
 
 __all__ = ["DitronDotProductAttention", "DitronMLASelfAttention", "DitronSelfAttention", "class_map", "stop"]
 
@@ -94,7 +95,7 @@ def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
     """What the native softmax masks by where it gets no mask, on the tensors' own device: True above the diagonal."""
     if is_capturing(device):
         return _new_causal_mask(length, device)  # a graph's own: it is filled by replays, and none that is kept outlives it
-    return _kept_causal_mask(length, device)
+    return _kept_causal_mask(length, device).get()
 
 
 def _new_causal_mask(length: int, device: torch.device) -> torch.Tensor:
@@ -102,7 +103,9 @@ def _new_causal_mask(length: int, device: torch.device) -> torch.Tensor:
         return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
 
 
-_kept_causal_mask = functools.lru_cache(maxsize=2)(_new_causal_mask)
+@functools.lru_cache(maxsize=2)
+def _kept_causal_mask(length: int, device: torch.device) -> KeptTensor:
+    return KeptTensor(_new_causal_mask(length, device))
 
 
 @eager
@@ -184,17 +187,17 @@ def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 class _TablesOf:
     """Whole tables by the identity of the local ones, for as long as those live (tensors compare by value)."""
 
-    _entries: dict[int, tuple[Any, torch.Tensor]] = {}
+    _entries: dict[int, tuple[Any, KeptTensor]] = {}
 
     @classmethod
     def get(cls, local: torch.Tensor) -> torch.Tensor | None:
         entry = cls._entries.get(id(local))
-        return entry[1] if entry is not None and entry[0]() is local else None
+        return entry[1].get() if entry is not None and entry[0]() is local else None
 
     @classmethod
     def put(cls, local: torch.Tensor, whole: torch.Tensor) -> None:
         key = id(local)
-        cls._entries[key] = (weakref.ref(local, lambda _: cls._entries.pop(key, None)), whole)
+        cls._entries[key] = (weakref.ref(local, lambda _: cls._entries.pop(key, None)), KeptTensor(whole))
 
     @classmethod
     def clear(cls) -> None:

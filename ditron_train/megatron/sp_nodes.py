@@ -91,7 +91,8 @@ class NodesContext:
         if row_table is None:
             if num_rows not in self._tables:
                 rows = [torch.from_numpy(global_rows(rank, self.world_size, num_rows)) for rank in range(self.world_size)]
-                self._tables[num_rows] = self._by_rail(torch.stack(rows).to(self.node.device, torch.int32))
+                # The copy to the device comes last: the host waits for it, so every stream may use the table from then on.
+                self._tables[num_rows] = self._by_rail(torch.stack(rows).to(torch.int32)).to(self.node.device)
             return self._tables[num_rows]
         return self._by_rail(row_table)
 

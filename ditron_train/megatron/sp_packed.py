@@ -8,6 +8,7 @@ import torch
 
 from ditron_train.runtime.device import is_capturing
 from ditron_train.sp import packed_rows
+from ditron_train.stream.kept import KeptTensor
 
 __all__ = ["OneRank", "starts_of", "table_of", "why_not_packed"]
 
@@ -45,7 +46,7 @@ def starts_of(packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return query, query if key is None else key
 
 
-_last_table: list[tuple[Any, int, tuple[int, int], torch.Tensor]] = []
+_last_table: list[tuple[Any, int, tuple[int, int], KeptTensor]] = []
 
 
 def table_of(packed: Any, world_size: int, num_local_rows: int) -> torch.Tensor:
@@ -56,8 +57,8 @@ def table_of(packed: Any, world_size: int, num_local_rows: int) -> torch.Tensor:
     if starts.is_inference() or is_capturing(starts.device):
         return packed_rows(starts, world_size, num_local_rows)
     if _last_table and _last_table[0][0] is starts and _last_table[0][1:3] == (starts._version, sizes):
-        return _last_table[0][3]
+        return _last_table[0][3].get()
     with torch.inference_mode(False):
         table = packed_rows(starts, world_size, num_local_rows)
-    _last_table[:] = [(starts, starts._version, sizes, table)]
+    _last_table[:] = [(starts, starts._version, sizes, KeptTensor(table))]
     return table

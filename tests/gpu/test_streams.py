@@ -16,6 +16,7 @@ from ditron_train.ep.ops import begin_combine
 from ditron_train.pp import PipelineContext, exchange
 from ditron_train.pp.messages import FORWARD, Header
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.stream.kept import KeptTensor
 from ditron_train.tp import TPContext, ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
@@ -293,6 +294,22 @@ def test_memory_of_messages_that_was_allocated_on_another_stream(group, streams,
     assert len(spoiled) == 8 and all_equal(found, expected)
     settle()
     context.close()
+
+
+def test_a_kept_tensor_is_used_behind_what_made_it(streams, device):
+    first, second = streams
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(_CYCLES)
+        table = KeptTensor(torch.ones(1 << 20, device=device))
+    with torch.cuda.stream(second):
+        found = 2 * table.get()
+        torch.cuda._sleep(_CYCLES)
+        later = 3 * table.get()
+    del table  # as a newer one takes its place
+    with torch.cuda.stream(first):
+        spoiled = [torch.zeros(1 << 20, device=device) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert len(spoiled) == 4 and bool((found == 2).all()) and bool((later == 3).all())
 
 
 @pytest.mark.parametrize("prefetched", [False, True])

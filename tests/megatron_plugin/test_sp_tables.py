@@ -1,0 +1,76 @@
+"""Tables that an attention keeps for later calls, on whichever streams these come."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("megatron.core")
+
+from ditron_train.megatron import sp, sp_packed  # noqa: E402
+from ditron_train.megatron.sp_nodes import NodesContext  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+class _OnDevice(TorchDispatchMode):
+    """Names what runs on the device, here ``meta``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(isinstance(one, torch.Tensor) and one.is_meta for one in args):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_table_of_several_nodes_is_whole_when_it_is_returned() -> None:
+    """It is kept for streams that do not wait for each other, and the host waits for the copy that brings it."""
+    context = object.__new__(NodesContext)
+    context.world_size, context._num_nodes, context._per_node = 4, 2, 2
+    context.node, context._tables = SimpleNamespace(device=torch.device("meta")), {}
+    with _OnDevice() as mode:
+        table = context._table(6, None)
+    assert mode.names == [] and table.shape == (2, 12) and table.dtype == torch.int32 and table.is_contiguous()
+    context.node.device, context._tables = CPU, {}
+    chunks = [[0, 7, 2, 5], [1, 6, 3, 4]]  # of each rank of a node: its own, then those of its rail's other rank
+    assert context._table(6, None).tolist() == [[3 * chunk + row for chunk in of_rank for row in range(3)] for of_rank in chunks]
+
+
+def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the device makes behind what one stream has: RoPE's, a causal mask, the rows of packed sequences."""
+    asked: list[torch.Tensor] = []
+
+    class Kept:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self._tensor = tensor
+
+        def get(self) -> torch.Tensor:
+            asked.append(self._tensor)
+            return self._tensor
+
+    for module in (sp, sp_packed):
+        monkeypatch.setattr(module, "KeptTensor", Kept)
+    monkeypatch.setattr(sp.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(sp.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])
+    local, starts = torch.arange(8.0).view(4, 2), torch.tensor([0, 8, 16])
+    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
+    sp._kept_causal_mask.cache_clear()
+    try:
+        makers = (
+            lambda: sp.whole_rotary_table(local, None), lambda: sp._causal_mask(5, CPU), lambda: sp_packed.table_of(packed, 2, 8),
+        )  # fmt: skip
+        for make in makers:
+            first = make()
+            asked.clear()
+            assert make() is first and len(asked) == 1 and asked[0] is first
+    finally:
+        sp._TablesOf.clear()
+        sp._kept_causal_mask.cache_clear()
+        sp_packed._last_table.clear()
