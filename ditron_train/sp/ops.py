@@ -50,6 +50,13 @@ def _check_parts(
     _check_rows(name, context, first.shape[:-2], world if whole_sequence else 1, row_table)
 
 
+def _kind_of(row_table: torch.Tensor | None) -> tuple | None:
+    """What a kernel takes for granted of a table of rows that has been checked once: part of every key."""
+    if row_table is None:
+        return None
+    return row_table.shape, row_table.dtype, row_table.device, row_table.is_contiguous()
+
+
 def _check_rows(
     name: str, context: SPContext, lead: Sequence[int], num_ranks: int, row_table: torch.Tensor | None
 ) -> None:
@@ -133,7 +140,7 @@ def gemm_a2a(
     """
     context.enter("gemm_a2a", x.shape, weight.shape, x.dtype)
     key = ("gemm_a2a", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout, weight_layout, config,
-           row_table is None or row_table.shape)  # fmt: skip
+           _kind_of(row_table))  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         name, world = "gemm_a2a", context.world_size
@@ -192,7 +199,7 @@ def a2a_gemm(
     shapes = tuple((part.shape, part.dtype, part.device) for part in parts)
     by_arrival = context.by_arrival if by_arrival is None else by_arrival
     key = ("a2a_gemm", shapes, weight.shape, weight.dtype, weight.device, layout, weight_layout, config, by_arrival,
-           row_table is None or row_table.shape)  # fmt: skip
+           _kind_of(row_table))  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         name, world = "a2a_gemm", context.world_size
@@ -236,7 +243,7 @@ def gather_sequence(
     """
     name = "gather_sequence"
     context.enter(name, parts[0].shape, parts[0].dtype)
-    key = (name, layout, row_table is None or row_table.shape, *((part.shape, part.dtype, part.device) for part in parts))
+    key = (name, layout, _kind_of(row_table), *((part.shape, part.dtype, part.device) for part in parts))
     prepared = context.prepared.get(key)
     if prepared is None:
         _check_parts(name, context, layout, parts, row_table, whole_sequence=True)
@@ -252,7 +259,7 @@ def _exchange(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     context.enter(name, parts[0].shape, parts[0].dtype)
     world = context.world_size
-    key = (name, layout, row_table is None or row_table.shape, *((part.shape, part.dtype, part.device) for part in parts))
+    key = (name, layout, _kind_of(row_table), *((part.shape, part.dtype, part.device) for part in parts))
     prepared = context.prepared.get(key)
     if prepared is None:
         _check_parts(name, context, layout, parts, row_table, whole_sequence=not towards_heads)

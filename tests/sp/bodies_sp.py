@@ -276,6 +276,7 @@ def bad_input(name: str) -> str:
     layout = qkv_layout(2 * world, world, 8, world)
     out = output_layout(2 * world, 8, world)
     attended = torch.zeros(4 * world, 1, 2, 8)
+    table = torch.arange(8 * world, dtype=torch.int32).view(world, 8)
     calls = {
         "odd": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(7, 1, 16))),
         "empty": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(0, 1, 16))),
@@ -284,6 +285,7 @@ def bad_input(name: str) -> str:
         "dtype": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(8, 1, 16).half())),
         "layout": lambda: gemm_a2a(context=context, **_small(context, weight_layout="tt")),
         "table": lambda: gemm_a2a(context=context, **_small(context, row_table=torch.zeros(2, 8))),
+        "later table": lambda: [gemm_a2a(context=context, **_small(context, row_table=rows)) for rows in (table, table.long())],
         "dimensions": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(16))),
         "parts": lambda: a2a_gemm((attended, attended), torch.zeros(16, 16 * world), context=context, layout=out),
         "heads": lambda: a2a_gemm((attended[:, :, :1],), torch.zeros(16, 16 * world), context=context, layout=out),

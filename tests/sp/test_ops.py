@@ -114,6 +114,8 @@ def test_packed_sequences(world):
     run_workers(world, bodies_sp.packed, lengths, 2 * world, world, 8, 16, timeout_s=200)
 
 
-def test_a_table_of_another_shape_is_refused():
-    errors = run_workers(2, bodies_sp.bad_input, "table")
+@pytest.mark.parametrize("name", ["table", "later table"])
+def test_a_table_of_another_shape_or_type_is_refused(name):
+    """Also where one of the same shape was right before: its type is not in the kernels' arguments."""
+    errors = run_workers(2, bodies_sp.bad_input, name)
     assert errors[0] == errors[1] and "table of rows" in errors[0]
