@@ -44,6 +44,16 @@ def dispatch(
         NotSupportedError: Shape, type or device does not fit.
         PeerTimeoutError, MismatchError: Of an earlier call.
     """
+    try:
+        return _dispatch(x, layout, context, probs_dtype, zero_probs)
+    except BaseException:  # no memory for the rows, say: the side stream must not outlive what it sends ahead
+        context.join_side()
+        raise
+
+
+def _dispatch(
+    x: torch.Tensor, layout: Layout, context: EPContext, probs_dtype: torch.dtype, zero_probs: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     check_tokens("dispatch", x, context)
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the layout has {layout.num_tokens}")

@@ -83,13 +83,13 @@ class PendingLayout:
             if ahead is not None and not sent:
                 context.join_side()
             context.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
+            local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
+            tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
+            num_rows = int(host.rows(shape)[context.rank])
+            return self._layout(num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if sent else None)
         except Exception:
-            context.join_side()  # no op behind this one may meet what was sent ahead
+            context.join_side()  # no op behind this one may meet what was sent ahead, nor anybody have its memory
             raise
-        local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
-        tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
-        num_rows = int(host.rows(shape)[context.rank])
-        return self._layout(num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if sent else None)
 
     def _layout(
         self,

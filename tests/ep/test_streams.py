@@ -111,3 +111,44 @@ def test_nothing_is_sent_ahead_of_a_dispatch_whose_epoch_is_not_known() -> None:
     for moves_between, here in ((0, True), (1, True), (0, False)):
         expected = (moves_between == 0 and here, True)
         assert run_workers(2, _sent_ahead, moves_between, here) == [expected] * 2
+
+
+def _what_ends_with_an_error() -> list[tuple[str, int]]:
+    """In turn: the tables that the host sizes, and the rows. How often the side stream was waited for by then."""
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 2 * dist.get_world_size(), 2)
+    x, seen, empty = torch.ones(_TOKENS, _HIDDEN), [], torch.empty
+    joined: list[str] = []
+    context.join_side = lambda: joined.append("joined")
+
+    def without_memory(*arguments: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    def seen_of(name: str, call: Callable[[], object]) -> None:
+        joined.clear()
+        torch.empty = without_memory
+        try:
+            call()
+        except torch.OutOfMemoryError:
+            seen.append((name, len(joined)))
+        finally:
+            torch.empty = empty
+
+    ops.dispatch(x, _begin(context).finish(), context)  # there are buffers now
+    for name in ("finish", "dispatch"):
+        pending = _begin(context)
+        ops.dispatch_ahead(x, pending)
+        if name == "finish":
+            seen_of(name, pending.finish)
+            pending = _begin(context)
+            ops.dispatch_ahead(x, pending)
+        layout = pending.finish()
+        assert layout.ahead is not None
+        if name == "dispatch":
+            seen_of(name, lambda: ops.dispatch(x, layout, context))  # noqa: B023
+        ops.dispatch(x, layout, context)
+    return seen
+
+
+def test_what_is_sent_ahead_does_not_outlive_its_memory_where_there_is_none_for_more() -> None:
+    """Who catches the error lets go of the layout, and the current stream would have its memory again under the side stream."""
+    assert run_workers(2, _what_ends_with_an_error) == [[("finish", 1), ("dispatch", 1)]] * 2
