@@ -230,10 +230,11 @@ class FarReceiver(Receiver):
         self._unverified.clear()
 
     def _take_next(self, stream: torch.cuda.Stream | None) -> None:
-        incoming = self._posted.popleft()
+        incoming = self._posted[0]
         num_bytes = num_bytes_of(incoming.header.shape, incoming.header.dtype)
         incoming.tensor = self._copy_out(incoming, num_bytes, stream)
         incoming.done_on = stream
+        self._posted.popleft()  # as in ``Receiver``
 
     def _wait_for_fragment(self, incoming: Incoming, begin: int, stream: torch.cuda.Stream | None) -> None:
         if begin:  # the header came with the first one

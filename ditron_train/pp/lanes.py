@@ -311,13 +311,13 @@ class Receiver:
         incoming = self._posted[0]
         sent = self._header_of(incoming.message)
         self.verify()
-        self._posted.popleft()
         num_bytes = num_bytes_of(sent.shape, sent.dtype)
         if sent.loan is None:
             incoming.tensor = self._copy_out(incoming, num_bytes, stream)
         else:
             incoming.tensor = self._borrow(incoming, sent.loan, num_bytes, stream)
         incoming.done_on = stream
+        self._posted.popleft()  # not before: where there was no memory for it, it is still the next one in the ring
 
     def _wait_for_fragment(self, incoming: Incoming, begin: int, stream: torch.cuda.Stream | None) -> None:
         """For the next fragment of the lane, which starts at byte ``begin`` of ``incoming``."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ditron_train.pp import lanes, network
+from ditron_train.pp.far import FarReceiver
 from ditron_train.pp.lanes import Receiver, Sender
 from ditron_train.pp.messages import Header
 from ditron_train.pp.network import NetworkWork
@@ -38,6 +39,32 @@ def test_messages_of_the_ring_are_copied_out_in_turn(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(lanes, "current_stream", lambda device, stream=stream: stream)
         receiver.take(receiver.post(Header((4,), torch.uint8)))
     assert log == ["credit 1 on a", "credit 2 on a", "b waits for a", "credit 3 on b", "credit 4 on b"]
+
+
+@pytest.mark.parametrize("kind", [Receiver, FarReceiver])
+def test_a_message_that_finds_no_memory_is_still_the_next_one(monkeypatch: pytest.MonkeyPatch, kind: type[Receiver]) -> None:
+    """Taken again, or by who takes the one behind it: with it forgotten, that one would get its bytes."""
+    channel = SimpleNamespace(
+        arena=SimpleNamespace(device=CPU, rank=0), wait_for=lambda *_, **__: None, wait_for_message=lambda *_, **__: None,
+        notify=lambda *_: None,
+    )  # fmt: skip
+    slots = SimpleNamespace(loans=(0, 0), in_ring=lambda rank, lane, message: 4096 + message, num_bytes=64, count=9)
+    receiver, header, empty = kind(channel, slots, 0, 1), Header((4,), torch.uint8), torch.empty
+    monkeypatch.setattr(receiver, "_header_of", lambda message: header)
+    monkeypatch.setattr(receiver, "verify", lambda: None)
+    copied: list[tuple[int, int]] = []
+    monkeypatch.setattr(lanes, "copy_bytes", lambda target, source, *_: copied.append((target, source)))
+    posted = [receiver.post(header) for _ in range(2)]
+
+    def without_memory(*arguments: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as here, pytest.raises(torch.OutOfMemoryError):
+        here.setattr(torch, "empty", without_memory)
+        receiver.take(posted[0])
+    assert torch.empty is empty
+    second, first = receiver.take(posted[1]), receiver.take(posted[0])
+    assert copied == [(first.data_ptr(), 4096), (second.data_ptr(), 4097)]
 
 
 class _Tensor:
