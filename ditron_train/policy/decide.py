@@ -106,14 +106,15 @@ def decide(
     if plan is not None:
         _check_suited(plan, room, mode, place, group)
     known = _agreed_entry(plan, key, group, device) if plan is not None else None
-    if known is not None or mode == "force":
-        decision = known or Decision(True, "forced", None, None, None)
-        if decision.use_ditron:
-            ours()  # memory is had and kernels are loaded now, while every rank can still turn to native
-    elif order is not None and not order.is_ours:
-        decision = Decision(False, order.reason, None, None, None)
-    else:
-        decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits", also=also))
+    with _unseen_by_saved_tensors_hooks():
+        if known is not None or mode == "force":
+            decision = known or Decision(True, "forced", None, None, None)
+            if decision.use_ditron:
+                ours()  # memory is had and kernels are loaded now, while every rank can still turn to native
+        elif order is not None and not order.is_ours:
+            decision = Decision(False, order.reason, None, None, None)
+        else:
+            decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits", also=also))
     if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's
         log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")
     if plan is not None and known is None and mode != "force":
@@ -121,6 +122,12 @@ def decide(
         if dist.get_rank(group) == 0:  # of every group: stages of a pipeline have other layers
             plan.add(key, decision)
     return decision
+
+
+def _unseen_by_saved_tensors_hooks() -> torch.autograd.graph.saved_tensors_hooks:
+    """Hides what is saved inside from whoever counts, moves or computes again what a layer saves: checkpoints, offloading. The
+    innermost hooks count."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _place(group: dist.ProcessGroup, order: ReductionOrder | None) -> str:

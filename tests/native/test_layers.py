@@ -236,6 +236,40 @@ def test_activation_recomputation():
     run_workers(2, _recomputed)
 
 
+def _first_called_where_saved_tensors_are_hooked(hooked):
+    from torch.utils.checkpoint import checkpoint
+
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    saved = []
+
+    def both(layers, x):
+        """Saved tensors are counted, as torch's checkpoint does, or looked up later, as megatron-core's offloading does."""
+        if hooked == "checkpoint":
+            return checkpoint(lambda t: layers[1](layers[0](t)[0])[0], x, use_reentrant=False)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), len(saved) - 1)[1], lambda i: saved[i]):
+            return layers[1](layers[0](x)[0])[0]
+
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        found = []
+        for ours in (False, True):
+            layers = _layers(ours, _config())
+            x = _integers(TOKENS // 2, BATCH, HIDDEN, seed=dist.get_rank()).requires_grad_()
+            saved.clear()
+            y = both(layers, x)
+            num_saved = len(saved)
+            y.square().sum().backward()
+            found.append({"y": y.detach(), "dx": x.grad, "dc": layers[0].weight.grad, "dr": layers[1].weight.grad})
+            assert num_saved == (0 if hooked == "checkpoint" else 4)  # input and weight of each layer
+        _assert_equal(*found)
+        _assert_ran_as_ops()
+
+
+@pytest.mark.parametrize("hooked", ["checkpoint", "hooks"])
+def test_what_a_decision_saves_is_not_seen_by_hooks_of_saved_tensors(hooked):
+    run_workers(2, _first_called_where_saved_tensors_are_hooked, hooked)
+
+
 def _weight_argument_and_gathered_output():
     from ditron_train.testing.megatron_cpu import model_parallel
 
