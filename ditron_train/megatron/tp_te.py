@@ -55,8 +55,6 @@ class TEWgrad:
         self._weight: Any = weight
         self._fused = fused
         self._accumulates = fused and not is_first_microbatch
-        lazy = hasattr(weight, "__fsdp_param__")  # that buffer exists only once backward asks for it
-        self._main_grad = weight.main_grad if fused and weight.requires_grad and not lazy else None
 
     def defer(self, grad_output: torch.Tensor) -> bool:
         """Never: layers with a delayed weight gradient run natively."""
@@ -66,8 +64,10 @@ class TEWgrad:
         """Computes the gradient; both arguments are 2-D with the tokens of the whole group in order."""
         weight = self._weight
         out = None
-        if self._fused:
-            out = weight.main_grad = weight.get_main_grad() if self._main_grad is None else self._main_grad
+        if self._fused:  # asked for in backward, as natively: a model that is only evaluated has no such buffer, FSDP's comes late
+            if hasattr(weight, "__fsdp_param__"):
+                weight.main_grad = weight.get_main_grad()
+            out = weight.main_grad
         gradient, *_ = te_ops.general_gemm(
             total_input,
             grad_output,

@@ -223,8 +223,35 @@ assert TELinears.why_not_out(layer, 1) is None, "a reduce-scatter adds up"
 @pytest.mark.parametrize("body", [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC], ids=["norm", "shared_experts", "symmetric"])
 def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
     """Of its layers, only what is asked here stands for them."""
+    _run_beside_transformer_engine(body)
+
+
+def _run_beside_transformer_engine(body):
     done = subprocess.run([sys.executable, "-c", _TE_LAYER + body], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+_MAIN_GRAD = """
+import torch
+
+given = []
+tp_te.te_ops.general_gemm = lambda rows, of, **options: given.append(options) or (None,)
+tp_te.get_dummy_wgrad = lambda shape, dtype, zero: torch.zeros(shape, dtype=dtype)
+weight = torch.nn.Parameter(torch.zeros(2, 3))
+wgrad = tp_te.TEWgrad(weight, True, None)  # a model for evaluation has no main_grad, and none is asked for
+weight.main_grad = torch.zeros(2, 3, dtype=torch.float64)
+assert wgrad(torch.ones(4, 2), torch.ones(4, 3)) is None
+assert given[-1]["out"] is weight.main_grad and given[-1]["out_dtype"] == torch.float64 and given[-1]["accumulate"]
+buffer, weight.__fsdp_param__, weight.overwrite_main_grad, weight.main_grad = torch.zeros(2, 3), True, True, None
+weight.get_main_grad, weight.grad_added_to_main_grad = lambda: buffer, False
+assert wgrad(torch.ones(4, 2), torch.ones(4, 3)).shape == (2, 3) and weight.grad_added_to_main_grad
+assert given[-1]["out"] is weight.main_grad is buffer and not given[-1]["accumulate"]
+"""
+
+
+
+def test_main_grad_is_asked_for_in_backward():
+    _run_beside_transformer_engine(_MAIN_GRAD)
 
 
 def test_subclasses_whose_forwards_do_more_are_called():
