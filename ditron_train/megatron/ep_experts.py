@@ -98,7 +98,10 @@ class _MainGradWgrad(TEWgrad):
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         parameters: Sequence[Any] = self._weights
-        out = [p.get_main_grad() if hasattr(p, "__fsdp_param__") else p.main_grad for p in parameters]
+        for parameter in parameters:
+            if hasattr(parameter, "__fsdp_param__"):  # its buffer exists only once backward asks for it
+                parameter.main_grad = parameter.get_main_grad()
+        out = [parameter.main_grad for parameter in parameters]
         self._into(out, grad, rows, self._accumulates and not getattr(parameters[0], "overwrite_main_grad", False))
         return [_after_main_grad(p) for p in parameters]
 

@@ -76,6 +76,36 @@ def test_fused_experts_read_their_weights_behind_the_hooks_of_their_layers(monke
     assert not any("forward" in vars(module) for module in experts.modules())
 
 
+def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(monkeypatch):
+    """A buffer exists from when backward asks for it, and is let go of when it is reduced: ``main_grad`` is None by then."""
+    from ditron_train.megatron import ep_experts
+
+    te = {name: types.ModuleType(name) for name in _modules_above("transformer_engine.pytorch.module.base")}
+    te["transformer_engine.pytorch.module.base"].get_dummy_wgrad = lambda shape, dtype, zero: torch.zeros(shape, dtype=dtype)
+    for name, module in te.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    written = []
+    monkeypatch.setattr(ep_experts, "_grouped_gemm", lambda *args, **options: written.append((args[2], options["accumulate"])))
+    linear = _Grouped(FFN, HIDDEN, 1)
+    linear.fuse_wgrad_accumulation, linear.disable_parameter_transpose_cache, linear.is_first_microbatch = True, True, False
+    buffers = [torch.zeros(FFN, HIDDEN) for _ in range(EXPERTS)]
+    for weight, buffer in zip(linear.parameters(), buffers):
+        weight.__fsdp_param__, weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, True, False
+        weight.main_grad, weight.get_main_grad = None, lambda buffer=buffer: buffer
+    wgrad = ep_experts._wgrad_of(linear, [1, 2])
+    grads = wgrad(torch.ones(3, FFN), torch.ones(3, HIDDEN), list(linear.parameters()))
+    assert [grad.shape for grad in grads] == [buffer.shape for buffer in buffers]
+    ((into, accumulates),) = written
+    assert not accumulates
+    for weight, given, buffer in zip(linear.parameters(), into, buffers):
+        assert weight.main_grad is given is buffer and weight.grad_added_to_main_grad
+
+
+def _modules_above(name):
+    parts = name.split(".")
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
 def test_experts_with_adapters_are_not_fused():
     from ditron_train.megatron.ep_experts import why_not_fused
 
