@@ -271,7 +271,7 @@ class DitronSelfAttention(SelfAttention):
     def _forward_fused(
         self, hidden_states: torch.Tensor, rotary_pos_emb: Any, packed: Any, context: SPContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        linears, shape, attend = linears_of(self.linear_proj), self._shape(), self.core_attention.attend
+        linears, shape, core = linears_of(self.linear_proj), self._shape(), self.core_attention
         table = None if packed is None else table_of(packed, context.world_size, self._num_rows(hidden_states))
         # A weight sharded by FSDP has its gradient reduced when its own module's backward is done. Beside the collectives of a
         # tensor parallel group the late gradient was not seen on GPUs.
@@ -282,8 +282,14 @@ class DitronSelfAttention(SelfAttention):
             parts = project(hidden_states)
         lead = parts[0].shape[:3]
         if packed is not None:
-            parts, attend = [part.squeeze(1) for part in parts], functools.partial(attend, packed=packed)
+            parts = [part.squeeze(1) for part in parts]
         query, key = self._rotated(*parts[:2], rotary_pos_emb, packed)
+
+        def attend(*parts: torch.Tensor) -> torch.Tensor:
+            """A call of the module, recomputed ones too."""
+            with calling(core, core.attend if packed is None else functools.partial(core.attend, packed=packed)) as module:
+                return module(*parts)
+
         if self.checkpoint_core_attention and self.training:
             attended = tensor_parallel.checkpoint(attend, False, query, key, parts[2])
         else:

@@ -165,6 +165,35 @@ def _adapters(kind):
         assert not torch.equal(ours[0], plain)
 
 
+def _hooks_of_the_attention(recompute):
+    """Hooks of the attention between two fused projections are called, in recomputation, too, and what they return counts."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    options = dict(recompute_granularity="selective", recompute_modules=["core_attn"]) if recompute else {}
+    with sp_workers.groups(world):
+        model, calls = sp_workers.build(world, **options), []
+        plain = sp_workers.run(model, world, 16)[0]
+        for layer in model.decoder.layers:
+            layer.self_attention.core_attention.register_forward_hook(lambda _, given, out: (calls.append(1), out * 1.5)[1])
+        with sp_workers.without("projections", "output"):
+            native = sp_workers.run(model, world, 16)
+        num_calls = len(calls)
+        ours = sp_workers.run(model, world, 16)
+        bounds = dict(rtol=0, atol=sp_workers.GRADIENT_BOUND)  # the interpreter's GEMMs round in another order
+        torch.testing.assert_close(ours[0], native[0], **bounds)
+        for name, gradient in native[2].items():
+            torch.testing.assert_close(ours[2][name], gradient, **bounds)
+        assert not torch.allclose(ours[0], plain, **bounds)
+        assert num_calls == (4 if recompute else 2) and len(calls) == 2 * num_calls
+        assert sp_workers.num_fused_shapes("projections") == 1
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hooks_of_an_attention_between_fused_projections_are_called(recompute):
+    run_workers(2, _hooks_of_the_attention, recompute, timeout_s=200)
+
+
 def _adapt(layer, by_class):
     inherited = type(layer)
 
