@@ -39,11 +39,12 @@ SIZES = (
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """64 bits of all bits of ``tensors``, in order: each element times an odd number of its own, added up modulo 2^64.
 
-    Any single element that differs gives another digest.
+    Any single element that differs gives another digest. Of a DTensor the part on this rank counts (FSDP).
     """
     total, position = 0, 0
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        flat = local.detach().reshape(-1)
         bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
         for part in bits.split(1 << 22):  # bounds the int64 copies
             places = torch.arange(position, position + len(part), dtype=torch.int64, device=part.device)

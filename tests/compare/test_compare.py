@@ -21,6 +21,7 @@ from ditron_train.compare.report import show, write_row
 from ditron_train.compare.run import add_arguments, run
 from ditron_train.compare.steps import differences, read_job
 from ditron_train.runtime.errors import SettingError
+from ditron_train.testing.processes import run_workers
 
 ARGUMENTS = """
 import argparse
@@ -357,6 +358,23 @@ def test_a_digest_shows_every_bit():
             assert digest(tensors) != whole
             tensor.view(-1).view(bits)[place] ^= 1
     assert digest(tensors) == whole
+
+
+def _digests_of_parts(whole):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from ditron_train.megatron.record import digest
+
+    ranks = dist.get_world_size()
+    sharded = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (ranks,)), [Shard(0)]))
+    assert digest([sharded]) == digest([whole.chunk(ranks)[dist.get_rank()]]) != digest([whole])
+
+
+def test_the_digest_of_a_parameter_that_fsdp_shards_is_of_this_ranks_part():
+    pytest.importorskip("megatron.core")
+    run_workers(2, _digests_of_parts, torch.randn(6, 4))
 
 
 def test_a_script_without_the_loop_is_told(monkeypatch, tmp_path):
