@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_pa
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
 from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
+from ditron_train.megatron.te_products import product_pairs
 from ditron_train.policy import decide
 from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -196,7 +197,8 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
     on_given, on_revealing = (
         tuple(functools.partial(run, linear, data) for linear in (native, ours)) for data in (given, revealing)
     )
-    decision = decide(key, *on_given, group=context.group, device=x.device, sums=x.dtype, also=[on_revealing])
+    products = product_pairs(rows * (context.world_size if kind == "column" else 1), weight)
+    decision = decide(key, *on_given, group=context.group, device=x.device, sums=x.dtype, also=[on_revealing, *products])
     context.synchronize()
     if decision.use_ditron:
         return None

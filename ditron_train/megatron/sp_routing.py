@@ -19,6 +19,7 @@ from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_b
 
 from ditron_train.megatron.routing import log_native, revealing_like, why_hidden
 from ditron_train.megatron.sp_nodes import NodesContext, forget_nodes, get_nodes_context, spans_nodes
+from ditron_train.megatron.te_products import product_pairs
 from ditron_train.policy import decide
 from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -204,14 +205,24 @@ _Function = Callable[..., Sequence[torch.Tensor]]
 _Data = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # inputs, gradients of the results
 
 
-def _ask(key: str, native: _Function, ours: _Function, data: _Data, revealing: Callable[[], _Data], group: Any) -> Any:
+def _ask(
+    key: str,
+    native: _Function,
+    ours: _Function,
+    data: _Data,
+    revealing: Callable[[], _Data],
+    group: Any,
+    projections: tuple[int, Sequence[torch.Tensor]],
+) -> Any:
     """The policy's decision about two functions, forward and backward: on ``data``, which is timed, and on GPUs on data that
-    shows the order of their sums."""
+    shows the order of their sums; there also whether both libraries' products agree, of ``projections``' rows and weights."""
     device = data[0][0].device
     with torch.inference_mode(False):
         given = [data, revealing()] if device.type == "cuda" else [data]
     first, *more = (tuple(functools.partial(_forward_backward, one, *each) for one in (native, ours)) for each in given)
-    return decide(key, *first, group=group, device=device, also=more)
+    rows, weights = projections
+    products = [pair for weight in weights for pair in product_pairs(rows, weight)]
+    return decide(key, *first, group=group, device=device, also=[*more, *products])
 
 
 def _split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
@@ -307,6 +318,7 @@ def route_output(
         decision = _ask(
             _in_words("output", rows, shape, like, weight.shape[0]), native, ours, (inputs, grads),
             lambda: _revealing_output(Exchange(group, shape, None), shape, rows, weight, like, rank), group,
+            (math.prod(rows), (weight,)),
         )  # fmt: skip
         return None if decision.use_ditron else f"at {rows} x {tuple(weight.shape)} {decision.reason}"
 
@@ -361,7 +373,8 @@ def route_projections(
             return [x, revealing_like(weight_qkv, 83 + rank, "columns"), out, attended], [*grads, grad]
 
         words = _in_words("projections", input_shape, shape, like, weight_out.shape[0])
-        decision = _ask(words, native, ours, (inputs, grads), revealing, group)
+        projections = (math.prod(rows), (weight_qkv, weight_out))
+        decision = _ask(words, native, ours, (inputs, grads), revealing, group, projections)
         return None if decision.use_ditron else f"at {input_shape} x {tuple(weight_qkv.shape)} {decision.reason}"
 
     return _decide("sp projections", key, like, group, attempt, across_nodes=False)

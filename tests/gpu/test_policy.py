@@ -155,6 +155,22 @@ def test_one_wrong_bit_on_one_rank_falls_back(session, monkeypatch, tmp_path, ki
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
+def test_other_bits_of_transformer_engines_products_on_one_rank_fall_back(session, monkeypatch, tmp_path, kind):
+    te_ops = pytest.importorskip("transformer_engine.pytorch.cpp_extensions", reason="Transformer Engine is not installed")
+    right, calls = te_ops.general_gemm, []
+
+    def wrong(*args, **options):
+        calls.append(options)
+        result, *more = right(*args, **options)
+        return (_flip(result) if options.get("grad") else result), *more
+
+    monkeypatch.setattr(te_ops, "general_gemm", wrong)
+    context, decision = _decisions(monkeypatch, tmp_path, session, kind)
+    assert len(calls) == 2
+    assert context is None and decision.bits_equal is False and "bits would not be" in decision.reason
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_slow_variant_falls_back(session, monkeypatch, tmp_path, kind):
     from ditron_train.megatron import routing
 

@@ -1,0 +1,51 @@
+"""Whether Transformer Engine's products have the bits of cuBLAS's as torch asks for them.
+
+Ours have the latter. Transformer Engine's layers ask cuBLASLt themselves, whose choice (of K splits, say) may be another.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+
+from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.policy.probe import Run
+
+__all__ = ["product_pairs"]
+
+
+def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
+    """What to compare beside native and ours, for ``decide(also=)``: forward's and dgrad's product of one rank by both libraries,
+    on data that shows the order of sums. Nothing where Transformer Engine is not installed.
+
+    wgrad is left out: in Transformer Engine's layers ours compute it by Transformer Engine's own product.
+
+    Args:
+        rows: Tokens that the products have on a rank.
+        weight: Of its shape, type and device, ``[N, K]``.
+    """
+    if not HAVE_TE:
+        return []
+    import transformer_engine.pytorch.cpp_extensions as te_ops
+
+    dtype, device, (n, k) = weight.dtype, weight.device, weight.shape
+
+    @functools.cache
+    def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = revealing_matrix((rows, k), dtype, device, seed=301, signed="rows")
+        w = revealing_matrix((n, k), dtype, device, seed=302, signed="columns")
+        return x, w, revealing_matrix((rows, n), dtype, device, seed=303, signed="columns")
+
+    def by_transformer_engine() -> list[torch.Tensor]:
+        x, w, grad = data()
+        forward, *_ = te_ops.general_gemm(w, x, out_dtype=dtype)
+        dgrad, *_ = te_ops.general_gemm(w, grad, layout="NN", grad=True, out_dtype=dtype)
+        return [forward, dgrad]
+
+    def by_torch() -> list[torch.Tensor]:
+        x, w, grad = data()
+        return [torch.matmul(x, w.t()), torch.matmul(grad, w)]
+
+    return [(by_transformer_engine, by_torch)]
