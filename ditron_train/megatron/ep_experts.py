@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
 from ditron_train.megatron.calling import calling, why_not_stand_in
+from ditron_train.megatron.wgrad import main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 from ditron_train.runtime.eager import eager
 
@@ -98,10 +99,7 @@ class _MainGradWgrad(TEWgrad):
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         parameters: Sequence[Any] = self._weights
-        for parameter in parameters:
-            if hasattr(parameter, "__fsdp_param__"):  # its buffer exists only once backward asks for it
-                parameter.main_grad = parameter.get_main_grad()
-        out = [parameter.main_grad for parameter in parameters]
+        out = [main_grad_of(parameter) for parameter in parameters]
         self._into(out, grad, rows, self._accumulates and not getattr(parameters[0], "overwrite_main_grad", False))
         return [_after_main_grad(p) for p in parameters]
 

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from ditron_train.megatron.calling import why_not_stand_in
 from ditron_train.megatron.patching import is_redirected
 from ditron_train.megatron.sp_routing import AttentionShape
-from ditron_train.megatron.wgrad import NativeWgrad
+from ditron_train.megatron.wgrad import NativeWgrad, bias_of
 from ditron_train.sp import InputShards, LateWgrad, SPContext, output_projection, qkv_projection
 
 __all__ = ["LocalLinears", "linears_of", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
@@ -138,9 +138,7 @@ class LocalLinears:
         late: LateWgrad | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
-        wgrad, bias = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion), layer.bias
-        if bias is not None and not layer.weight.requires_grad:
-            bias = bias.detach()  # native gives no bias gradient where the weight is frozen
+        wgrad, bias = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion), bias_of(layer.weight, layer.bias)
         layout = shape.qkv_layout(context.world_size)
         options = dict(bias=bias, row_table=row_table, wgrad=wgrad, shards=shards_of(layer), late=late)
         return qkv_projection(x, layer.weight, context=context, layout=layout, **options)

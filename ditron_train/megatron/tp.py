@@ -13,7 +13,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ditron_train.megatron.routing import forget_routes, route
-from ditron_train.megatron.wgrad import NativeWgrad
+from ditron_train.megatron.wgrad import NativeWgrad, bias_of
 from ditron_train.runtime.eager import eager
 from ditron_train.tp.functions import column_linear, row_linear
 
@@ -44,10 +44,7 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
             kwargs.get("grad_output_buffer"),
             kwargs.get("wgrad_deferral_limit"),
         )
-        bias = kwargs["bias"]
-        if bias is not None and not weight.requires_grad:
-            bias = bias.detach()  # native gives no bias gradient where the weight is frozen
-        return column_linear(input, weight, context=context, bias=bias, wgrad=wgrad)
+        return column_linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
 
 
 @eager

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.module._common import apply_normalization
 from transformer_engine.pytorch.module.base import _2X_ACC_WGRAD, get_dummy_wgrad
 
 from ditron_train.megatron.routing import Kind, log_native, route
+from ditron_train.megatron.wgrad import main_grad_of
 from ditron_train.runtime.eager import eager
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import column_linear, row_linear
@@ -63,11 +64,7 @@ class TEWgrad:
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
         """Computes the gradient; both arguments are 2-D with the tokens of the whole group in order."""
         weight = self._weight
-        out = None
-        if self._fused:  # asked for in backward, as natively: a model that is only evaluated has no such buffer, FSDP's comes late
-            if hasattr(weight, "__fsdp_param__"):
-                weight.main_grad = weight.get_main_grad()
-            out = weight.main_grad
+        out = main_grad_of(weight) if self._fused else None
         gradient, *_ = te_ops.general_gemm(
             total_input,
             grad_output,

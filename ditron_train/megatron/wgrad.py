@@ -10,7 +10,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["NativeWgrad"]
+__all__ = ["NativeWgrad", "bias_of", "main_grad_of"]
+
+
+def main_grad_of(weight: Any) -> torch.Tensor:
+    """The buffer of ``weight`` that takes its gradient, to be asked for in backward: a model that is only evaluated has none, and
+    Megatron-FSDP's exists only from then on."""
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()
+    return weight.main_grad
+
+
+def bias_of(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The ``bias`` to give an op: native gives no bias gradient where the weight is frozen."""
+    return bias if bias is None or weight.requires_grad else bias.detach()
 
 
 class NativeWgrad:
@@ -60,11 +73,11 @@ class NativeWgrad:
             return grad_output.t().matmul(total_input)
         weight: Any = self._weight
         weight.main_grad = self._main_grad
+        main_grad = main_grad_of(weight)
         if hasattr(weight, "__fsdp_param__"):
-            weight.main_grad = weight.get_main_grad()
-            torch.matmul(grad_output.t(), total_input, out=weight.main_grad)
+            torch.matmul(grad_output.t(), total_input, out=main_grad)
         else:
-            _accumulate(total_input, grad_output, weight.main_grad)
+            _accumulate(total_input, grad_output, main_grad)
         return self.result_without_gemm(total_input.dtype)
 
     def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ import torch
 
 from ditron_train.stream import driver
 
-__all__ = ["EventPool", "StreamEvent", "current_handle", "current_stream", "own_stream", "stream_of"]
+__all__ = ["EventPool", "StreamEvent", "current_handle", "current_stream", "event_of", "own_stream", "stream_of"]
 
 _streams: dict[int, torch.cuda.Stream] = {}
 
@@ -67,7 +67,12 @@ class StreamEvent:
         self._pool.append(self._event)
 
 
-def _event_of(device: torch.device) -> Any:
+def event_of(device: torch.device) -> Any:
+    """A new event of the driver's, without timing, of a GPU.
+
+    Raises:
+        NotSupportedError: ``cuda-bindings`` is missing.
+    """
     with torch.cuda.device(device):
         return driver.event_create()
 
@@ -80,6 +85,6 @@ class EventPool:
 
     def record(self, stream: torch.cuda.Stream) -> StreamEvent:
         """The moment when ``stream`` has done what is enqueued on it now."""
-        event = self._pool.pop() if self._pool else _event_of(stream.device)
+        event = self._pool.pop() if self._pool else event_of(stream.device)
         driver.event_record(event, stream.cuda_stream)
         return StreamEvent(event, self._pool)

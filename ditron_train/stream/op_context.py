@@ -16,7 +16,7 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.records import records_of
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
-from ditron_train.stream.events import current_handle, own_stream, stream_of
+from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
 from ditron_train.stream.recorded import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
@@ -232,8 +232,7 @@ def _fork_join_events(device: torch.device) -> tuple[Any, Any]:
         return None, None
     if torch.version.hip or not driver.has_driver():
         return torch.cuda.Event(), torch.cuda.Event()
-    with torch.cuda.device(device):
-        return driver.event_create(), driver.event_create()
+    return event_of(device), event_of(device)
 
 
 _Context = TypeVar("_Context", bound=OpContext)
