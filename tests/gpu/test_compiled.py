@@ -62,7 +62,23 @@ def _layer(use_te: bool, ours: bool) -> torch.nn.Module:
         spec = specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-    return build_module(ditron_train.megatron.apply(spec) if ours else spec, config=config, layer_number=1).cuda()
+    layer = build_module(ditron_train.megatron.apply(spec) if ours else spec, config=config, layer_number=1).cuda()
+    if not ours:
+        _end_graphs_at_parallel_layers(layer)
+    return layer
+
+
+def _end_graphs_at_parallel_layers(layer: torch.nn.Module) -> None:
+    """As ours and Transformer Engine's do: what lies between is the same compiled code then.
+
+    Compiled themselves, native's take their collectives into graphs, of which each rank decides for itself what it computes anew
+    in backward: on 2 GPUs one rank gathered twice more than the other, which waited for it for ever (torch 2.11).
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    for module in layer.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.forward = torch.compiler.disable(module.forward)
 
 
 def _step(layer: torch.nn.Module, mask: torch.Tensor | None, seed: int) -> dict[str, torch.Tensor]:

@@ -198,25 +198,23 @@ def test_counts_do_not_wait_for_the_rows_of_another_microbatch(expert_parallel, 
     layouts = [_begin(context, seed=seed).finish() for seed in range(2)]
     x = [values(_TOKENS, _HIDDEN, seed=seed, device=device) for seed in range(2)]
     expected = [dispatch(*pair, context)[0] for pair in zip(x, layouts)]
-    for stream in streams:  # each has memory now: to be given some may take until the device is idle
-        with torch.cuda.stream(stream):
-            dispatch(x[1], _begin(context, seed=1).finish(), context)
-    settle()
-    moved = torch.cuda.Event()
-    with torch.cuda.stream(streams[0]):
-        torch.cuda._sleep(2 * _CYCLES)
-        found = [dispatch(x[0], layouts[0], context)[0]]
-        moved.record()
-    with torch.cuda.stream(streams[1]):
-        pending = _begin(context, seed=1)
-        dispatch_ahead(x[1], pending)
-        layout = pending.finish()  # waits for the counts
-        was_sent_ahead, was_beside = layout.ahead is not None, not moved.query()
-        found.append(dispatch(x[1], layout, context)[0])
-    torch.cuda.synchronize()
-    context.check()
-    assert [all_equal(*pair) for pair in zip(found, expected)] == [True, True]
-    assert not was_sent_ahead
+    for _ in range(2):  # the first time for kernels, whose code CUDA may load only when the device is idle
+        settle()
+        moved = torch.cuda.Event()
+        with torch.cuda.stream(streams[0]):
+            torch.cuda._sleep(2 * _CYCLES)
+            found = [dispatch(x[0], layouts[0], context)[0]]
+            moved.record()
+        with torch.cuda.stream(streams[1]):
+            pending = _begin(context, seed=1)
+            dispatch_ahead(x[1], pending)
+            layout = pending.finish()  # waits for the counts
+            was_sent_ahead, was_beside = layout.ahead is not None, not moved.query()
+            found.append(dispatch(x[1], layout, context)[0])
+        torch.cuda.synchronize()
+        context.check()
+        assert [all_equal(*pair) for pair in zip(found, expected)] == [True, True]
+        assert not was_sent_ahead
     assert was_beside or shares_gpus or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
