@@ -24,6 +24,11 @@ FIXED_ENV = {
 }
 
 
+#: Libraries of other people that are imported once for all workers, if they are imported here. Torch's compiler, which takes
+#: 5 s, is what ``torch.use_deterministic_algorithms`` imports.
+_SHARED = ("megatron.core", "torch._dynamo", "torch._inductor")
+
+
 def search_path() -> list[str]:
     """Where a worker looks for modules: where this process does."""
     return [entry or os.getcwd() for entry in sys.path]
@@ -32,12 +37,12 @@ def search_path() -> list[str]:
 class _Template:
     """The process that workers are forked from (`ditron_train.testing.worker`); started by the first of them.
 
-    It imports what this process has imported of ``ditron_train``, and megatron-core where that is imported here.
+    It imports what this process has imported of ``ditron_train``, and of ``_SHARED``.
     """
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        modules = [name for name in sys.modules if name == "megatron.core" or name.startswith("ditron_train.")]
+        modules = [name for name in sys.modules if name in _SHARED or name.startswith("ditron_train.")]
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "ditron_train.testing.worker", str(theirs.fileno()), *modules],
             env={**os.environ, **FIXED_ENV, "PYTHONPATH": os.pathsep.join(search_path())},

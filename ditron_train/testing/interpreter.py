@@ -12,6 +12,8 @@ What is wrong in Triton 3.6 without this module:
 - every integer sum and product is computed again in 64 bits, for an overflow check that is then
   not made (it needs debug mode), and a table of all types is built whenever one is looked up:
   more than half of the time of an integer operation.
+- the shape of every value is wrapped, checked and spelled out anew, and all names of
+  ``triton.language`` are listed at every launch: a third of what is left.
 
 Every bf16 operation is done here as the hardware does it: exact conversion to fp32, the
 operation in fp32, one rounding to nearest even.
@@ -20,6 +22,8 @@ operation in fp32, one rounding to nearest even.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 from typing import Any, Callable
 
 import numpy as np
@@ -62,13 +66,15 @@ def install() -> None:
     _repair_scalars(interpreter)
     _repair_patching(interpreter)
     _leave_out_unused_work(interpreter)
+    _remember_shapes()
+    _remember_builtins(interpreter)
     setattr(interpreter, _MARK, True)
 
 
 def _is_bf16(handle: Any) -> bool:
     import triton.language as tl
 
-    return handle.dtype.scalar == tl.bfloat16
+    return handle.dtype.scalar.name == tl.bfloat16.name
 
 
 def _widen(interpreter: Any, handle: Any) -> Any:
@@ -229,3 +235,63 @@ def _leave_out_unused_work(interpreter: Any) -> None:
 
     interpreter._get_np_dtype = get_np_dtype
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
+def _remember_shapes() -> None:
+    """Values of one shape share what says so; the name of a tuple's type is made when it is asked for."""
+    from triton.language import core
+
+    native_block = core.block_type.__init__
+    blocks: dict[tuple[int, ...], tuple[Any, int]] = {}
+    values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        if key not in blocks:
+            native_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel
+        self.element_ty = element_ty
+        self.shape, self.numel = blocks[key]
+        self.name = f"<{key}, {element_ty.name}>"
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in values:
+            values[key] = core.tuple([core.constexpr(size) for size in key]), core.constexpr(math.prod(key))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = values[key]
+
+    def tuple_type(self: Any, types: Any, fields: Any = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def name_of_tuple_type(self: Any) -> str:
+        return "[" + ",".join(f"{field}:{type}" for field, type in zip(self.fields, self.types)) + "]"
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    core.tuple_type.__init__, core.tuple_type.name = tuple_type, property(name_of_tuple_type)
+
+
+def _remember_builtins(interpreter: Any) -> None:
+    from triton.language import core
+
+    builtins: dict[int, list[tuple[str, Any]]] = {}  # by id of a module or class, all of which live as long as the process
+    semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
+
+    def interpreted(member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)  # what is around it asks for a semantic, and there is one
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        key = id(package)
+        if key not in builtins:
+            found = inspect.getmembers(package, core.is_builtin)
+            builtins[key] = [(name, interpreted(member)) for name, member in found]
+        for name, member in builtins[key]:
+            scope.set_attr(package, name, member)
+
+    interpreter._patch_builtin = patch_builtin

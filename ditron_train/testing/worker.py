@@ -177,6 +177,8 @@ def main() -> None:
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     _import_all(sys.argv[2:])
+    gc.collect()
+    gc.freeze()  # workers, which collect often, need not look through all that was imported
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 2)
         if not message:
