@@ -31,12 +31,24 @@ class Segment:
         peers: The same allocation of each group rank, mapped here; ``None`` where a peer's memory cannot be addressed.
         addresses: Base address in this process of each group rank's allocation; 0 where it cannot be addressed.
         release: Gives this rank's mappings and memory back; called once, collectively.
+
+    Raises:
+        ArenaError: One of ``peers`` lies elsewhere than ``addresses`` say: what is stored there would reach nobody.
     """
 
     local: torch.Tensor
     peers: list[torch.Tensor | None]
     addresses: list[int]
     release: Callable[[], None] = field(default=lambda: None)
+
+    def __post_init__(self) -> None:
+        elsewhere = [
+            rank
+            for rank, (peer, address) in enumerate(zip(self.peers, self.addresses))
+            if peer is not None and peer.data_ptr() != address
+        ]
+        if elsewhere:  # torch copies, without a word, what it takes for another device's
+            raise ArenaError(f"torch does not take the memory of group ranks {elsewhere} from where it is mapped")
 
     @property
     def num_bytes(self) -> int:

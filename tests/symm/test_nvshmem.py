@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_nvshmem as bodies  # noqa: E402
 
+from ditron_train.runtime.errors import ArenaError  # noqa: E402
 from ditron_train.symm.reserve import Reserve, first_common_gap  # noqa: E402
+from ditron_train.symm.transport import Segment  # noqa: E402
 from ditron_train.testing.processes import run_workers  # noqa: E402
 
 SIZE = 64
@@ -72,3 +75,12 @@ def test_overlapping_groups_carve_from_one_reserve_and_give_back() -> None:
     assert second == [[(0, 10)], [(0, 1), (2, 10)]]
     assert both[-1] == [(0, 1), (2, 10)]
     assert words == words_1 and "no 32768 bytes are free on all ranks in the NVSHMEM reserve of 40960" in words
+
+
+def test_memory_of_peers_that_torch_copies_is_refused() -> None:
+    """As torch copies what the driver says is another GPU's: what was stored there would reach nobody."""
+    own, peer = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    segment = Segment(own, [own, None, peer], [own.data_ptr(), 0, peer.data_ptr()])
+    assert segment.num_bytes == 16
+    with pytest.raises(ArenaError, match=r"the memory of group ranks \[2\]"):
+        Segment(own, [own, None, peer.clone()], [own.data_ptr(), 0, peer.data_ptr()])
