@@ -88,6 +88,20 @@ def _compare(tmp_path, *words):
     return subprocess.run(list(map(str, command)), check=False, env=env, capture_output=True, text=True, timeout=200)
 
 
+@pytest.fixture
+def compare_here(tmp_path, monkeypatch, capsys):
+    """``compare`` without a process of its own: its status, and what it says."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+
+    def compare(*words):
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        status = run(parser.parse_args(["--ditron", "tp", "--output", str(tmp_path / "out"), *map(str, words)]))
+        return status, capsys.readouterr().out
+
+    return compare
+
+
 def _alone(monkeypatch, *words):
     """As torchrun would start one rank."""
     with socket.socket() as probe:
@@ -134,40 +148,40 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
         run_notes(tmp_path / "out" / "ditron", tmp_path / "out" / "native")
 
 
-def test_one_bit_of_one_weight_is_found(monkeypatch, script, tmp_path):
+def test_one_bit_of_one_weight_is_found(monkeypatch, script, compare_here, tmp_path):
     pytest.importorskip("megatron.core")
-    done = _compare(tmp_path, *_alone(monkeypatch, script, "--noise", "ours"))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "DIFFERENT: " in done.stdout and "of step 4 on rank 0" in done.stdout
-    assert "kernel" not in done.stdout and not list(tmp_path.glob("out/*/trace*"))
+    status, said = compare_here(*_alone(monkeypatch, script, "--noise", "ours"))
+    assert status == 1, said
+    assert "DIFFERENT: " in said and "of step 4 on rank 0" in said
+    assert "kernel" not in said and not list(tmp_path.glob("out/*/trace*"))
     assert read_job(tmp_path / "out" / "native").header["trace"] is None
 
 
-def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, tmp_path):
+def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, compare_here):
     pytest.importorskip("megatron.core")
-    done = _compare(tmp_path, *_alone(monkeypatch, script, "--noise", "always"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "native does not repeat itself: " in done.stdout and "all before that is equal" in done.stdout
+    status, said = compare_here(*_alone(monkeypatch, script, "--noise", "always"))
+    assert status == 0, said
+    assert "native does not repeat itself: " in said and "all before that is equal" in said
 
 
-def test_native_once_more_behind_ours(monkeypatch, script, tmp_path):
+def test_native_once_more_behind_ours(monkeypatch, script, compare_here, tmp_path):
     pytest.importorskip("megatron.core")
-    done = _compare(tmp_path, "--again", *_alone(monkeypatch, script))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal: all " in done.stdout and "natively once more, behind ours: " in done.stdout
+    status, said = compare_here("--again", *_alone(monkeypatch, script))
+    assert status == 0, said
+    assert "equal: all " in said and "natively once more, behind ours: " in said
     assert len(read_job(tmp_path / "out" / "native-again")) == 4
 
 
-def test_a_job_that_fails(script, tmp_path):
+def test_a_job_that_fails(script, compare_here, tmp_path):
     script.write_text("raise SystemExit('nothing to train')")
     done = _compare(tmp_path, sys.executable, script)
     assert done.returncode == 2 and "the job ended with status 1" in done.stderr and "nothing to train" in done.stderr
     script.write_text("import atexit\natexit.register(print, *range(20), sep='\\n')\nraise ValueError('no data')")
-    done = _compare(tmp_path, sys.executable, script)
-    assert "its first error: ValueError: no data\n" in done.stderr
+    with pytest.raises(SettingError, match="its first error: ValueError: no data\n"):
+        compare_here(sys.executable, script)
     script.write_text("print('no loop here')")
-    done = _compare(tmp_path, sys.executable, script)
-    assert done.returncode == 2 and "did the script reach Megatron-LM's training loop?" in done.stderr
+    with pytest.raises(SettingError, match="did the script reach Megatron-LM's training loop?"):
+        compare_here(sys.executable, script)
 
 
 @pytest.mark.parametrize(

@@ -170,13 +170,13 @@ def largest_sums(options, length):
 
     asked, ask, world = {}, sp_routing._ask, dist.get_world_size()
 
-    def recording(key, native, ours, data, revealing, group):
+    def recording(key, native, ours, data, revealing, group, projections):
         inputs, grads = revealing()
         assert [(t.shape, t.dtype) for t in (*inputs, *grads)] == [(t.shape, t.dtype) for t in (*data[0], *data[1])]
         left = sp_routing._forward_backward(native, inputs, grads)
         whole = sp_routing._forward_backward(native, [t.abs() for t in inputs], [t.abs() for t in grads])
         asked[key.split()[1]] = max(float(a.abs().max() / b.max()) for a, b in zip(left, whole))
-        return ask(key, native, ours, data, revealing, group)
+        return ask(key, native, ours, data, revealing, group, projections)
 
     sp_routing._ask = recording
     try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
 
-from ditron_train.testing.processes import run_workers
+from ditron_train.testing.processes import run_workers, run_workers_once
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -286,8 +285,12 @@ def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
 
 
 def _run_beside_transformer_engine(body):
-    done = subprocess.run([sys.executable, "-c", _TE_LAYER + body], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
+    (outcome,) = run_workers_once(1, _execute, _TE_LAYER + body)  # what it puts into modules ends with its process
+    assert outcome.ok, outcome.traceback
+
+
+def _execute(source):
+    exec(source, {})
 
 
 _MAIN_GRAD = """
@@ -306,7 +309,6 @@ weight.get_main_grad, weight.grad_added_to_main_grad = lambda: buffer, False
 assert wgrad(torch.ones(4, 2), torch.ones(4, 3)).shape == (2, 3) and weight.grad_added_to_main_grad
 assert given[-1]["out"] is weight.main_grad is buffer and not given[-1]["accumulate"]
 """
-
 
 
 def test_main_grad_is_asked_for_in_backward():

@@ -197,14 +197,14 @@ def test_rooms_take_the_models_sizes() -> None:
 
 @pytest.mark.slow
 def test_every_room(tmp_path: Path) -> None:
-    words = "--rooms all --repeat 2 --straggler-ms 1 --column 8 8 8 --seq-length 32".split()
+    words = "--rooms all --repeat 1 --straggler-ms 1 --column 8 8 8 --seq-length 32".split()
     assert run_workers(2, _run, *words, "--output", str(tmp_path)) == [0, 0]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     ops = {"column_linear", "gemm_a2a", "a2a_gemm", "qkv_projection", "output_projection", "dispatch", "combine", "group_gemm",
            "group_dgrad", "group_wgrad", "moe_layer", "send_recv", "pipeline_step", "muon_step"}  # fmt: skip
     assert {row.op for row in rows} == ops and all(row.bitwise_equal for row in rows)
     others = len(rows) - 1
-    assert stamp.settings["summary"].endswith(f"{others} rows of other ops ({3 * others} comparisons); every bit is equal")
+    assert stamp.settings["summary"].endswith(f"{others} rows of other ops ({2 * others} comparisons); every bit is equal")
 
 
 def _run_with_plan(folder: str) -> tuple[int, list[str]]:
