@@ -184,8 +184,9 @@ def _across_nodes():
     def allocate_without_peers(self, group, device, num_bytes):  # what a transport gives for ranks of other nodes
         segment = allocate(self, group, device, num_bytes)
         rank = dist.get_rank(group)
-        keep = [own if peer == rank else 0 for peer, own in enumerate(segment.addresses)]
-        return dataclasses.replace(segment, addresses=keep)
+        addresses = [own if peer == rank else 0 for peer, own in enumerate(segment.addresses)]
+        peers = [own if peer == rank else None for peer, own in enumerate(segment.peers)]
+        return dataclasses.replace(segment, addresses=addresses, peers=peers)
 
     ShmTransport.allocate = allocate_without_peers
     try:
