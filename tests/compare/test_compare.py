@@ -127,7 +127,8 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     pytest.importorskip("megatron.core")
     results = tmp_path / "results"
     traced = ("--trace", "--trace-rank", 1)
-    done = _compare(tmp_path, *traced, "--results", results, "--model", "tiny", "--skip", 2, "--", *_torchrun(2, script))
+    words = (*traced, "--again", "--results", results, "--model", "tiny", "--skip", 2)
+    done = _compare(tmp_path, *words, "--", *_torchrun(2, script))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal: all 20 figures of 4 steps on 2 ranks" in done.stdout  # a loss and a norm a step, two digests, two ranks
     assert "time of a step, behind the first 2: natively" in done.stdout
@@ -140,6 +141,7 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     for name in ("native", "ditron"):
         assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == ["rank0.jsonl", "rank1.jsonl", "trace-rank1.json"]
         assert [step.number for step in read_job(tmp_path / "out" / name).ranks[0] if step.seconds is None] == [1, 3]
+    assert "natively once more, behind ours: " in done.stdout and len(read_job(tmp_path / "out" / "native-again").ranks) == 2
     assert "TRAINED" in (tmp_path / "out" / "native.log").read_text()
     assert "tp: on for models built from now on" in (tmp_path / "out" / "ditron.log").read_text()
     assert "tp: on" not in (tmp_path / "out" / "native.log").read_text()
@@ -162,14 +164,6 @@ def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, compar
     status, said = compare_here(*_alone(monkeypatch, script, "--noise", "always"))
     assert status == 0, said
     assert "native does not repeat itself: " in said and "all before that is equal" in said
-
-
-def test_native_once_more_behind_ours(monkeypatch, script, compare_here, tmp_path):
-    pytest.importorskip("megatron.core")
-    status, said = compare_here("--again", *_alone(monkeypatch, script))
-    assert status == 0, said
-    assert "equal: all " in said and "natively once more, behind ours: " in said
-    assert len(read_job(tmp_path / "out" / "native-again")) == 4
 
 
 def test_a_job_that_fails(script, compare_here, tmp_path):
