@@ -81,8 +81,6 @@ class NvshmemTransport:
 
     def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
         """See ``Transport.allocate``."""
-        import nvshmem.bindings
-
         size = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         offset = first_common_gap(exchange(group, self._reserve.gaps), size)
         if offset is None:
@@ -91,6 +89,18 @@ class NvshmemTransport:
                 f"raise DITRON_ARENA_BYTES"
             )
         self._reserve.take(offset, size)
+        try:
+            return on_all_ranks(
+                group, "mapping the peers' NVSHMEM memory", lambda: self._map(group, device, offset, num_bytes), (ArenaError,)
+            )
+        except ArenaError:  # of every rank alike
+            self._reserve.give_back(offset)
+            raise
+
+    def _map(self, group: dist.ProcessGroup, device: torch.device, offset: int, num_bytes: int) -> Segment:
+        """This rank's part of the reserve, zeroed, and where its peers' lie."""
+        import nvshmem.bindings
+
         local = self._memory[offset : offset + num_bytes]
         local.zero_()
         rank = dist.get_rank(group)
@@ -106,7 +116,6 @@ class NvshmemTransport:
             peers.append(torch.as_tensor(DeviceBytes(address, num_bytes), device=device) if address else None)
             addresses.append(address)
         torch.cuda.synchronize(device)
-        exchange(group, None)
         return Segment(local, peers, addresses, release=partial(self._reserve.give_back, offset))
 
 

@@ -130,6 +130,25 @@ def groups_carve_from_one_reserve() -> tuple[list[list[tuple[int, int]]], str]:
     return pages, words
 
 
+def memory_that_one_rank_copies() -> tuple[str, list[tuple[int, int]]]:
+    """What each rank hears where torch copies a peer's memory on rank 1 alone, and its free bytes then."""
+    from ditron_train.symm import nvshmem_transport
+
+    mapped = nvshmem_transport.DeviceBytes
+    with stand_in():
+        transport = NvshmemTransport.get(dist.group.WORLD, CPU)
+        if dist.get_rank() == 1:
+            sys.modules["nvshmem"].bindings.ptr = lambda address, pe: 4096
+            nvshmem_transport.DeviceBytes = lambda address, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
+        try:
+            transport.allocate(dist.group.WORLD, CPU, 4096)
+        except ArenaError as error:
+            return str(error), _pages(transport)
+        finally:
+            nvshmem_transport.DeviceBytes = mapped
+    return "no error", []
+
+
 def _arena(group: dist.ProcessGroup, transport: NvshmemTransport) -> SymmetricArena:
     arena = SymmetricArena(group, CPU)
     arena._transport = transport

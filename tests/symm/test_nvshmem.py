@@ -77,6 +77,12 @@ def test_overlapping_groups_carve_from_one_reserve_and_give_back() -> None:
     assert words == words_1 and "no 32768 bytes are free on all ranks in the NVSHMEM reserve of 40960" in words
 
 
+def test_memory_that_torch_copies_on_one_rank_is_the_same_error_on_every_rank() -> None:
+    (words, pages), (words_1, pages_1) = run_workers(2, bodies.memory_that_one_rank_copies)
+    assert words == words_1 and "on 1 of 2 ranks: rank 1: ArenaError: torch does not take the memory of group ranks [0]" in words
+    assert pages == pages_1 and pages[0][0] == 0 and len(pages) == 1
+
+
 def test_memory_of_peers_that_torch_copies_is_refused() -> None:
     """As torch copies what the driver says is another GPU's: what was stored there would reach nobody."""
     own, peer = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
