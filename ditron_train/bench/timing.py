@@ -6,7 +6,7 @@ rested GPU and looked up to 7 % quicker than it is.)
 
 All ranks call ``measure`` with the same names in the same order: in front of every repetition stands a barrier of the
 group on the device, so the ranks start together and a repetition lasts until the slowest rank is done. On CUDA the
-device waits a little in front of that barrier, so that the host is ahead and its cost is not measured.
+device waits in front of that barrier (runtime/head_start.py), so that the host is ahead and its cost is not measured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.head_start import HeadStart
+
 __all__ = ["Contender", "Timing", "measure", "num_input_sets", "with_host_ahead"]
 
 Contender = Callable[[int], object]
@@ -30,7 +32,6 @@ Contender = Callable[[int], object]
 
 Name = TypeVar("Name", bound=Hashable)
 _PASSES = 2
-_HEAD_START_CYCLES = 400_000  # about 0.2 ms of the GPU's clock
 _LONG_HEAD_START_CYCLES = 2_000_000  # about a millisecond: some thirty launches of torch's operators
 _MOST_CALLS_AHEAD = 8  # of the host: memory that two streams used comes back when the device is done with it, and an allocator
 # that ran out of it would wait for the device inside a measurement (native exchanges of 12 GB)
@@ -136,17 +137,19 @@ def _time_cuda(
 ) -> list[list[float]]:
     barrier = torch.zeros(1, device=device)
     ends: deque[torch.cuda.Event] = deque()
+    head_start = HeadStart()
     calls = range(warmup + repetitions)
     # Of each call its own, warm-up too: the host would wait for the last call that an event of several was recorded in.
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in contenders]
     for index in calls:
-        for contender, of_one in zip(contenders, events):
+        for place, (contender, of_one) in enumerate(zip(contenders, events)):
             pair = of_one[index]
             if len(ends) == _MOST_CALLS_AHEAD:
                 ends.popleft().synchronize()
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            head_start.wait()
             dist.all_reduce(barrier, group=group)
-            _call(contender, index, lambda edge, pair=pair: pair[edge].record(), inside)
+            with head_start.launching(place):
+                _call(contender, index, lambda edge, pair=pair: pair[edge].record(), inside)
             ends.append(pair[1])
     torch.cuda.synchronize(device)
     return [[1e3 * start.elapsed_time(end) for start, end in of_one[warmup:]] for of_one in events]

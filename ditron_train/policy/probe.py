@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.head_start import HeadStart
+
 __all__ = ["Observation", "Run", "probe", "same_bits", "times_us"]
 
 #: Forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
 
 _WARM_UPS, _REPEATS = 2, 4
-_HEAD_START_CYCLES = 400_000  # about 0.2 ms of the GPU's clock
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ def times_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> list[f
     barrier on the device has the ranks begin together.
     """
     times = []
+    head_start = HeadStart()
     barrier = torch.zeros(1, device=device)
     for repeat in range(_WARM_UPS + _REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        head_start.wait()
         dist.all_reduce(barrier, group=group)
         start.record()
-        run()
+        with head_start.launching():
+            run()
         end.record()
         torch.cuda.synchronize(device)
         if repeat >= _WARM_UPS:
