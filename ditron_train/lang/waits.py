@@ -351,5 +351,29 @@ def verify_ready(
 def verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
     """``verify_ready`` for all peers, from ``rank`` + 1 on, in the first program of a launch; the others do nothing."""
     if tl.program_id(0) == 0:
-        for step in tl.static_range(1, WORLD_SIZE):
-            verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+        if _is_cuda(TARGET) and WORLD_SIZE > 2:
+            _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE)
+        else:
+            for step in tl.static_range(1, WORLD_SIZE):
+                verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+
+
+@triton.jit
+def _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr):
+    """Peer by peer a look at a flag and one at a signature take more than a microsecond: here each lane waits for a peer of
+    its own. The barrier hands what the lanes have acquired to the threads that read the signatures."""
+    PEERS: tl.constexpr = _power_of_two(WORLD_SIZE)
+    lanes = tl.arange(0, READY_WORDS)
+    steps = tl.arange(0, PEERS)
+    peers = (rank + tl.maximum(steps, 1)) % WORLD_SIZE  # of one that comes again the first counts
+    slots = ready_ptr + ((epoch & 1) * WORLD_SIZE + peers) * READY_WORDS
+    _wait_cuda(slots, epoch, control_ptr, peers, tl.cast(-1, tl.int32))
+    tl.debug_barrier()
+    theirs = tl.load(slots[:, None] + lanes[None, :], volatile=True)
+    mine = tl.load(signature_ptr + lanes)[None, :]
+    arrived = tl.sum(tl.where(lanes[None, :] == 0, (theirs - epoch >= 0).to(tl.int32), 0), axis=1)
+    different = arrived * tl.sum(((theirs != mine) & (lanes[None, :] > 0)).to(tl.int32), axis=1)
+    first = tl.min(tl.where(different > 0, steps, PEERS), axis=0)
+    if first < PEERS:
+        count = tl.sum(tl.where(steps == first, different, 0), axis=0)
+        record_failure(control_ptr, KIND_MISMATCH, (rank + tl.maximum(first, 1)) % WORLD_SIZE, -1, epoch, count)

@@ -36,7 +36,7 @@ __all__ = [
     "scatter_row_tile_order",
 ]
 
-ChunkMode = Literal["gather_push", "gather_pull", "scatter_push"]
+ChunkMode = Literal["gather_push", "gather_pull", "scatter_push", "sum_push"]
 
 
 def _num_local_ranks(rank: int, world_size: int, ranks_per_node: int | None) -> int:
@@ -93,6 +93,8 @@ def chunk_order(rank: int, world_size: int, mode: ChunkMode, ranks_per_node: int
     * ``gather_push``: destinations of the own chunk. A consumer wants the ranks after it first, so rank - 1 comes first.
     * ``gather_pull``: sources, in the own order of consumption.
     * ``scatter_push``: destinations of results, in the order in which they are computed.
+    * ``sum_push``: destinations of partial sums. NCCL's ring order, in which they are added up, begins with the rank after the
+      owner, so rank - 1 comes first, as for ``gather_push``.
 
     Returns:
         int32 [world_size - 1], every rank but the own one.
@@ -104,8 +106,8 @@ def chunk_order(rank: int, world_size: int, mode: ChunkMode, ranks_per_node: int
         return arrival_order(rank, world_size, ranks_per_node)[1:]
     if mode == "scatter_push":
         return delivery_order(rank, world_size, ranks_per_node)[:-1]
-    if mode != "gather_push":
-        raise ValueError(f"mode {mode!r} is not gather_push, gather_pull or scatter_push")
+    if mode not in ("gather_push", "sum_push"):
+        raise ValueError(f"mode {mode!r} is not gather_push, gather_pull, scatter_push or sum_push")
     num_local = _num_local_ranks(rank, world_size, ranks_per_node)
     num_nodes = world_size // num_local
     node, local = divmod(rank, num_local)

@@ -24,10 +24,9 @@ import torch
 
 from ditron_train.gemm.operands import aligned_operand, padded_columns
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
-from ditron_train.schedule.orders import delivery_order
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import RowPartition, TPContext
-from ditron_train.tp.cost_model import is_short
+from ditron_train.tp.cost_model import is_short, sums_in_parts
 from ditron_train.tp.scatter import PreparedScatter
 from ditron_train.tp.tuning import Choice, Layout, Problem
 
@@ -51,7 +50,8 @@ class _Chunk:
 class PreparedChunkedGemmRs:
     """[m, k] times a weight, reduce-scattered by rows; collective to make.
 
-    Rows of rank + 1 first, own rows last: their GEMM hides the last transfer. Then the sum (``PreparedScatter.finish``).
+    Rows of rank - 1 first, own rows last: their GEMM hides the last transfer. Then the sum (``PreparedScatter.finish``), whose
+    order is that of the arrivals: rank + 1 first.
 
     Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands, result and
     partial sums have lain at the same addresses a few times, with the same strides: a training step allocates alike each time.
@@ -73,13 +73,14 @@ class PreparedChunkedGemmRs:
         assert self.covers(n, dtype), f"rows of {n} x {dtype} are not whole 16 bytes"
         self.context = context
         self.m, self.n, self.k = partition.num_rows, n, k
-        self._scatter = PreparedScatter(context, partition, n, dtype)
+        problem = Problem("gemm_rs", self.m, n, k, layout, dtype, context.world_size)
+        in_parts = sums_in_parts(problem, choice, context.machine)
+        self._scatter = PreparedScatter(context, partition, n, dtype, in_parts=in_parts)
         self._chunks: list[_Chunk] = []
-        for owner in delivery_order(context.rank, context.world_size).tolist():
+        for owner in [*self._scatter.peers, context.rank]:
             rows, num_rows = slice(partition.starts[owner], partition.starts[owner + 1]), partition.count(owner)
             options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
             self._chunks.append(_Chunk(rows, k, gemm_launch(num_rows, n, *options) if num_rows else None))
-        problem = Problem("gemm_rs", self.m, n, k, layout, dtype, context.world_size)
         self._is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
 
     @staticmethod

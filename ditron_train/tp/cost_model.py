@@ -22,7 +22,7 @@ from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_con
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.tp.tuning import Choice, GatherPlan, Machine, Problem, rates_of
 
-__all__ = ["Prediction", "collective_us", "gemm_us", "is_short", "native_us", "nccl_bytes", "predict", "wire_bytes"]
+__all__ = ["Prediction", "collective_us", "gemm_us", "is_short", "native_us", "nccl_bytes", "predict", "sums_in_parts", "wire_bytes"]
 
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
@@ -35,6 +35,8 @@ _LAUNCH_US = 4.0
 _THROTTLED_FROM_US = 700.0  # a GEMM that runs longer is slowed down by its power: at every doubling by so much of its time
 _THROTTLE = 0.03
 _SHORT_US = 400.0  # so long an op takes, three times what the host needs to enqueue its parts one by one
+_FEWEST_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
+_PASSES_BEHIND_LAST = 4  # over own rows: the sum so far, the last source, own partial sums, the result
 _PAIR_RATE = 0.8  # of NCCL's rate with more ranks is its rate with two (H200: 225 to 246 GB/s instead of 300)
 
 
@@ -175,10 +177,21 @@ def _last_tile_us(
 
 def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     world_size = problem.world_size
-    fold_bytes = (world_size + 1) * problem.m / world_size * problem.n * problem.dtype.itemsize
-    fold_us = fold_bytes / (rates.memory_gbps * 1e3)
-    sent = _stored_us if choice.scatter == "store" else _chunked_us
-    return sent(problem, choice, machine, rates) + fold_us
+    own_us = problem.m / world_size * problem.n * problem.dtype.itemsize / (rates.memory_gbps * 1e3)  # one pass over own rows
+    fold_us = (world_size + 1) * own_us
+    if choice.scatter == "store":
+        return _stored_us(problem, choice, machine, rates) + fold_us
+    multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates)
+    last_us = _PASSES_BEHIND_LAST * own_us if sums_in_parts(problem, choice, machine) else fold_us
+    return max(multiplied_us + fold_us, sent_us + last_us) + _LAUNCH_US
+
+
+def sums_in_parts(problem: Problem, choice: Choice, machine: Machine) -> bool:
+    """Whether a GEMM-RS in chunks adds up all sources but the last while that one's rows are still on their way."""
+    if problem.world_size < _FEWEST_FOR_PARTS:
+        return False
+    multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates_of(machine))
+    return sent_us > multiplied_us
 
 
 def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
@@ -190,7 +203,8 @@ def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: Machin
     return rates.start_us + max(waves * (tile_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
 
 
-def _chunked_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+def _chunks_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> tuple[float, float]:
+    """When the last chunk's GEMM is done, and when the last transfer is."""
     world_size, own_rows = problem.world_size, problem.m // problem.world_size
     rank_bytes = own_rows * problem.n * problem.dtype.itemsize
     waves = _num_waves(own_rows, problem.n, choice.config, machine.num_sms)
@@ -199,4 +213,4 @@ def _chunked_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     sent_us = rates.start_us
     for position in range(1, world_size):
         sent_us = max(sent_us, position * rank_us) + rank_bytes / (rates.link_gbps * 1e3) + rates.chunk_us
-    return max(world_size * rank_us, sent_us) + _LAUNCH_US
+    return world_size * rank_us, sent_us

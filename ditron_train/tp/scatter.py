@@ -31,10 +31,20 @@ class PreparedScatter:
     """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (collective to make).
 
     ``start`` enqueues the sends behind what the current stream has done, or ``begin`` and then ``send`` for rows as they
-    are done; ``finish`` adds up on the current stream. ``peers``: in the order of delivery.
+    are done; ``finish`` adds up on the current stream. ``peers``: in the order of delivery, so that rows arrive in the order
+    of the sum.
+
+    Args:
+        context: Whose buffers and streams are used.
+        partition: The rows of all ranks.
+        num_columns: N, with rows of whole 16 bytes.
+        dtype: Of the partial sums.
+        in_parts: Whether ``finish`` comes long before the last rows do, and adds up the others meanwhile.
     """
 
-    def __init__(self, context: TPContext, partition: RowPartition, num_columns: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, context: TPContext, partition: RowPartition, num_columns: int, dtype: torch.dtype, *, in_parts: bool = False
+    ) -> None:
         self.context = context
         self.channel = channel = context.reduce_channel
         self.partition = partition
@@ -46,8 +56,9 @@ class PreparedScatter:
         world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
         self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
         num_programs = 2 * context.num_sms if context.is_cuda else 1
-        self._fold = KernelLaunch(fold_rows_kernel, num_programs, {"BLOCK": _FOLD_BLOCK, **world, **target}, num_warps=8)
-        self.peers = chunk_order(context.rank, context.world_size, "scatter_push").tolist()
+        constants = {"FIRST_PART": context.world_size - 2 if in_parts else 0, "BLOCK": _FOLD_BLOCK, **world, **target}
+        self._fold = KernelLaunch(fold_rows_kernel, num_programs, constants, num_warps=8)
+        self.peers = chunk_order(context.rank, context.world_size, "sum_push").tolist()
         self._copies = self._list_copies(num_columns * dtype.itemsize)
 
     def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int, int]]:

@@ -8,6 +8,32 @@ import ditron_train.lang as dl
 __all__ = ["fold_rows_kernel"]
 
 
+@triton.jit
+def _add_up(
+    blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank,
+    FIRST: tl.constexpr, LAST: tl.constexpr, GOES_ON: tl.constexpr, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Adds the sources ``rank + FIRST`` to ``rank + LAST``; ``rank + WORLD_SIZE`` is this one's own. The result so far is read from
+    ``out_ptr`` if it GOES_ON: each thread reads what it has written itself."""
+    lanes = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        offsets = tl.cast(block, tl.int64) * BLOCK + lanes
+        mask = offsets < num_elements
+        if GOES_ON:
+            total = tl.load(out_ptr + offsets, mask=mask).to(tl.float32)
+        for step in tl.static_range(FIRST, LAST + 1):
+            if step == WORLD_SIZE:
+                values = tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
+            else:
+                source = (rank + step) % WORLD_SIZE
+                values = tl.load(slots_ptr + source * slot_elements + offsets, mask=mask).to(tl.float32)
+            if step == FIRST and not GOES_ON:
+                total = values
+            else:
+                total = (total + values).to(slots_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["slot_rows"])
 def fold_rows_kernel(
     partial_ptr,
@@ -19,6 +45,7 @@ def fold_rows_kernel(
     control_ptr,
     N,
     slot_rows,
+    FIRST_PART: tl.constexpr,
     BLOCK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
@@ -28,27 +55,24 @@ def fold_rows_kernel(
     ``x[rank]`` is read from ``partial_ptr`` [total rows, N], the others from slots [world, slot_rows, N] in own memory,
     once the flag of their source holds this epoch (acquire). Elementwise over one contiguous range, since rows of a
     slot follow each other.
+
+    FIRST_PART: so many sources are added up, into ``out``, while the others are still on their way (0: all when all are there).
     """
     epoch = dl.next_epoch(tickets_ptr + 1)
     rank = dl.rank(control_ptr)
-    for step in tl.static_range(1, WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        dl.wait(signals_ptr + peer, epoch, control_ptr, peer, 0, TARGET)
     first_row = tl.load(row_starts_ptr + rank)
     num_elements = (tl.load(row_starts_ptr + rank + 1) - first_row).to(tl.int64) * N
     own_ptr = partial_ptr + first_row.to(tl.int64) * N
     slot_elements = tl.cast(slot_rows, tl.int64) * N
-    lanes = tl.arange(0, BLOCK)
-    for block in range(tl.program_id(0), tl.cdiv(num_elements, BLOCK), tl.num_programs(0)):
-        offsets = tl.cast(block, tl.int64) * BLOCK + lanes
-        mask = offsets < num_elements
-        if WORLD_SIZE == 1:
-            total = tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
-        else:
-            total = tl.load(slots_ptr + ((rank + 1) % WORLD_SIZE) * slot_elements + offsets, mask=mask).to(tl.float32)
-            for step in tl.static_range(2, WORLD_SIZE):
-                source = (rank + step) % WORLD_SIZE
-                partial = tl.load(slots_ptr + source * slot_elements + offsets, mask=mask).to(tl.float32)
-                total = (total + partial).to(slots_ptr.dtype.element_ty).to(tl.float32)
-            total = total + tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
-        tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+    blocks = tl.cdiv(num_elements, BLOCK)
+    for step in tl.static_range(1, WORLD_SIZE):
+        if step == FIRST_PART + 1 and FIRST_PART > 0:
+            _add_up(
+                blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank, 1, FIRST_PART, False, BLOCK, WORLD_SIZE
+            )
+        peer = (rank + step) % WORLD_SIZE
+        dl.wait(signals_ptr + peer, epoch, control_ptr, peer, 0, TARGET)
+    _add_up(
+        blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank, FIRST_PART + 1, WORLD_SIZE, FIRST_PART > 0,
+        BLOCK, WORLD_SIZE,
+    )  # fmt: skip

@@ -28,6 +28,7 @@ __all__ = [
     "choose",
     "default_choice",
     "entry_of",
+    "modelled_choice",
     "prefers_native",
     "rates_of",
     "tile_variants",
@@ -124,7 +125,7 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
         variants = [replace(base, fold_rows=count) for count in rows if count <= base.config.block_m and count != base.fold_rows]
         return [*variants, replace(base, scatter="copy")] if problem.world_size > 1 else variants
     plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
-    plans += [GatherPlan("push", push_programs=programs) for programs in ((1,) if machine.target == "interpreter" else (8, 16))]
+    plans += [GatherPlan("push", push_programs=programs) for programs in ((1,) if machine.target == "interpreter" else (8, 12, 16))]
     return [replace(base, gather=plan) for plan in plans if plan != base.gather]
 
 
@@ -155,6 +156,15 @@ def choose(problem: Problem, machine: Machine) -> Choice:
     entry = None if table is None else table.find(problem.table_op, problem.world_size, problem.shape_class)
     if entry is not None:
         return _choice_of(entry, problem)
+    return modelled_choice(problem, machine)
+
+
+def modelled_choice(problem: Problem, machine: Machine) -> Choice:
+    """What the cost model takes for the quickest.
+
+    Raises:
+        SettingError, NotSupportedError: As ``choose``.
+    """
     return _modelled(problem, machine, rates_of(machine))
 
 

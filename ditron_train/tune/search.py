@@ -1,4 +1,4 @@
-"""The search: for each shape class first the ways of moving data, then tile sizes with the best of them."""
+"""The search: for each shape class first ways of moving data and what the cost model takes, then tiles with the two best ways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ditron_train.bench.session import BenchSession
 from ditron_train.bench.timing import measure
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.tuning import Choice, entry_of, default_choice, tile_variants, transfer_variants
+from ditron_train.tp.tuning import Choice, default_choice, entry_of, modelled_choice, tile_variants, transfer_variants
 from ditron_train.tune.rates import Observed
 from ditron_train.tune.trial import Trial, compile_all
 
@@ -51,9 +51,21 @@ class ShapeClass:
     def candidates(self, stage: str) -> list[Choice]:
         """What a stage tries; the first is its starting point."""
         if stage == "transfer":
-            return [self.default, *transfer_variants(self.problem, self.machine, self.default)]
+            modelled = replace(modelled_choice(self.problem, self.machine), source=self.default.source)
+            variants = transfer_variants(self.problem, self.machine, self.default)
+            return list(dict.fromkeys([self.default, *variants, modelled]))
         best = self.best()
-        return [] if best is None else [best, *tile_variants(self.problem, self.machine, best)]
+        if best is None:
+            return []
+        ways = [best, *self._best_other_way(best)]
+        return list(dict.fromkeys([*ways, *(variant for way in ways for variant in tile_variants(self.problem, self.machine, way))]))
+
+    def _best_other_way(self, best: Choice) -> list[Choice]:
+        """The quickest that moves data otherwise: what it loses to ``best`` with one tile it may win with another, since SMs that
+        push are missing in the GEMM's last wave or are not."""
+        tried = dict.fromkeys(choice for result in self.results for choice in result.times_us)
+        others = [choice for choice in tried if _way(choice) != _way(best) and self.score(choice) < math.inf]
+        return sorted(others, key=self.score)[:1]
 
     def score(self, choice: Choice) -> float:
         """Geometric mean over the shapes of time over the default's, or over native's where the default has other bits."""
@@ -87,6 +99,10 @@ class ShapeClass:
             "native_us": round(result.native_us, 1),
             "tried": len(result.times_us),
         }
+
+
+def _way(choice: Choice) -> tuple[str, str]:
+    return choice.gather.mode, choice.scatter
 
 
 def search(

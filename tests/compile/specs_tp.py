@@ -140,21 +140,24 @@ SPECS = [
         num_warps=1,
         signals=None,
     ),
-    KernelSpec(
-        name="tp_fold_rows",
-        kernel="ditron_train.tp.scatter_kernels:fold_rows_kernel",
-        signature={
-            "partial_ptr": "*bf16",
-            "slots_ptr": "*bf16",
-            "signals_ptr": "*i32",
-            "out_ptr": "*bf16",
-            "row_starts_ptr": "*i32",
-            **_CHANNEL,
-            "N": "i32",
-            "slot_rows": "i32",
-        },
-        constexprs={"BLOCK": 4096, "WORLD_SIZE": 8},
-        signals=None,
+    *(
+        KernelSpec(
+            name=f"tp_fold_rows_{'at_once' if first_part == 0 else 'in_parts'}",
+            kernel="ditron_train.tp.scatter_kernels:fold_rows_kernel",
+            signature={
+                "partial_ptr": "*bf16",
+                "slots_ptr": "*bf16",
+                "signals_ptr": "*i32",
+                "out_ptr": "*bf16",
+                "row_starts_ptr": "*i32",
+                **_CHANNEL,
+                "N": "i32",
+                "slot_rows": "i32",
+            },
+            constexprs={"FIRST_PART": first_part, "BLOCK": 4096, "WORLD_SIZE": 8},
+            signals=None,
+        )
+        for first_part in (0, 6)
     ),
     *(
         build(

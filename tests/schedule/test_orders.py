@@ -78,6 +78,14 @@ def test_chunks_are_pushed_in_the_order_in_which_they_are_consumed(group):
     assert list(chunk_order(rank, world_size, "scatter_push", per_node)) == list(delivery_order(*group))[:-1]
 
 
+@given(world_size=st.integers(1, 16))
+def test_partial_sums_arrive_in_the_order_of_the_sum(world_size):
+    orders = [list(chunk_order(rank, world_size, "sum_push")) for rank in range(world_size)]
+    for owner in range(world_size):
+        senders = [(owner + step) % world_size for step in range(1, world_size)]  # NCCL's ring
+        assert [orders[sender].index(owner) for sender in senders] == list(range(world_size - 1))
+
+
 @given(groups())
 def test_at_each_step_of_a_push_every_rank_receives_from_one(group):
     _, world_size, per_node = group

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -83,8 +84,15 @@ def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dty
 def check_gemm_rs(
     counts: list[int], n: int, k: int, layout: str, scatter: str, dtype_name: str, repeats: int
 ) -> None:
-    """gemm_rs against partial products folded in ring order (real numbers in bf16: the order of roundings shows)."""
+    """gemm_rs against partial products folded in ring order (real numbers in bf16: the order of roundings shows).
+
+    ``scatter``: also ``copy in parts``, which adds up what has come before the last rows do."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    if scatter == "copy in parts":
+        with mock.patch.object(chunked_ops, "sums_in_parts", lambda *problem: True):
+            check_gemm_rs(counts, n, k, layout, "copy", dtype_name, repeats)
+        get_context(None, CPU).forget_shapes()
+        return
     dtype = getattr(torch, dtype_name)
     context = get_context(None, CPU)
     rng = random.Random(rank)

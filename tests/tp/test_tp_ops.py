@@ -46,7 +46,7 @@ def test_gemm_rs_equals_matmul_then_ring(counts, n, k, layout, dtype, scatter):
 def test_four_ranks():
     run_workers(4, bodies.check_ag_gemm, [32, 10, 0, 90], 40, 32, "nt", "push", "float32", 2)
     run_workers(4, bodies.check_ag_gemm, [64] * 4, 40, 32, "nn", "copy", "bfloat16", 2)
-    for scatter in ("store", "copy"):
+    for scatter in ("store", "copy", "copy in parts"):
         run_workers(4, bodies.check_gemm_rs, [32, 10, 0, 90], 40, 32, "nt", scatter, "bfloat16", 2)
         run_workers(4, bodies.check_gemm_rs, [64] * 4, 40, 32, "nn", scatter, "bfloat16", 2)
 

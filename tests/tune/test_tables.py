@@ -27,6 +27,7 @@ from ditron_train.tp.tuning import (
     choose,
     default_choice,
     entry_of,
+    modelled_choice,
     prefers_native,
     tile_variants,
     transfer_variants,
@@ -262,3 +263,18 @@ def test_the_best_choice_is_best_over_all_shapes_of_its_class() -> None:
     slower = _class_of({default: 120.0, other: 110.0}).entry()
     assert slower["native"] is True and slower["push_sms"] == 8 and slower["ditron_us"] == 110.0
     assert _class_of({default: 90.0}).entry()["native"] is False
+
+
+def test_tiles_are_tried_with_the_two_best_ways_of_moving_data() -> None:
+    problem = Problem("ag_gemm", 8192, 1376, 4096, "nt", torch.bfloat16, 8)
+    default = default_choice(problem, H200)
+    pushes = [dataclasses.replace(default, gather=GatherPlan("push", push_programs=n)) for n in (8, 12, 16)]
+    chunks = dataclasses.replace(default, gather=GatherPlan("copy", num_chunks=2))
+    shape_class_ = ShapeClass([_Trial(problem)], _Context())
+    first = shape_class_.candidates("transfer")
+    assert first[0] == default and {*pushes, chunks} < {*first} and len({*first}) == len(first)
+    assert dataclasses.replace(modelled_choice(problem, H200), source=default.source) in first
+    shape_class_.results = [Result({default: 90.0, chunks: 80.0, pushes[0]: 99.0, pushes[1]: 95.0, pushes[2]: 97.0}, native_us=100.0)]
+    second = shape_class_.candidates("tile")
+    assert second[:2] == [chunks, pushes[1]] and {choice.gather for choice in second} == {chunks.gather, pushes[1].gather}
+    assert {choice.config for choice in second if choice.gather == pushes[1].gather} > {default.config}
