@@ -1,7 +1,7 @@
 """Compiles kernels for GPUs that are not there, and checks what came out: spills, shared memory, fences, barriers.
 
 Triton decides at decoration whether a function is interpreted, so a process that runs the interpreter cannot compile:
-``compile_specs`` does it in one process of its own, for a list of specs. On a machine with neither GPU nor driver this
+``Compilation`` does it in one process of its own, for a list of specs. On a machine with neither GPU nor driver this
 works for sm_80, sm_90, sm_100 and gfx942.
 
 A room of the package lists its kernels as ``SPECS`` in ``tests/compile/specs_<room>.py``; the tests there compile every
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["TARGETS", "CompileReport", "KernelSpec", "check_report", "compile_specs", "unguarded_releases"]
+__all__ = ["TARGETS", "Compilation", "CompileReport", "KernelSpec", "check_report", "compile_specs", "unguarded_releases"]
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "hip")
 _NO_SPILL_TARGETS = ("sm_90",)
@@ -132,27 +132,61 @@ def check_report(spec: KernelSpec, report: CompileReport) -> None:
         assert acquires == spec.signals, f"{where}: an acquire is {'missing' if spec.signals else 'there but not stated'}"
 
 
-def compile_specs(specs: Iterable[KernelSpec], *, timeout_s: float = 600.0) -> dict[tuple[str, str], CompileReport]:
-    """Compiles every spec for each of its targets in one new process; returns the reports by (name, target).
+class Compilation:
+    """Compiles every spec for each of its targets in one new process, meanwhile.
 
-    Raises:
-        RuntimeError: The process died; holds the end of what it said.
+    Args:
+        specs: What to compile.
+        niceness: Of the process: 19 takes what time others leave over.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    with tempfile.TemporaryDirectory() as folder:
-        request, answer = os.path.join(folder, "request.json"), os.path.join(folder, "answer.json")
+
+    def __init__(self, specs: Iterable[KernelSpec], *, niceness: int = 0) -> None:
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._folder = tempfile.TemporaryDirectory()
+        request, self._answer = (os.path.join(self._folder.name, name) for name in ("request.json", "answer.json"))
         with open(request, "w") as file:
             json.dump([asdict(spec) for spec in specs], file)
-        done = subprocess.run(
-            [sys.executable, "-m", "ditron_train.testing.compile_check", request, answer],
-            env=environment, capture_output=True, text=True, timeout=timeout_s,
-        )  # fmt: skip
-        if done.returncode != 0:
-            raise RuntimeError(f"the compiling process ended with {done.returncode}: {done.stderr[-2000:]}")
-        with open(answer) as file:
-            reports = [CompileReport(**entry) for entry in json.load(file)]
-    return {(report.name, report.target): report for report in reports}
+        command = [sys.executable, "-m", "ditron_train.testing.compile_check", request, self._answer, str(niceness)]
+        with open(self._said, "w") as said:
+            self._process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+
+    @property
+    def _said(self) -> str:
+        return os.path.join(self._folder.name, "said.txt")
+
+    def reports(self, timeout_s: float) -> dict[tuple[str, str], CompileReport]:
+        """Waits for the reports by (name, target).
+
+        Raises:
+            RuntimeError: The process died; holds the end of what it said.
+            subprocess.TimeoutExpired: It takes longer.
+        """
+        try:
+            if self._process.wait(timeout_s) != 0:
+                with open(self._said) as said:
+                    raise RuntimeError(f"the compiling process ended with {self._process.returncode}: {said.read()[-2000:]}")
+            with open(self._answer) as file:
+                found = [CompileReport(**entry) for entry in json.load(file)]
+        finally:
+            self.stop()
+        return {(report.name, report.target): report for report in found}
+
+    def stop(self) -> None:
+        """Ends the process, where it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def compile_specs(specs: Iterable[KernelSpec], *, timeout_s: float = 600.0) -> dict[tuple[str, str], CompileReport]:
+    """``Compilation``'s reports.
+
+    Raises:
+        RuntimeError, subprocess.TimeoutExpired: As ``Compilation.reports``.
+    """
+    return Compilation(specs).reports(timeout_s)
 
 
 def _by_target(value: Any, target: str) -> int:
@@ -220,7 +254,8 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
     return CompileReport(spec.name, target, None, compiled.asm["ptx"], registers, spills, compiled.metadata.shared)
 
 
-def _main(request: str, answer: str) -> None:
+def _main(request: str, answer: str, niceness: str) -> None:
+    os.nice(int(niceness))
     with open(request) as file:
         specs = [KernelSpec(**entry) for entry in json.load(file)]
     reports = []

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-
 import pytest
 
 from ditron_train.testing.compile_check import CompileReport, KernelSpec, check_report, compile_specs, unguarded_releases
 
 
-def _room_specs() -> list[KernelSpec]:
-    specs = []
-    for path in sorted(pathlib.Path(__file__).parent.glob("specs_*.py")):
-        module_spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
-        specs += module.SPECS
-    assert len({spec.name for spec in specs}) == len(specs), "two specs have one name"
-    return specs
-
-
-SPECS = _room_specs()
-
-
 @pytest.fixture(scope="module")
-def reports(request):
-    """Compilations of the selected tests, in two processes: the first test pays for all of them."""
-    targets: dict[str, list[str]] = {}
-    for item in request.session.items:
-        chosen = item.callspec.params if getattr(item, "function", None) is test_kernel else {}
-        if chosen:
-            targets.setdefault(chosen["spec"].name, []).append(chosen["target"])
-    specs = [replace(spec, targets=tuple(targets[spec.name])) for spec in SPECS if spec.name in targets]
-    with ThreadPoolExecutor(2) as pool:
-        halves = pool.map(lambda specs: compile_specs(specs, timeout_s=1100.0), (specs[::2], specs[1::2]))
-        return {key: report for reports in halves for key, report in reports.items()}
+def reports(compilations):
+    return {key: report for compilation in compilations for key, report in compilation.reports(1100.0).items()}
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "spec, target", [pytest.param(s, t, id=f"{s.name}-{t}") for s in SPECS for t in s.targets]
-)
 def test_kernel(spec, target, reports):
     check_report(spec, reports[spec.name, target])
 

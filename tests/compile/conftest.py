@@ -1,0 +1,63 @@
+"""Kernels compile while other tests run, in two processes that take what time those leave over; their tests come last."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from dataclasses import replace
+
+import pytest
+
+from ditron_train.testing.compile_check import Compilation, KernelSpec
+
+_HERE = pathlib.Path(__file__).parent
+_STARTED = pytest.StashKey[list[Compilation]]()
+
+
+def room_specs() -> list[KernelSpec]:
+    """What the rooms list."""
+    specs = []
+    for path in sorted(_HERE.glob("specs_*.py")):
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        specs += module.SPECS
+    assert len({spec.name for spec in specs}) == len(specs), "two specs have one name"
+    return specs
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if {"spec", "target"} <= {*metafunc.fixturenames}:
+        cases = [pytest.param(spec, target, id=f"{spec.name}-{target}") for spec in room_specs() for target in spec.targets]
+        metafunc.parametrize("spec, target", cases)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent == _HERE)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts what the selected tests need."""
+    targets: dict[str, tuple[KernelSpec, list[str]]] = {}
+    for item in session.items:
+        parameters = item.callspec.params if hasattr(item, "callspec") and item.path.parent == _HERE else {}
+        if "spec" in parameters:
+            spec = parameters["spec"]
+            targets.setdefault(spec.name, (spec, []))[1].append(parameters["target"])
+    specs = [replace(spec, targets=tuple(chosen)) for spec, chosen in targets.values()]
+    started = session.stash[_STARTED] = []
+    if not session.config.option.collectonly:
+        niceness = 19 if any(item.path.parent != _HERE for item in session.items) else 0
+        started += [Compilation(half, niceness=niceness) for half in (specs[::2], specs[1::2]) if half]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for compilation in session.stash.get(_STARTED, []):
+        compilation.stop()
+
+
+@pytest.fixture(scope="session")
+def compilations(request: pytest.FixtureRequest) -> list[Compilation]:
+    """Of all kernels whose tests are selected."""
+    return request.session.stash[_STARTED]
