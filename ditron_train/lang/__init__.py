@@ -34,6 +34,7 @@ from ditron_train.lang.waits import (
     verify_ready,
     wait,
     wait_many,
+    wait_peers,
     wait_ranks,
 )
 
@@ -67,6 +68,7 @@ __all__ = [
     "verify_ready",
     "wait",
     "wait_many",
+    "wait_peers",
     "wait_ranks",
     "wait_token",
 ]

@@ -10,8 +10,9 @@ epilogue / this: 8192x4096x2752 434 / 245 / 332 / 285, 8192x4096x3584 508 / 314 
 Tried: GEMMs on two streams, so that one fills the last wave of the other: 1 % less at most, 1 % more at the largest;
 holding copies back until the next GEMM is enqueued: equal; cuBLAS for the chunks: equal within 1 %; chunks of two
 neighbours: 391 us instead of 354 (8192x4096x3584), since the order of a rank whose neighbours wrap around ends with a pair.
-Not tried: adding the peers' sums up beside the own rows' GEMM. NCCL's order begins with the rows of rank + 1, which arrive last,
-45 of that GEMM's 62 us in (8192x4096x2752 on 4 ranks); a fifth of the sum's 25 us would be saved, and what adds needs
+Where the links are last, the sum of all but the last source is made while that one's rows are on their way, which is why rows
+travel so that they arrive in the order of the sum: 216 -> 209 us at 8192x4096x1376, 226 -> 219 at 8192x4096x1792 (4 ranks; GEMM
+alone 137 and 166, NCCL 193). Where the own rows' GEMM is last, it could only be made beside that, and what adds needs
 multiprocessors of the GEMM, which leaves it no registers.
 """
 

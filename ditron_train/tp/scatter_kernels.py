@@ -65,13 +65,13 @@ def fold_rows_kernel(
     own_ptr = partial_ptr + first_row.to(tl.int64) * N
     slot_elements = tl.cast(slot_rows, tl.int64) * N
     blocks = tl.cdiv(num_elements, BLOCK)
-    for step in tl.static_range(1, WORLD_SIZE):
-        if step == FIRST_PART + 1 and FIRST_PART > 0:
-            _add_up(
-                blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank, 1, FIRST_PART, False, BLOCK, WORLD_SIZE
-            )
-        peer = (rank + step) % WORLD_SIZE
-        dl.wait(signals_ptr + peer, epoch, control_ptr, peer, 0, TARGET)
+    if FIRST_PART > 0:
+        dl.wait_peers(signals_ptr, epoch, control_ptr, rank, 1, FIRST_PART, WORLD_SIZE, TARGET)
+        _add_up(
+            blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank, 1, FIRST_PART, False, BLOCK, WORLD_SIZE
+        )
+    if WORLD_SIZE > 1:
+        dl.wait_peers(signals_ptr, epoch, control_ptr, rank, FIRST_PART + 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
     _add_up(
         blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank, FIRST_PART + 1, WORLD_SIZE, FIRST_PART > 0,
         BLOCK, WORLD_SIZE,
