@@ -13,8 +13,8 @@ def _add_up(
     blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank,
     FIRST: tl.constexpr, LAST: tl.constexpr, GOES_ON: tl.constexpr, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sources ``rank + FIRST`` to ``rank + LAST``; ``rank + WORLD_SIZE`` is this one's own. The result so far is read from
-    ``out_ptr`` if it GOES_ON: each thread reads what it has written itself."""
+    """Adds the sources ``rank + FIRST`` to ``rank + LAST``, in this order; ``rank + WORLD_SIZE`` is this one's own. The sum so far is
+    read from ``out_ptr`` if it GOES_ON: it has been rounded there as it would be here, and each thread reads what it wrote."""
     lanes = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         offsets = tl.cast(block, tl.int64) * BLOCK + lanes
