@@ -278,9 +278,10 @@ def wait_ranks(signal_ptr, stride, epoch, control_ptr, chunk, WORLD_SIZE: tl.con
 
 @triton.jit
 def wait_peers(
-    signals_ptr, epoch, control_ptr, rank, FIRST: tl.constexpr, LAST: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+    signal_ptr, stride, epoch, control_ptr, rank, chunk,
+    FIRST: tl.constexpr, LAST: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """``wait`` for one flag each, ``signals_ptr + peer``, of the ranks ``rank + FIRST`` to ``rank + LAST``.
+    """``wait`` for one flag each, ``signal_ptr + peer * stride``, of the ranks ``rank + FIRST`` to ``rank + LAST``.
 
     A look at a flag takes some 0.7 us, so each lane waits for a peer of its own; the barrier hands what it has acquired to the
     threads that read what was written.
@@ -288,12 +289,12 @@ def wait_peers(
     if _is_cuda(TARGET):
         steps = FIRST + tl.minimum(tl.arange(0, _power_of_two(LAST - FIRST + 1)), LAST - FIRST)
         peers = (rank + steps) % WORLD_SIZE
-        _wait_cuda(signals_ptr + peers, epoch, control_ptr, peers, tl.cast(0, tl.int32))
+        _wait_cuda(signal_ptr + peers * stride, epoch, control_ptr, peers, tl.cast(chunk, tl.int32))
         tl.debug_barrier()
     else:
         for step in tl.static_range(FIRST, LAST + 1):
             peer = (rank + step) % WORLD_SIZE
-            wait(signals_ptr + peer, epoch, control_ptr, peer, 0, TARGET)
+            wait(signal_ptr + peer * stride, epoch, control_ptr, peer, chunk, TARGET)
 
 
 @triton.jit
@@ -373,23 +374,23 @@ def verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE:
     """``verify_ready`` for all peers, from ``rank`` + 1 on, in the first program of a launch; the others do nothing."""
     if tl.program_id(0) == 0:
         if _is_cuda(TARGET) and WORLD_SIZE > 2:
-            _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE)
+            _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
         else:
             for step in tl.static_range(1, WORLD_SIZE):
                 verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
 
 
 @triton.jit
-def _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr):
-    """Peer by peer a look at a flag and one at a signature take more than a microsecond: here each lane waits for a peer of
-    its own. The barrier hands what the lanes have acquired to the threads that read the signatures."""
+def _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """Peer by peer a look at a flag and one at a signature take more than a microsecond: here all peers have them looked at
+    together."""
     PEERS: tl.constexpr = _power_of_two(WORLD_SIZE)
     lanes = tl.arange(0, READY_WORDS)
     steps = tl.arange(0, PEERS)
     peers = (rank + tl.maximum(steps, 1)) % WORLD_SIZE  # of one that comes again the first counts
-    slots = ready_ptr + ((epoch & 1) * WORLD_SIZE + peers) * READY_WORDS
-    _wait_cuda(slots, epoch, control_ptr, peers, tl.cast(-1, tl.int32))
-    tl.debug_barrier()
+    pad_ptr = ready_ptr + (epoch & 1) * WORLD_SIZE * READY_WORDS
+    wait_peers(pad_ptr, READY_WORDS, epoch, control_ptr, rank, -1, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
+    slots = pad_ptr + peers * READY_WORDS
     theirs = tl.load(slots[:, None] + lanes[None, :], volatile=True)
     mine = tl.load(signature_ptr + lanes)[None, :]
     arrived = tl.sum(tl.where(lanes[None, :] == 0, (theirs - epoch >= 0).to(tl.int32), 0), axis=1)

@@ -144,16 +144,13 @@ class Compilation:
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._folder = tempfile.TemporaryDirectory()
-        request, self._answer = (os.path.join(self._folder.name, name) for name in ("request.json", "answer.json"))
+        files = ("request.json", "answer.json", "said.txt")
+        request, self._answer, self._said = (os.path.join(self._folder.name, name) for name in files)
         with open(request, "w") as file:
             json.dump([asdict(spec) for spec in specs], file)
         command = [sys.executable, "-m", "ditron_train.testing.compile_check", request, self._answer, str(niceness)]
         with open(self._said, "w") as said:
             self._process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
-
-    @property
-    def _said(self) -> str:
-        return os.path.join(self._folder.name, "said.txt")
 
     def reports(self, timeout_s: float) -> dict[tuple[str, str], CompileReport]:
         """Waits for the reports by (name, target).

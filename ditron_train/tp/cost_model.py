@@ -183,16 +183,17 @@ def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     if choice.scatter == "store":
         return _stored_us(problem, choice, machine, rates) + fold_us
     multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates)
-    last_us = _PASSES_BEHIND_LAST * own_us if sums_in_parts(problem, choice, machine) else fold_us
+    last_us = _PASSES_BEHIND_LAST * own_us if _in_parts(problem, multiplied_us, sent_us) else fold_us
     return max(multiplied_us + fold_us, sent_us + last_us) + _LAUNCH_US
 
 
 def sums_in_parts(problem: Problem, choice: Choice, machine: Machine) -> bool:
     """Whether a GEMM-RS in chunks adds up all sources but the last while that one's rows are still on their way."""
-    if problem.world_size < _FEWEST_FOR_PARTS:
-        return False
-    multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates_of(machine))
-    return sent_us > multiplied_us
+    return _in_parts(problem, *_chunks_us(problem, choice, machine, rates_of(machine)))
+
+
+def _in_parts(problem: Problem, multiplied_us: float, sent_us: float) -> bool:
+    return problem.world_size >= _FEWEST_FOR_PARTS and sent_us > multiplied_us
 
 
 def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:

@@ -66,12 +66,12 @@ def fold_rows_kernel(
     slot_elements = tl.cast(slot_rows, tl.int64) * N
     blocks = tl.cdiv(num_elements, BLOCK)
     if FIRST_PART > 0:
-        dl.wait_peers(signals_ptr, epoch, control_ptr, rank, 1, FIRST_PART, WORLD_SIZE, TARGET)
+        dl.wait_peers(signals_ptr, 1, epoch, control_ptr, rank, 0, 1, FIRST_PART, WORLD_SIZE, TARGET)
         _add_up(
             blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank, 1, FIRST_PART, False, BLOCK, WORLD_SIZE
         )
     if WORLD_SIZE > 1:
-        dl.wait_peers(signals_ptr, epoch, control_ptr, rank, FIRST_PART + 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
+        dl.wait_peers(signals_ptr, 1, epoch, control_ptr, rank, 0, FIRST_PART + 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
     _add_up(
         blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank, FIRST_PART + 1, WORLD_SIZE, FIRST_PART > 0,
         BLOCK, WORLD_SIZE,

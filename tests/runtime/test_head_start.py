@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from ditron_train.runtime.head_start import HeadStart
 
 def _launch(start: HeadStart, name: str, launches_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s = iter([1.0, 1.0 + launches_us / 1e6])
-    monkeypatch.setattr(head_start.time, "perf_counter", lambda: next(clock_s))
+    monkeypatch.setattr(head_start, "time", SimpleNamespace(perf_counter=lambda: next(clock_s)))
     with start.launching(name):
         pass
 
