@@ -27,11 +27,14 @@ __all__ = ["TARGETS", "Compilation", "CompileReport", "KernelSpec", "check_repor
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "hip")
 _NO_SPILL_TARGETS = ("sm_90",)
+_VECTOR_TARGETS = ("sm_90", "sm_100")  # for sm_80 a descriptor's tile is moved as the mask of its edges has it
 _SHARED_LIMIT_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "hip": 64 << 10}
 # A store or atomic that makes earlier writes of its thread visible.
 _RELEASE = re.compile(r"\b(?:st|atom|red)\.(?:[a-z0-9_]+\.)*(?:release|acq_rel)\b")
 _ACQUIRE = re.compile(r"\b(?:ld|atom)\.(?:[a-z0-9_]+\.)*(?:acquire|acq_rel)\b")
 _BARRIER = re.compile(r"\b(?:bar\.sync|barrier\.sync)\b")
+# A load or store of one element of two bytes: a thread can move eight of them.
+_ONE_BY_ONE = re.compile(r"\b(?:ld|st)\.(?:[a-z0-9_:]+\.)*global\.(?:[a-z0-9_:]+\.)*[bu]16\b")
 _WRITE = re.compile(r"\b(?:st\.(?:[a-z0-9_]+\.)*global|cp\.async\.bulk\.(?:tensor\.[0-9]d\.)?global|red\.|atom\.)")
 
 
@@ -48,7 +51,8 @@ class KernelSpec:
         num_warps: As the launch; a dict by target where it differs, with ``default``.
         num_stages: As the launch; likewise.
         targets: Which of ``TARGETS`` to compile for.
-        aligned: Arguments whose address or value is a multiple of 16; None for all pointers and integers.
+        aligned: Arguments whose address or value is a multiple of 16; None for all pointers, and all integers that the kernel
+            specialises on.
         signals: Whether it must hold a release and an acquire on CUDA targets (a kernel with neither states False;
             None checks only that every release it has comes after a barrier).
         max_spill_bytes: Allowed on sm_90.
@@ -110,7 +114,7 @@ def unguarded_releases(ptx: str) -> list[str]:
 
 
 def check_report(spec: KernelSpec, report: CompileReport) -> None:
-    """Asserts that a kernel compiled, fits, does not spill on sm_90 and signals as it must.
+    """Asserts that a kernel compiled, fits, does not spill on sm_90, moves whole vectors and signals as it must.
 
     Raises:
         AssertionError: Names the kernel, the target and what is wrong.
@@ -124,6 +128,8 @@ def check_report(spec: KernelSpec, report: CompileReport) -> None:
         assert report.spill_bytes <= spec.max_spill_bytes, f"{where} spills {report.spill_bytes} bytes"
     if report.target == "hip":
         return
+    single = _ONE_BY_ONE.findall(report.asm) if report.target in _VECTOR_TARGETS else []
+    assert not single, f"{where} moves elements one by one: {len(single)} times {single[0]}"
     unguarded = unguarded_releases(report.asm)
     assert not unguarded, f"{where}: no barrier between the last global write and {unguarded}"
     if spec.signals is not None:
@@ -228,11 +234,12 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
     constexprs = dict(spec.constexprs)
     if "TARGET" in kernel.arg_names and "TARGET" not in constexprs:
         constexprs["TARGET"] = target
+    unspecialised = {kernel.arg_names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
     signature, attrs = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in spec.signature:
             signature[name] = spec.signature[name]
-            can_align = signature[name].startswith("*") or signature[name] in ("i32", "i64")
+            can_align = signature[name].startswith("*") or (signature[name] in ("i32", "i64") and name not in unspecialised)
             if can_align and (spec.aligned is None or name in spec.aligned):
                 attrs[(index,)] = [["tt.divisibility", 16]]
             continue

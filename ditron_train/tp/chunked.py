@@ -11,9 +11,10 @@ Tried: GEMMs on two streams, so that one fills the last wave of the other: 1 % l
 holding copies back until the next GEMM is enqueued: equal; cuBLAS for the chunks: equal within 1 %; chunks of two
 neighbours: 391 us instead of 354 (8192x4096x3584), since the order of a rank whose neighbours wrap around ends with a pair.
 Where the links are last, the sum of all but the last source is made while that one's rows are on their way, which is why rows
-travel so that they arrive in the order of the sum: 216 -> 209 us at 8192x4096x1376, 226 -> 219 at 8192x4096x1792 (4 ranks; GEMM
-alone 137 and 166, NCCL 193). Where the own rows' GEMM is last, it could only be made beside that, and what adds needs
-multiprocessors of the GEMM, which leaves it no registers.
+travel so that they arrive in the order of the sum: 216 -> 209 us at 8192x4096x1376, 226 -> 219 at 8192x4096x1792 (4 ranks;
+GEMM alone 137 and 166, NCCL 193). One chunk of them stored to its owner by its GEMM's epilogue, so that a copy less is waited
+for: 235 to 255 and 251 to 274 us, whichever it is, since its stores take the links from the copies. Where the own rows' GEMM
+is last, it could only be made beside that, and what adds needs multiprocessors of the GEMM, which leaves it no registers.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
 _DEEP_STAGES = 4
 _OVERLAP_LOSS = 0.04  # of the time that transfers run beside the GEMM: they share memory and power
-_PUSH_BESIDE_GEMM = 0.3  # of its rate alone is what a multiprocessor pushes while the others multiply
+_PUSH_BESIDE_GEMM = 0.72  # of its rate alone is what a multiprocessor pushes while the others multiply
+_PUSH_OF_LINK = 0.79  # of a copy engine's rate is the most that multiprocessors push then
 _PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next granule
 _STORE_STALL = 0.45  # of the time that the links take for the stores of one wave, whatever the tile's products take
 _LAUNCH_US = 4.0
@@ -130,7 +131,7 @@ def _send_rate(plan: GatherPlan, rates: MachineRates) -> float:
     """Bytes per us that leave a rank."""
     if plan.mode == "copy":
         return rates.link_gbps * 1e3
-    return min(_PUSH_BESIDE_GEMM * plan.push_programs * rates.push_sm_gbps, rates.link_gbps) * 1e3
+    return min(_PUSH_BESIDE_GEMM * plan.push_programs * rates.push_sm_gbps, _PUSH_OF_LINK * rates.link_gbps) * 1e3
 
 
 def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:

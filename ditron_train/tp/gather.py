@@ -15,7 +15,7 @@ from ditron_train.tp.tuning import GatherPlan
 
 __all__ = ["PreparedGather"]
 
-_PUSH_WARPS = 32  # a program of 32 warps moves some 42 GB/s, a third of it beside a GEMM
+_PUSH_WARPS = 32  # a program of 32 warps moves some 42 GB/s, 30 beside a GEMM
 _PUSH_BLOCK = 16384
 _COPY_BLOCK = 4096
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us: at 64 KB a granule pushes ran at a third of their rate
@@ -178,7 +178,9 @@ class PreparedGather:
         same engine, and changing over takes 75); cuMemcpyBatchAsync in batches of 2 to 7, 194 to 224; pulls, 217; SMs instead of
         copy engines, 209 by 12 and 210 by 16 programs of 32 warps, 213 and more by descriptors; both, a seventh of the rows
         pushed by 8 programs: 187, but the whole AG-GEMM took 216 (8192x1376x4096 on 4 ranks) and 235 us (8192x1792x4096) that way
-        and 216 and 217 without, for the multiprocessors that the GEMM lacks.
+        and 216 and 217 without, for the multiprocessors that the GEMM lacks. SMs that read rows once and store them to all peers
+        before the next, and tiles of all peers in turn: 185 by 16 programs, and the whole op, where each rank sends what 8 ranks
+        would (4 H200s, both shapes), 236 and 254 by 12 programs; peer after peer 240 and 244; copy engines 246 and 246.
         """
         context, channel = self.context, self.channel
         if not self._start.repeat("start", context.comm_handle):

@@ -35,8 +35,6 @@ def push_shard_kernel(
     and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a granule's
     flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
     """
-    if TARGET != "interpreter":
-        K = tl.multiple_of(K, 8)  # rows are whole 16 bytes
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
     program = tl.program_id(0)
@@ -44,6 +42,7 @@ def push_shard_kernel(
         dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
     first_row = tl.load(row_starts_ptr + rank)
     num_rows = tl.load(row_starts_ptr + rank + 1) - first_row
+    first_element = tl.multiple_of(first_row.to(tl.int64) * K, 8)  # rows are whole 16 bytes: said of K alone it has no effect
     num_granules = tl.cdiv(num_rows, granule_rows)
     for step in tl.static_range(1, WORLD_SIZE):
         peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
@@ -51,12 +50,13 @@ def push_shard_kernel(
             dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
         else:
             dl.await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
-        destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_row.to(tl.int64) * K
+        destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_element
         flags = dl.symm_at(signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
         for granule in range(program, num_granules, tl.num_programs(0)):
             row = tl.cast(granule, tl.int64) * granule_rows
-            count = tl.minimum(num_rows - row, granule_rows) * K
-            dl.putmem(destination + row * K, x_ptr + row * K, count, 0, 1, BLOCK)
+            first = tl.multiple_of(row * K, 8)
+            count = tl.multiple_of(tl.minimum(num_rows - row, granule_rows) * K, 8)
+            dl.putmem(destination + first, x_ptr + first, count, 0, 1, BLOCK)
             dl.notify(flags + granule, epoch, TARGET)
 
 

@@ -52,7 +52,7 @@ class GatherPlan:
     """
 
     mode: Literal["push", "copy"]
-    push_programs: int = 16
+    push_programs: int = 12
     num_chunks: int = 1
 
 

@@ -46,6 +46,7 @@ def test_a_release_without_a_barrier_is_found(lines, num_unguarded):
         ({"spill_bytes": None}, "no spills at all"),
         ({"shared_bytes": 300_000}, "shared memory"),
         ({"asm": "\n".join([WRITE, BARRIER, RELEASE])}, "not stated"),
+        ({"asm": "\t@%p1 st.global.b16 [ %rd1 + 0 ], { %rs1 };"}, "one by one"),
     ],
 )
 def test_the_check_can_fail(change, words):
