@@ -344,10 +344,16 @@ def await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, T
 
 
 @triton.jit
-def await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """``await_ready`` for all peers, from ``rank`` + 1 on."""
-    for step in tl.static_range(1, WORLD_SIZE):
-        await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+def await_peers(
+    ready_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr, HOLDS_BARRIER: tl.constexpr = True
+):
+    """``await_ready`` for all peers, from ``rank`` + 1 on: at once, or one by one without a barrier, which a pipelined loop needs."""
+    if HOLDS_BARRIER and WORLD_SIZE > 1:
+        pad_ptr = ready_ptr + (epoch & 1) * WORLD_SIZE * READY_WORDS
+        wait_peers(pad_ptr, READY_WORDS, epoch, control_ptr, rank, -1, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
+    else:
+        for step in tl.static_range(1, WORLD_SIZE):
+            await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
 
 
 @triton.jit
@@ -388,9 +394,8 @@ def _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SI
     lanes = tl.arange(0, READY_WORDS)
     steps = tl.arange(0, PEERS)
     peers = (rank + tl.maximum(steps, 1)) % WORLD_SIZE  # of one that comes again the first counts
-    pad_ptr = ready_ptr + (epoch & 1) * WORLD_SIZE * READY_WORDS
-    wait_peers(pad_ptr, READY_WORDS, epoch, control_ptr, rank, -1, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
-    slots = pad_ptr + peers * READY_WORDS
+    await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+    slots = ready_ptr + ((epoch & 1) * WORLD_SIZE + peers) * READY_WORDS
     theirs = tl.load(slots[:, None] + lanes[None, :], volatile=True)
     mine = tl.load(signature_ptr + lanes)[None, :]
     arrived = tl.sum(tl.where(lanes[None, :] == 0, (theirs - epoch >= 0).to(tl.int32), 0), axis=1)

@@ -69,7 +69,7 @@ def gemm_a2a_kernel(
         if pending != 0:
             dl.notify_stored(pending, epoch, True, TARGET)
         else:
-            dl.await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+            dl.await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET, HOLDS_BARRIER=False)
             dl.fence_async_proxy(TARGET)
         store_tile(c_desc, acc, peer * slot_rows + row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
         flags = dl.symm_at(signals_addresses, peer, tl.int32)
