@@ -12,7 +12,6 @@ import torch
 
 from ditron_train.bench.rows import Pass, Row
 from ditron_train.bench.session import BenchSession
-from ditron_train.bench.timing import with_host_ahead
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
 
@@ -116,7 +115,6 @@ def group_gemm_rows(
         results = [contenders[name](0) for name in ("ditron", "native")]
         equal = session.equal(*(result if product == "wgrad" else [result] for result in results))
         del results
-        ahead = {name: with_host_ahead(contender, device) for name, contender in contenders.items()}
-        timings = session.measure(ahead, inside=True)
+        timings = session.measure(contenders)
         direction: Pass = "forward" if product == "forward" else "backward"
         yield session.row(_NAMES[product], direction, model, {**shape, "n": n, "k": k}, timings, equal)

@@ -18,7 +18,6 @@ from ditron_train.bench.arguments import add_common_arguments, check_sizes, choo
 from ditron_train.bench.roofline import newton_schulz_flops, symmetry_ceiling
 from ditron_train.bench.rows import Row
 from ditron_train.bench.session import BenchSession, Sink, bench_session
-from ditron_train.bench.timing import with_host_ahead
 from ditron_train.optim import Muon, orthogonalize
 from ditron_train.testing.reference_muon import (
     reference_layer_wise_step,
@@ -140,8 +139,7 @@ def _newton_schulz_row(session: BenchSession, name: str, rows: int, columns: int
             contenders["peer"] = lambda index: compiled(pick(index))
     equal = all(session.equal([ours(i)], [reference_newton_schulz(pick(i))]) for i in range(len(grads)))
     flops = newton_schulz_flops(rows, columns)
-    ahead = {name: with_host_ahead(contender, session.device) for name, contender in contenders.items()}
-    timings = session.measure(ahead, most=_most(flops), inside=True)
+    timings = session.measure(contenders, most=_most(flops))
     native_us = timings["native"].median_us
     return session.row(
         "newton_schulz", "forward", name, {"m": rows, "n": columns}, timings, equal,

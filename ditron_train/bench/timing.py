@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -25,14 +25,13 @@ import torch.distributed as dist
 
 from ditron_train.runtime.head_start import HeadStart
 
-__all__ = ["Contender", "Timing", "measure", "num_input_sets", "with_host_ahead"]
+__all__ = ["Contender", "Timing", "measure", "num_input_sets"]
 
 Contender = Callable[[int], object]
 """Runs once on the current stream; its argument counts up, and chooses the set of inputs."""
 
 Name = TypeVar("Name", bound=Hashable)
 _PASSES = 2
-_LONG_HEAD_START_CYCLES = 2_000_000  # about a millisecond: some thirty launches of torch's operators
 _MOST_CALLS_AHEAD = 8  # of the host: memory that two streams used comes back when the device is done with it, and an allocator
 # that ran out of it would wait for the device inside a measurement (native exchanges of 12 GB)
 
@@ -51,18 +50,6 @@ def num_input_sets(set_bytes: int, device: torch.device, *, most: int = 8) -> in
         return 2
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(most, -(-2 * l2_bytes // max(set_bytes, 1)) + 1))
-
-
-def with_host_ahead(contender: Callable[[int], object], device: torch.device) -> Contender:
-    """``contender`` of many launches behind a longer wait on the device, which ``measure(inside=True)`` does not count."""
-
-    def run(index: int, around: Callable[[], AbstractContextManager] = nullcontext) -> object:
-        if device.type == "cuda":
-            torch.cuda._sleep(_LONG_HEAD_START_CYCLES)
-        with around():
-            return contender(index)
-
-    return run
 
 
 def measure(

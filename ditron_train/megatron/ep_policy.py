@@ -28,8 +28,6 @@ from ditron_train.runtime.settings import get_settings
 
 __all__ = ["forget", "fused_pairs_here", "warns_of_few_rows", "why_not_here"]
 
-_HEAD_START_US = 1000
-
 _answers: GroupCache[tuple[Any, ...], str | None] = GroupCache()
 _pairs: GroupCache[tuple[Any, ...], frozenset[Pair]] = GroupCache()
 
@@ -216,9 +214,9 @@ def _ask_for_pairs(
         apart, ours = call_with(others), call_with({pair})
         words = (
             f"ep {pair} {fresh.num_tokens} tokens x {hidden}, top-{shape.topk} of {shape.num_experts}, experts "
-            f"{tuple(weights[0].shape)}, {tuple(back[0].shape)}, {x.dtype}, {order}, {_HEAD_START_US} us of it head start"
+            f"{tuple(weights[0].shape)}, {tuple(back[0].shape)}, {x.dtype}, {order}"
         )
-        timed = (lambda call=call, body=body: _ahead(body, call) for call in (apart, ours))
+        timed = (functools.partial(body, call) for call in (apart, ours))
         try:
             decision = decide(words, *timed, group=group, device=device)
         except NotSupportedError as error:  # raised by every rank alike
@@ -243,12 +241,6 @@ def _compile_together(
             with contextlib.suppress(NotSupportedError):  # it is raised again, by every rank
                 body(call)
     dist.barrier(group=group)
-
-
-def _ahead(body: Callable[[ExpertCall], list[Any]], call: ExpertCall) -> list[Any]:
-    """``body(call)`` with the host ahead of the device: what a GEMM an expert costs to launch is hidden in a layer."""
-    torch.cuda._sleep(_HEAD_START_US * 1800)  # cycles of about 1.8 GHz
-    return body(call)
 
 
 def warns_of_few_rows(context: EPContext) -> bool:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ditron_train.bench import timing
-from ditron_train.bench.timing import _summary, measure, num_input_sets, with_host_ahead
+from ditron_train.bench.timing import _summary, measure, num_input_sets
 from ditron_train.testing.processes import run_workers
 
 
@@ -45,20 +43,6 @@ def test_the_slowest_rank_counts() -> None:
 @pytest.mark.parametrize("in_turn, expected", [(True, "abab" + "baba"), (False, "aabb" + "bbaa")])
 def test_contenders_take_turns(in_turn: bool, expected: str) -> None:
     assert run_workers(1, _order_of_calls, in_turn) == [expected]
-
-
-def test_a_contender_behind_a_wait_is_still_one() -> None:
-    entered: list[str] = []
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        entered.append("in")
-        yield
-        entered.append("out")
-
-    ahead = with_host_ahead(lambda index: entered.append("call") or index + 1, torch.device("cpu"))
-    assert ahead(1, around=around) == 2 and entered == ["in", "call", "out"]
-    assert ahead(4) == 5  # as who compares results calls it
 
 
 class _Event:
