@@ -95,7 +95,7 @@ class PreparedGather:
         self._wait = KernelLaunch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
         self._copy = None
         if context.is_cuda:
-            self._copy = KernelLaunch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK, **target}, num_warps=4)
+            self._copy = KernelLaunch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK}, num_warps=4)
         start = partition.starts[context.rank]
         self._own_rows = self.buffer.local[start : start + partition.count(context.rank)]
         self._copies = [] if self.by_push else self._list_copies()

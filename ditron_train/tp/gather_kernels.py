@@ -11,6 +11,14 @@ import ditron_train.lang as dl
 __all__ = ["copy_rows_kernel", "gather_start_kernel", "gather_wait_kernel", "push_shard_kernel"]
 
 
+@triton.jit
+def _in_vectors(num_elements, ptr):
+    """``num_elements``, which are whole 16 bytes, as a number of which the compiler sees that, and moves 16 bytes at a time
+    (``tl.multiple_of`` says nothing of an argument)."""
+    VECTOR: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    return num_elements // VECTOR * VECTOR
+
+
 @triton.jit(do_not_specialize=["K", "granule_rows"])
 def push_shard_kernel(
     x_ptr,
@@ -35,6 +43,7 @@ def push_shard_kernel(
     and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a granule's
     flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
     """
+    K = _in_vectors(K, x_ptr)
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
     program = tl.program_id(0)
@@ -42,7 +51,6 @@ def push_shard_kernel(
         dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
     first_row = tl.load(row_starts_ptr + rank)
     num_rows = tl.load(row_starts_ptr + rank + 1) - first_row
-    first_element = tl.multiple_of(first_row.to(tl.int64) * K, 8)  # rows are whole 16 bytes: said of K alone it has no effect
     num_granules = tl.cdiv(num_rows, granule_rows)
     for step in tl.static_range(1, WORLD_SIZE):
         peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
@@ -50,13 +58,12 @@ def push_shard_kernel(
             dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
         else:
             dl.await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
-        destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_element
+        destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_row.to(tl.int64) * K
         flags = dl.symm_at(signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
         for granule in range(program, num_granules, tl.num_programs(0)):
             row = tl.cast(granule, tl.int64) * granule_rows
-            first = tl.multiple_of(row * K, 8)
-            count = tl.multiple_of(tl.minimum(num_rows - row, granule_rows) * K, 8)
-            dl.putmem(destination + first, x_ptr + first, count, 0, 1, BLOCK)
+            count = tl.minimum(num_rows - row, granule_rows) * K
+            dl.putmem(destination + row * K, x_ptr + row * K, count, 0, 1, BLOCK)
             dl.notify(flags + granule, epoch, TARGET)
 
 
@@ -110,9 +117,7 @@ def gather_wait_kernel(
 
 
 @triton.jit
-def copy_rows_kernel(source_ptr, destination_ptr, num_elements, BLOCK: tl.constexpr, TARGET: tl.constexpr):
+def copy_rows_kernel(source_ptr, destination_ptr, num_elements, BLOCK: tl.constexpr):
     """Copies ``num_elements`` inside own memory, both contiguous and whole 16 bytes. Few warps, few registers and no shared
     memory: it runs on multiprocessors that a GEMM holds."""
-    if TARGET != "interpreter":
-        num_elements = tl.multiple_of(num_elements, 8)
-    dl.putmem(destination_ptr, source_ptr, num_elements, tl.program_id(0), tl.num_programs(0), BLOCK)
+    dl.putmem(destination_ptr, source_ptr, _in_vectors(num_elements, source_ptr), tl.program_id(0), tl.num_programs(0), BLOCK)

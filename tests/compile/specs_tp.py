@@ -129,6 +129,7 @@ SPECS = [
         name="tp_copy_rows",
         kernel="ditron_train.tp.gather_kernels:copy_rows_kernel",
         signature={"source_ptr": "*bf16", "destination_ptr": "*bf16", "num_elements": "i32"},
+        aligned=("source_ptr", "destination_ptr"),
         constexprs={"BLOCK": 4096},
         num_warps=4,
     ),

@@ -103,5 +103,5 @@ def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled()
 @pytest.mark.parametrize("num_rows", [0, 1, 16, 75])
 def test_own_rows_are_copied_whole_and_nothing_behind_them(num_rows):
     source, buffer = torch.arange(1.0, 76 * 8 + 1).view(76, 8), torch.zeros(76, 8)
-    copy_rows_kernel[(3,)](source, buffer, num_rows * 8, BLOCK=128, TARGET="interpreter")
+    copy_rows_kernel[(3,)](source, buffer, num_rows * 8, BLOCK=128)
     assert torch.equal(buffer[:num_rows], source[:num_rows]) and not buffer[num_rows:].any()
