@@ -173,14 +173,15 @@ class PreparedGather:
         8192x1536x4096 took 205 us (gather 159, a tile 47; NCCL and cuBLAS 326). Two chunks of the last peer's rows alone: 211,
         its last tiles in halves too: 221, in halves without chunks: 209.
 
-        With 8 ranks (8192 x 4096: seven copies of 8 MiB, timed on 4 H200s, peers in turn, 205 us beside a GEMM) each copy takes some
-        9 us whatever its size, flag or no flag. Tried: a second stream, 275 whether it has one copy or three (both wait for the
-        same engine, and changing over takes 75); cuMemcpyBatchAsync in batches of 2 to 7, 194 to 224; pulls, 217; SMs instead of
-        copy engines, 209 by 12 and 210 by 16 programs of 32 warps, 213 and more by descriptors; both, a seventh of the rows
-        pushed by 8 programs: 187, but the whole AG-GEMM took 216 (8192x1376x4096 on 4 ranks) and 235 us (8192x1792x4096) that way
-        and 216 and 217 without, for the multiprocessors that the GEMM lacks. SMs that read rows once and store them to all peers
-        before the next, and tiles of all peers in turn: 185 by 16 programs, and the whole op, where each rank sends what 8 ranks
-        would (4 H200s, both shapes), 236 and 254 by 12 programs; peer after peer 240 and 244; copy engines 246 and 246.
+        With 8 ranks (8192 x 4096: seven copies of 8 MiB, timed on 4 H200s, peers in turn, 205 us beside a GEMM) each copy
+        takes some 5 us more than its bytes, flag or no flag; the last tiles, one wave, come behind it all. Tried: a second
+        stream, 275 whether it has one copy or three (both wait for the same engine, and changing over takes 75);
+        cuMemcpyBatchAsync in batches of 2 to 7, 194 to 224; pulls, 217; SMs instead of copy engines, 209 by 12 and 210 by 16
+        programs of 32 warps, 213 and more by descriptors; SMs that read rows once and store them to all peers before the
+        next, tiles of all peers in turn: 185 by 16 programs. The whole op (8192x1376x4096 and 8192x1792x4096, each rank
+        sending what 8 ranks would): on 4 H200s copy engines 246 and 246, SMs peer after peer 240 and 244 (12 programs), all
+        peers at once 236 and 254; on 2 copy engines 231 and 232, both with a seventh of the rows pushed by 2 to 12 programs
+        240 to 246 and 243 to 250.
         """
         context, channel = self.context, self.channel
         if not self._start.repeat("start", context.comm_handle):
