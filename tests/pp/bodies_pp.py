@@ -101,7 +101,8 @@ def random_program(seed: int, num_slots: int) -> bool:
 
 
 def slow_neighbour(num_slots: int) -> tuple[int, bool]:
-    """Rank 0 sends as fast as it can while rank 1 is slow; returns how far ahead the sender ever got."""
+    """Rank 0 sends as fast as it can to rank 1, which begins when all slots are full and is slow; returns how far ahead the sender
+    ever got."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
@@ -113,7 +114,11 @@ def slow_neighbour(num_slots: int) -> tuple[int, bool]:
         if rank == 0:
             exchange(context, send_next=payload(0, 0, index, *_of(header)))
             ahead = max(ahead, index + 1 - int(_own_flag(context, 2)))
+            if index + 1 == num_slots:
+                dist.barrier()
         else:
+            if index == 0:
+                dist.barrier()
             time.sleep(0.02)
             handle = exchange(context, recv_prev=header)["recv_prev"]
             handle.wait()
