@@ -15,6 +15,9 @@ travel so that they arrive in the order of the sum: 216 -> 209 us at 8192x4096x1
 GEMM alone 137 and 166, NCCL 193). One chunk of them stored to its owner by its GEMM's epilogue, so that a copy less is waited
 for: 235 to 255 and 251 to 274 us, whichever it is, since its stores take the links from the copies. Where the own rows' GEMM
 is last, it could only be made beside that, and what adds needs multiprocessors of the GEMM, which leaves it no registers.
+Where the links are last, the first rows go in halves, too, if that takes fewer waves: 200 -> 180 us at 8192x4096x1376, 218 ->
+207 at 8192x4096x1792 (2 H200s; native 304 and 333). With 8 ranks a chunk is one wave: its halves by smaller tiles made no
+difference (2 H200s, each rank sending what 8 ranks would: 229 and 228 instead of 232 and 227), quarters 253.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from ditron_train.gemm.operands import aligned_operand, padded_columns
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import RowPartition, TPContext
-from ditron_train.tp.cost_model import is_short, sums_in_parts
+from ditron_train.tp.cost_model import first_rows, is_short, links_are_last, sums_in_parts
 from ditron_train.tp.scatter import PreparedScatter
 from ditron_train.tp.tuning import Choice, Layout, Problem
 
@@ -37,11 +40,14 @@ __all__ = ["PreparedChunkedGemmRs"]
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Rows of one owner, and the GEMM for them; None where it owns none. Compared by identity: part of a launch's key."""
+    """Rows of one owner, or the first or other part of them, and the GEMM for them; None where there are none. Compared by
+    identity: part of a launch's key. ``position``: the owner's among those that rows are sent to; None: this rank."""
 
     rows: slice
     k: int
     gemm: GemmLaunch | None
+    position: int | None
+    is_last: bool
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, key: Hashable) -> None:
         """On aligned operands; see ``KernelLaunch`` for ``key``."""
@@ -52,8 +58,8 @@ class _Chunk:
 class PreparedChunkedGemmRs:
     """[m, k] times a weight, reduce-scattered by rows; collective to make.
 
-    Rows of rank - 1 first, own rows last: their GEMM hides the last transfer. Then the sum (``PreparedScatter.finish``), whose
-    order is that of the arrivals: rank + 1 first.
+    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; own rows last: their GEMM hides the last
+    transfer. Then the sum (``PreparedScatter.finish``), whose order is that of the arrivals: rank + 1 first.
 
     Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands, result and
     partial sums have lain at the same addresses a few times, with the same strides: a training step allocates alike each time.
@@ -79,10 +85,17 @@ class PreparedChunkedGemmRs:
         in_parts = sums_in_parts(problem, choice, context.machine)
         self._scatter = PreparedScatter(context, partition, n, dtype, in_parts=in_parts)
         self._chunks: list[_Chunk] = []
-        for owner in [*self._scatter.peers, context.rank]:
-            rows, num_rows = slice(partition.starts[owner], partition.starts[owner + 1]), partition.count(owner)
-            options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
-            self._chunks.append(_Chunk(rows, k, gemm_launch(num_rows, n, *options) if num_rows else None))
+        options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
+        halves_first = links_are_last(problem, choice, context.machine)
+        for position, owner in enumerate([*self._scatter.peers, context.rank]):
+            start, end = partition.starts[owner], partition.starts[owner + 1]
+            edges = {start, end}
+            if halves_first and position == 0:
+                edges.add(start + first_rows(end - start, n, choice.config, context.machine))
+            for first, last in zip(sorted(edges), sorted(edges)[1:]) if end > start else [(start, end)]:
+                gemm = gemm_launch(last - first, n, *options) if last > first else None
+                sent_to = position if owner != context.rank else None
+                self._chunks.append(_Chunk(slice(first, last), k, gemm, sent_to, last == end))
         self._is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
 
     @staticmethod
@@ -114,14 +127,14 @@ class PreparedChunkedGemmRs:
         operands, is_as_given = None, True
         scatter.begin()
         try:
-            for position, chunk in enumerate(self._chunks):
+            for chunk in self._chunks:
                 if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
                     is_as_given = a is x and b is weight
                     chunk.multiply(a, b, partial, key=(chunk, *key) if is_as_given else None)
-                if position < len(scatter.peers):
+                if chunk.position is not None:
                     context.fork()
-                    scatter.send(partial, position)
+                    scatter.send(partial, chunk.position, chunk.rows, signals=chunk.is_last)
         except BaseException:  # no memory, a kernel that does not compile
             scatter.give_up()
             raise

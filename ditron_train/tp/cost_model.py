@@ -4,8 +4,8 @@
     limit    = max(GEMM, bytes on the wire / link rate)
     AG-GEMM  = each program's tiles one after another, in the order of arrival, none before its rows have arrived
     GEMM-RS  = GEMM, longer by what the stores of each wave of tiles hold it up, and not before its bytes have left; then the
-               fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another; then the fold, of the
-               last source alone where its bytes come long after the others'
+               fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another, the first's in halves where
+               the links are last; then the fold, of the last source alone where its bytes come long after the others'
 
 A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error at
 every shape; with the table that ships, the 24 forward rows committed for 2 and 4 H200s are predicted within 6 %, ours and
@@ -23,7 +23,19 @@ from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_con
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.tp.tuning import Choice, GatherPlan, Machine, Problem, rates_of
 
-__all__ = ["Prediction", "collective_us", "gemm_us", "is_short", "native_us", "nccl_bytes", "predict", "sums_in_parts", "wire_bytes"]
+__all__ = [
+    "Prediction",
+    "collective_us",
+    "first_rows",
+    "gemm_us",
+    "is_short",
+    "links_are_last",
+    "native_us",
+    "nccl_bytes",
+    "predict",
+    "sums_in_parts",
+    "wire_bytes",
+]
 
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
@@ -184,17 +196,31 @@ def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     if choice.scatter == "store":
         return _stored_us(problem, choice, machine, rates) + fold_us
     multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates)
-    last_us = _PASSES_BEHIND_LAST * own_us if _in_parts(problem, multiplied_us, sent_us) else fold_us
+    last_us = fold_us
+    if sent_us > multiplied_us:
+        last_us = _PASSES_BEHIND_LAST * own_us if world_size >= _FEWEST_FOR_PARTS else fold_us
+        num_first = first_rows(problem.m // world_size, problem.n, choice.config, machine)
+        _, sent_us = _chunks_us(problem, choice, machine, rates, num_first)
     return max(multiplied_us + fold_us, sent_us + last_us) + _LAUNCH_US
+
+
+def links_are_last(problem: Problem, choice: Choice, machine: Machine) -> bool:
+    """Whether the links of a GEMM-RS in chunks are busy for longer than its GEMMs take."""
+    multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates_of(machine))
+    return sent_us > multiplied_us
 
 
 def sums_in_parts(problem: Problem, choice: Choice, machine: Machine) -> bool:
     """Whether a GEMM-RS in chunks adds up all sources but the last while that one's rows are still on their way."""
-    return _in_parts(problem, *_chunks_us(problem, choice, machine, rates_of(machine)))
+    return problem.world_size >= _FEWEST_FOR_PARTS and links_are_last(problem, choice, machine)
 
 
-def _in_parts(problem: Problem, multiplied_us: float, sent_us: float) -> bool:
-    return problem.world_size >= _FEWEST_FOR_PARTS and sent_us > multiplied_us
+def first_rows(num_rows: int, n: int, config: GemmConfig, machine: Machine) -> int:
+    """Of a chunk of ``num_rows`` rows, those that are multiplied and sent before the others where links are last: half of its
+    row tiles, if that takes fewer waves, else all."""
+    half = -(-num_rows // config.block_m) // 2 * config.block_m
+    waves, of_half = (math.ceil(_num_waves(rows, n, config, machine.num_sms)) for rows in (num_rows, half))
+    return half if 0 < of_half < waves else num_rows
 
 
 def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
@@ -206,14 +232,21 @@ def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: Machin
     return rates.start_us + max(waves * (tile_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
 
 
-def _chunks_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> tuple[float, float]:
-    """When the last chunk's GEMM is done, and when the last transfer is."""
+def _chunks_us(
+    problem: Problem, choice: Choice, machine: Machine, rates: MachineRates, num_first: int | None = None
+) -> tuple[float, float]:
+    """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that are sent
+    before its others; None: all at once."""
     world_size, own_rows = problem.world_size, problem.m // problem.world_size
     rank_bytes = own_rows * problem.n * problem.dtype.itemsize
     waves = _num_waves(own_rows, problem.n, choice.config, machine.num_sms)
     busy_us = world_size * waves * _tile_us(problem.k, choice.config, machine.num_sms, rates)
     rank_us = _LAUNCH_US + _throttled_us(busy_us) / world_size
+    parts = [(float(position), 1.0) for position in range(1, world_size)]  # chunks done by then, and how much of one it is
+    if num_first is not None and num_first < own_rows:
+        share = num_first / own_rows
+        parts[:1] = [(share, share), (1.0, 1.0 - share)]
     sent_us = rates.start_us
-    for position in range(1, world_size):
-        sent_us = max(sent_us, position * rank_us) + rank_bytes / (rates.link_gbps * 1e3) + rates.chunk_us
+    for done, of_chunk in parts:
+        sent_us = max(sent_us, done * rank_us) + of_chunk * rank_bytes / (rates.link_gbps * 1e3) + rates.chunk_us
     return world_size * rank_us, sent_us

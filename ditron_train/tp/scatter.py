@@ -13,7 +13,7 @@ import torch
 
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule.orders import chunk_order
-from ditron_train.stream.copies import copy_with_flags
+from ditron_train.stream.copies import copy_bytes, copy_with_flags
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather_kernels import gather_start_kernel
@@ -59,7 +59,8 @@ class PreparedScatter:
         constants = {"FIRST_PART": context.world_size - 2 if in_parts else 0, "BLOCK": _FOLD_BLOCK, **world, **target}
         self._fold = KernelLaunch(fold_rows_kernel, num_programs, constants, num_warps=8)
         self.peers = chunk_order(context.rank, context.world_size, "sum_push").tolist()
-        self._copies = self._list_copies(num_columns * dtype.itemsize)
+        self._row_bytes = num_columns * dtype.itemsize
+        self._copies = self._list_copies(self._row_bytes)
 
     def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int, int]]:
         """For each of ``peers`` what ``copy_with_flags`` takes: its rows of the partial to its slot."""
@@ -99,9 +100,17 @@ class PreparedScatter:
                 channel.control, stream=context.comm_stream, key="start",
             )  # fmt: skip
 
-    def send(self, partial: torch.Tensor, position: int) -> None:
-        """Sends the rows of ``peers[position]``, behind what the communication stream has."""
-        copy_with_flags((self._copies[position],), partial.data_ptr(), self.context.comm_stream)
+    def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
+        """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals`` behind the last
+        of them."""
+        destination, offset, _, flag, word = self._copies[position]
+        skipped = rows.start * self._row_bytes - offset
+        source, num_bytes = rows.start * self._row_bytes, (rows.stop - rows.start) * self._row_bytes
+        if signals:
+            chunk = (destination + skipped, source, num_bytes, flag, word)
+            copy_with_flags((chunk,), partial.data_ptr(), self.context.comm_stream)
+        else:
+            copy_bytes(destination + skipped, partial.data_ptr() + source, num_bytes, self.context.comm_stream)
 
     def give_up(self) -> None:
         """Behind ``begin`` instead of ``finish``, where not all can be sent: the next call adds up what is sent with its own

@@ -86,10 +86,11 @@ def check_gemm_rs(
 ) -> None:
     """gemm_rs against partial products folded in ring order (real numbers in bf16: the order of roundings shows).
 
-    ``scatter``: also ``copy in parts``, which adds up what has come before the last rows do."""
+    ``scatter``: also ``copy in parts``, which sends the first rows in halves and adds up what has come before the last rows do."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if scatter == "copy in parts":
-        with mock.patch.object(chunked_ops, "sums_in_parts", lambda *problem: True):
+        links_last = {"sums_in_parts": lambda *problem: True, "links_are_last": lambda *problem: True}
+        with mock.patch.multiple(chunked_ops, **links_last, first_rows=lambda num_rows, *shape: num_rows // 2):
             check_gemm_rs(counts, n, k, layout, "copy", dtype_name, repeats)
         get_context(None, CPU).forget_shapes()
         return

@@ -18,7 +18,7 @@ from ditron_train.runtime import tuning
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.rates import MachineRates, default_rates
 from ditron_train.runtime.tuning import TuningTable, active_table, forget_tables, read_table, shape_class, shipped_name
-from ditron_train.tp.cost_model import _last_tile_us, collective_us, gemm_us, predict, wire_bytes
+from ditron_train.tp.cost_model import _last_tile_us, collective_us, first_rows, gemm_us, predict, wire_bytes
 from ditron_train.tp.tuning import (
     Choice,
     GatherPlan,
@@ -278,3 +278,8 @@ def test_tiles_are_tried_with_the_two_best_ways_of_moving_data() -> None:
     second = shape_class_.candidates("tile")
     assert second[:2] == [chunks, pushes[1]] and {choice.gather for choice in second} == {chunks.gather, pushes[1].gather}
     assert {choice.config for choice in second if choice.gather == pushes[1].gather} > {default.config}
+
+
+@pytest.mark.parametrize("num_rows, expected", [(4096, 2048), (2048, 1024), (1024, 1024), (1100, 512), (128, 128), (100, 100)])
+def test_first_rows_are_half_where_that_takes_fewer_waves(num_rows: int, expected: int) -> None:
+    assert first_rows(num_rows, 4096, TILE, H200) == expected  # 16 tiles are a row of tiles: a wave holds 8.25 of them
