@@ -34,6 +34,7 @@ from ditron_train.tp import (
 )
 from ditron_train.tp.chunked import PreparedChunkedGemmRs
 from ditron_train.tp.prepared import PreparedAgGemm
+from ditron_train.tp.scatter import PreparedScatter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tp"))
 from bodies_tp import gather_rows  # noqa: E402
@@ -124,6 +125,26 @@ def test_gemm_rs_at_published_shapes(context, all_equal, shape):
     y = gemm_rs(x, weight_nn, context=context, layout="nn")
     context.synchronize()
     assert all_equal(y, scattered(x @ weight_nn))
+
+
+def test_gemm_rs_whose_first_rows_go_in_halves(context, all_equal, monkeypatch):
+    """A chunk of two waves, whose bytes take longer than its products: the links are last."""
+    sent, send = [], PreparedScatter.send
+
+    def seen(self, partial, position, rows, *, signals):
+        sent.append((position, rows.stop - rows.start, signals))
+        send(self, partial, position, rows, signals=signals)
+
+    monkeypatch.setattr(PreparedScatter, "send", seen)
+    rows, n, k = 2048, 4096, 1024
+    x, weight = normals(context.world_size * rows, k, seed=13), normals(n, k, seed=14)
+    expected = scattered(x @ weight.t())
+    for _ in range(8):  # recorded at some of them
+        y = gemm_rs(x, weight, context=context, scatter="copy")
+        context.synchronize()
+        assert all_equal(y, expected)
+    assert sent[:2] == [(0, rows // 2, False), (0, rows // 2, True)]
+    assert [entry[1:] for entry in sent[2 : context.world_size]] == [(rows, True)] * (context.world_size - 2)
 
 
 def test_random_shapes(context, all_equal, shares_gpus):
