@@ -88,13 +88,13 @@ class PreparedChunkedGemmRs:
         options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
         halves_first = links_are_last(problem, choice, context.machine)
         for position, owner in enumerate([*self._scatter.peers, context.rank]):
-            start, end = partition.starts[owner], partition.starts[owner + 1]
-            edges = {start, end}
+            start, end = edges = partition.starts[owner : owner + 2]
             if halves_first and position == 0:
-                edges.add(start + first_rows(end - start, n, choice.config, context.machine))
-            for first, last in zip(sorted(edges), sorted(edges)[1:]) if end > start else [(start, end)]:
+                num_first = first_rows(end - start, n, choice.config, context.machine)
+                edges = edges if num_first == end - start else (start, start + num_first, end)
+            sent_to = position if owner != context.rank else None
+            for first, last in zip(edges, edges[1:]):
                 gemm = gemm_launch(last - first, n, *options) if last > first else None
-                sent_to = position if owner != context.rank else None
                 self._chunks.append(_Chunk(slice(first, last), k, gemm, sent_to, last == end))
         self._is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
 

@@ -196,9 +196,8 @@ def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     if choice.scatter == "store":
         return _stored_us(problem, choice, machine, rates) + fold_us
     multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates)
-    last_us = fold_us
+    last_us = _PASSES_BEHIND_LAST * own_us if _in_parts(world_size, multiplied_us, sent_us) else fold_us
     if sent_us > multiplied_us:
-        last_us = _PASSES_BEHIND_LAST * own_us if world_size >= _FEWEST_FOR_PARTS else fold_us
         num_first = first_rows(problem.m // world_size, problem.n, choice.config, machine)
         _, sent_us = _chunks_us(problem, choice, machine, rates, num_first)
     return max(multiplied_us + fold_us, sent_us + last_us) + _LAUNCH_US
@@ -212,7 +211,11 @@ def links_are_last(problem: Problem, choice: Choice, machine: Machine) -> bool:
 
 def sums_in_parts(problem: Problem, choice: Choice, machine: Machine) -> bool:
     """Whether a GEMM-RS in chunks adds up all sources but the last while that one's rows are still on their way."""
-    return problem.world_size >= _FEWEST_FOR_PARTS and links_are_last(problem, choice, machine)
+    return _in_parts(problem.world_size, *_chunks_us(problem, choice, machine, rates_of(machine)))
+
+
+def _in_parts(world_size: int, multiplied_us: float, sent_us: float) -> bool:
+    return world_size >= _FEWEST_FOR_PARTS and sent_us > multiplied_us
 
 
 def first_rows(num_rows: int, n: int, config: GemmConfig, machine: Machine) -> int:
