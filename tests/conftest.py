@@ -15,8 +15,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as background jobs of a
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-# A busy machine makes any example slow: time is the test's own limit, not an example's.
-settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# A busy machine makes any example slow: time is the test's own limit, not an example's. The same examples in every run, so that
+# what a change is told is about that change; `--hypothesis-profile=search` draws others.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("any_machine", settings.get_profile("search"), derandomize=True)
 settings.load_profile("any_machine")
 
 

@@ -239,13 +239,15 @@ def _chunks_us(
     problem: Problem, choice: Choice, machine: Machine, rates: MachineRates, num_first: int | None = None
 ) -> tuple[float, float]:
     """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that are sent
-    before its others; None: all at once."""
+    before its others; None: all at once. One rank transfers nothing."""
     world_size, own_rows = problem.world_size, problem.m // problem.world_size
     rank_bytes = own_rows * problem.n * problem.dtype.itemsize
     waves = _num_waves(own_rows, problem.n, choice.config, machine.num_sms)
     busy_us = world_size * waves * _tile_us(problem.k, choice.config, machine.num_sms, rates)
     rank_us = _LAUNCH_US + _throttled_us(busy_us) / world_size
     parts = [(float(position), 1.0) for position in range(1, world_size)]  # chunks done by then, and how much of one it is
+    if not parts:
+        return rank_us, 0.0
     if num_first is not None and num_first < own_rows:
         share = num_first / own_rows
         parts[:1] = [(share, share), (1.0, 1.0 - share)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ditron_train.data import load_workloads
@@ -170,6 +170,7 @@ def test_predictions_respect_the_limit(problem: Problem, choice: Choice) -> None
     assert (seen.comm_us == 0) == (problem.world_size == 1)
 
 
+@example(Problem("gemm_rs", 768, 5760, 128, "nt", torch.bfloat16, 1), Choice(TILE, scatter="copy"), "m", 4)  # nothing to send
 @given(problems, choices, st.sampled_from(["m", "n", "k"]), st.integers(1, 8))
 def test_more_work_never_takes_less_time(problem: Problem, choice: Choice, field: str, factor: int) -> None:
     larger = dataclasses.replace(problem, **{field: factor * getattr(problem, field)})
