@@ -25,8 +25,8 @@ def _send_rows(
     WITH_GRADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """target[place] = y[row] for entries ``begin .. end - 1``, all of one source rank."""
-    for start in range(begin, end, ROWS):
-        index = start + tl.arange(0, ROWS)
+    for first_entry in range(begin, end, ROWS):
+        index = first_entry + tl.arange(0, ROWS)
         inside = (index < end) & (index < num_rows)
         entry = tl.cast(index, tl.int64) * 4
         row = tl.load(kept + entry, mask=inside, other=-1)
@@ -53,8 +53,8 @@ def sum_rows(
     as many rows as lie between its ``token_places`` and the next one's.
     """
     dtype = out.dtype.element_ty
-    for start in range(first, last, ROWS):
-        tokens = start + tl.arange(0, ROWS)
+    for first_token in range(first, last, ROWS):
+        tokens = first_token + tl.arange(0, ROWS)
         inside = tokens < last
         for column in range(0, hidden, BLOCK_H):
             offsets = column + tl.arange(0, BLOCK_H)
@@ -87,8 +87,8 @@ def scatter_grads(
     TOPK_LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """prob_grads[t, e] = grad_buffer[place of (t, j)] where e is token t's j-th expert; the rest stays as it was."""
-    for start in range(first, last, ROWS):
-        tokens = start + tl.arange(0, ROWS)
+    for first_token in range(first, last, ROWS):
+        tokens = first_token + tl.arange(0, ROWS)
         inside = tokens < last
         line = prob_grads + tl.cast(tokens, tl.int64)[:, None] * num_experts
         if RAGGED:

@@ -129,7 +129,7 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
     return [replace(base, gather=plan) for plan in plans if plan != base.gather]
 
 
-def tile_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
+def tile_variants(machine: Machine, base: Choice) -> list[Choice]:
     """``base`` with other tile sizes, stages and groups."""
     configs = config_variants(base.config, machine.target)
     return [replace(base, config=config, fold_rows=min(base.fold_rows, config.block_m)) for config in configs]
@@ -177,7 +177,7 @@ def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice
 
     # Of equals the first, so the default stands where the model sees no difference.
     tried = [base, *transfer_variants(problem, machine, base)]
-    tried += [variant for choice in tried for variant in tile_variants(problem, machine, choice)]
+    tried += [variant for choice in tried for variant in tile_variants(machine, choice)]
     best = min(tried, key=lambda choice: predict(problem, choice, machine, rates).ditron_us)
     return replace(best, source="model")
 

@@ -58,7 +58,7 @@ class ShapeClass:
         if best is None:
             return []
         ways = [best, *self._best_other_way(best)]
-        return list(dict.fromkeys([*ways, *(variant for way in ways for variant in tile_variants(self.problem, self.machine, way))]))
+        return list(dict.fromkeys([*ways, *(variant for way in ways for variant in tile_variants(self.machine, way))]))
 
     def _best_other_way(self, best: Choice) -> list[Choice]:
         """The quickest that moves data otherwise: what it loses to ``best`` with one tile it may win with another, since SMs that

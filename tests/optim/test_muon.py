@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from ditron_train.gemm import GemmConfig, matmul_nt
+from ditron_train.gemm import matmul_nt
 from ditron_train.optim import Muon, muon_scale, newton_schulz, orthogonalize
 from ditron_train.optim import products
 from ditron_train.runtime.device import is_interpreter

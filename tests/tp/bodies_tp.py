@@ -60,7 +60,7 @@ def ring_fold(partials: list[torch.Tensor], rank: int) -> torch.Tensor:
 
 def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dtype_name: str, repeats: int) -> None:
     """ag_gemm against gloo's gather and a matmul, on integers; buffers poisoned, a random straggler."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     dtype = getattr(torch, dtype_name)
     context = get_context(None, CPU)
     rng = random.Random(rank)

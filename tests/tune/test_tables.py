@@ -203,7 +203,7 @@ def test_the_model_chooses_what_it_predicts_to_be_quickest(problem: Problem) -> 
     chosen = choose(problem, H200)
     best = predict(problem, chosen, H200, RATES).ditron_us
     base = default_choice(problem, H200)
-    others = [base, *transfer_variants(problem, H200, base), *tile_variants(problem, H200, base)]
+    others = [base, *transfer_variants(problem, H200, base), *tile_variants(H200, base)]
     assert all(best <= predict(problem, other, H200, RATES).ditron_us for other in others)
     assert len(set(others)) == len(others)
 
@@ -215,7 +215,7 @@ def test_every_candidate_fits_into_shared_memory(target: str) -> None:
     for size in (512, 8192):
         problem = Problem("ag_gemm", size, size, size, "nt", torch.bfloat16, 4)
         base = default_choice(problem, machine)
-        variants = tile_variants(problem, machine, base)
+        variants = tile_variants(machine, base)
         limit = {"sm_80": 99 << 10, "hip": base.config.shared_bytes}.get(target, 227 << 10)
         assert all(choice.config.shared_bytes <= limit for choice in [base, *variants]) and base not in variants
         assert choose(problem, machine).config in [choice.config for choice in [base, *variants]]
