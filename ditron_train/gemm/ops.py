@@ -226,8 +226,8 @@ def _on_rows(
         return y if x.dim() == 2 else y.view(shape)
     _check_out(name, out, shape, x)
     if out.is_contiguous():
-        _product(name, _rows(name, "x", x), weight, out.view(-1, shape[-1]) if out.numel() else out.reshape(0, shape[-1]), config,
-                 transpose_b=transpose_b)  # fmt: skip
+        rows = out.view(out.shape[:-1].numel(), out.shape[-1])
+        _product(name, _rows(name, "x", x), weight, rows, config, transpose_b=transpose_b)
         return out
     return out.copy_(_on_rows(name, x, weight, None, config, transpose_b))
 

@@ -99,6 +99,8 @@ class RecordedSequences:
             copied: As for ``repeat``; where the driver does not know one of them, nothing is recorded.
             captured: Onto which stream ``enqueue`` puts it (None: ``stream``). The legacy default stream cannot be captured.
         """
+        if key in self._recordings:  # one that could not be repeated this time
+            return
         calls = self._calls.get(key, 0) + 1
         if calls > _CALLS_BEFORE and self._has_room():
             self._calls.pop(key, None)

@@ -15,7 +15,7 @@ import torch
 
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.eager import eager
-from ditron_train.runtime.errors import DitronError, MismatchError, NotSupportedError, PeerTimeoutError
+from ditron_train.runtime.errors import ArenaError, DitronError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.records import note_error
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
@@ -114,11 +114,22 @@ class Channel:
         return tensor
 
     def reserve_signals(self, num_signals: int) -> None:
-        """Makes room for ``num_signals`` flags (collective when it must grow; syncs then)."""
-        if self.signals.local.numel() >= num_signals:
+        """Makes room for ``num_signals`` flags (collective when it must grow; syncs then).
+
+        Raises:
+            ArenaError: There is no room, on every rank alike; there are as many flags as before.
+        """
+        before = self.signals.local.numel()
+        if before >= num_signals:
             return
         epoch = int(self.tickets[0]) >> TICKET_UNIT_LOG2  # a fresh flag must not be ahead of the epoch after a wrap
-        self.signals = self._filled(f"{self.op_name}/signals", (num_signals,), epoch)
+        name = f"{self.op_name}/signals"
+        try:
+            self.signals = self._filled(name, (num_signals,), epoch)
+        except ArenaError:
+            if not self.arena.capacity_bytes(name):  # what they lay in has been given back
+                self.signals = self._filled(name, (before,), epoch)
+            raise
 
     def signature(self, values: Sequence[int | torch.dtype]) -> torch.Tensor:
         """The int32 ``[READY_WORDS]`` device tensor that travels with the start signal; cached by its values.

@@ -150,7 +150,7 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     world_size, plan, config = problem.world_size, choice.gather, choice.config
     by_push = plan.mode == "push"
     num_chunks = _PUSHED_CHUNKS if by_push else plan.num_chunks
-    num_programs = max(1, machine.num_sms - (plan.push_programs if by_push else 1))
+    num_programs = max(1, min(machine.num_sms - (plan.push_programs if by_push else 1), config.num_tiles(problem.m, problem.n)))
     waves = _num_waves(problem.m, problem.n, config, num_programs)
     tile_us = _throttled_us(waves * _tile_us(problem.k, config, machine.num_sms, rates)) / waves
     shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / _send_rate(plan, rates)
@@ -228,7 +228,7 @@ def first_rows(num_rows: int, n: int, config: GemmConfig, machine: Machine) -> i
 
 def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     config, world_size = choice.config, problem.world_size
-    waves = _num_waves(problem.m, problem.n, config, machine.num_sms)
+    waves = -(-config.num_tiles(problem.m, problem.n) // machine.num_sms)  # all of whole tiles
     tile_us = _throttled_us(waves * _tile_us(problem.k, config, machine.num_sms, rates)) / waves
     wave_bytes = machine.num_sms * config.block_m * config.block_n * problem.dtype.itemsize * (world_size - 1) / world_size
     stall_us = _STORE_STALL * wave_bytes / (rates.link_gbps * 1e3)

@@ -56,12 +56,12 @@ class PlainWgrad:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _like_input(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[s * ..., N] as [s, ..., N], with the middle dimensions of x."""
-    return rows.view(-1, *x.shape[1:-1], rows.shape[-1]) if x.dim() > 2 else rows
+def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext) -> torch.Tensor:
+    """[s * ..., N] as [s, ..., N], with the middle dimensions of x, which is [s / W, ..., K]."""
+    return rows.view(x.shape[0] * context.world_size, *x.shape[1:-1], rows.shape[-1]) if x.dim() > 2 else rows
 
 
 @eager
@@ -79,9 +79,13 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x))
+        deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
         grad_x = grad_weight = None
-        if needs_x and needs_weight and not deferred and can_copy(ctx.context):
+        if x.numel() == 0:  # on every rank: nothing to move
+            grad_x = torch.empty_like(x) if needs_x else None
+            if needs_weight:
+                grad_weight = ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, _rows(x))
+        elif needs_x and needs_weight and not deferred and can_copy(ctx.context):
             grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output)
         else:
             gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
@@ -135,6 +139,8 @@ class _RowLinear(torch.autograd.Function):
             grad_x, total_grad = ag_gemm(
                 grad_output, weight, context=ctx.context, layout="nn", return_gathered=True
             )
+        elif needs_weight and grad_output.numel() == 0:
+            total_grad = _rows(grad_output)
         elif needs_weight:
             total_grad = start_all_gather(grad_output, context=ctx.context).wait()[:, : grad_output.shape[-1]]
         if needs_weight:
@@ -166,7 +172,7 @@ def column_linear(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm`` and ``gemm_rs``, in backward too.
     """
-    return _like_input(_ColumnLinear.apply(x, weight, bias, context, wgrad or PlainWgrad()), x)
+    return _like_input(_ColumnLinear.apply(x, weight, bias, context, wgrad or PlainWgrad()), x, context)
 
 
 @eager

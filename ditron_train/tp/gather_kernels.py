@@ -15,7 +15,8 @@ __all__ = ["copy_rows_kernel", "gather_start_kernel", "gather_wait_kernel", "pus
 def _in_vectors(num_elements, ptr):
     """``num_elements``, which are whole 16 bytes, as a number of which the compiler sees that, and moves 16 bytes at a time
     (``tl.multiple_of`` says nothing of an argument)."""
-    VECTOR: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    NUM_BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    VECTOR: tl.constexpr = 128 // (8 if NUM_BITS < 8 else NUM_BITS)  # truth values have 1, and take a byte
     return num_elements // VECTOR * VECTOR
 
 

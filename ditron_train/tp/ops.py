@@ -1,4 +1,4 @@
-"""``ag_gemm``, ``gemm_rs`` and ``all_gather``: plain functions on tensors.
+"""``ag_gemm``, ``gemm_rs`` and ``all_gather``: plain functions on tensors, not differentiable by themselves (``tp.functions`` is).
 
 They enqueue on the current stream (and the context's communication stream), never wait for the device but at the first
 call of a new shape, and give the bits of NCCL plus cuBLAS wherever the tile GEMM gives cuBLAS's (``gemm.known_bits``).
@@ -78,6 +78,8 @@ def _partition(
 def _sendable_rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, K] with rows of whole 16 bytes, contiguous: symmetric memory must be describable as it is."""
     columns = x.shape[-1]
+    if x.requires_grad:  # a copy into symmetric memory would make autograd's history of all calls part of it
+        x = x.detach()
     if x.is_contiguous() and x.data_ptr() % 16 == 0 and columns * x.dtype.itemsize % 16 == 0:
         return x if x.dim() == 2 else x.view(-1, columns)
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
@@ -123,23 +125,25 @@ def ag_gemm(
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
-    context.enter("ag_gemm", x.shape if row_counts is None else tuple(row_counts), weight.shape, x.dtype)
+    counts = None if row_counts is None else tuple(row_counts)
+    context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     key = ("ag_gemm", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
-           row_counts and tuple(row_counts), plan, return_gathered)  # fmt: skip
+           counts, plan, return_gathered)  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         n, k = _check("ag_gemm", context, x, weight, layout)
-        partition = _partition("ag_gemm", context, x, row_counts, total=False)
+        partition = _partition("ag_gemm", context, x, counts, total=False)
         if partition.num_rows == 0:
-            empty = x.new_empty(0, *x.shape[1:-1], n) if row_counts is None else x.new_empty(0, n)
-            return (empty, x.reshape(0, k)) if return_gathered else empty
+            shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
+            empty = x.new_empty(*shape, n)
+            return (empty, x.new_empty(0, k)) if return_gathered else empty
         choice = _choose("ag_gemm", context, partition.num_rows, n, k, x.dtype, layout)
         if plan is not None:
             choice = replace(choice, gather=plan)
         prepared = PreparedAgGemm(context, partition, n, k, x.dtype, layout, choice, keeps_gathered=return_gathered)
         context.prepared[key] = prepared
     y = prepared(_sendable_rows(x), weight)
-    if row_counts is None and x.dim() > 2:
+    if counts is None and x.dim() > 2:
         y = y.view(x.shape[0] * context.world_size, *x.shape[1:-1], prepared.n)
     return (y, prepared.gathered) if return_gathered else y
 
@@ -177,15 +181,16 @@ def start_all_gather(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
-    stream = context.enter("all_gather", x.shape if row_counts is None else tuple(row_counts), x.dtype)
-    key = ("all_gather", x.shape, x.dtype, x.device, row_counts and tuple(row_counts))
+    counts = None if row_counts is None else tuple(row_counts)
+    stream = context.enter("all_gather", x.shape if counts is None else counts, x.dtype)
+    key = ("all_gather", x.shape, x.dtype, x.device, counts)
     prepared = context.prepared.get(key)
     if prepared is None:
         if x.device != context.device or x.dim() < 2:
             raise NotSupportedError(f"all_gather: x {tuple(x.shape)} on {x.device}, the context is on {context.device}")
         if x.dtype not in DTYPES:
             raise NotSupportedError(f"all_gather: {x.dtype} is not supported")
-        partition = _partition("all_gather", context, x, row_counts, total=False)
+        partition = _partition("all_gather", context, x, counts, total=False)
         if partition.num_rows == 0 or x.shape[-1] == 0:
             raise NotSupportedError(f"all_gather: nothing to gather in {tuple(x.shape)}")
         prepared = PreparedGather(
@@ -230,23 +235,25 @@ def gemm_rs(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
+    counts = None if row_counts is None else tuple(row_counts)
     context.enter("gemm_rs", x.shape, weight.shape, x.dtype)
     key = ("gemm_rs", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
-           row_counts and tuple(row_counts), scatter)  # fmt: skip
+           counts, scatter)  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
         n, k = _check("gemm_rs", context, x, weight, layout)
-        partition = _partition("gemm_rs", context, x, row_counts, total=True)
+        partition = _partition("gemm_rs", context, x, counts, total=True)
         if partition.num_rows == 0:
-            return x.new_empty(0, *x.shape[1:-1], n) if row_counts is None else x.new_empty(0, n)
+            shape = (0,) if counts is not None else (x.shape[0] // context.world_size, *x.shape[1:-1])
+            return x.new_empty(*shape, n)
         choice = _choose("gemm_rs", context, partition.num_rows, n, k, x.dtype, layout)
         if scatter is not None:
             choice = replace(choice, scatter=scatter)
         prepared = context.prepared[key] = prepare_gemm_rs(context, partition, n, k, x.dtype, layout, choice)
-    if row_counts is None:
+    if counts is None:
         out = x.new_empty(x.shape[0] // context.world_size, *x.shape[1:-1], prepared.n)
     else:
-        out = x.new_empty(row_counts[context.rank], prepared.n)
+        out = x.new_empty(counts[context.rank], prepared.n)
     prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, out)
     return out
 

@@ -107,6 +107,9 @@ def test_empty_operands_give_what_torch_gives(layout, m, n, k):
     assert torch.equal(op(a, b), reference(a, b))
     out = torch.full((m, n), 3.0)
     assert op(a, b, out=out) is out and torch.equal(out, torch.zeros(m, n))
+    if layout != "tn":
+        out = torch.full((2, m, n), 3.0)
+        assert op(torch.stack([a, a]), b, out=out) is out and torch.equal(out, torch.zeros(2, m, n))
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "padded", "offset", "every_other"])

@@ -255,9 +255,12 @@ def test_no_op_is_repeated_beside_one_that_has_been_started(context: OpContext, 
     for _ in range(4):
         repeated = _op(context, fake, "a")
     assert repeated
-    context.fork()
-    assert not context.repeat_op("a", ())
-    context.join()
+    before = list(fake.alive)
+    for _ in range(4):
+        context.fork()
+        assert not _op(context, fake, "a")
+        context.join()
+    assert fake.alive == before  # nor is it recorded anew
     assert context.repeat_op("a", ())
 
 

@@ -260,6 +260,25 @@ def signals_grow_with_the_epoch() -> list[int]:
     return channel.signals.local.unique().tolist()
 
 
+def flags_where_more_find_no_room() -> tuple[str, bool, list[int]]:
+    """The error, whether the arena still holds the flags that the channel uses, and what they are."""
+    arena = get_arena(None, CPU)
+    channel, allocate = Channel(arena, "test.no_room", 4, first_epoch=6), arena._transport.allocate
+
+    def full(group, device, num_bytes):
+        if num_bytes > 16_000:
+            raise ArenaError("no room")
+        return allocate(group, device, num_bytes)
+
+    arena._transport.allocate = full
+    try:
+        words = error_of(lambda: channel.reserve_signals(4000))
+    finally:
+        arena._transport.allocate = allocate
+    held = arena._segments["test.no_room/signals"][0]
+    return words, channel.signals._segment is held, channel.signals.local.tolist()
+
+
 def flags_after_another_channel() -> list[int]:
     """What a channel finds where one of the same name was before; this rank's flags had been set by then."""
     arena = get_arena(None, CPU)

@@ -97,6 +97,11 @@ def test_new_flags_start_at_the_epoch():
     assert run_workers(2, bodies.signals_grow_with_the_epoch) == [[-(2**31) + 5]] * 2
 
 
+def test_flags_that_find_no_room_leave_as_many_as_before():
+    for words, is_held, flags in run_workers(2, bodies.flags_where_more_find_no_room):
+        assert words == "no room" and is_held and flags == [6] * 4
+
+
 def test_a_channel_does_not_see_the_flags_of_one_before():
     assert run_workers(2, bodies.flags_after_another_channel) == [[0] * 4] * 2
 

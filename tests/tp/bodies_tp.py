@@ -6,6 +6,7 @@ import datetime
 import functools
 import random
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from unittest import mock
@@ -27,6 +28,7 @@ from ditron_train.tp import (
 
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import chunked as chunked_ops
+from ditron_train.tp import ops as tp_ops
 from ditron_train.tp import prepared as prepared_ops
 from ditron_train.tp.context import FLAGS_PER_RANK
 from ditron_train.tp.functions import PlainWgrad, _column_gradients
@@ -156,6 +158,52 @@ def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:
     total = gather_rows(grad.reshape(-1, n), [sequence * batch // world] * world)
     assert torch.equal(x.grad.view(-1, k // world), total @ weight.detach())
     assert torch.equal(weight.grad, total.t() @ x.detach().view(-1, k // world))
+
+
+def check_empty_layers(shape: tuple[int, int]) -> None:
+    """Layers on no token, of no sequence or of no batch: shapes as on tokens, gradients of zeros."""
+    world, (sequence, batch) = dist.get_world_size(), shape
+    context = get_context(None, CPU)
+    layers = {column_linear: (sequence, sequence * world), row_linear: (sequence * world, sequence)}
+    for layer, (given, returned) in layers.items():
+        x, weight = torch.zeros(given, batch, 16, requires_grad=True), integers((8, 16), 1).requires_grad_()
+        y = layer(x, weight, context=context)
+        assert y.shape == (returned, batch, 8)
+        y.backward(torch.ones_like(y))
+        assert x.grad.shape == x.shape and torch.equal(weight.grad, torch.zeros(8, 16))
+        layer(x.detach(), weight, context=context).sum().backward()  # where x needs no gradient
+    x, weight = torch.zeros(sequence * world, batch, 16), integers((8, 16), 1)
+    y, gathered = ag_gemm(x, weight, context=context, return_gathered=True)
+    assert y.shape == (sequence * world**2, batch, 8) and gathered.shape == (0, 16)
+    assert gemm_rs(x, weight, context=context).shape == (sequence, batch, 8)
+
+
+def check_gradients_stay_outside() -> None:
+    """Ops of tensors that need gradients: results that need none, and buffers that keep no call's history."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_context(None, CPU)
+    rows, weight = integers((3, 16), rank).requires_grad_(), integers((16, 16), 9).requires_grad_()
+    whole = torch.cat([integers((3, 16), peer) for peer in range(world)])
+    counts = [2 * peer + 1 for peer in range(world)]
+    for _ in range(3):
+        x = rows * 2
+        y, gathered = ag_gemm(x, weight, context=context, return_gathered=True, row_counts=[3] * world)
+        uneven = all_gather(integers((counts[rank], 16), 1).requires_grad_(), context=context, row_counts=counts)
+        results = [y, gathered, uneven, all_gather(x, context=context), gemm_rs(torch.cat([x] * world), weight, context=context)]
+        assert not any(result.requires_grad for result in results)
+        assert torch.equal(results[3], 2 * whole)
+        alive = weakref.ref(x)
+        del x, results, gathered
+        assert alive() is None
+
+
+def check_pushed_truth_values(num_columns: int) -> None:
+    """By SMs, as where no copy engine can be driven; a truth value has one bit in the compiler's eyes, and takes a byte."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_context(None, CPU)
+    x = [integers((5, num_columns), peer) > 0 for peer in range(world)]
+    with mock.patch.object(tp_ops, "GatherPlan", lambda mode: GatherPlan("push", 1)):
+        assert torch.equal(all_gather(x[rank], context=context), torch.cat(x))
 
 
 def check_launch_keys() -> None:
@@ -357,6 +405,7 @@ def bad_calls() -> list[str]:
             ((x, weight), {"row_counts": (4,) * 3}),
             ((x, weight), {"row_counts": (5,) * 2}),
             ((x, weight), {"row_counts": (-4, 12)}),
+            ((x, weight), {"row_counts": []}),
         ],
         "gemm_rs": [((x[:3], weight), {}), ((x, integers((8, 17), 2)), {}), ((meta, weight), {})],
         "all_gather": [((meta,), {}), ((x[:0],), {}), ((x[0],), {}), ((x.to(torch.complex64),), {})],

@@ -62,6 +62,20 @@ def test_linear_layers_and_all_gradients():
     run_workers(2, bodies.check_linear_layers, (64, 2), 64, 48)
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (4, 0)])
+def test_layers_on_no_token(shape):
+    run_workers(2, bodies.check_empty_layers, shape)
+
+
+def test_what_needs_a_gradient_leaves_nothing_in_shared_buffers():
+    run_workers(2, bodies.check_gradients_stay_outside)
+
+
+@pytest.mark.parametrize("num_columns", [16, 200])
+def test_truth_values_are_pushed_whole(num_columns):
+    run_workers(2, bodies.check_pushed_truth_values, num_columns)
+
+
 def test_launches_are_named_by_where_their_operands_lie():
     run_workers(2, bodies.check_launch_keys)
 
@@ -96,7 +110,7 @@ def test_mismatch_is_the_same_error_on_every_rank(field):
 
 def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled():
     words, words_1 = run_workers(2, bodies.bad_calls)
-    assert words == words_1 and len(words) == 23
+    assert words == words_1 and len(words) == 24
     assert [text for text in words if not text.startswith(("ag_gemm: ", "gemm_rs: ", "all_gather: ", "reduce_scatter: "))] == []
 
 
