@@ -5,7 +5,8 @@ They are timed with the host ahead: for 15 experts a call cost the host 250-400 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from ditron_train.bench.rows import Pass, Row
 from ditron_train.bench.session import BenchSession
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
+from ditron_train.runtime.transformer_engine import grouped_gemm
 
 __all__ = ["Product", "group_gemm_rows", "products_of_native_bits"]
 
@@ -36,18 +38,18 @@ def _native_products(counts: list[int], n: int, k: int, dtype: torch.dtype, devi
     rows = sum(counts)
     y, dx = (torch.empty(rows, columns, dtype=dtype, device=device) for columns in (n, k))
     dw = [torch.empty(n, k, dtype=dtype, device=device) for _ in counts]
-    try:
-        from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
-    except ImportError:
+    if find_spec("transformer_engine") is None:
         return _loops(counts, y, dx, dw)
 
-    def run(layout: str, grad: bool, a: list, b: list, out: list, single: bool) -> None:
-        general_grouped_gemm(a, b, out, dtype, layout=layout, m_splits=counts, grad=grad, single_output=single)
+    def run(
+        layout: str, grad: bool, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], out: list[torch.Tensor], single: bool
+    ) -> None:
+        grouped_gemm(a, b, out, dtype, layout=layout, m_splits=counts, grad=grad, single_output=single)
 
     return {
-        "forward": lambda x, g, ws: (run("TN", False, ws, list(x.split(counts)), [y], True), y)[1],
-        "dgrad": lambda x, g, ws: (run("NN", True, ws, list(g.split(counts)), [dx], True), dx)[1],
-        "wgrad": lambda x, g, ws: (run("NT", True, list(x.split(counts)), list(g.split(counts)), dw, False), dw)[1],
+        "forward": lambda x, g, ws: (run("TN", False, ws, x.split(counts), [y], True), y)[1],
+        "dgrad": lambda x, g, ws: (run("NN", True, ws, g.split(counts), [dx], True), dx)[1],
+        "wgrad": lambda x, g, ws: (run("NT", True, x.split(counts), g.split(counts), dw, False), dw)[1],
     }
 
 

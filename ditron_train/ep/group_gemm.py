@@ -112,7 +112,7 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     )
     launch = _launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)
     with on_device(tokens_per_expert.device):
-        launch(tokens_per_expert, tiles, max_tiles)
+        launch(tokens_per_expert, tiles, max_tiles, num_rows)
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
 
 

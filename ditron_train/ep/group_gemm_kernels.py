@@ -28,18 +28,23 @@ from ditron_train.schedule.tiles import grouped_tile
 __all__ = ["group_gemm_kernel", "group_product", "group_wgrad_kernel", "list_tiles", "store_block"]
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@triton.jit(do_not_specialize=["max_tiles", "num_rows"])
 def list_tiles(
-    tokens_per_expert, tiles, max_tiles,
+    tokens_per_expert, tiles, max_tiles, num_rows,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """tiles[4 (1 + i) ..] = expert, first row and end row of row tile i; tiles[0] their number. Program b writes block b.
 
-    Experts take whole tiles each; one with no rows takes none. ``row_ends[e]`` follows behind the tiles.
+    Experts take whole tiles each; one with no rows takes none. ``row_ends[e]`` follows behind the tiles. Of experts that have
+    more rows than there is room for (a fixed capacity that was too small, which is an error elsewhere) the first ``num_rows``
+    count: no tile lies outside the buffers.
     """
     lanes = tl.arange(0, EXPERTS)
     counts = tl.load(tokens_per_expert + lanes, mask=lanes < NUM_EXPERTS, other=0).to(tl.int32)
     ends = tl.cumsum(counts, 0)
+    starts = tl.minimum(ends - counts, num_rows)
+    ends = tl.minimum(ends, num_rows)
+    counts = ends - starts
     num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(num_tiles, 0)
     if tl.program_id(0) == 0:
@@ -48,7 +53,7 @@ def list_tiles(
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = (index[:, None] >= (tile_ends - num_tiles)[None, :]) & (index[:, None] < tile_ends[None, :])
     expert = tl.sum(tl.where(here, lanes[None, :], 0), axis=1)
-    rows = (ends - counts)[None, :] + (index[:, None] - (tile_ends - num_tiles)[None, :]) * BLOCK_M
+    rows = starts[None, :] + (index[:, None] - (tile_ends - num_tiles)[None, :]) * BLOCK_M
     first = tl.sum(tl.where(here, rows, 0), axis=1)
     end = tl.sum(tl.where(here, ends[None, :], 0), axis=1)
     inside = index < max_tiles

@@ -25,6 +25,7 @@ from ditron_train.megatron.calling import calling, why_not_stand_in
 from ditron_train.megatron.wgrad import main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 from ditron_train.runtime.eager import eager
+from ditron_train.runtime.transformer_engine import grouped_gemm
 
 __all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_called", "why_not_fused"]
 
@@ -44,18 +45,16 @@ class TEGemm:
         columns = weights[0].shape[0 if transpose else 1]
         out = torch.empty(rows.shape[0], columns, dtype=rows.dtype, device=rows.device)
         _grouped_gemm(
-            list(weights), rows, [out], self._splits, layout="TN" if transpose else "NN", grad=not transpose,
+            weights, rows, [out], self._splits, layout="TN" if transpose else "NN", grad=not transpose,
             single_output=True, use_split_accumulator=not transpose,
         )  # fmt: skip
         return out
 
 
 def _grouped_gemm(
-    a: list[torch.Tensor], rows: torch.Tensor, out: list[torch.Tensor], splits: list[int], **options: Any
+    a: Sequence[torch.Tensor], rows: torch.Tensor, out: list[torch.Tensor], splits: list[int], **options: Any
 ) -> None:
-    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
-
-    general_grouped_gemm(a, list(rows.contiguous().split(splits)), out, rows.dtype, m_splits=splits, **options)
+    grouped_gemm(a, rows.contiguous().split(splits), out, rows.dtype, m_splits=splits, **options)
 
 
 class TEWgrad:
@@ -76,7 +75,7 @@ class TEWgrad:
 
     def _into(self, out: list[torch.Tensor], grad: torch.Tensor, rows: torch.Tensor, accumulate: bool) -> list[torch.Tensor]:
         _grouped_gemm(
-            list(rows.split(self._splits)), grad, out, self._splits, layout="NT", grad=True, accumulate=accumulate,
+            rows.split(self._splits), grad, out, self._splits, layout="NT", grad=True, accumulate=accumulate,
             use_split_accumulator=True,
         )  # fmt: skip
         return out

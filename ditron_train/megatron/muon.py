@@ -141,13 +141,14 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
         super().__init__(optimizers, config, pg_collection, init_state_fn_list)
         self._rounds: list[tuple[LayerShards, list[list[torch.Tensor]], dist.ProcessGroup]] = []
         self._model_of: dict[int, torch.Tensor] = {}
+        if self.pg_collection is None or not self.dp_cp_params_list:  # one data parallel rank: nobody to send to
+            return
         for optimizer in self.chained_optimizers:
             if isinstance(optimizer.optimizer, Muon):
                 optimizer.optimizer.after_matrix = self._send_matrix
                 self._map_model_params(optimizer)
-        if self.pg_collection is not None:
-            self._plan_rounds(self.dp_cp_params_list, self.pg_collection.dp_cp)
-            self._plan_rounds(self.expt_dp_params_list, self.pg_collection.expt_dp)
+        self._plan_rounds(self.dp_cp_params_list, self.pg_collection.dp_cp)
+        self._plan_rounds(self.expt_dp_params_list, self.pg_collection.expt_dp)
 
     def shard_params(self, optimizers: list[Any]) -> None:
         """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups."""

@@ -53,7 +53,7 @@ SPECS = [
     KernelSpec(
         name="ep_list_tiles",
         kernel="ditron_train.ep.group_gemm_kernels:list_tiles",
-        signature={"tokens_per_expert": "*i64", "tiles": "*i32", "max_tiles": "i32"},
+        signature={"tokens_per_expert": "*i64", "tiles": "*i32", "max_tiles": "i32", "num_rows": "i32"},
         constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "BLOCK_M": 128, "BLOCK": 128},
         num_warps=4,
     ),

@@ -49,6 +49,28 @@ def test_forward_and_all_gradients_are_exact(counts, n, k, dtype):
         assert torch.equal(weight.grad, (g_part.float().t() @ x_part.float()).to(dtype))
 
 
+@pytest.mark.parametrize("counts, room", [([0, 80], 50), ([40, 0, 3, 60], 41), ([300, 5], 64), ([5, 9], 0), ([1, 2], 3)])
+def test_rows_for_which_there_is_no_room_are_left_out(counts, room):
+    """A fixed capacity that was too small is an error, which others raise; by then nothing was written outside the result."""
+    x, block_m = integers(room, 24, dtype=torch.float32, seed=9), row_tiles(torch.tensor(counts), room).block_m
+    weights = [integers(40, 24, dtype=torch.float32, seed=i) for i in range(len(counts))]
+    behind, empty = [], torch.empty
+
+    def guarded(*size, **options):
+        if size != (block_m + room, 40):
+            return empty(*size, **options)
+        memory = empty(size[0] + 4 * block_m, size[1], **options).fill_(7.0)
+        behind.append(memory[size[0] :])
+        return memory[: size[0]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", guarded)
+        y = group_gemm(x, weights, row_tiles(torch.tensor(counts), room))
+    assert len(behind) == 1 and bool((behind[0] == 7.0).all())
+    kept = [min(sum(counts[: e + 1]), room) - min(sum(counts[:e]), room) for e in range(len(counts))]
+    assert torch.equal(y, torch.cat([part @ weight.t() for weight, part in zip(weights, x.split(kept))]))
+
+
 @pytest.mark.parametrize("num_programs", [1, 3, 7, 20])
 @given(st.lists(st.sampled_from([0, 1, 31, 32, 33, 70]), min_size=1, max_size=6), st.sampled_from([40, 136, 520]))
 @settings(max_examples=15, deadline=None)

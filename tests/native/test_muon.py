@@ -32,6 +32,7 @@ NATIVE_CASES = {
     "sharded, bf16": (True, 1, dict(bf16=True)),
     "sharded, bf16, clipped": (True, 1, dict(bf16=True, clip_grad=0.5)),
     "tensor parallel, blockwise": (False, 2, dict(muon_tp_mode="blockwise", clip_grad=0.5)),
+    "sharded over one rank": (True, 2, dict(muon_tp_mode="duplicated")),
     "tensor parallel, duplicated": (False, 2, dict(muon_tp_mode="duplicated", clip_grad=0.5)),
     "qkv together, fp32, other scale": (
         False, 1, dict(muon_split_qkv=False, muon_fp32_matmul_prec="highest", muon_scale_mode="unit_rms_norm"),
