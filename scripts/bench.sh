@@ -7,6 +7,6 @@ prepare bench
 processes=${NUM_GPUS:-$(num_gpus)}
 if [ "$processes" = 0 ]; then
   processes=2
-  export TRITON_INTERPRET=1 OMP_NUM_THREADS=1
+  export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 fi
 exec "$PY" "$ROOT/scripts/launch.py" "$processes" -m ditron_train bench "$@"

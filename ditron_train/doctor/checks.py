@@ -194,15 +194,21 @@ def _nvshmem(facts: Facts) -> list[Finding]:
 
 def _nvshmem_bootstrap(facts: Facts) -> list[Finding]:
     """Processes find each other by a unique id that torch.distributed hands round, then talk over sockets."""
-    wanted = facts.environment.get("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "").lstrip("=^")
+    wanted = facts.environment.get("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "")
+    names = tuple(wanted.lstrip("^=").split(","))
+    usable = [
+        interface
+        for interface in facts.interfaces
+        if not wanted or (interface in names if "=" in wanted[:2] else interface.startswith(names)) != wanted.startswith("^")
+    ]  # ^: all but those named; =: whole names, else how they begin
     findings = []
-    if wanted and not any(name.startswith(tuple(wanted.split(","))) for name in facts.interfaces):
+    if wanted and not usable:
         text = f"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME={wanted}: there is no such interface ({', '.join(facts.interfaces) or 'none'})"
         findings.append(Finding("NVSHMEM", "warning", text, "name one that all nodes have, or unset it"))
     elif not facts.interfaces:
         findings.append(Finding("NVSHMEM", "note", "no network interface but the loopback: one node only", None))
     else:
-        findings.append(Finding("NVSHMEM", "ok", f"bootstrap by unique id over {wanted or ', '.join(facts.interfaces)}"))
+        findings.append(Finding("NVSHMEM", "ok", f"bootstrap by unique id over {', '.join(usable)}"))
     other = facts.environment.get("NVSHMEM_BOOTSTRAP", "UID")
     if other.upper() != "UID":
         findings.append(
@@ -255,6 +261,12 @@ def _settings(facts: Facts) -> list[Finding]:
     mine: Mapping[str, str] = {n: v for n, v in facts.environment.items() if n.startswith("DITRON_")}
     try:
         get_settings()
+        if facts.versions.get("torch") is not None:
+            from ditron_train.policy import check_plan
+            from ditron_train.runtime.tuning import check_table
+
+            check_table()
+            check_plan()
     except SettingError as error:
         return [Finding("settings", "error", str(error), "unset it or correct it")]
     unknown = unknown_variables(mine)

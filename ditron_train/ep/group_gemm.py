@@ -22,7 +22,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["RowTiles", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
+__all__ = ["RowTiles", "are_whole", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40
@@ -116,10 +116,15 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
 
 
+def are_whole(columns: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether rows of so many elements are whole 16 bytes each, as descriptors want them."""
+    return not any(width * dtype.itemsize % _ALIGNMENT_BYTES for width in columns)
+
+
 def _check(name: str, rows: torch.Tensor, tiles: RowTiles, columns: Sequence[int]) -> str:
     if rows.dim() != 2 or rows.shape[0] != tiles.num_rows:
         raise NotSupportedError(f"{name}: needs [{tiles.num_rows}, columns], got {tuple(rows.shape)}")
-    if any(width * rows.element_size() % _ALIGNMENT_BYTES for width in columns):
+    if not are_whole(columns, rows.dtype):
         raise NotSupportedError(f"{name}: rows of {tuple(columns)} elements are not whole 16 bytes")
     target = kernel_target(rows.device)
     if target != "interpreter" and rows.dtype not in (torch.bfloat16, torch.float16):

@@ -160,13 +160,13 @@ class PendingRailLayout:
         """
         context, routed = self.context, self.routing_map
         num_tokens, device = routed.shape[0], routed.device
-        by_node = routed.view(num_tokens, context.num_nodes, -1).transpose(0, 1)  # [nodes, tokens, experts of a node]
+        by_node = routed.unflatten(1, (context.num_nodes, -1)).transpose(0, 1)  # [nodes, tokens, experts of a node]
         visits = by_node.any(2)
         counts = torch.stack([visits.sum(1), by_node.sum((1, 2))], dim=1)  # tokens and rows for each node
         theirs = _exchange(counts, [1] * context.num_nodes, [1] * context.num_nodes, context.rail)
         (sent, awaited), (received, returned) = counts.t().tolist(), theirs.t().tolist()
         node, token = visits.nonzero(as_tuple=True)
-        probs = self.probs.detach().view(num_tokens, context.num_nodes, -1).transpose(0, 1)
+        probs = self.probs.detach().unflatten(1, (context.num_nodes, -1)).transpose(0, 1)
         visitor_map = _exchange(by_node[node, token].to(torch.uint8), received, sent, context.rail).bool()
         visitor_probs = _exchange(probs[node, token], received, sent, context.rail)
         pending = planning.begin_layout(visitor_map, visitor_probs, self.hidden, self.dtype, context.inner)

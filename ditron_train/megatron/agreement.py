@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import SETTINGS, get_settings
+from ditron_train.runtime.tuning import named_table
 from ditron_train.symm.exchange import exchange
 
 __all__ = ["check_ranks_agree"]
 
 #: What each rank may have for itself: how long it waits, what memory it gives, where it writes.
 _OWN = ("timeout_s", "arena_bytes", "postmortem")
-#: Of these ranks may have copies in other places.
-_FILES = ("plan", "tuning")
 
 
 def _told(features: Iterable[str]) -> dict[str, str]:
@@ -27,8 +26,10 @@ def _told(features: Iterable[str]) -> dict[str, str]:
     settings, told = get_settings(), {"--ditron": ",".join(sorted(features))}
     for setting in SETTINGS:
         value = getattr(settings, setting.field)
-        if value is not None and value != "off" and setting.field in _FILES:
-            value = "a file"
+        if setting.field == "tuning":
+            value = named_table()  # by content: a rank decides by its table alone
+        elif setting.field == "plan" and value is not None:
+            value = "a file"  # copies may lie in other places; whoever takes a decision from one asks what the others' say
         if setting.field not in _OWN:
             told[setting.variable] = "unset" if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
     return told

@@ -363,7 +363,17 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return output
 
 
-class DitronMoELayer(MoELayer):
+class _InPlaceOfMoELayer(type(MoELayer)):  # type: ignore[misc]
+    """Of a class that equals ``MoELayer``: in a spec ``TransformerLayer`` compares the module with it, and gives the caller's
+    groups only to such layers."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is MoELayer
+
+    __hash__ = type.__hash__
+
+
+class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
     """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a spec."""
 
     def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None) -> None:

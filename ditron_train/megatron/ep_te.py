@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from ditron_train.ep import Layout
 from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
-from ditron_train.ep.group_gemm import RowTiles, group_linear
+from ditron_train.ep.group_gemm import RowTiles, are_whole, group_linear
 from ditron_train.megatron.ep_experts import DitronTEGroupedMLP, why_not_called
 from ditron_train.runtime.eager import eager
 from ditron_train.runtime.settings import get_settings
@@ -92,6 +92,8 @@ def why_not_capacity(experts: torch.nn.Module) -> str | None:
     if config.params_dtype not in (torch.bfloat16, torch.float16):
         return f"{config.params_dtype} is not covered"
     for layer in (experts.linear_fc1, experts.linear_fc2):
+        if not are_whole(layer.weight0.shape, config.params_dtype):
+            return f"rows of weights {tuple(layer.weight0.shape)} or of their results are not whole 16 bytes"
         if get_settings().policy != "force" and not own_wgrad_has_native_bits(*layer.weight0.shape):
             return f"weights {tuple(layer.weight0.shape)} are so small that cuBLAS may add up their gradients in another order"
     return None

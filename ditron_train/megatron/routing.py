@@ -73,7 +73,13 @@ def log_native(name: str, reason: str) -> None:
 
 
 def route(
-    kind: Kind, x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup, sequence_parallel: bool
+    kind: Kind,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    is_frozen: bool = False,
 ) -> TPContext | None:
     """Returns the context to run this call with, or None for the native path.
 
@@ -83,11 +89,13 @@ def route(
         weight: This rank's ``[N, K]``.
         group: Tensor parallel group.
         sequence_parallel: Whether activations outside the layer are split along the sequence.
+        is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another kernel.
     """
+    is_frozen = is_frozen and kind == "column"
     autocast = torch.is_autocast_enabled(x.device.type)
     key = (
         kind, tuple(x.shape), weight.shape, weight.stride(), x.dtype, weight.dtype, x.device, group, sequence_parallel, autocast,
-        is_batch_invariant_mode_enabled(),
+        is_batch_invariant_mode_enabled(), torch.are_deterministic_algorithms_enabled(), is_frozen,
     )  # fmt: skip
     if key in _routes:
         return _routes[key]
@@ -102,7 +110,7 @@ def route(
     if reason is None:
         try:
             context = get_context(group, x.device)
-            reason = _try(kind, x, weight, context)
+            reason = _try(kind, x, weight, context, is_frozen)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             reason = str(error)
     if reason is not None:
@@ -164,8 +172,8 @@ def revealing_like(
     return torch.empty_like(tensor).copy_(values.view(tensor.shape))
 
 
-def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) -> str | None:
-    """Asks the policy, with forward and all gradients: on the job's own tensors, which are timed, too, and on data that shows
+def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext, is_frozen: bool) -> str | None:
+    """Asks the policy, with forward and all gradients that there are: on the job's own tensors, which are timed, too, and on data that shows
     the order of sums. Returns why this shape stays native, or None.
 
     Memory is had and kernels are compiled by it, so that nothing of that can fail between a forward and its backward.
@@ -182,11 +190,11 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
         )
 
     def run(linear: _Linear, data: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [tensor.detach().requires_grad_() for tensor in data]
+        leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(data, (True, not is_frozen))]
         with torch.inference_mode(False), torch.enable_grad():
             y = linear(*leaves)
             y.backward(grad_y)
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
+        return [y.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)]
 
     native = functools.partial(native_column if kind == "column" else native_row, group=context.group)
     ours = functools.partial(column_linear if kind == "column" else row_linear, context=context)
@@ -194,6 +202,7 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) 
         return f"at {tuple(x.shape)} x {tuple(weight.shape)} by the tuning table: nothing that was tried is faster"
     rows = x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
     key = f"tp {kind} {rows}x{x.shape[-1]} {'x'.join(map(str, weight.shape))} {str(x.dtype).removeprefix('torch.')}"
+    key += ", frozen" * is_frozen
     on_given, on_revealing = (
         tuple(functools.partial(run, linear, data) for linear in (native, ours)) for data in (given, revealing)
     )

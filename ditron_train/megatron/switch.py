@@ -12,11 +12,13 @@ and, where it needs them,
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, Sequence
+from typing import Any
 
 from ditron_train.megatron import patching
 from ditron_train.megatron.arguments import Options, parse_features
@@ -91,12 +93,12 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
     add_switch("batch invariant", is_batch_invariant_mode_enabled)
-    _set_environment(options.environment())
-    get_settings()  # a malformed variable is reported here, before any model is built
+    with _environment(options.environment()):
+        get_settings()  # a malformed variable is reported here, before any model is built
+        check_plan({name: size for name, size in options.sizes.items() if size > 1})
+        check_table()
     for name in unknown_variables():
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
-    check_plan({name: size for name, size in options.sizes.items() if size > 1})
-    check_table()
     modules = {name: _start(name) for name in options.features}
     _hook_optimizers()
     _start("meeting").announce(options.features)
@@ -147,16 +149,30 @@ def restore() -> None:
     while _hook:
         _hook.pop().remove()
     while _saved_environment:
-        name, value = _saved_environment.popitem()
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        _set_variable(*_saved_environment.popitem())
 
 
-def _set_environment(values: dict[str, str]) -> None:
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables until `restore`; where what is inside refuses them they are at once as before."""
+    before, saved = {name: os.environ.get(name) for name in values}, dict(_saved_environment)
     for name, value in values.items():
-        _saved_environment.setdefault(name, os.environ.get(name))
+        _saved_environment.setdefault(name, before[name])
+        os.environ[name] = value
+    try:
+        yield
+    except BaseException:
+        for name, earlier in before.items():
+            _set_variable(name, earlier)
+        _saved_environment.clear()
+        _saved_environment.update(saved)
+        raise
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
         os.environ[name] = value
 
 

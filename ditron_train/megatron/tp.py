@@ -34,8 +34,9 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
         # exchanged by their dispatcher.
         if not args and not self.explicit_expert_comm:
             context = route(
-                "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"]
-            )
+                "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
+                is_frozen=not weight.requires_grad,
+            )  # fmt: skip
         if context is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
         wgrad = NativeWgrad(

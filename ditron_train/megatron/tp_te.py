@@ -147,7 +147,9 @@ def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     if reason is not None:
         log_native(f"tp {kind} (TE)", reason)
         return None
-    return route(kind, x, layer.weight, group=layer.tp_group, sequence_parallel=True)
+    return route(
+        kind, x, layer.weight, group=layer.tp_group, sequence_parallel=True, is_frozen=not layer.weight.requires_grad
+    )
 
 
 def _wgrad(layer: Any) -> TEWgrad:

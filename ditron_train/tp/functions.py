@@ -85,8 +85,8 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x = torch.empty_like(x) if needs_x else None
             if needs_weight:
                 grad_weight = ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, _rows(x))
-        elif needs_x and needs_weight and not deferred and can_copy(ctx.context):
-            grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output)
+        elif needs_x and needs_weight and can_copy(ctx.context):
+            grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred)
         else:
             gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
             try:
@@ -103,20 +103,23 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def _column_gradients(
-    ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor, deferred: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dX and dWt: the gather of X lies under the dgrad GEMM, the reduce-scatter of dX under the wgrad GEMM.
 
+    Where dWt is ``deferred`` dX is the same product by the same kernels: what a policy has compared is what runs.
+
     What was started is waited for whatever is raised meanwhile: starts and waits are counted, and what the communication stream
     reads must not be freed under it."""
-    gather = start_all_gather(x, context=ctx.context)
+    gather = None if deferred else start_all_gather(x, context=ctx.context)
     try:
         partial = grad_output.matmul(weight)
     finally:
-        total_x = gather.wait()  # before the scatter starts: it also orders this stream behind the communication stream
+        # before the scatter starts: it also orders this stream behind the communication stream
+        total_x = None if gather is None else gather.wait()
     scatter = start_reduce_scatter(partial, context=ctx.context)
     try:
-        grad_weight = ctx.wgrad(grad_output, total_x)
+        grad_weight = ctx.wgrad.result_without_gemm(x.dtype) if total_x is None else ctx.wgrad(grad_output, total_x)
     finally:
         grad_x = scatter.wait()
     return grad_x.view_as(x), grad_weight

@@ -140,7 +140,8 @@ def model_sizes(arguments: argparse.Namespace, on_gpu: bool) -> ModelSizes:
     size = dict(_GPU_MODEL if on_gpu else _CPU_MODEL)
     given = {name: getattr(arguments, name) for name in size}
     if given["hidden_size"] is not None:
-        size.update(ffn_hidden_size=4 * given["hidden_size"])
+        ffn = 4 * given["hidden_size"]
+        size.update(ffn_hidden_size=int(ffn * 2 / 3 / 64) * 64 if arguments.swiglu else ffn)
     size.update({name: value for name, value in given.items() if value is not None})
     if given["num_attention_heads"] is not None and given["num_query_groups"] is None:
         size["num_query_groups"] = given["num_attention_heads"]

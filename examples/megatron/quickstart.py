@@ -56,8 +56,13 @@ def _arguments() -> argparse.Namespace:
                         "gradients reduced and parameters gathered beside the layers")  # fmt: skip
     add_ditron_args(parser)
     arguments = parser.parse_args()
+    for name in ("steps", "tp", "pp", "sp", "experts", "ep", "layers", "hidden", "sequence", "batch"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            parser.error(f"--{name} has to be above 0")
     if arguments.ep > 1 and not arguments.experts:
         parser.error("--ep needs --experts")
+    if arguments.ditron_record is not None or arguments.ditron_record_trace is not None:
+        parser.error("--ditron-record is for a training of your own: here native and ours are compared at once")
     if arguments.distributed_optimizer and arguments.optimizer != "adam":
         parser.error("--distributed-optimizer is Adam's; dist_muon shards by itself")
     try:
@@ -111,7 +116,7 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
             f"error: {world_size} processes do not divide into TP {tensor_parallel} x PP {arguments.pp} x SP {arguments.sp} "
             f"with EP {arguments.ep}"
         )
-    return Job(
+    job = Job(
         num_layers=size["layers"],
         hidden_size=size["hidden"],
         ffn_hidden_size=size["hidden"] * (7 if on_gpu else 4) // 2,
@@ -131,6 +136,16 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
         expert_parallel=arguments.ep,
         num_experts=arguments.experts,
     )
+    for words, whole, part in (
+        (f"{job.hidden_size} features into heads of {head_size}", job.hidden_size, min(head_size, job.hidden_size)),
+        (f"{job.num_heads} heads over TP x SP", job.num_heads, job.tensor_parallel * job.context_parallel),
+        (f"{job.num_layers} layers into {job.pipeline_parallel} stages", job.num_layers, job.pipeline_parallel),
+        (f"{job.sequence_length} bytes over TP x SP", job.sequence_length, job.tensor_parallel * job.context_parallel),
+        (f"{job.num_experts} experts over EP", job.num_experts or job.expert_parallel, job.expert_parallel),
+    ):
+        if whole % part:
+            raise SystemExit(f"error: {words} do not divide")
+    return job
 
 
 def _native_job(job, console: Console):

@@ -158,6 +158,10 @@ def test_bootstrap_of_nvshmem() -> None:
 
     assert "by unique id over eth0, ib0" in said()
     assert "by unique id over ib0" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "ib0"})
+    assert "by unique id over eth0 " in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^docker,ib"}) + " "
+    assert "by unique id over eth0, ib0" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^=eth,ib"})
+    assert "no such interface" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "=eth"})
+    assert "no such interface" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^eth,ib"})
     assert "NVSHMEM_BOOTSTRAP=MPI is not used" in said(environment={"NVSHMEM_BOOTSTRAP": "MPI"})
     assert "one node only" in said(interfaces=()) and "no InfiniBand" in said(infiniband=())
 
@@ -174,6 +178,15 @@ def test_nccl_files_are_read(tmp_path: Path) -> None:
 def test_malformed_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DITRON_TIMEOUT_S", "soon")
     assert [topic for topic, _ in findings(examine(machine()), "error")] == ["settings"]
+
+
+@pytest.mark.parametrize("name", ["DITRON_PLAN", "DITRON_TUNING"])
+def test_files_that_no_job_could_read(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    monkeypatch.setenv(name, str(bad))
+    ((topic, text),) = findings(examine(machine()), "error")
+    assert topic == "settings" and "bad.json" in text
 
 
 def test_features_say_what_becomes_of_groups_over_nodes() -> None:

@@ -40,18 +40,23 @@ def _apply_with(variables: dict[str, str], of_ranks: list[int], early: bool, fea
     return "", 0.0
 
 
+_TABLE = '{"format": "ditron_train tuning 1", "device": "CPU", "made_with": {}, "rates": null, "choices": {}}'
+
+
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
     "variables, words",
     [
         ({"DITRON_POLICY": "force"}, "DITRON_POLICY: strict on ranks 0 to 1, force on rank 2;"),
         ({"DITRON_PLAN": "plan.json"}, "DITRON_PLAN: unset on ranks 0 to 1, a file on rank 2;"),
+        ({"DITRON_TUNING": "table.json"}, "DITRON_TUNING: unset on ranks 0 to 1, table 908799e196b1 on rank 2;"),
         ({"DITRON_EP_RAILS": "on"}, "DITRON_EP_RAILS: off on ranks 0 to 1, on on rank 2;"),
         ({"DITRON_MUON_OPT_INS": "gram,batched"}, "DITRON_MUON_OPT_INS: unset on ranks 0 to 1, gram,batched on rank 2;"),
     ],
-    ids=["policy", "plan", "rails", "opt_ins"],
+    ids=["policy", "plan", "table", "rails", "opt_ins"],
 )
 def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
+    (tmp_path / "table.json").write_text(_TABLE)
     variables = {name: str(tmp_path / value) if value.endswith(".json") else value for name, value in variables.items()}
     said = run_workers(3, _apply_with, variables, [2], early, ("tp", "tp"))
     for error, seconds in said:

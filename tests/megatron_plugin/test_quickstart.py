@@ -91,3 +91,8 @@ def test_unreadable_data_is_the_same_error_on_every_rank(tmp_path):
 def test_sizes_that_do_not_divide(tmp_path):
     words = _run(tmp_path, ["--tp", "2", "--pp", "2"])
     assert words[0].startswith("error: 2 processes do not divide into TP 2 x PP 2 x SP 1") and words[0] == words[1]
+    words = _run(tmp_path, ["--hidden", "100"])
+    assert words == ["error: 100 features into heads of 32 do not divide"] * 2
+    words = _run(tmp_path, ["--sequence", "33"])
+    assert words == ["error: 33 bytes over TP x SP do not divide"] * 2
+    assert _run(tmp_path, ["--steps", "0"]) == [2, 2]

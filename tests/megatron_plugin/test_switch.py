@@ -76,6 +76,14 @@ def _apply_and_restore():
 
         assert not _global_optimizer_pre_hooks
         layer(torch.ones(2, 1, 16))  # a module that exists already goes on working
+        plugin.apply(features="tp", timeout_s=33)
+        before = dict(os.environ)
+        for refused in ({"policy": "bogus"}, {"plan": "/nonexistent/plan.json"}, {"timeout_s": -1}):
+            with pytest.raises(SettingError):
+                plugin.apply(features="tp", **refused)
+            assert dict(os.environ) == before
+        plugin.restore()
+        assert "DITRON_TIMEOUT_S" not in os.environ
 
 
 def test_apply_and_restore():

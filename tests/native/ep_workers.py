@@ -34,6 +34,33 @@ def groups(**sizes):
             parallel_state.destroy_model_parallel()
 
 
+def groups_of_layers():
+    """Layers of a caller with groups of its own, while Megatron's know no expert parallelism: native, patched, by a spec; whether
+    each has the caller's groups, and its local experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    import ditron_train.megatron as plugin
+
+    found = []
+    with groups():
+        own = ProcessGroupCollection.use_mpu_process_groups()
+        own.ep = own.tp_ep = dist.new_group(list(range(dist.get_world_size())))
+        config = TransformerConfig(**{**megatron_cpu.CPU_CONFIG, **BASE, "expert_model_parallel_size": dist.get_world_size()})
+        for how in ("native", "patched", "spec"):
+            spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+            if how != "native":
+                spec = plugin.apply(spec if how == "spec" else None, "ep") or spec
+            try:
+                layer = build_module(spec, config=config, layer_number=1, pg_collection=own)
+            finally:
+                plugin.restore()
+            found.append((type(layer.mlp).__name__, layer.mlp.ep_group is own.ep, layer.mlp.num_local_experts))
+    return found
+
+
 def build(options, ours, through_spec=False):
     """A MoE layer, native or with our dispatcher; equal weights either way."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec

@@ -143,6 +143,38 @@ def test_frozen_weights():
     run_workers(2, _frozen)
 
 
+def _what_runs(frozen):
+    """dgrads of a column layer: which the policy has compared, and which training ran, where weights are frozen or deferred."""
+    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.tp import functions
+
+    ran, found = [], []
+    dgrads = {"_column_gradients": functions._column_gradients, "gemm_rs": functions.gemm_rs}
+    for name, function in dgrads.items():
+        setattr(functions, name, lambda *a, name=name, function=function, **k: (ran.append(name), function(*a, **k))[1])
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        config = _config()
+        config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = not frozen, 0
+        column, _ = _layers(True, config, **({} if frozen else {"embedding_activation_buffer": [], "grad_output_buffer": []}))
+        column.weight.requires_grad_(not frozen)
+        for _ in range(2):
+            x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
+            y, _ = column(x)
+            compared, ran[:] = list(ran), []
+            y.sum().backward()
+            found.append((compared, list(ran)))
+            ran.clear()
+    for name, function in dgrads.items():
+        setattr(functions, name, function)
+    return found
+
+
+@pytest.mark.parametrize("frozen, dgrad", [(True, "gemm_rs"), (False, "_column_gradients")])
+def test_what_runs_without_a_weight_gradient_was_compared(frozen, dgrad):
+    for first, second in run_workers(2, _what_runs, frozen):
+        assert first == ([dgrad], [dgrad]) and second == ([], [dgrad])
+
+
 def _install_fused_kernels():
     """What apex's extension does, on the CPU: ``main_grad += grad_output^T @ input``."""
     from megatron.core.tensor_parallel import layers

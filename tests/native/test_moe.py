@@ -16,6 +16,7 @@ from ep_workers import (  # noqa: E402
     combined_schedule,
     experts_wrapped_after_their_capacity,
     falls_back_when_memory_is_capped,
+    groups_of_layers,
     layers_agree,
     layers_agree_over_two_nodes,
     policy_is_asked_once,
@@ -72,6 +73,11 @@ def test_layer_equals_native(name):
 
 def test_four_ranks_through_a_spec():
     run_workers(4, layers_agree, {"num_moe_experts": 8, "moe_router_topk": 3}, (8, 5, 1, 9), torch.bfloat16, True)
+
+
+def test_layers_have_the_callers_groups():
+    for native, *ours in run_workers(2, groups_of_layers):
+        assert native == ("MoELayer", True, 2) and ours == [("DitronMoELayer", True, 2)] * 2
 
 
 def test_eight_ranks():

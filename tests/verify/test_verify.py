@@ -186,7 +186,7 @@ def test_rooms_take_the_models_sizes() -> None:
     model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
     found = {room: " ".join(words) for room, words in room_words(rooms.parse_rooms("all"), model, 2, True).items()}
     assert "--shape 32 8 2 8" in found["sp"] and "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
-    assert "--shape 96 64 --shape 64 64 --shape 512 64 --shape 64 256" in found["muon"]
+    assert "--shape 96 64 --shape 64 64 --shape 256 64 --shape 64 128" in found["muon"]
     assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {"ep": ["--no-deterministic", "--model", "facts"]}
     for world_size in (2, 4, 8):  # the small model of machines without a GPU
         assert len(room_words(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size, False)) == 4
