@@ -173,8 +173,8 @@ def revealing_like(
 
 
 def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext, is_frozen: bool) -> str | None:
-    """Asks the policy, with forward and all gradients that there are: on the job's own tensors, which are timed, too, and on data that shows
-    the order of sums. Returns why this shape stays native, or None.
+    """Asks the policy, with forward and all gradients that there are: on the job's own tensors, which are timed, too, and on
+    data that shows the order of sums. Returns why this shape stays native, or None.
 
     Memory is had and kernels are compiled by it, so that nothing of that can fail between a forward and its backward.
     """

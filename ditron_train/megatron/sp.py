@@ -31,7 +31,7 @@ from ditron_train.megatron.calling import calling, why_not_stand_in
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp_linears import linears_of
 from ditron_train.megatron.sp_output import LeftInHeads, output_fused
-from ditron_train.megatron.sp_packed import OneRank, starts_of, table_of, why_not_packed
+from ditron_train.megatron.sp_packed import OneRank, packed_of, starts_of, table_of, why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.eager import eager
@@ -113,6 +113,9 @@ class DitronDotProductAttention(DotProductAttention):
     """``DotProductAttention`` that also takes a context parallel group, with ``cp_comm_type`` ``a2a``.
 
     ``forward`` gets and returns local parts of the sequence, ``attend`` the whole sequence of this rank's heads.
+
+    Attributes:
+        exchange_group: The group of the exchanges, or None where there are none.
     """
 
     takes_packed = False
@@ -123,7 +126,7 @@ class DitronDotProductAttention(DotProductAttention):
         Raises:
             NotSupportedError: Heads that do not divide.
         """
-        self.cp_group = None
+        self.exchange_group: dist.ProcessGroup | None = None
         inner = config
         # Softmax offsets that are trained would be other heads' on every rank, and their gradients added up.
         if config.context_parallel_size > 1 and cp_comm_type == "a2a" and config.softmax_type != "learnable":
@@ -131,13 +134,13 @@ class DitronDotProductAttention(DotProductAttention):
             inner = config_of_one_rank(config, dist.get_world_size(group))
         super().__init__(inner, *args, cp_comm_type=cp_comm_type, **kwargs)
         if inner is not config:
-            self.cp_group = group
+            self.exchange_group = group
         self.left_in_heads: list[LeftInHeads] | None = None
 
     @property
     def can_attend(self) -> bool:
         """Whether ``attend`` may be called by a module that has made the exchanges itself."""
-        return self.cp_group is not None
+        return self.exchange_group is not None
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None) -> torch.Tensor:
         """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]."""
@@ -157,10 +160,10 @@ class DitronDotProductAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        if self.cp_group is None or attention_bias is not None or packed_seq_params is not None:  # native refuses both
+        if self.exchange_group is None or attention_bias is not None or packed_seq_params is not None:  # native refuses both
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
-        return exchanged(self.cp_group, attend, query, key, value, self.left_in_heads)
+        return exchanged(self.exchange_group, attend, query, key, value, self.left_in_heads)
 
 
 def _context_parallel_group() -> dist.ProcessGroup:
@@ -215,7 +218,7 @@ class DitronSelfAttention(SelfAttention):
         if getattr(self.core_attention, "can_attend", False):
             context = self._route(hidden_states, args, kwargs)
         if context is None:
-            with output_fused(self, self._shape(), hidden_states):
+            with output_fused(self, self._shape(), hidden_states, packed_of(args, kwargs)):
                 return super().forward(hidden_states, attention_mask, *args, **kwargs)
         return self._forward_fused(hidden_states, kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params"), context)
 
@@ -234,7 +237,7 @@ class DitronSelfAttention(SelfAttention):
         if reason is not None:
             log_native("sp projections", reason)
             return None
-        group = self.core_attention.cp_group
+        group = self.core_attention.exchange_group
         length = self._num_rows(hidden_states)
         if length % 2 or (kwargs.get("packed_seq_params") is not None and hidden_states.shape[1] != 1):
             return None  # the exchange says what is wrong
@@ -307,7 +310,7 @@ class DitronSelfAttention(SelfAttention):
         if rotary_pos_emb is None:
             return query, key
         tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-        group = self.core_attention.cp_group
+        group = self.core_attention.exchange_group
         options = dict(config=self.config, mscale=_yarn_get_concentration_factor_from_config(self.config))
 
         def rotated(tensor: torch.Tensor, table: torch.Tensor | None, starts: torch.Tensor | None) -> torch.Tensor:
@@ -328,7 +331,7 @@ class DitronMLASelfAttention(MLASelfAttention):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         heads = self.num_attention_heads_per_partition
         shape = AttentionShape(heads, heads, self.q_head_dim, self.config.v_head_dim)
-        with output_fused(self, shape, hidden_states):
+        with output_fused(self, shape, hidden_states, packed_of(args, kwargs)):
             return super().forward(hidden_states, *args, **kwargs)
 
 

@@ -8,21 +8,24 @@ The way back is the mirror. Data only moves: the bits are those of one all-to-al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.sp import HeadsLayout, SPContext, get_context, heads_exchange, sequence_exchange
+from ditron_train.sp import HeadsLayout, SPContext, get_context, heads_exchange, sequence_exchange, to_heads, to_sequence
 from ditron_train.sp.layouts import global_rows
-from ditron_train.symm.exchange import exchange
+from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
 __all__ = ["NodesContext", "forget_nodes", "get_nodes_context", "spans_nodes"]
+
+_Result = TypeVar("_Result")
 
 _nodes_of: GroupCache[dist.ProcessGroup, list[int]] = GroupCache()
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesContext] = GroupCache()
@@ -48,6 +51,7 @@ def get_nodes_context(group: dist.ProcessGroup, device: torch.device) -> NodesCo
     Raises:
         NotSupportedError: Nodes with one rank, with different numbers of ranks, or whose ranks are not neighbours; on every
             rank alike.
+        ArenaError: A node cannot have its context; on every rank alike.
     """
     key = (group, device)
     if key not in _contexts or _contexts[key].node.arena.closed:
@@ -70,7 +74,7 @@ class NodesContext:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         nodes = _node_of_each_rank(group)
-        self.world_size, self.rank = len(nodes), dist.get_rank(group)
+        self._group, self.world_size, self.rank = group, len(nodes), dist.get_rank(group)
         self._num_nodes = max(nodes) + 1
         self._per_node, rest = divmod(self.world_size, self._num_nodes)
         if rest or nodes != [rank // self._per_node for rank in range(self.world_size)] or self._per_node == 1:
@@ -79,12 +83,39 @@ class NodesContext:
         ranks = range(self.world_size)
         self._node_group = make_group(group, [rank for rank in ranks if rank // self._per_node == node], "ditron_sp_node")
         self._rail = make_group(group, [rank for rank in ranks if rank % self._per_node == local], "ditron_sp_rail")
-        self.node: SPContext = get_context(self._node_group, device)
+        self.node: SPContext = self._on_all_nodes("making a context", lambda: get_context(self._node_group, device))
         self._tables: dict[int, torch.Tensor] = {}
+        self._reserved: set[tuple[HeadsLayout, int, torch.dtype]] = set()
 
     def synchronize(self) -> None:
         """Waits for the device and raises what an exchange of the node has recorded."""
         self.node.synchronize()
+
+    def _on_all_nodes(self, what: str, step: Callable[[], _Result]) -> _Result:
+        """``step``, which takes memory of this node's group: where there is none its ranks alone hear of it, and would turn to
+        native while the others wait for them in their rails."""
+        return on_all_ranks(self._group, f"{what} on every node", step, (ArenaError, NotSupportedError))
+
+    def _reserve(self, layout: HeadsLayout, num_rows: int, dtype: torch.dtype) -> None:
+        """Has the node's memory for both exchanges of ``layout`` and ``num_rows`` rows of a rank: one is the other's backward.
+        Collective over all nodes at the first call, where the exchanges are run on nothing.
+
+        Raises:
+            ArenaError: A node cannot have it; on every rank alike.
+        """
+        key = (layout, num_rows, dtype)
+        if key in self._reserved:
+            return
+
+        def run_once() -> None:
+            options = dict(context=self.node, layout=layout)
+            sizes = [(layout.num_heads(part) * self._per_node, head_dim) for part, head_dim in enumerate(layout.head_dims)]
+            with torch.inference_mode(False):
+                like = torch.empty(self._num_nodes * num_rows, dtype=dtype, device=self.node.device)
+                to_sequence(to_heads([like.new_zeros(len(like), *size) for size in sizes], **options), **options)
+
+        self._on_all_nodes(f"exchanging {num_rows} rows", run_once)
+        self._reserved.add(key)
 
     def _table(self, num_rows: int, row_table: torch.Tensor | None) -> torch.Tensor:
         """Row in the whole of each row that a rank of this node holds behind the rail, int32 [L, N * num_rows]."""
@@ -104,6 +135,7 @@ class NodesContext:
     ) -> tuple[torch.Tensor, ...]:
         """As ``sp.heads_exchange``: [s / W, ..., heads, d] -> [s, ..., heads / W, d]; differentiable."""
         lead, nodes = parts[0].shape[:-2], self._num_nodes
+        self._reserve(layout, lead.numel(), parts[0].dtype)
         columns = [part.shape[-2] * part.shape[-1] // nodes for part in parts]
         packed = torch.cat([part.reshape(*lead, nodes, -1) for part in parts], dim=-1).movedim(-2, 0).contiguous()
         arrived = all_to_all(self._rail, packed).flatten(0, 1)
@@ -115,8 +147,9 @@ class NodesContext:
 
     def to_sequence(self, attended: torch.Tensor, layout: HeadsLayout, row_table: torch.Tensor | None) -> torch.Tensor:
         """As ``sp.sequence_exchange`` of one part: [s, ..., heads / W, d] -> [s / W, ..., heads, d]; differentiable."""
-        nodes = self._num_nodes
-        table = self._table(attended.shape[:-2].numel() // self.world_size, row_table)
+        nodes, num_rows = self._num_nodes, attended.shape[:-2].numel() // self.world_size
+        self._reserve(layout, num_rows, attended.dtype)
+        table = self._table(num_rows, row_table)
         (gathered,) = sequence_exchange((attended,), context=self.node, layout=layout, row_table=table)
         arrived = all_to_all(self._rail, gathered.unflatten(0, (nodes, -1)).contiguous())
         return arrived.movedim(0, -3).flatten(-3, -2)

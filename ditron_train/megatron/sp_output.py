@@ -16,6 +16,7 @@ import torch
 from ditron_train.megatron.calling import calling, why_not_stand_in
 from ditron_train.megatron.routing import log_native
 from ditron_train.megatron.sp_linears import linears_of
+from ditron_train.megatron.sp_packed import why_not_packed
 from ditron_train.megatron.sp_routing import AttentionShape, route_output
 from ditron_train.sp import SPContext
 
@@ -30,9 +31,9 @@ class LeftInHeads(NamedTuple):
 
 
 @contextlib.contextmanager
-def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor) -> Iterator[None]:
-    """A forward of ``attention`` whose output projection is fused with its exchange, if policy and layers allow it."""
-    context = _route(attention, shape, hidden_states)
+def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, packed: Any) -> Iterator[None]:
+    """A forward of ``attention`` whose output projection is fused with its exchange, if policy, layers and batch allow it."""
+    context = _route(attention, shape, hidden_states, packed)
     if context is None:
         yield
         return
@@ -54,14 +55,16 @@ def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Ten
         attention.core_attention.left_in_heads = None
 
 
-def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor) -> SPContext | None:
+def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, packed: Any) -> SPContext | None:
     core, config = attention.core_attention, attention.config
     if not getattr(core, "can_attend", False):
         return None
+    group = core.exchange_group
     length = hidden_states.shape[0] * (attention.world_size if config.sequence_parallel else 1)
-    if length % 2 or shape.num_heads % core.cp_group.size() or shape.num_groups % core.cp_group.size():
+    if length % 2 or shape.num_heads % group.size() or shape.num_groups % group.size():
         return None  # the exchange says what is wrong
-    reason = why_not_stand_in(core) or linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
+    reason = None if packed is None else why_not_packed(packed)  # what is not covered may differ between ranks
+    reason = reason or why_not_stand_in(core) or linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
     if attention.checkpoint_core_attention:
         reason = "the attention is computed again in backward, apart from its projection"
     elif getattr(config, "attention_output_gate", False) or getattr(attention, "cache_mla_latents", False):
@@ -71,4 +74,4 @@ def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor) -
     if reason is not None:
         log_native("sp output projection", reason)
         return None
-    return route_output(core.cp_group, shape, (length, hidden_states.shape[1]), attention.linear_proj.weight, hidden_states)
+    return route_output(group, shape, (length, hidden_states.shape[1]), attention.linear_proj.weight, hidden_states)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from ditron_train.runtime.device import is_capturing
 from ditron_train.sp import packed_rows
 from ditron_train.stream.kept import KeptTensor
 
-__all__ = ["OneRank", "starts_of", "table_of", "why_not_packed"]
+__all__ = ["OneRank", "packed_of", "starts_of", "table_of", "why_not_packed"]
 
 
 class OneRank:
@@ -25,6 +26,11 @@ class OneRank:
     def rank() -> int:
         """The only one."""
         return 0
+
+
+def packed_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The packed sequences that an attention is called with, by name or by place, or None."""
+    return next((given for given in (*args, *kwargs.values()) if isinstance(given, PackedSeqParams)), None)
 
 
 def why_not_packed(packed: Any) -> str | None:

@@ -147,7 +147,7 @@ def _decide(
 ) -> Any:
     """The decision for ``key``: known, or made by ``attempt``, which all ranks run together. ``across_nodes``: it also takes
     the context of a group that spans nodes."""
-    key = (*key, is_batch_invariant_mode_enabled())
+    key = (*key, is_batch_invariant_mode_enabled(), torch.are_deterministic_algorithms_enabled())
     if key in _routes:
         return _routes[key]
     if is_capturing(x.device):

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TEDotProductAttention,
@@ -39,6 +40,10 @@ class DitronTEDotProductAttention(TEDotProductAttention):
 
     Built natively, so that what is not covered (FP8, dropout, ...) runs as it did; beside it stands the same
     attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
+
+    Attributes:
+        exchange_group: The constructor's context parallel group, where the exchanges are ours; native rewrites its own,
+            ``cp_group``, with that of the batch.
     """
 
     takes_packed = True
@@ -46,6 +51,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._whole: list[TEDotProductAttention] = []
+        self.exchange_group: dist.ProcessGroup | None = None
         self.left_in_heads: list[LeftInHeads] | None = None
         group = getattr(kwargs.get("pg_collection"), "cp", None)
         if config.context_parallel_size > 1 and group is not None:
@@ -55,6 +61,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
                 log_native("sp attention", str(error))
             else:
                 self._whole.append(TEDotProductAttention(inner, *args, **kwargs))
+                self.exchange_group = group
 
     @staticmethod
     def _config_of_one_rank(config: Any, world_size: int, cp_comm_type: str | None) -> Any:
@@ -69,6 +76,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
 
     def _why_not(self) -> str | None:
         config = self.config
+        if self.cp_group is not self.exchange_group:  # it stays until another batch brings a group
+            return "a batch before this one has changed the context parallel group"
         if config.fp8 or getattr(config, "fp4", None) or config.softmax_type != "vanilla":
             return "FP8 or a softmax offset is on"
         if config.qk_clip or config.log_max_attention_logit:
@@ -100,13 +109,13 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         packed = kwargs.get("packed_seq_params")
         if packed is None:
             attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
-            return exchanged(self.cp_group, attend, query, key, value, self.left_in_heads)
+            return exchanged(self.exchange_group, attend, query, key, value, self.left_in_heads)
         shape = shape_of(query, key, value)
-        context = route_exchange(self.cp_group, shape, query)
+        context = route_exchange(self.exchange_group, shape, query)
         if context is None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
         table = table_of(packed, context.world_size, query.shape[0])
-        exchange = Exchange(self.cp_group, shape, context, table)
+        exchange = Exchange(self.exchange_group, shape, context, table)
         attended = self.attend(*exchange.to_heads(query, key, value), attn_mask_type, packed)
         if self.left_in_heads is not None:
             self.left_in_heads.append(LeftInHeads(shape, table))

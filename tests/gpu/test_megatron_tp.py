@@ -130,12 +130,16 @@ def _assert_same(all_equal, native, ours, what):
             assert all_equal(ours[name], expected), (what, name)
 
 
-def _compare(all_equal, kind, m, n, k, *, dtype=torch.bfloat16, bias=False, skip_bias_add=False, seed=0, **options):
+def _compare(
+    all_equal, kind, m, n, k, *, dtype=torch.bfloat16, bias=False, skip_bias_add=False, is_frozen=False, seed=0, **options
+):
     from ditron_train.megatron.routing import forget_routes
 
     forget_routes()
     config = _config(hidden=max(128, k // 128 * 128), dtype=dtype, **options)
     layers = [_build(kind, index, n, k, config, bias, skip_bias_add) for index in (0, 1)]
+    for layer in layers:
+        layer.weight.requires_grad_(not is_frozen)
     native, ours = (_forward_backward(kind, layer, m, k, dtype, seed) for layer in layers)
     _assert_same(all_equal, native, ours, (kind, m, n, k, dtype))
 
@@ -151,6 +155,13 @@ def _num_ops():
 def test_column_layers_at_published_shapes(tensor_parallel, all_equal, kind, shape):
     _compare(all_equal, kind, shape["M"], shape["N"], shape["K"])
     assert _num_ops() == 1
+
+
+@pytest.mark.parametrize("kind", ["column", "te_column", "te_norm_column"])
+def test_column_layers_with_a_frozen_weight(tensor_parallel, all_equal, kind):
+    """Their dgrad is a GEMM-RS, in whose GEMM the long sum of the second shape may be split by cuBLAS."""
+    for m, n, k in ((8192, 11008, 4096), (512, 14336 * tensor_parallel, 4096)):
+        _compare(all_equal, kind, m, n, k, is_frozen=True)
 
 
 @pytest.mark.parametrize("shape", RS_SHAPES, ids=lambda shape: shape["model"])

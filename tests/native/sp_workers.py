@@ -232,6 +232,34 @@ def gpt_across_nodes(ranks_per_node, batch_of_rows):
             packed_across_nodes(contexts["exchange"])
 
 
+def memory_missing_on_one_node(ranks_per_node):
+    """Reasons for exchanges that all nodes leave to native since the first has no memory: for its context, then for a shape's
+    buffers; with memory again, the next shape is exchanged by ours."""
+    from megatron.core import parallel_state
+
+    from ditron_train.megatron import sp_routing
+    from ditron_train.megatron.sp_nodes import get_nodes_context
+
+    world, log, reasons = dist.get_world_size(), sp_routing.log_native, []
+    sp_routing.log_native = lambda name, reason: reasons.append(reason) if name == "sp exchange" else None
+    try:
+        with posed_nodes(ranks_per_node), groups(world):
+            model = build(world, num_layers=1)
+            for length, cap in ((16, 4096), (24, None), (8, 0)):
+                if cap is None:
+                    cap = get_nodes_context(parallel_state.get_context_parallel_group(), torch.device("cpu")).node.arena.num_bytes
+                with without("projections", "output", "exchange"):
+                    native = run(model, world, length)
+                if cap and dist.get_rank() < ranks_per_node:
+                    os.environ["DITRON_ARENA_BYTES"] = str(cap)
+                assert_same_bits(run(model, world, length), native)
+                os.environ.pop("DITRON_ARENA_BYTES", None)
+                assert num_fused_shapes("exchange") == int(not cap)
+    finally:
+        sp_routing.log_native = log
+    return reasons
+
+
 def packed_across_nodes(context):
     """Packed sequences by rails: rows come to lie where the table says, and go back."""
     from ditron_train.sp import output_layout, packed_rows, qkv_layout

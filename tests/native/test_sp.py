@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from ditron_train.testing.processes import run_workers
+from ditron_train.testing.processes import run_workers, run_workers_once
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import sp_batch_groups_workers  # noqa: E402
 import sp_workers  # noqa: E402
 
 RECOMPUTE_ALL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -75,6 +76,19 @@ def test_packed_sequences(options):
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_gpt_across_posed_nodes(ranks_per_node):
     run_workers(2 * ranks_per_node, sp_workers.gpt_across_nodes, ranks_per_node, 24, timeout_s=400)
+
+
+@pytest.mark.timeout(300)
+def test_memory_that_one_node_lacks_leaves_every_node_native():
+    first, *others = run_workers(4, sp_workers.memory_missing_on_one_node, 2, timeout_s=100)
+    assert all(reasons == first for reasons in others)
+    for reason, words in zip(first, ("making a context on every node", "exchanging 12 rows on every node"), strict=True):
+        assert reason.startswith(f"{words} failed on 2 of 4 ranks: rank 0: ArenaError: ") and "DITRON_ARENA_BYTES" in reason
+
+
+def test_batches_that_bring_their_own_groups_are_native():
+    for outcome in run_workers_once(2, sp_batch_groups_workers.batches_of_other_groups, [(8, 12), (12,)], timeout_s=60):
+        assert outcome.ok, outcome.traceback
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ states.is_fp8_enabled = states.is_fp8_calibration = lambda: False
 
 class Layer:
     sequence_parallel, tp_size, primary_weights_in_fp8, te_quant_params, parallel_mode = True, 2, False, None, "column"
-    use_bias, apply_bias, gemm_bias_unfused_add, fsdp_group, weight, tp_group = False, False, False, None, None, None
+    use_bias, apply_bias, gemm_bias_unfused_add, fsdp_group, tp_group = False, False, False, None, None
+    weight = types.SimpleNamespace(requires_grad=True)
     symmetric_ar_type, wgrad_store = None, types.SimpleNamespace(delay_wgrad_compute=lambda: False)
     is_debug_iter = staticmethod(lambda: False)
     parameters = staticmethod(lambda: [])

@@ -1,0 +1,94 @@
+"""Body of the test with batches that bring their own context parallel groups, around a posed attention of Transformer Engine."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from unittest.mock import MagicMock
+
+import sp_workers
+import torch
+import torch.distributed as dist
+
+
+def _pose_transformer_engine():
+    """Gives megatron-core, for as long as this process lives, an attention that changes its group as Transformer Engine's does;
+    every row attends to itself alone, so results do not depend on the group. ``asked``: who was called, with which group."""
+    import megatron.core.extensions.transformer_engine as native
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401  looks for Transformer Engine, which is not to be there yet
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):
+        asked = []
+
+        def __init__(self, config, *args, **kwargs):
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1
+            super().__init__(alone, *args, **kwargs)
+            self.config, self.attn_mask_type = config, "causal"
+            self.cp_group = kwargs["pg_collection"].cp if config.context_parallel_size > 1 else None
+
+        def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
+            if packed_seq_params is not None and packed_seq_params.cp_group is not None:
+                self.cp_group = packed_seq_params.cp_group
+            elif packed_seq_params is not None and packed_seq_params.local_cp_size is not None:
+                self.cp_group = None
+            self.asked.append((self, self.cp_group))
+            return value.repeat_interleave(query.shape[-2] // value.shape[-2], dim=-2).flatten(-2)
+
+        forward.__module__ = native.__name__
+
+    for name in ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.cpu_offload", ".pytorch.export", ".pytorch.fp8",
+                 ".pytorch.module", ".pytorch.module._common", ".pytorch.module.base"):  # fmt: skip
+        sys.modules["transformer_engine" + name] = MagicMock()
+    for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
+        setattr(native, name, type(name, (torch.nn.Module,), {}))
+    native.TEDotProductAttention = Attention
+    return Attention
+
+
+def batches_of_other_groups(lengths_of_ranks):
+    """Batches that differ between ranks, in length and number, are native; so are those after them until the group is back."""
+    posed = _pose_transformer_engine()
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from ditron_train.megatron.sp_routing import _routes
+    from ditron_train.megatron.sp_te import DitronTEDotProductAttention
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def batch(length, **own):
+        starts = torch.tensor([0, length], dtype=torch.int32)
+        return PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=starts, cu_seqlens_kv=starts, **own)
+
+    def agrees(length, packed):
+        """Whether results are native's to a rounding; who attended, with which group."""
+        posed.asked.clear()
+        x = torch.randn(length, 1, 32)
+        with torch.no_grad():
+            ours, _ = attention(x, None, packed_seq_params=packed)
+            (asked,) = posed.asked
+            native, _ = SelfAttention.forward(attention, x, None, packed_seq_params=packed)
+        assert (ours - native).abs().max() <= sp_workers.LOSS_BOUND
+        return asked
+
+    with sp_workers.groups(world):
+        attention = sp_workers.build(world, num_layers=1).decoder.layers[0].self_attention
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        core = attention.core_attention = DitronTEDotProductAttention(
+            attention.config, 1, AttnMaskType.causal, "self", cp_comm_type="a2a", pg_collection=groups
+        )
+        (whole,) = core._whole
+        assert agrees(8, None) == (whole, None)
+        known = dict(_routes)
+        assert sp_workers.num_fused_shapes("projections") == len(known) == 1
+        for length in lengths_of_ranks[rank]:
+            assert agrees(length, batch(length, local_cp_size=1)) == (core, None)
+            assert core.left_in_heads is None
+        assert agrees(8, None) == (core, None)
+        assert agrees(8, batch(8, local_cp_size=world, cp_group=groups.cp)) == (core, groups.cp)
+        assert _routes == known, "the ranks were asked about a batch that is not theirs alike"
+        assert agrees(8, None) == (whole, None)
