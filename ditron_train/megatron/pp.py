@@ -31,7 +31,6 @@ from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
-from ditron_train.symm.exchange import exchange as gather_values
 
 __all__ = ["DitronP2PCommunicator", "class_map", "stop"]
 
@@ -99,23 +98,46 @@ class DitronP2PCommunicator(P2PCommunicator):
                 wait_on_reqs=wait_on_reqs,
             )
         assert wait_on_reqs or not self.config.batch_p2p_comm
-        handles = exchange(
-            context,
-            send_next=tensor_send_next,
-            send_prev=tensor_send_prev,
-            recv_prev=expected if recv_prev else None,
-            recv_next=expected if recv_next else None,
-            variable_shapes=self._variable_shapes,
-            lend=self._lend,
-        )
+        given: dict[str, Any] = {
+            "send_next": tensor_send_next,
+            "send_prev": tensor_send_prev,
+            "recv_prev": expected if recv_prev else None,
+            "recv_next": expected if recv_next else None,
+        }
+        large = {name: one for name, one in given.items() if one is not None and not _fits(context, one)}
+        fitting = {name: one for name, one in given.items() if name not in large}
+        handles = exchange(context, **fitting, variable_shapes=self._variable_shapes, lend=self._lend)
         names = [name for name in ("recv_prev", "recv_next") if name in handles]
         received = {name: handles[name].tensor.requires_grad_(True) for name in names}
+        requests: dict[str, Any] = {}
+        if large:  # behind the start of ours, since it may block
+            received_natively, requests = self._communicate_large(large, tensor_shape, wait_on_reqs)
+            received.update(received_natively)
         if wait_on_reqs:
             join_sends = self._join_sends or replays_compiled_graphs(context.device)
             for name, handle in handles.items():
-                if name in received or join_sends:
+                if name in names or join_sends:
                     handle.wait()
-        return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else handles
+        return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else {**handles, **requests}
+
+    def _communicate_large(
+        self, large: dict[str, Any], tensor_shape: Any, wait_on_reqs: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Natively what is larger than a slot: what is received, and the requests if they are not waited for, by name.
+
+        Message by message, not call by call: at its other end a message may go beside others, or alone.
+        """
+        log_native("pp", "messages that are larger than the first ones of their step")
+        previous, following, requests = super()._communicate(
+            tensor_send_next=large.get("send_next"),
+            tensor_send_prev=large.get("send_prev"),
+            recv_prev="recv_prev" in large,
+            recv_next="recv_next" in large,
+            tensor_shape=tensor_shape,
+            wait_on_reqs=wait_on_reqs,
+        )
+        received = {"recv_prev": previous, "recv_next": following}
+        return {name: received[name] for name in received if name in large}, requests or {}
 
     def _num_loans(self) -> int:
         """As many received activations as the first stage of the schedule holds, one on its way, and one that the model holds
@@ -141,20 +163,17 @@ class DitronP2PCommunicator(P2PCommunicator):
 
         Every stage sends or receives something before it depends on another stage, so the first call of each step, and
         so of the group, is a point that all ranks reach: contexts are made, slots grow, and new sizes are decided on there. What
-        that call decides holds for the step; of a communicator that is kept for several steps, until messages become larger than a
-        slot, which the first call of a step finds on all ranks.
+        that call decides holds for the step, or as long as the communicator is kept: other calls may wait for each other.
         """
-        sizes = [tensor.numel() * tensor.element_size() for tensor in sent if tensor is not None]
-        if expected is not None:
-            sizes.append(num_bytes_of(expected.shape, expected.dtype))
-        num_bytes = max(sizes, default=0)
         first, self._first_call = self._first_call, False
         if not first:
             if self._reason is not None:
                 return None
             context = get_pipeline_context(self.pp_group, current_device(), with_network=self._variable_shapes)
-            if context.network is not None or num_bytes <= context.slot_bytes:
+            if context.slot_bytes:  # else it was closed and made anew, on all ranks
                 return context
+        messages = [message for message in (expected, *sent) if message is not None]
+        num_bytes = max((_num_bytes(message) for message in messages), default=0)
         self._reason = _reason_for_native(self.pp_group, self.config)
         if self._reason is None:
             try:
@@ -170,20 +189,32 @@ class DitronP2PCommunicator(P2PCommunicator):
         return None
 
 
+def _num_bytes(message: torch.Tensor | Header) -> int:
+    return num_bytes_of(tuple(message.shape), message.dtype)
+
+
+def _fits(context: PipelineContext, message: torch.Tensor | Header) -> bool:
+    """Whether ``exchange`` takes a message, which both of its ends find alike."""
+    return context.network is not None or _num_bytes(message) <= context.slot_bytes
+
+
 def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bool) -> str | None:
     """Makes room for messages of ``num_bytes``; why they go natively, or None (collective where the size is new).
 
-    Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without.
+    Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without. Stages
+    know different sizes of them, so slots are made once; what is larger takes the network.
     """
+    if variable_shapes:
+        if not context.slot_bytes:
+            context.reserve(num_bytes)
+        return None
     key = (context.group, get_settings().policy, num_bytes)
-    new = not variable_shapes and key not in _reasons
-    if num_bytes > context.slot_bytes or new:
+    new = key not in _reasons
+    if new or num_bytes > context.slot_bytes:
         same = context.reserve(num_bytes)
         if new:
-            if not context.in_one_node:
-                same = len(set(gather_values(context.group, num_bytes))) == 1
             _reasons[key] = _reason_by_policy(context, num_bytes) if same else None
-    return None if variable_shapes else _reasons[key]
+    return _reasons[key]
 
 
 def _reason_by_policy(context: PipelineContext, num_bytes: int) -> str | None:

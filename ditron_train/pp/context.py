@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -15,7 +18,7 @@ from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.device import with_index
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.records import records_of
@@ -23,11 +26,12 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.versions import pip_command
 from ditron_train.stream import driver
 from ditron_train.symm.arena import get_arena
-from ditron_train.symm.exchange import exchange
+from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
 _BACKWARD_LOANS = 3  # a gradient is let go of when the next one arrives
+_ALIGNMENT_BYTES = 256
 
 __all__ = ["PipelineContext", "close_pipeline_contexts", "get_pipeline_context"]
 
@@ -42,6 +46,7 @@ class PipelineContext:
         next_rank, previous_rank: Group ranks of the neighbours.
         local_senders, local_receivers: By lane, ends through symmetric memory; None for those through ``network``.
         network: Lanes through ``torch.distributed``; None where nothing needs them.
+        slot_bytes: Bytes of the largest message that fits into a slot, the same on every rank; 0 before the first ``reserve``.
 
     Args:
         group: The pipeline group, at least two ranks.
@@ -52,7 +57,7 @@ class PipelineContext:
 
     Raises:
         NotSupportedError: A group of one rank, or a GPU without ``cuda-bindings``.
-        ArenaError: No symmetric memory; on every rank alike.
+        ArenaError: No symmetric memory, if only on one of the group's nodes; on every rank alike.
     """
 
     def __init__(
@@ -88,10 +93,13 @@ class PipelineContext:
         self.slots: Slots | None = None
         self.local_senders: list[Sender | None] = [None, None]
         self.local_receivers: list[Receiver | None] = [None, None]
+        self.slot_bytes = 0
+        self._closed = False
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         num_slots = settings.pp_slots if num_slots is None else num_slots
         if self._near_path == paths.COPY:
-            self._make_local(num_slots, num_loans if settings.pp_loans is None else settings.pp_loans, asked)
+            num_loans = num_loans if settings.pp_loans is None else settings.pp_loans
+            self._on_all_nodes("making a pipeline's context", partial(self._make_local, num_slots, num_loans, asked))
         if paths.NVSHMEM in self._paths():
             self._make_far(num_slots)
         self._log_routes()
@@ -104,6 +112,13 @@ class PipelineContext:
         """Of every link of the ring."""
         nodes = self._nodes
         return [self._near_path if node == nodes[place - 1] else self._far_path for place, node in enumerate(nodes)]
+
+    def _on_all_nodes(self, what: str, step: Callable[[], None]) -> None:
+        """``step``, which the ranks of each node do among themselves: where it fails on one node, all ranks are told so."""
+        if len(set(self._nodes)) == 1:
+            step()
+        else:
+            on_all_ranks(self.group, what, step, (ArenaError, NotSupportedError))
 
     def _make_local(self, num_slots: int, num_loans: int | None, asked: str) -> None:
         """Symmetric memory, flags and ends among this group's ranks of this node."""
@@ -187,16 +202,10 @@ class PipelineContext:
     @property
     def closed(self) -> bool:
         """Whether the symmetric memory was given back; the context cannot be used any more."""
-        return any(channel is not None and channel.arena.closed for channel in (self.channel, self._far))
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the largest message that fits into a slot; 0 before the first ``reserve``."""
-        return min((slots.num_bytes for slots in (self.slots, self._far_slots) if slots is not None), default=0)
+        return self._closed or any(channel is not None and channel.arena.closed for channel in (self.channel, self._far))
 
     def reserve(self, num_bytes: int) -> bool:
-        """Makes the slots hold messages of ``num_bytes``; collective over the ranks of the node (of the whole group where a link
-        of it takes NVSHMEM), between two steps.
+        """Makes the slots hold messages of ``num_bytes``; collective over the group, between two steps.
 
         The largest of what the ranks ask for is taken. All messages sent before must have been received; received tensors
         may still be in use.
@@ -206,30 +215,41 @@ class PipelineContext:
 
         Raises:
             MismatchError: Some ranks do not ask for larger slots, so the stages disagree on the size of messages.
-            ArenaError: The memory is not there; on every rank alike.
+            PeerTimeoutError: The same in a group without a mailbox of all ranks.
+            ArenaError: The memory is not there, if only on one node; on every rank alike, and the context is closed.
         """
-        same = True
-        if self._far_slots is not None:
-            asked_by_all = exchange(self.group, num_bytes)
-            num_bytes, same = max(asked_by_all), len(set(asked_by_all)) == 1
-            if num_bytes > self._far_slots.num_bytes:
-                self._far_slots.reserve(num_bytes)
-        if self.channel is None or self.slots is None:
-            return same
+        asked = self._asked_by_all(num_bytes)
+        largest = -(-max(*asked, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES  # a slot of no bytes would have no address
+        try:
+            self._on_all_nodes(f"making room for messages of {largest} bytes", partial(self._grow, largest))
+        except ArenaError:
+            self.close()  # other nodes would hold what they have got for nothing
+            raise
+        self.slot_bytes = max(self.slot_bytes, largest)
+        return len(set(asked)) == 1
+
+    def _asked_by_all(self, num_bytes: int) -> list[int]:
+        """What every rank of the group asks ``reserve`` for."""
+        if not self.in_one_node:
+            return exchange(self.group, num_bytes)
+        assert self.channel is not None
         asked = self.channel.mailbox.agree(num_bytes, self.channel.timeout_s, self.channel.check)
         if any(value is None for value in asked):
-            listed = ", ".join(f"rank {rank}: {value or 'not heard'}" for rank, value in enumerate(asked))
+            listed = ", ".join(f"rank {rank}: {'not heard' if value is None else value}" for rank, value in enumerate(asked))
             self.channel.fail_mismatch(
                 f"pp on group {self.arena.group_name}: not all ranks ask for larger messages within "
                 f"{self.channel.timeout_s:g} s ({listed} bytes); a rank is dead, or the stages disagree on the shape"
             )
-        largest = max(value for value in asked if value is not None)
-        if largest > self.slots.num_bytes:
-            self.slots.reserve(largest)
+        return [value for value in asked if value is not None]
+
+    def _grow(self, num_bytes: int) -> None:
+        if self._far_slots is not None and num_bytes > self._far_slots.num_bytes:
+            self._far_slots.reserve(num_bytes)
+        if self.slots is not None and num_bytes > self.slots.num_bytes:
+            self.slots.reserve(num_bytes)
             for end in (*self.local_senders, *self.local_receivers):
                 if end is not None and end.channel is self.channel:
                     end.forget_loans()
-        return same and len(set(asked)) == 1
 
     def close(self) -> None:
         """Gives back the memory and the groups that were made for this context; collective, explicit, at most once needed.
@@ -243,6 +263,7 @@ class PipelineContext:
             if made is not None:
                 dist.destroy_process_group(made)
         self.network = self._node_group = None
+        self._closed = True
 
     def abandon(self) -> None:
         """Gives back the memory without the peers: for a group that has been destroyed."""

@@ -141,13 +141,13 @@ class FarChannel(Channel):
     def header_address(self, header: Header) -> int:
         """Host address, which the device can read, of a header's words."""
         words = tuple(header.to_words())
-        row = self._rows.get(words)
+        row = self._rows.pop(words, None)
         if row is None:
             row = len(self._rows)
-            if row == _MAX_HEADERS:  # the oldest goes: what used it was enqueued thousands of messages ago
+            if row == _MAX_HEADERS:  # the least recently used goes: its last use was enqueued thousands of messages ago
                 row = self._rows.pop(next(iter(self._rows)))
-            self._rows[words] = row
             self._headers[row, : len(words)] = torch.tensor(words)
+        self._rows[words] = row  # behind all others, which were not used since
         return self._headers.data_ptr() + row * _HEADER_BYTES
 
     def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:

@@ -202,12 +202,14 @@ class Incoming:
         header: What is expected.
         tensor: What arrived; None until it is taken.
         done_on: The stream that its arrival was enqueued on (GPU).
+        arrived: The moment of its arrival there, where messages behind it may be enqueued on that stream before it is used.
     """
 
     message: int
     header: Header
     tensor: torch.Tensor | None = None
     done_on: torch.cuda.Stream | None = None
+    arrived: StreamEvent | None = None
 
 
 class _Loan:
@@ -288,7 +290,10 @@ class Receiver:
         incoming = Incoming(self.expect(header), header)
         self._posted.append(incoming)
         while len(self._posted) >= self.slots.count:
+            oldest = self._posted[0]
             self._take_next(self._stream)
+            if self._stream is not None:
+                oldest.arrived = self._events.record(self._stream)
         return incoming
 
     def take(self, incoming: Incoming) -> torch.Tensor:
@@ -300,7 +305,7 @@ class Receiver:
         while incoming.tensor is None:
             self._take_next(stream)
         if incoming.done_on != stream:
-            self._events.record(incoming.done_on).hold(stream)
+            (incoming.arrived or self._events.record(incoming.done_on)).hold(stream)
             incoming.tensor.record_stream(stream)
         loan = self._lent.pop(incoming, None)
         if loan is not None:

@@ -26,6 +26,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     tensor: int = 1
     device: str = "cpu"
+    growth: int = 0  # of the first microbatch, from step to step (``variable``)
 
 
 def _config(case: Case, overlap: bool, warmup_flush: bool) -> Any:
@@ -95,6 +96,8 @@ def _batches(case: Case, step: int) -> list[tuple]:
     batches = []
     for index in range(case.microbatches):
         length = SEQUENCE - (3 * index) % 8 if case.variable else SEQUENCE
+        if index == 0:
+            length += case.growth * step
         tokens = torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=generator).to(case.device)
         positions = torch.arange(length, device=case.device).expand(BATCH, length)
         mask = torch.ones(length, length, device=case.device).triu(1).bool()[None, None]
@@ -285,6 +288,33 @@ def no_memory(case: Case) -> int:
         del os.environ["DITRON_ARENA_BYTES"]
 
 
+def no_memory_on_one_node(case: Case, caps: list[str | None]) -> list[int]:
+    """Two nodes of two ranks, the first with these caps in turn: training goes on, the same on all ranks; messages of ours."""
+    import os
+
+    import ditron_train.megatron
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    rank, counts = dist.get_rank(), []
+    os.environ["NCCL_HOSTID"] = str(rank // 2)
+    try:
+        with model_parallel(pipeline_model_parallel_size=case.pipeline):
+            native = train(case)
+            for cap in caps:
+                if cap is not None and rank < 2:
+                    os.environ["DITRON_ARENA_BYTES"] = cap
+                ditron_train.megatron.apply(features="pp")
+                ours = train(case)
+                assert all(map(torch.equal, native, ours))
+                counts.append(messages_of_ours())
+                ditron_train.megatron.restore()
+                os.environ.pop("DITRON_ARENA_BYTES", None)
+    finally:
+        del os.environ["NCCL_HOSTID"]
+        os.environ.pop("DITRON_ARENA_BYTES", None)
+    return counts
+
+
 def bad_input() -> list[str]:
     """What native raises, ours raises."""
     import ditron_train.megatron
@@ -314,8 +344,8 @@ def bad_input() -> list[str]:
     return said
 
 
-def kept_communicator(lengths: list[int]) -> int:
-    """One communicator for several steps, whose messages have other sizes; how many were ours."""
+def kept_communicator(lengths: list[int], variable: bool = False) -> int:
+    """One communicator for several steps, whose messages have other sizes (``variable``: than all say); how many were ours."""
     import ditron_train.megatron
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -325,11 +355,11 @@ def kept_communicator(lengths: list[int]) -> int:
     with model_parallel(pipeline_model_parallel_size=2):
         ditron_train.megatron.apply(features="pp")
         group = parallel_state.get_pipeline_model_parallel_group()
-        communicator = P2PCommunicator(group, _config(Case(2, 2), False, False))
+        communicator = P2PCommunicator(group, _config(Case(2, 2, variable=variable), False, False))
         for step, length in enumerate(lengths):
-            shape = (length, BATCH, 32)
+            shape = (4 if variable else length, BATCH, 32)
             for microbatch in range(2):
-                expected = torch.full(shape, 10.0 * step + microbatch)
+                expected = torch.full((length, BATCH, 32), 10.0 * step + microbatch)
                 if group.rank() == 0:
                     communicator.send_forward(expected, is_last_stage=False)
                     received = communicator.recv_backward(shape, is_last_stage=False)
@@ -337,6 +367,42 @@ def kept_communicator(lengths: list[int]) -> int:
                     received = communicator.recv_forward(shape, is_first_stage=False)
                     communicator.send_backward(expected, is_first_stage=False)
                 assert torch.equal(received, expected)
+        count = messages_of_ours()
+        ditron_train.megatron.restore()
+    return count
+
+
+def several_sizes_in_a_step() -> int:
+    """Lists of shapes and calls of several sizes, behind a small message, natively and then ours; how many messages were ours."""
+    import ditron_train.megatron
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from ditron_train.testing.megatron_cpu import model_parallel
+
+    stages, small, large = 3, (4, BATCH, 8), (20, BATCH, 8)
+
+    def step() -> list[torch.Tensor]:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        communicator = P2PCommunicator(group, _config(Case(stages, 2), False, False))
+        rank, shapes = group.rank(), [small, large, small]
+        received = communicator.recv_forward(shapes, rank == 0)
+        sent = [torch.full(shape, 1.0) for shape in shapes] if rank == 0 else [tensor + 1 for tensor in received]
+        communicator.send_forward(sent, rank == stages - 1)
+        around = [small, large, small]  # by receiver: a stage sends one size and receives another
+        for wait in (True, False):
+            to_next = torch.full(around[(rank + 1) % stages], float(rank))
+            received = communicator.send_forward_recv_forward(to_next, True, around[rank], overlap_p2p_comm=not wait)
+            tensor, handles = (received, {}) if wait else received
+            for handle in handles.values():
+                handle.wait()
+            sent.append(tensor)
+        return [tensor.detach().clone() for tensor in sent]
+
+    with model_parallel(pipeline_model_parallel_size=stages):
+        native = step()
+        ditron_train.megatron.apply(features="pp")
+        assert all(map(torch.equal, native, step()))
         count = messages_of_ours()
         ditron_train.megatron.restore()
     return count

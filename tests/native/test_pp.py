@@ -29,6 +29,7 @@ ALL_WAYS = [(False, False), (True, False), (True, True)]
         Case(2, 1),
         Case(2, 3, forward_only=True),
         Case(2, 4, variable=True, batched=True),
+        Case(2, 2, variable=True, batched=True, growth=4),
         Case(2, 2, tied=True, dtype=torch.bfloat16),
         Case(4, 6, batched=True),
         Case(4, 2, variable=True, batched=True),
@@ -93,6 +94,12 @@ def test_what_is_not_covered_runs_natively():
     assert run_workers(2, workers.no_memory, Case(2, 2)) == [0, 0]
 
 
+def test_memory_that_is_missing_on_one_node_sends_all_ranks_natively():
+    *without, counts = zip(*run_workers(4, workers.no_memory_on_one_node, Case(4, 2, batched=True), ["4096", "1", None]))
+    assert without == [(0,) * 4] * 2  # no slots, no flags
+    assert counts[0] > 0 and counts[2] > 0  # they send to the next stage within their node
+
+
 def test_the_plan_says_how_messages_of_a_size_go(tmp_path):
     first, last = run_workers(2, workers.a_plan_decides, Case(2, 2), str(tmp_path / "plan.json"))
     assert first == last == [(True, True), (False, True)]
@@ -104,5 +111,12 @@ def test_bad_input_is_refused_as_native_does():
 
 
 def test_a_communicator_may_be_kept_for_steps_of_other_sizes():
-    lengths = [4, 4, 300, 2, 1000]
-    assert run_workers(2, workers.kept_communicator, lengths) == [2 * len(lengths)] * 2
+    lengths = [4, 4, 300, 2, 1000]  # what is larger than the first goes natively
+    assert run_workers(2, workers.kept_communicator, lengths) == [2 * 3] * 2
+    lengths = [0, 4, 300, 2]
+    assert run_workers(2, workers.kept_communicator, lengths, True) == [2 * len(lengths)] * 2
+
+
+def test_messages_of_several_sizes_in_a_step():
+    """Stages come to the second size at different times: nothing about it may be agreed on by all of them."""
+    assert run_workers(3, workers.several_sizes_in_a_step) == [2, 4, 2]

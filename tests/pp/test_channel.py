@@ -112,8 +112,9 @@ def test_shapes_that_only_the_sender_knows():
     assert run_workers(3, bodies.variable, [1, 50, 7, 0, 3], False, 400) == [True] * 3
 
 
-def test_messages_larger_than_a_slot_take_the_network():
-    assert run_workers(3, bodies.variable, [1, 50, 700, 20, 3], True, 400) == [True] * 3
+@pytest.mark.parametrize("num_bytes", [0, 400])
+def test_messages_larger_than_a_slot_take_the_network(num_bytes):
+    assert run_workers(3, bodies.variable, [0, 1, 50, 700, 20, 3], True, num_bytes) == [True] * 3
 
 
 @pytest.mark.parametrize("variable_shapes", [False, True])

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditron_train.pp import lanes, network
-from ditron_train.pp.far import FarReceiver
+from ditron_train.pp import far, lanes, network
+from ditron_train.pp.far import FarChannel, FarReceiver
+from ditron_train.pp.kernels import HEADER_LANES
 from ditron_train.pp.lanes import Receiver, Sender
 from ditron_train.pp.messages import Header
 from ditron_train.pp.network import NetworkWork
@@ -65,6 +66,49 @@ def test_a_message_that_finds_no_memory_is_still_the_next_one(monkeypatch: pytes
     assert torch.empty is empty
     second, first = receiver.take(posted[1]), receiver.take(posted[0])
     assert copied == [(first.data_ptr(), 4096), (second.data_ptr(), 4097)]
+
+
+@pytest.mark.parametrize("kind", [Receiver, FarReceiver])
+def test_a_message_does_not_wait_for_those_behind_it(monkeypatch: pytest.MonkeyPatch, kind: type[Receiver]) -> None:
+    """What was received ahead is used behind its own arrival, not behind what the stream was given since."""
+    enqueued: list[int] = []
+    held: list[int] = []
+
+    def wait_for(*_: object, chunk: int = -1, message: int = -1, **__: object) -> None:
+        enqueued.append(max(chunk, message))
+
+    def record(stream: str) -> SimpleNamespace:
+        newest = enqueued[-1] if enqueued else -1
+        return SimpleNamespace(hold=lambda other: held.append(newest) if other == "main" else None)
+
+    channel = SimpleNamespace(
+        arena=SimpleNamespace(device=CPU, rank=0), wait_for=wait_for, wait_for_message=wait_for, notify=lambda *_: None
+    )
+    receiver = kind(channel, SimpleNamespace(loans=(0, 0), in_ring=lambda *_: 0, num_bytes=64, count=2), 0, 1)
+    receiver._stream, receiver._events = "side", SimpleNamespace(record=record)
+    monkeypatch.setattr(receiver, "_header_of", lambda message: Header((4,), torch.uint8))
+    monkeypatch.setattr(receiver, "verify", lambda: None)
+    monkeypatch.setattr(lanes, "copy_bytes", lambda *_: None)
+    monkeypatch.setattr(lanes, "current_stream", lambda device: "main")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    posted = [receiver.post(Header((4,), torch.uint8)) for _ in range(3)]
+    for incoming in posted:
+        receiver.take(incoming)
+    assert enqueued == [0, 1, 2] and held[:2] == [0, 1]
+
+
+def test_a_header_in_use_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device reads it when its stream gets there, while the host may be some messages ahead."""
+    monkeypatch.setattr(far, "_MAX_HEADERS", 4)
+    channel = FarChannel.__new__(FarChannel)
+    channel._headers, channel._rows = torch.zeros((4, HEADER_LANES), dtype=torch.int64), {}
+    often = Header((100,), torch.float32)
+    for size in range(10):
+        address = channel.header_address(often)
+        channel.header_address(Header((size,), torch.float32))
+        row = (address - channel._headers.data_ptr()) // (8 * HEADER_LANES)
+        assert Header.from_words(channel._headers[row].tolist()) == often
+    assert len(channel._rows) == 4
 
 
 class _Tensor:
