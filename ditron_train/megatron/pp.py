@@ -8,7 +8,8 @@ through ``ditron_train.pp``; signatures, timers and attributes are inherited. Wh
   torch.compile too, whose static buffers the next replay overwrites, the stream does wait.
 - What is received is used where the copy engine put it, without a copy of its own (not with CUDA graphs, offloading, or
   expert-parallel overlap, which resize it or use it on other streams).
-- No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node.
+- No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node. Messages
+  larger than those that their step began with, which go natively, have native's.
 
 The schedules make a communicator every step; slots and flags belong to the group and live across steps.
 """
@@ -213,6 +214,8 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
     if new or num_bytes > context.slot_bytes:
         same = context.reserve(num_bytes)
         if new:
+            if context.device.type == "cuda":
+                dist.barrier(context.group)  # all ranks make native's communicator: a message alone may be its first use later
             _reasons[key] = _reason_by_policy(context, num_bytes) if same else None
     return _reasons[key]
 

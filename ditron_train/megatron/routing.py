@@ -14,7 +14,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
@@ -196,7 +199,9 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext, 
             y.backward(grad_y)
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)]
 
-    native = functools.partial(native_column if kind == "column" else native_row, group=context.group)
+    native = functools.partial(native_row, group=context.group)
+    if kind == "column":
+        native = functools.partial(native_column, group=context.group, is_frozen=is_frozen)
     ours = functools.partial(column_linear if kind == "column" else row_linear, context=context)
     if get_settings().policy == "strict" and _table_prefers_native(kind, x, weight, context):
         return f"at {tuple(x.shape)} x {tuple(weight.shape)} by the tuning table: nothing that was tried is faster"
@@ -224,9 +229,11 @@ def _table_prefers_native(kind: Kind, x: torch.Tensor, weight: torch.Tensor, con
     return prefers_native("gemm_rs", rows, n, k, "nt", *seen) and prefers_native("ag_gemm", rows, k, n, "nn", *seen)
 
 
-def native_column(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
-    """megatron-core's gather, GEMM, and their overlapped backward."""
-    return _native_linear(x, weight, group, sequence_parallel=True)
+def native_column(
+    x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup, is_frozen: bool = False
+) -> torch.Tensor:
+    """megatron-core's gather, GEMM, and their overlapped backward; of a weight that is frozen without any part of its gradient."""
+    return _native_linear(x, weight, group, sequence_parallel=True, is_frozen=is_frozen)
 
 
 def native_row(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
@@ -236,9 +243,10 @@ def native_row(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGrou
 
 
 def _native_linear(
-    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool, is_frozen: bool = False
 ) -> torch.Tensor:
-    return linear_with_grad_accumulation_and_async_allreduce(
+    linear = linear_with_frozen_weight if is_frozen else linear_with_grad_accumulation_and_async_allreduce
+    return linear(
         input=x,
         weight=weight,
         bias=None,

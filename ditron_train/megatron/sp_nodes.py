@@ -114,8 +114,9 @@ class NodesContext:
                 like = torch.empty(self._num_nodes * num_rows, dtype=dtype, device=self.node.device)
                 to_sequence(to_heads([like.new_zeros(len(like), *size) for size in sizes], **options), **options)
 
+        reserved, self._reserved = self._reserved, set()  # what fails may have given back what is there for other sizes
         self._on_all_nodes(f"exchanging {num_rows} rows", run_once)
-        self._reserved.add(key)
+        self._reserved = reserved | {key}
 
     def _table(self, num_rows: int, row_table: torch.Tensor | None) -> torch.Tensor:
         """Row in the whole of each row that a rank of this node holds behind the rail, int32 [L, N * num_rows]."""

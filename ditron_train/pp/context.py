@@ -223,7 +223,9 @@ class PipelineContext:
         try:
             self._on_all_nodes(f"making room for messages of {largest} bytes", partial(self._grow, largest))
         except ArenaError:
-            self.close()  # other nodes would hold what they have got for nothing
+            self._closed = True
+            if not self.in_one_node:  # others would hold what they have got for nothing
+                self.close()
             raise
         self.slot_bytes = max(self.slot_bytes, largest)
         return len(set(asked)) == 1

@@ -13,6 +13,7 @@ from ditron_train.pp.network import NetworkWork
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import log_once
 from ditron_train.stream.events import StreamEvent, current_stream
 
 __all__ = ["Handle", "exchange"]
@@ -186,6 +187,8 @@ def _receive(context: PipelineContext, lane: int, header: Header, batch: _Batch)
 def _require_network(context: PipelineContext, num_bytes: int) -> None:
     if context.network is None:
         raise NotSupportedError(f"a message of {num_bytes} bytes is larger than the slots of {context.slot_bytes} bytes")
+    words = f"messages of more than {context.slot_bytes} bytes, the largest that the first step began with, take the network"
+    log_once(f"pp large {context.slot_bytes}", f"pp: {words}", name="pp")
 
 
 def _exchange_far_headers(

@@ -117,7 +117,7 @@ class Channel:
         """Makes room for ``num_signals`` flags (collective when it must grow; syncs then).
 
         Raises:
-            ArenaError: There is no room, on every rank alike; there are as many flags as before.
+            ArenaError: There is no room, on every rank alike; there are as many flags as before, if there is room for those.
         """
         before = self.signals.local.numel()
         if before >= num_signals:

@@ -144,14 +144,24 @@ def test_frozen_weights():
 
 
 def _what_runs(frozen):
-    """dgrads of a column layer: which the policy has compared, and which training ran, where weights are frozen or deferred."""
+    """What of native's layers and of our dgrads the policy had compared, and what training then ran, of a column layer whose weight
+    is frozen or deferred."""
+    from ditron_train.megatron import routing
     from ditron_train.testing.megatron_cpu import model_parallel
     from ditron_train.tp import functions
 
     ran, found = [], []
-    dgrads = {"_column_gradients": functions._column_gradients, "gemm_rs": functions.gemm_rs}
-    for name, function in dgrads.items():
-        setattr(functions, name, lambda *a, name=name, function=function, **k: (ran.append(name), function(*a, **k))[1])
+    names = {functions: ("_column_gradients", "gemm_rs"), routing: ("linear_with_frozen_weight",)}
+    before = {(module, name): getattr(module, name) for module in names for name in names[module]}
+    for (module, name), function in before.items():
+        setattr(module, name, lambda *a, name=name, function=function, **k: (ran.append(name), function(*a, **k))[1])
+    probe = sys.modules["ditron_train.policy.decide"].probe
+
+    def comparing(native, ours, **options):  # as on a GPU
+        native()
+        return probe(native, ours, **options)
+
+    sys.modules["ditron_train.policy.decide"].probe = comparing
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         config = _config()
         config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = not frozen, 0
@@ -164,15 +174,17 @@ def _what_runs(frozen):
             y.sum().backward()
             found.append((compared, list(ran)))
             ran.clear()
-    for name, function in dgrads.items():
-        setattr(functions, name, function)
+    sys.modules["ditron_train.policy.decide"].probe = probe
+    for (module, name), function in before.items():
+        setattr(module, name, function)
     return found
 
 
-@pytest.mark.parametrize("frozen, dgrad", [(True, "gemm_rs"), (False, "_column_gradients")])
-def test_what_runs_without_a_weight_gradient_was_compared(frozen, dgrad):
+@pytest.mark.parametrize("frozen, native", [(True, ["linear_with_frozen_weight"]), (False, [])])
+def test_what_runs_without_a_weight_gradient_was_compared(frozen, native):
+    dgrad = "gemm_rs" if frozen else "_column_gradients"
     for first, second in run_workers(2, _what_runs, frozen):
-        assert first == ([dgrad], [dgrad]) and second == ([], [dgrad])
+        assert first == ([*native, dgrad], [dgrad]) and second == ([], [dgrad])
 
 
 def _install_fused_kernels():
