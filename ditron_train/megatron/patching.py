@@ -14,6 +14,7 @@ Both are idempotent; `undo_all` restores the state before the first of them.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -52,6 +53,7 @@ def _hook_construction(native: type) -> None:
             return object.__new__(target)
         return inherited(target, *args, **kwargs)
 
+    construct.__signature__ = inspect.signature(native.__init__)  # type: ignore[attr-defined]  # what tools see of native
     native.__new__ = staticmethod(construct)  # type: ignore[method-assign,assignment]
     _hooked.add(native)
 

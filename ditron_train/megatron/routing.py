@@ -9,7 +9,7 @@ whether it is faster. Everything that is not covered runs natively: same bits, o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -39,6 +39,7 @@ __all__ = [
     "log_native",
     "native_column",
     "native_row",
+    "num_routes",
     "revealing_like",
     "route",
     "swap_routes",
@@ -105,7 +106,7 @@ def route(
     if is_capturing(x.device):
         log_native(f"tp {kind}", "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)")
         return None
-    if len(_routes) >= _MAX_ROUTES:
+    if num_routes(_routes, group) >= _MAX_ROUTES:
         log_native(f"tp {kind}", f"more than {_MAX_ROUTES} shapes: each has to be tried, which would cost more than it gives")
         return None
     reason = _why_not(kind, x, weight, group, sequence_parallel, autocast)
@@ -121,6 +122,11 @@ def route(
         context = None
     _routes[key] = context
     return context
+
+
+def num_routes(routes: Mapping[tuple[Any, ...], Any], group: dist.ProcessGroup) -> int:
+    """Decisions among ``routes`` of one group, whose ranks all count the same: some of them may be in other groups, too."""
+    return sum(any(part is group for part in key) for key in routes)
 
 
 def _why_not(

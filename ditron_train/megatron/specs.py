@@ -36,8 +36,18 @@ def _rewrite_dataclass(spec: Any, classes: Mapping[type, type]) -> Any:
     copy = object.__new__(type(spec))  # keeps attributes that are not fields, and needs no init=True
     copy.__dict__.update(vars(spec))
     for field in dataclasses.fields(spec):
-        copy.__dict__[field.name] = rewrite_spec(getattr(spec, field.name), classes)
+        copy.__dict__[field.name] = rewrite_spec(_part(spec, field.name), classes)
     return copy
+
+
+def _part(spec: Any, name: str) -> Any:
+    """A field of ``spec``; a module that a ``ModuleSpec`` names by where it is imported from is imported."""
+    value = getattr(spec, name)
+    if name == "module" and isinstance(value, tuple) and type(spec).__name__ == "ModuleSpec":
+        from megatron.core.transformer.spec_utils import import_module
+
+        return import_module(value)
+    return value
 
 
 def count_replacements(spec: Any, classes: Mapping[type, type]) -> int:
@@ -49,7 +59,7 @@ def count_replacements(spec: Any, classes: Mapping[type, type]) -> int:
     if dataclasses.is_dataclass(spec):
         if type(spec).__name__.endswith("Config"):  # a model configuration among the parameters is not part of the tree
             return 0
-        return sum(count_replacements(getattr(spec, field.name), classes) for field in dataclasses.fields(spec))
+        return sum(count_replacements(_part(spec, field.name), classes) for field in dataclasses.fields(spec))
     if isinstance(spec, dict):
         return sum(count_replacements(value, classes) for value in spec.values())
     if type(spec) in (list, tuple):

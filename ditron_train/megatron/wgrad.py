@@ -78,13 +78,17 @@ class NativeWgrad:
             torch.matmul(grad_output.t(), total_input, out=main_grad)
         else:
             _accumulate(total_input, grad_output, main_grad)
-        return self.result_without_gemm(total_input.dtype)
+        return self._result(total_input.dtype)  # not main_grad of the forward: Megatron-FSDP had none then
 
     def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What autograd gets as the weight's gradient when ``main_grad`` holds it, or will."""
         weight: Any = self._weight
         if self._fused:
             weight.main_grad = self._main_grad
+        return self._result(dtype)
+
+    def _result(self, dtype: torch.dtype) -> torch.Tensor | None:
+        weight: Any = self._weight
         if not (self._fused and hasattr(weight, "grad_added_to_main_grad")):
             return None
         weight.grad_added_to_main_grad = True

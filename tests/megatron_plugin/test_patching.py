@@ -1,6 +1,7 @@
 """Construction hooks and replacement of symbols."""
 
 import copy
+import inspect
 import pickle
 import sys
 import types
@@ -86,6 +87,15 @@ def test_class_with_a_constructor_of_its_own():
     patching.redirect_construction(Native, Ours)
     built = Native(2)
     assert type(built) is Ours and built.made_by_new == built.value == 2
+
+
+def test_signatures_stay_those_of_native():
+    native, ours, sibling = _make_classes()
+    before = [inspect.signature(one) for one in (native, ours, sibling)]
+    patching.redirect_construction(native, ours)
+    assert [inspect.signature(one) for one in (native, ours, sibling)] == before
+    patching.undo_all()
+    assert [inspect.signature(one) for one in (native, ours, sibling)] == before
 
 
 def test_refuses_strangers_and_second_owners():

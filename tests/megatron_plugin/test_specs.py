@@ -70,6 +70,19 @@ def test_moe_spec_experts_are_reached():
     assert rewritten.submodules.mlp.module is spec.submodules.mlp.module
 
 
+def test_modules_that_are_named_by_where_they_are_imported_from():
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class Column(ColumnParallelLinear):
+        pass
+
+    names = ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear")
+    spec = ModuleSpec(module=names, params={"names": ("a", "b")})
+    rewritten = rewrite_spec(spec, {ColumnParallelLinear: Column})
+    assert rewritten.module is Column and spec.module == names and rewritten.params == spec.params
+
+
 def test_block_spec_layers_partials_tuples_and_params():
     classes = {_Native: _Ours}
     block = _Submodules(linear=functools.partial(_Native, 1, kind=_Native), layers=[_Native, (_Native, _Other), {"a": _Native}])

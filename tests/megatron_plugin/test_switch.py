@@ -231,6 +231,12 @@ def _too_many_shapes():
                 equal = torch.equal(native(x)[0], ours(x)[0])
                 assert equal or tokens < 4  # beyond the limit it is the native path itself
             assert len(routing._routes) == 2
+            # A rank that is in another group, too, counts as those do that are not: what one group decides its ranks know alike.
+            others = {(name, object()): None for name in "abc"}
+            before = routing.swap_routes(others)
+            ours(torch.ones(6, 1, 16))
+            routing.swap_routes(before)
+            assert len(others) == 4 and list(others.values())[3] is not None
     finally:
         routing._MAX_ROUTES = saved
 

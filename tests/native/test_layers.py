@@ -211,7 +211,9 @@ def _fused(flags):
         for ours in (False, True):
             column, row = _layers(ours, config)
             for weight in (column.weight, row.weight):
-                weight.main_grad = torch.full(weight.shape, 3.0)
+                weight.main_grad = buffer = torch.full(weight.shape, 3.0)
+                if "fsdp" in flags:  # Megatron-FSDP has a buffer for it from backward on
+                    weight.__fsdp_param__, weight.main_grad, weight.get_main_grad = True, None, lambda buffer=buffer: buffer
                 if "flag" in flags:
                     weight.grad_added_to_main_grad = False
                 if "zero" in flags:
@@ -227,7 +229,7 @@ def _fused(flags):
         _assert_ran_as_ops()
 
 
-@pytest.mark.parametrize("flags", [(), ("flag",), ("flag", "zero")], ids=["none", "flag", "zero"])
+@pytest.mark.parametrize("flags", [(), ("flag",), ("flag", "zero"), ("flag", "fsdp")], ids=["none", "flag", "zero", "fsdp"])
 def test_wgrad_into_main_grad(flags):
     run_workers(2, _fused, flags)
 

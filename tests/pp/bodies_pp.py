@@ -383,3 +383,25 @@ def contexts_of_one_gpu() -> tuple[list[str], int]:
         for key in [key for key, held in module._contexts.items() if isinstance(held, Made)]:
             del module._contexts[key]
     return made, len({id(context) for context in given})
+
+
+def arena_after_slots_found_no_room() -> tuple[str, bool]:
+    """The error of slots that do not fit, and whether another room goes on with the memory of the same group."""
+    from ditron_train.pp import get_pipeline_context
+    from ditron_train.runtime.errors import ArenaError
+    from ditron_train.tp import all_gather, get_context
+
+    beside, rows = get_context(None, CPU), torch.full((4, 16), float(dist.get_rank()))
+    before = all_gather(rows, context=beside)
+    context = get_pipeline_context(dist.group.WORLD, CPU)
+    context.reserve(1024)
+    os.environ["DITRON_ARENA_BYTES"] = str(beside.arena.num_bytes)
+    try:
+        context.reserve(1 << 24)
+        words = "no error"
+    except ArenaError as error:
+        words = str(error)
+    finally:
+        del os.environ["DITRON_ARENA_BYTES"]
+    assert context.closed
+    return words, torch.equal(all_gather(rows, context=beside), before)

@@ -132,6 +132,11 @@ def test_what_is_refused_and_growth():
         assert "11 dimensions" in said[2]
 
 
+def test_slots_without_room_leave_other_rooms_their_memory():
+    for words, is_equal in run_workers(2, bodies.arena_after_slots_found_no_room):
+        assert words.startswith("symmetric buffer 'pp/slots' of") and is_equal
+
+
 def test_a_rank_that_alone_wants_larger_messages_is_told_so():
     outcomes = run_workers_once(2, bodies.reserve_alone, timeout_s=60, env={"DITRON_TIMEOUT_S": "2"})
     assert outcomes[0].value.startswith("MismatchError") and "rank 1: not heard" in outcomes[0].value
