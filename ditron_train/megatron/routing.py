@@ -9,6 +9,7 @@ whether it is faster. Everything that is not covered runs natively: same bits, o
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -36,10 +37,10 @@ from ditron_train.tp.tuning import prefers_native
 __all__ = [
     "Kind",
     "forget_routes",
+    "has_room",
     "log_native",
     "native_column",
     "native_row",
-    "num_routes",
     "revealing_like",
     "route",
     "swap_routes",
@@ -57,17 +58,21 @@ _MAX_ROUTES = 256  # sequences of ever new lengths would be tried for ever
 
 #: What was decided: a context (run ours) or None (run natively), by everything that the decision depends on.
 _routes: dict[tuple[Any, ...], TPContext | None] = GroupCache()
+#: Groups that know as many shapes as they may.
+_full: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def forget_routes() -> None:
     """Decide anew from now on, and let go of the contexts."""
     _routes.clear()
+    _full.clear()
 
 
 def swap_routes(routes: dict[tuple[Any, ...], TPContext | None]) -> dict[tuple[Any, ...], TPContext | None]:
     """Puts other decisions in place and returns those that were: to compare policies in one process."""
     global _routes
     previous, _routes = _routes, routes
+    _full.clear()
     return previous
 
 
@@ -106,7 +111,7 @@ def route(
     if is_capturing(x.device):
         log_native(f"tp {kind}", "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)")
         return None
-    if num_routes(_routes, group) >= _MAX_ROUTES:
+    if not has_room(_routes, _full, group, _MAX_ROUTES):
         log_native(f"tp {kind}", f"more than {_MAX_ROUTES} shapes: each has to be tried, which would cost more than it gives")
         return None
     reason = _why_not(kind, x, weight, group, sequence_parallel, autocast)
@@ -124,9 +129,20 @@ def route(
     return context
 
 
-def num_routes(routes: Mapping[tuple[Any, ...], Any], group: dist.ProcessGroup) -> int:
-    """Decisions among ``routes`` of one group, whose ranks all count the same: some of them may be in other groups, too."""
-    return sum(any(part is group for part in key) for key in routes)
+def has_room(
+    routes: Mapping[tuple[Any, ...], Any], full: weakref.WeakSet[dist.ProcessGroup], group: dist.ProcessGroup, most: int
+) -> bool:
+    """Whether another shape of ``group`` may be tried beside those that ``routes`` knows.
+
+    The group's own are counted, which all of its ranks know alike: some of them may be in other groups, too. ``full``: groups
+    for which that was no; from then on it is asked at every call.
+    """
+    if group in full:
+        return False
+    if sum(any(part is group for part in key) for key in routes) < most:
+        return True
+    full.add(group)
+    return False
 
 
 def _why_not(

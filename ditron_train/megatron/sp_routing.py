@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
-from ditron_train.megatron.routing import log_native, num_routes, revealing_like, why_hidden
+from ditron_train.megatron.routing import has_room, log_native, revealing_like, why_hidden
 from ditron_train.megatron.sp_nodes import NodesContext, forget_nodes, get_nodes_context, spans_nodes
 from ditron_train.megatron.te_products import product_pairs
 from ditron_train.policy import decide
@@ -42,11 +43,14 @@ _MAX_ROUTES = 256
 
 #: A context (run ours) or None (run natively), by everything that the decision depends on.
 _routes: GroupCache[tuple[Any, ...], SPContext | NodesContext | None] = GroupCache()
+#: Groups that know as many shapes as they may.
+_full: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def forget_routes() -> None:
     """Decide anew from now on, and let go of the contexts."""
     _routes.clear()
+    _full.clear()
     forget_nodes()
 
 
@@ -153,7 +157,7 @@ def _decide(
     if is_capturing(x.device):
         log_native(name, "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)")
         return None
-    if num_routes(_routes, group) >= _MAX_ROUTES:
+    if not has_room(_routes, _full, group, _MAX_ROUTES):
         log_native(name, f"more than {_MAX_ROUTES} shapes: each has to be tried, which would cost more than it gives")
         return None
     context, reason = None, _why_not_device(x)
