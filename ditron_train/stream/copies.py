@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 
 import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream import driver
 
-__all__ = ["copy_bytes", "copy_with_flags", "get", "put"]
+__all__ = ["Fan", "copy_bytes", "copy_fans", "copy_with_flags", "get", "put"]
+
+
+@dataclass(frozen=True)
+class Fan:
+    """Pieces of one size that a copy engine moves in one command.
+
+    Attributes:
+        destination: Address of the first piece.
+        destination_pitch: Bytes from one piece to the next.
+        source: As of the destination.
+        source_pitch: Likewise.
+        num_bytes: Of each piece.
+        count: How many.
+    """
+
+    destination: int
+    destination_pitch: int
+    source: int
+    source_pitch: int
+    num_bytes: int
+    count: int
 
 
 def copy_bytes(destination: int, source: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
@@ -32,6 +54,20 @@ def copy_with_flags(
             ctypes.memmove(flag, word, 4)
     else:
         driver.memcpys_async(_in_order(chunks, source), stream.cuda_stream)
+
+
+def copy_fans(fans: Iterable[Fan], stream: torch.cuda.Stream | None) -> None:
+    """One after another, by a copy engine on ``stream``, or at once where it is None (CPU).
+
+    A command of a copy engine takes 2 to 3 us beside its bytes: seven copies of 8 MiB to a peer took 175 us, 191 with a flag behind
+    each; as one command 156, as two, of four and three, each with one for its flags, 164 (2 H200s, both sending)."""
+    for fan in fans:
+        if stream is None:
+            for i in range(fan.count):
+                destination, source = fan.destination + i * fan.destination_pitch, fan.source + i * fan.source_pitch
+                ctypes.memmove(destination, source, fan.num_bytes)
+        else:
+            driver.memcpy_2d_async(*astuple(fan), stream.cuda_stream)
 
 
 def _in_order(chunks: Iterable[tuple[int, int, int, int, int]], source: int) -> Iterator[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,8 @@ __all__ = [
     "graph_record",
     "graph_upload",
     "has_driver",
+    "map_side_by_side",
+    "memcpy_2d_async",
     "memcpy_async",
     "memcpys_async",
     "memset_u32_async",
@@ -33,6 +35,7 @@ __all__ = [
     "stream_create",
     "stream_memory_ops",
     "stream_wait_event",
+    "unmap",
 ]
 
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
@@ -88,6 +91,76 @@ def memcpys_async(copies: Iterable[tuple[int, int, int]], stream: int) -> None:
     copy = _require().cuMemcpyAsync
     for destination, source, num_bytes in copies:
         _check(copy(destination, source, num_bytes, stream))
+
+
+def memcpy_2d_async(
+    destination: int, destination_pitch: int, source: int, source_pitch: int, num_bytes: int, count: int, stream: int
+) -> None:
+    """``count`` pieces of ``num_bytes`` in one command, piece i at ``i * pitch`` of each side; as ``memcpy_async`` else."""
+    driver = _require()
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.dstDevice, copy.dstPitch = destination, destination_pitch
+    copy.srcDevice, copy.srcPitch = source, source_pitch
+    copy.WidthInBytes, copy.Height = num_bytes, count
+    _check(driver.cuMemcpy2DAsync(copy, stream))
+
+
+def map_side_by_side(addresses: Sequence[int]) -> tuple[int, int, int]:
+    """Maps the allocations that the addresses lie in once more, one behind another, for the current device: (where the first
+    one begins, how large each is, where in each the address is). One that is named several times is mapped as often.
+
+    Its memory is not free before ``unmap``.
+
+    Raises:
+        DitronError: They are not at the same place of equally large allocations that can be mapped (``cuMemCreate``).
+    """
+    driver = _require()
+    places = set()
+    for address in set(addresses):
+        result = driver.cuMemGetAddressRange(address)
+        _check(result)
+        places.add((address - int(result[1]), int(result[2])))
+    if len(places) > 1:
+        raise DitronError(f"addresses are at different places of their allocations: {sorted(places)}")
+    ((offset, size),) = places
+    reserved = driver.cuMemAddressReserve(len(addresses) * size, 0, 0, 0)
+    _check(reserved)
+    base = int(reserved[1])
+    num_mapped = 0
+    try:
+        for address in addresses:
+            handle = driver.cuMemRetainAllocationHandle(address)
+            _check(handle)
+            mapped = driver.cuMemMap(base + num_mapped * size, size, 0, handle[1], 0)
+            driver.cuMemRelease(handle[1])  # the mapping keeps the memory
+            _check(mapped)
+            num_mapped += 1
+        _allow_access(base, len(addresses) * size)
+    except BaseException:
+        if num_mapped:
+            driver.cuMemUnmap(base, num_mapped * size)
+        driver.cuMemAddressFree(base, len(addresses) * size)
+        raise
+    return base, size, offset
+
+
+def _allow_access(base: int, num_bytes: int) -> None:
+    driver = _require()
+    device = driver.cuCtxGetDevice()
+    _check(device)
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = int(device[1])
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    _check(driver.cuMemSetAccess(base, num_bytes, [access], 1))
+
+
+def unmap(base: int, num_bytes: int) -> None:
+    """Takes back what ``map_side_by_side`` mapped there; nothing uses it any more."""
+    driver = _require()
+    _check(driver.cuMemUnmap(base, num_bytes))
+    _check(driver.cuMemAddressFree(base, num_bytes))
 
 
 def memset_u32_async(destination: int, value: int, count: int, stream: int) -> None:

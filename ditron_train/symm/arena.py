@@ -57,6 +57,11 @@ class SymmetricTensor:
         """Bytes of the allocation behind this tensor (it may be larger than the tensor)."""
         return self._segment.num_bytes
 
+    @property
+    def segment(self) -> Segment:
+        """The memory behind it."""
+        return self._segment
+
     def peer(self, rank: int) -> torch.Tensor:
         """Group rank ``rank``'s copy, mapped into this process.
 
@@ -172,7 +177,7 @@ class SymmetricArena:
         if self.graph_captured:
             self._kept_for_graphs.append((segment, addresses))
         else:
-            segment.release()
+            segment.free()
 
     def _drop_views(self) -> None:
         self._let_go = [reference for reference in self._let_go if reference() is not None]
@@ -208,7 +213,7 @@ class SymmetricArena:
     def _release(self) -> None:
         self._drop_views()
         for segment, _ in (*self._segments.values(), *self._kept_for_graphs):
-            segment.release()
+            segment.free()
         self._segments.clear()
         self._kept_for_graphs.clear()
         self.closed = True

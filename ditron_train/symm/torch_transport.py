@@ -52,4 +52,5 @@ class TorchTransport:
             local=local,
             peers=[local if rank == handle.rank else peer for rank, peer in enumerate(peers)],
             addresses=[address + offset for address in handle.buffer_ptrs],
+            is_mappable=device.type == "cuda" and not torch.version.hip,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +19,14 @@ from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["Segment", "Transport", "is_one_node", "node_of_process", "select_transport"]
+__all__ = ["Mapping", "Segment", "Transport", "is_one_node", "node_of_process", "select_transport"]
+
+
+class Mapping(Protocol):
+    """Memory that is mapped once more."""
+
+    def unmap(self) -> None:
+        """Takes it back."""
 
 
 @dataclass
@@ -30,7 +37,9 @@ class Segment:
         local: uint8 tensor of ``num_bytes`` in this rank's memory.
         peers: The same allocation of each group rank, mapped here; ``None`` where a peer's memory cannot be addressed.
         addresses: Base address in this process of each group rank's allocation; 0 where it cannot be addressed.
-        release: Gives this rank's mappings and memory back; called once, collectively.
+        release: Gives this rank's mappings and memory back; called once, collectively, by ``free``.
+        is_mappable: Whether each rank's part lies in a driver's allocation of its own, which can be mapped once more.
+        mappings: What has been mapped once more, by what it is for; goes before the memory does.
 
     Raises:
         ArenaError: One of ``peers`` lies elsewhere than ``addresses`` say: what is stored there would reach nobody.
@@ -40,6 +49,8 @@ class Segment:
     peers: list[torch.Tensor | None]
     addresses: list[int]
     release: Callable[[], None] = field(default=lambda: None)
+    is_mappable: bool = False
+    mappings: dict[Hashable, Mapping] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         elsewhere = [
@@ -54,6 +65,13 @@ class Segment:
     def num_bytes(self) -> int:
         """Size of each rank's part."""
         return self.local.numel()
+
+    def free(self) -> None:
+        """Gives back everything; nothing uses it any more."""
+        for mapping in self.mappings.values():
+            mapping.unmap()
+        self.mappings.clear()
+        self.release()
 
 
 class Transport(Protocol):

@@ -81,7 +81,7 @@ class TPContext(OpContext):
         )
         self.scatter_channel = self.add_channel("tp.gemm_rs", self.world_size * 4096, (*fields, "block_m", "block_n"))
         self.reduce_channel = self.add_channel("tp.reduce_scatter", self.world_size, fields)
-        self.reduce_epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.reduce_epochs = torch.zeros(self.world_size, dtype=torch.int32, device=self.device)
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}

@@ -193,9 +193,8 @@ def start_all_gather(
         partition = _partition("all_gather", context, x, counts, total=False)
         if partition.num_rows == 0 or x.shape[-1] == 0:
             raise NotSupportedError(f"all_gather: nothing to gather in {tuple(x.shape)}")
-        prepared = PreparedGather(
-            context, partition, padded_columns(x.shape[-1], x.dtype), x.dtype, GatherPlan("copy"), block_m=1
-        )
+        columns = padded_columns(x.shape[-1], x.dtype)
+        prepared = PreparedGather(context, partition, columns, x.dtype, GatherPlan("copy"), block_m=1, is_awaited=True)
         context.prepared[key] = prepared
     return StartedGather(prepared, _sendable_rows(x), x.shape[-1], stream)
 

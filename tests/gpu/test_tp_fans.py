@@ -1,0 +1,120 @@
+"""Gathers and reduce-scatters whose copy engines send to several peers in one command: NCCL's bits, and the memory is given back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_tp import gathered, normals, poison, scattered
+
+from ditron_train.stream import driver
+from ditron_train.tp import TPContext, start_all_gather, start_reduce_scatter
+from ditron_train.tp.gather import PreparedGather
+from ditron_train.tp.scatter import PreparedScatter
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+
+
+@pytest.fixture
+def context(device):
+    if dist.get_world_size() < 4:
+        pytest.skip("needs 4 ranks")
+    if not driver.has_driver():
+        pytest.skip("needs cuda-bindings")
+    context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
+    yield context
+    context.arena.close()
+
+
+def _prepared(context, kind):
+    return [prepared for prepared in context.prepared.values() if isinstance(prepared, kind)]
+
+
+@pytest.mark.parametrize("rows, columns", [(8, 64), (250, 1000), (1024, 4096)])
+def test_late_ranks_and_poison(context, all_equal, rows, columns):
+    """Recorded from the third call on; a captured graph runs in between."""
+    world, rank = context.world_size, context.rank
+    x, partial = normals(rows, columns, seed=1), normals(rows * world, columns, seed=2)
+
+    def both():
+        gather = start_all_gather(x, context=context)
+        total = gather.wait().clone()
+        return total, start_reduce_scatter(partial, context=context).wait()
+
+    both()
+    assert [p for p in _prepared(context, PreparedGather) if p._fans] and [p for p in _prepared(context, PreparedScatter) if p._fans]
+    context.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = both()
+    for repeat in range(12):
+        x.copy_(normals(rows, columns, seed=100 + repeat))
+        partial.copy_(normals(rows * world, columns, seed=200 + repeat))
+        if repeat % 3 == 0:
+            poison(context)
+        if random.Random(repeat * 17 + rank).random() < 0.3:
+            torch.cuda._sleep(int(3e6))
+        found = both()
+        graph.replay()
+        for mine, replayed, expected in zip(found, captured, (gathered(x), scattered(partial))):
+            assert all_equal(mine, expected) and all_equal(replayed, expected), repeat
+    context.synchronize()
+
+
+def test_uneven_and_empty_shares(context, all_equal):
+    world, rank = context.world_size, context.rank
+    for counts in ([5 * r for r in range(world)], [world - r for r in range(world)], [64] * (world - 1) + [1]):
+        for repeat in range(4):
+            x = normals(counts[rank], 256, seed=10 * sum(counts) + repeat)
+            poison(context)
+            found = start_all_gather(x, context=context, row_counts=counts).wait().clone()
+            assert all_equal(found, gathered(x, counts)), (counts, repeat)
+    context.synchronize()
+
+
+def test_memory_moves_and_is_given_back(device, context, all_equal, monkeypatch):
+    """Buffers grow under windows that were mapped before; at the end everything is unmapped."""
+    mapped, unmapped, map_once_more, unmap = [], [], driver.map_side_by_side, driver.unmap
+
+    def noted_map(addresses):
+        mapped.append((found := map_once_more(addresses))[0])
+        return found
+
+    def noted_unmap(base, num_bytes):
+        unmapped.append(base)
+        unmap(base, num_bytes)
+
+    monkeypatch.setattr(driver, "map_side_by_side", noted_map)
+    monkeypatch.setattr(driver, "unmap", noted_unmap)
+    for rows in (64, 2048, 128, 8192):
+        for repeat in range(4):
+            x, partial = normals(rows, 1024, seed=rows + repeat), normals(rows * context.world_size, 1024, seed=rows + repeat + 50)
+            assert all_equal(start_all_gather(x, context=context).wait(), gathered(x))
+            assert all_equal(start_reduce_scatter(partial, context=context).wait(), scattered(partial))
+    assert len(unmapped) >= 6 and len(mapped) > len(unmapped)
+    context.synchronize()
+    torch.cuda.synchronize()
+    free_bytes, held_bytes = torch.cuda.mem_get_info()[0], context.arena.num_bytes
+    context.arena.close()
+    assert sorted(mapped) == sorted(unmapped)
+    if dist.get_world_size() <= torch.cuda.device_count():  # else other ranks free theirs on this GPU, too
+        assert torch.cuda.mem_get_info()[0] >= free_bytes + held_bytes // 2
+
+
+def test_without_windows(context, all_equal, monkeypatch):
+    """Where the driver maps nothing rows go to one peer after another."""
+    from ditron_train.runtime.errors import DitronError
+
+    def refuse(addresses):
+        raise DitronError("not here")
+
+    monkeypatch.setattr(driver, "map_side_by_side", refuse)
+    for repeat in range(4):
+        x, partial = normals(96, 128, seed=repeat), normals(96 * context.world_size, 128, seed=repeat + 50)
+        assert all_equal(start_all_gather(x, context=context).wait(), gathered(x))
+        assert all_equal(start_reduce_scatter(partial, context=context).wait(), scattered(partial))
+    assert not any(p._fans for p in _prepared(context, (PreparedGather, PreparedScatter)))
+    context.synchronize()

@@ -1,0 +1,190 @@
+"""Windows of ranks' memory, with a driver that writes down what it maps; copies of pieces on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ditron_train.runtime.errors import DitronError
+from ditron_train.stream import driver
+from ditron_train.stream import window as windows
+from ditron_train.stream.copies import Fan, copy_fans
+from ditron_train.stream.window import ring_window, window
+from ditron_train.symm.arena import SymmetricTensor
+from ditron_train.symm.transport import Segment
+
+SIZE, BASE, OFFSET = 2 << 20, 1 << 40, 256
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """What is mapped now: base of the window -> the addresses it was made for."""
+    live: dict[int, list[int]] = {}
+
+    def map_side_by_side(addresses):
+        base = BASE * (1 + len(live))
+        live[base] = list(addresses)
+        return base, SIZE, OFFSET
+
+    def unmap(base, num_bytes):
+        assert num_bytes == SIZE * len(live.pop(base))
+
+    monkeypatch.setattr(driver, "has_driver", lambda: True)
+    monkeypatch.setattr(driver, "map_side_by_side", map_side_by_side)
+    monkeypatch.setattr(driver, "unmap", unmap)
+    return live
+
+
+def _tensor(world_size: int = 4, is_mappable: bool = True) -> SymmetricTensor:
+    parts = [torch.zeros(64, dtype=torch.uint8) for _ in range(world_size)]
+    addresses = [part.data_ptr() for part in parts]
+    segment = Segment(parts[0], parts, addresses, is_mappable=is_mappable)
+    return SymmetricTensor(segment, (16,), torch.float32, torch.tensor(addresses))
+
+
+def test_each_is_mapped_once_until_the_memory_is_freed(mapped):
+    tensor = _tensor()
+    ring = ring_window(tensor)
+    assert mapped == {ring.base: tensor.host_addresses * 2}
+    assert [ring.address(p) - ring.base for p in (0, 1, 7)] == [OFFSET, SIZE + OFFSET, 7 * SIZE + OFFSET]
+    own = window(tensor, [2] * 3)
+    assert mapped[own.base] == [tensor.host_addresses[2]] * 3
+    assert ring_window(tensor) is ring and window(tensor, [2] * 3) is own and len(mapped) == 2
+    freed = []
+    tensor.segment.release = lambda: freed.append(dict(mapped))
+    tensor.segment.free()
+    assert freed == [{}]  # unmapped before the memory goes
+
+
+def test_none_where_memory_cannot_be_mapped(mapped, monkeypatch):
+    assert ring_window(_tensor(is_mappable=False)) is None and not mapped
+    monkeypatch.setattr(driver, "has_driver", lambda: False)
+    assert ring_window(_tensor()) is None and not mapped
+
+
+def test_none_where_the_driver_refuses_and_it_is_asked_once(mapped, monkeypatch):
+    asked = []
+
+    def refuse(addresses):
+        asked.append(addresses)
+        raise DitronError("not this memory")
+
+    monkeypatch.setattr(driver, "map_side_by_side", refuse)
+    tensor = _tensor()
+    assert ring_window(tensor) is None and ring_window(tensor) is None and len(asked) == 1
+    tensor.segment.free()
+
+
+def test_none_where_pieces_are_too_far_apart(mapped, monkeypatch):
+    monkeypatch.setattr(windows, "_MAX_PITCH_BYTES", SIZE - 1)
+    tensor = _tensor()
+    assert ring_window(tensor) is None and not mapped
+    tensor.segment.free()
+
+
+def test_nothing_new_is_mapped_while_a_graph_is_captured(mapped, monkeypatch):
+    tensor = _tensor()
+    ring = ring_window(tensor)
+    monkeypatch.setattr(windows, "is_capturing", lambda device: True)
+    assert ring_window(tensor) is ring and window(tensor, [1]) is None
+    monkeypatch.setattr(windows, "is_capturing", lambda device: False)
+    assert window(tensor, [1]) is not None
+
+
+class _FakeCuda:
+    """The calls of ``map_side_by_side``: allocations of SIZE bytes, one of which cannot be mapped."""
+
+    def __init__(self, failing: int | None = None, sizes: dict[int, int] | None = None) -> None:
+        self.failing, self.sizes = failing, sizes or {}
+        self.reserved: dict[int, int] = {}
+        self.held: list[int] = []
+        self.maps: list[tuple[int, int, int]] = []
+        self.CUmemAccessDesc = lambda: SimpleNamespace(location=SimpleNamespace())
+        self.CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+        self.CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+
+    def cuMemGetAddressRange(self, address):
+        return 0, address // SIZE * SIZE, self.sizes.get(address // SIZE, SIZE)
+
+    def cuMemAddressReserve(self, size, alignment, address, flags):
+        self.reserved[BASE] = size
+        return 0, BASE
+
+    def cuMemRetainAllocationHandle(self, address):
+        if address // SIZE == self.failing:
+            return (1, None)
+        self.held.append(address // SIZE)
+        return 0, address // SIZE
+
+    def cuMemRelease(self, handle):
+        self.held.remove(handle)
+        return (0,)
+
+    def cuMemMap(self, address, size, offset, handle, flags):
+        self.maps.append((address, size, handle))
+        return (0,)
+
+    def cuCtxGetDevice(self):
+        return 0, 3
+
+    def cuMemSetAccess(self, address, size, descriptors, count):
+        assert (address, size) == (BASE, self.reserved[BASE]) and descriptors[0].location.id == 3
+        return (0,)
+
+    def cuMemUnmap(self, address, size):
+        assert size == sum(part for _, part, _ in self.maps)
+        self.maps.clear()
+        return (0,)
+
+    def cuMemAddressFree(self, address, size):
+        assert self.reserved.pop(address) == size
+        return (0,)
+
+
+def _allocations(*numbers):
+    return [number * SIZE + OFFSET for number in numbers]
+
+
+def test_the_driver_maps_allocations_one_behind_another(monkeypatch):
+    cuda = _FakeCuda()
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    assert driver.map_side_by_side(_allocations(5, 6, 5)) == (BASE, SIZE, OFFSET)
+    assert cuda.maps == [(BASE, SIZE, 5), (BASE + SIZE, SIZE, 6), (BASE + 2 * SIZE, SIZE, 5)] and not cuda.held
+    driver.unmap(BASE, 3 * SIZE)
+    assert not cuda.maps and not cuda.reserved
+
+
+@pytest.mark.parametrize("failing", [5, 7])
+def test_the_driver_leaves_nothing_mapped_where_one_fails(monkeypatch, failing):
+    cuda = _FakeCuda(failing)
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    with pytest.raises(DitronError):
+        driver.map_side_by_side(_allocations(5, 6, 7))
+    assert not cuda.maps and not cuda.reserved and not cuda.held
+
+
+def test_the_driver_maps_nothing_where_places_differ(monkeypatch):
+    cuda = _FakeCuda(sizes={6: 2 * SIZE})
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    for addresses in (_allocations(5, 6), [5 * SIZE, 7 * SIZE + OFFSET]):
+        with pytest.raises(DitronError, match="different places"):
+            driver.map_side_by_side(addresses)
+    assert not cuda.maps and not cuda.reserved
+
+
+@given(st.integers(0, 5), st.integers(1, 9), st.integers(0, 6), st.integers(0, 6))
+def test_pieces_are_copied_each_to_its_place(count, num_bytes, gap, source_gap):
+    pitch, source_pitch = num_bytes + gap, num_bytes + source_gap
+    source = np.arange(1, 1 + max(1, count * source_pitch), dtype=np.uint8)
+    destination, expected = (np.zeros(max(1, count * pitch), dtype=np.uint8) for _ in range(2))
+    for piece in range(count):
+        expected[piece * pitch :][:num_bytes] = source[piece * source_pitch :][:num_bytes]
+    addresses = (array.ctypes.data_as(ctypes.c_void_p).value for array in (destination, source))
+    copy_fans([Fan(next(addresses), pitch, next(addresses), source_pitch, num_bytes, count)], None)
+    assert (destination == expected).all()
