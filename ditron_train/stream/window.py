@@ -15,14 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import DitronError
-from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.stream import driver
+from ditron_train.stream.copies import Fan, copy_fans
 from ditron_train.symm.arena import SymmetricTensor
 
-__all__ = ["Window", "ring_window", "window"]
+__all__ = ["Window", "ring_window", "send_fans", "window"]
 
+_REFUSALS = (DitronError, AttributeError, TypeError)  # the last two: other bindings than were seen
 _MAX_PITCH_BYTES = (1 << 31) - 1  # of copies of pieces (CU_DEVICE_ATTRIBUTE_MAX_PITCH)
 
 
@@ -41,8 +45,11 @@ class Window:
         return self.base + position * self.pitch + self.offset
 
     def unmap(self) -> None:
-        """Takes it back."""
-        driver.unmap(self.base, self.count * self.pitch)
+        """Takes it back. What the driver has against that must not keep the memory's owner from freeing the rest."""
+        try:
+            driver.unmap(self.base, self.count * self.pitch)
+        except DitronError as error:
+            get_logger("stream").warning("a window stays mapped: %s", error)
 
 
 class _NoWindow:
@@ -61,7 +68,7 @@ def window(tensor: SymmetricTensor, ranks: Sequence[int]) -> Window | None:
     if key not in segment.mappings:
         if is_capturing(tensor.local.device):  # not a time for the driver to map memory
             return None
-        segment.mappings[key] = _map([segment.addresses[rank] for rank in ranks])
+        segment.mappings[key] = _map([segment.addresses[rank] for rank in ranks], segment.num_bytes)
     found = segment.mappings[key]
     return found if isinstance(found, Window) else None
 
@@ -72,14 +79,31 @@ def ring_window(tensor: SymmetricTensor) -> Window | None:
     return window(tensor, [*range(world_size)] * 2)
 
 
-def _map(addresses: list[int]) -> Window | _NoWindow:
+def send_fans(fans: Sequence[Fan], stream: torch.cuda.Stream | None) -> bool:
+    """``copy_fans`` through windows; False where the driver does not take them: then nothing, or a part, has been sent."""
+    try:
+        copy_fans(fans, stream)
+    except _REFUSALS as error:
+        _log_refusal(error)
+        return False
+    return True
+
+
+def _log_refusal(why: object) -> None:
+    log_once("windows", f"rows go to one peer after another, slower by some us for each: {why}")
+
+
+def _map(addresses: list[int], num_bytes: int) -> Window | _NoWindow:
+    if num_bytes > _MAX_PITCH_BYTES:
+        _log_refusal(f"a copy engine takes no pieces {num_bytes} bytes apart")
+        return _NoWindow()
     try:
         base, pitch, offset = driver.map_side_by_side(addresses)
-    except DitronError as error:
-        log_once("windows", f"copies to several peers are commands of their own, slower by some us each: {error}")
+    except _REFUSALS as error:
+        _log_refusal(error)
         return _NoWindow()
     found = Window(base, pitch, offset, len(addresses))
-    if pitch <= _MAX_PITCH_BYTES:
+    if pitch <= _MAX_PITCH_BYTES:  # the allocation is larger than its buffer
         return found
     found.unmap()
     return _NoWindow()

@@ -6,10 +6,10 @@ import torch
 
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule.orders import chunk_order
-from ditron_train.stream.copies import Fan, copy_fans, copy_with_flags
+from ditron_train.stream.copies import Fan, copy_with_flags
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle
-from ditron_train.stream.window import ring_window, window
+from ditron_train.stream.window import ring_window, send_fans, window
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.gather_kernels import copy_rows_kernel, gather_start_kernel, gather_wait_kernel, push_shard_kernel
 from ditron_train.tp.tuning import GatherPlan
@@ -162,6 +162,7 @@ class PreparedGather:
         """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``.
 
         Without ``copies_own`` this rank's own rows of the buffer stay as they are."""
+        assert copies_own or not self._fans, "what is sent to several peers at once is sent from its place in the buffer"
         context = self.context
         stream = context.fork()
         if self.by_push:
@@ -170,13 +171,13 @@ class PreparedGather:
                 self._push(*self._push_arguments(x), stream=stream, key=key)
         else:
             address = x.data_ptr()
-            context.run_again((self, address), lambda: self._send_by_copies(x, stream), (address,))
-        if copies_own or self._fans:
+            context.run_again((self, address, bool(self._fans)), lambda: self._send_by_copies(x, stream), (address,))
+        if copies_own:
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
             self._own_rows.copy_(x)
         if self._fans:
             stream = context.fork()
-            context.run_again((self, "fans"), lambda: copy_fans(self._fans, stream), ())
+            context.run_again((self, "fans"), lambda: self._send_to_others(stream), ())
 
     def copy_own(self, x: torch.Tensor) -> None:
         """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that has been
@@ -230,6 +231,12 @@ class PreparedGather:
                 channel.tickets, channel.control, stream=stream, key="start",
             )  # fmt: skip
         copy_with_flags(self._copies[:1] if self._fans else self._copies, x.data_ptr(), stream)
+
+    def _send_to_others(self, stream: torch.cuda.Stream | None) -> None:
+        """To all peers but the first, from this rank's place in the buffer; from now on one by one where the driver wants it so."""
+        if not send_fans(self._fans, stream):
+            self._fans = []
+            copy_with_flags(self._copies[1:], self._own_rows.data_ptr(), stream)
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, [total rows, K], a view of the buffer."""

@@ -21,9 +21,9 @@ import torch
 
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule.orders import chunk_order
-from ditron_train.stream.copies import Fan, copy_bytes, copy_fans, copy_with_flags
+from ditron_train.stream.copies import Fan, copy_bytes, copy_with_flags
 from ditron_train.stream.events import current_handle
-from ditron_train.stream.window import ring_window
+from ditron_train.stream.window import ring_window, send_fans
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather_kernels import gather_start_kernel
 from ditron_train.tp.scatter_kernels import fold_rows_kernel
@@ -126,11 +126,11 @@ class PreparedScatter:
     def _send_all(self, partial: torch.Tensor) -> None:
         """To all at once where peers' memory is mapped side by side: nobody adds up before all rows are there."""
         self._signal_start()
-        if not self._fans:
-            copy_with_flags(self._copies, partial.data_ptr(), self.context.comm_stream)
-            return
-        for offset, rows, flags in self._fans:
-            copy_fans((replace(rows, source=partial.data_ptr() + offset), flags), self.context.comm_stream)
+        address, stream = partial.data_ptr(), self.context.comm_stream
+        fans = [fan for offset, rows, flags in self._fans for fan in (replace(rows, source=address + offset), flags)]
+        if not (fans and send_fans(fans, stream)):
+            self._fans = []
+            copy_with_flags(self._copies, address, stream)
 
     def begin(self) -> None:
         """Start signals, behind what the current stream has done; ``send`` follows."""
@@ -159,8 +159,10 @@ class PreparedScatter:
             return
         if num_bytes:
             copy_bytes(destination + skipped, partial.data_ptr() + source, num_bytes, stream)
-        if signals and num_behind == 1:
-            copy_fans((self._first_flags,), stream)
+        if signals and num_behind == 1 and not send_fans((self._first_flags,), stream):
+            self._first_flags = None
+            flags_alone = [(destination, offset, 0, flag, word) for destination, offset, _, flag, word in self._copies[:-1]]
+            copy_with_flags(flags_alone, partial.data_ptr(), stream)
 
     def give_up(self) -> None:
         """Behind ``begin`` instead of ``finish``, where not all can be sent: the next call adds up what is sent with its own

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from test_tp import gathered, normals, poison, scattered
 
+from ditron_train.gemm import matmul_nt
 from ditron_train.stream import driver
-from ditron_train.tp import TPContext, start_all_gather, start_reduce_scatter
+from ditron_train.tp import TPContext, chunked, gemm_rs, start_all_gather, start_reduce_scatter
+from ditron_train.tp.chunked import PreparedChunkedGemmRs
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.scatter import PreparedScatter
 
@@ -57,10 +59,44 @@ def test_late_ranks_and_poison(context, all_equal, rows, columns):
             poison(context)
         if random.Random(repeat * 17 + rank).random() < 0.3:
             torch.cuda._sleep(int(3e6))
-        found = both()
+        for mine, expected in zip(both(), (gathered(x), scattered(partial))):
+            assert all_equal(mine, expected), repeat
+        x.add_(1)  # what the buffers hold by now is not what the graph sends
+        partial.add_(1)
         graph.replay()
-        for mine, replayed, expected in zip(found, captured, (gathered(x), scattered(partial))):
-            assert all_equal(mine, expected) and all_equal(replayed, expected), repeat
+        for replayed, expected in zip(captured, (gathered(x), scattered(partial))):
+            assert all_equal(replayed, expected), repeat
+    context.synchronize()
+
+
+def test_flags_of_a_gemm_rs_that_wait_for_each_other(context, all_equal, monkeypatch):
+    """New inputs each time and poison in between; the recorded op, and a captured one."""
+    world, rank = context.world_size, context.rank
+    monkeypatch.setattr(chunked, "sums_in_parts", lambda *_: True)
+    x, weight = normals(256 * world, 512, seed=1), normals(1024, 512, seed=2)
+
+    def op():
+        return gemm_rs(x, weight, context=context, scatter="copy")
+
+    op()
+    (prepared,) = _prepared(context, PreparedChunkedGemmRs)
+    assert prepared._scatter._first_flags is not None
+    context.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = op()
+    for repeat in range(12):
+        for is_replay in (False, True):
+            x.copy_(normals(256 * world, 512, seed=100 + 2 * repeat + is_replay))
+            if repeat % 2 == 0:
+                poison(context)
+            if random.Random(repeat * 31 + rank).random() < 0.3:
+                torch.cuda._sleep(int(3e6))
+            found = captured if is_replay else op()
+            if is_replay:
+                graph.replay()
+            assert all_equal(found, scattered(matmul_nt(x, weight))), (repeat, is_replay)
     context.synchronize()
 
 
@@ -99,6 +135,7 @@ def test_memory_moves_and_is_given_back(device, context, all_equal, monkeypatch)
     torch.cuda.synchronize()
     free_bytes, held_bytes = torch.cuda.mem_get_info()[0], context.arena.num_bytes
     context.arena.close()
+    dist.barrier()  # peers have let go of this rank's memory, too
     assert sorted(mapped) == sorted(unmapped)
     if dist.get_world_size() <= torch.cuda.device_count():  # else other ranks free theirs on this GPU, too
         assert torch.cuda.mem_get_info()[0] >= free_bytes + held_bytes // 2

@@ -15,7 +15,7 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.stream import driver
 from ditron_train.stream import window as windows
 from ditron_train.stream.copies import Fan, copy_fans
-from ditron_train.stream.window import ring_window, window
+from ditron_train.stream.window import ring_window, send_fans, window
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.symm.transport import Segment
 
@@ -95,6 +95,37 @@ def test_nothing_new_is_mapped_while_a_graph_is_captured(mapped, monkeypatch):
     assert ring_window(tensor) is ring and window(tensor, [1]) is None
     monkeypatch.setattr(windows, "is_capturing", lambda device: False)
     assert window(tensor, [1]) is not None
+
+
+def test_buffers_that_are_too_large_are_not_mapped(mapped, monkeypatch):
+    monkeypatch.setattr(windows, "_MAX_PITCH_BYTES", 63)
+    monkeypatch.setattr(driver, "map_side_by_side", None)  # nobody asks
+    tensor = _tensor()
+    assert ring_window(tensor) is None
+    tensor.segment.free()
+
+
+def test_memory_is_freed_though_a_window_cannot_be_unmapped(mapped, monkeypatch, caplog):
+    tensor, freed = _tensor(), []
+
+    def refuse(base, num_bytes):
+        raise DitronError("a broken context")
+
+    assert ring_window(tensor) is not None
+    monkeypatch.setattr(driver, "unmap", refuse)
+    tensor.segment.release = lambda: freed.append(True)
+    tensor.segment.free()
+    assert freed and "a broken context" in caplog.text
+
+
+@pytest.mark.parametrize("error", [DitronError("invalid value"), AttributeError("CUDA_MEMCPY2D")])
+def test_a_driver_that_refuses_is_an_answer(monkeypatch, error):
+    def refuse(fans, stream):
+        raise error
+
+    assert send_fans([], None)
+    monkeypatch.setattr(windows, "copy_fans", refuse)
+    assert not send_fans([], None)
 
 
 class _FakeCuda:

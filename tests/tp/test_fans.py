@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,11 +120,122 @@ def test_scatters(world_and_rank, rows_of_a_rank):
         assert PreparedScatter._list_fans(prepared) == []  # no equal distances
     finally:
         scatter.ring_window = original
-    sent, said = [], []
+    sent, said, words = [], [], context.reduce_epochs.data_ptr()
     for offset, rows, flags in fans:
         sent += [(destination, offset + source, size) for destination, source, size in _pieces(rows, slots.real)]
         said += [flag for flag, word, size in _pieces(flags, signals.real)]
+    for flags in (first_flags, *(flags for _, _, flags in fans)):
+        assert all(words <= word < words + 4 * world and size == 4 for _, word, size in _pieces(flags, signals.real))
     assert sorted(sent) == sorted((destination, source, size) for destination, source, size, _, _ in copies)
     assert Counter(said) == Counter(flag for _, _, _, flag, _ in copies)
     assert {flag for flag, _, _ in _pieces(first_flags, signals.real)} == {copy[3] for copy in copies[:-1]}
     assert first_flags.count == len(copies) - 1
+
+
+class _Sends:
+    """What a prepared reduce-scatter or gather sends, in order: ("rows", ...), ("flag", word's value aside, ...), ("fan", ...)."""
+
+    def __init__(self, monkeypatch, module, *, refuses: bool = False) -> None:
+        self.log: list[tuple] = []
+
+        def copies(chunks, source, stream):
+            for destination, offset, num_bytes, flag, _ in chunks:
+                if num_bytes:
+                    self.log.append(("rows", destination, source + offset, num_bytes))
+                self.log.append(("flag", flag))
+
+        def fans(sent, stream):
+            if not refuses:
+                self.log += [("fan", fan) for fan in sent]
+            return not refuses
+
+        monkeypatch.setattr(module, "copy_with_flags", copies)
+        monkeypatch.setattr(module, "send_fans", fans)
+        if module is scatter:
+            monkeypatch.setattr(module, "copy_bytes", lambda to, source, size, stream: self.log.append(("rows", to, source, size)))
+
+    def flags(self, real) -> list[int]:
+        """Addresses of flags in the order in which they are written."""
+        found = []
+        for kind, *rest in self.log:
+            if kind == "flag":
+                found += rest
+            elif kind == "fan" and rest[0].num_bytes == 4:
+                found += [flag for flag, _, _ in _pieces(rest[0], real)]
+        return found
+
+
+def _chunked_scatter(monkeypatch, counts, rank):
+    """A reduce-scatter whose rows leave as they are done, and the ring of its flags."""
+    world = len(counts)
+    partition, context = RowPartition.of(counts), _context(rank, world)
+    context.comm_stream = object()
+    slots, signals = _Ring(SLOTS, world), _Ring(SIGNALS, world)
+    prepared = SimpleNamespace(
+        context=context, partition=partition, _slots=slots, channel=SimpleNamespace(signals=signals), _row_bytes=ROW_BYTES,
+        peers=[(rank - step) % world for step in range(1, world)],
+    )  # fmt: skip
+    monkeypatch.setattr(scatter, "ring_window", _Windows.ring_window)
+    prepared._copies = PreparedScatter._list_copies(prepared, ROW_BYTES)
+    prepared._first_flags = PreparedScatter._fan_of_first_flags(prepared)
+    return prepared, signals
+
+
+def _send_chunks(prepared, partial, *, halves: bool) -> None:
+    for position, peer in enumerate(prepared.peers):
+        start, end = prepared.partition.starts[peer : peer + 2]
+        middle = (start + end) // 2 if halves and position == 0 else start
+        for first, last in [(start, middle), (middle, end)][middle == start :]:
+            PreparedScatter.send(prepared, partial, position, slice(first, last), signals=last == end)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("counts", [[4] * 4, [4, 0, 6, 2, 4], [0, 0, 3, 5, 0, 1, 7, 2], [8] * 8])
+def test_flags_that_wait_are_behind_all_their_rows(monkeypatch, counts, halves, refuses):
+    partial = torch.zeros(sum(counts) * ROW_BYTES, dtype=torch.uint8)
+    for rank in range(len(counts)):
+        prepared, signals = _chunked_scatter(monkeypatch, counts, rank)
+        sends = _Sends(monkeypatch, scatter, refuses=refuses)
+        copies = prepared._copies
+        _send_chunks(prepared, partial, halves=halves)
+        assert sorted(sends.flags(signals.real)) == sorted(copy[3] for copy in copies)
+        written: set[int] = set()
+        for kind, *rest in sends.log:
+            if kind == "rows":
+                to, source, size = rest
+                written |= set(range(to, to + size, ROW_BYTES))
+                assert source - partial.data_ptr() < partial.numel()
+                continue
+            flags = {flag for flag, _, _ in _pieces(rest[0], signals.real)} if kind == "fan" else set(rest)
+            for destination, _, num_bytes, flag, _ in copies:
+                assert flag not in flags or set(range(destination, destination + num_bytes, ROW_BYTES)) <= written
+        assert (prepared._first_flags is None) == refuses
+        again = _Sends(monkeypatch, scatter, refuses=refuses)
+        _send_chunks(prepared, partial, halves=halves)  # one by one from now on, where the driver has refused
+        assert sorted(again.flags(signals.real)) == sorted(copy[3] for copy in copies)
+
+
+def test_scatters_go_one_by_one_from_the_first_refusal_on(monkeypatch):
+    prepared, _ = _chunked_scatter(monkeypatch, [4] * 5, 2)
+    prepared._signal_start = lambda: None
+    prepared._fans = PreparedScatter._list_fans(prepared)
+    assert len(prepared._fans) == 2
+    partial = torch.zeros(20 * ROW_BYTES, dtype=torch.uint8)
+    sends = _Sends(monkeypatch, scatter, refuses=True)
+    PreparedScatter._send_all(prepared, partial)
+    assert prepared._fans == [] and [entry for entry in sends.log if entry[0] == "rows"] == [
+        ("rows", destination, partial.data_ptr() + offset, num_bytes) for destination, offset, num_bytes, _, _ in prepared._copies
+    ]
+
+
+def test_gathers_go_one_by_one_from_the_first_refusal_on(monkeypatch):
+    own_rows = torch.zeros(4 * ROW_BYTES, dtype=torch.uint8)
+    copies = [(100 * peer, 0, 4 * ROW_BYTES, 7 + peer, 0) for peer in range(4)]
+    prepared = SimpleNamespace(_fans=["rows", "flags"], _copies=copies, _own_rows=own_rows)
+    sends = _Sends(monkeypatch, gather, refuses=True)
+    PreparedGather._send_to_others(prepared, None)
+    assert prepared._fans == []
+    assert [entry for entry in sends.log if entry[0] == "rows"] == [
+        ("rows", destination, own_rows.data_ptr(), num_bytes) for destination, _, num_bytes, _, _ in copies[1:]
+    ]

