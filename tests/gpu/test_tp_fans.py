@@ -34,6 +34,15 @@ def _prepared(context, kind):
     return [prepared for prepared in context.prepared.values() if isinstance(prepared, kind)]
 
 
+def _captured(context, op):
+    """A graph of what ``op`` does, and its results."""
+    context.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        return graph, op()
+
+
 @pytest.mark.parametrize("rows, columns", [(8, 64), (250, 1000), (1024, 4096)])
 def test_late_ranks_and_poison(context, all_equal, rows, columns):
     """Recorded from the third call on; a captured graph runs in between."""
@@ -47,11 +56,7 @@ def test_late_ranks_and_poison(context, all_equal, rows, columns):
 
     both()
     assert [p for p in _prepared(context, PreparedGather) if p._fans] and [p for p in _prepared(context, PreparedScatter) if p._fans]
-    context.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = both()
+    graph, captured = _captured(context, both)
     for repeat in range(12):
         x.copy_(normals(rows, columns, seed=100 + repeat))
         partial.copy_(normals(rows * world, columns, seed=200 + repeat))
@@ -81,11 +86,7 @@ def test_flags_of_a_gemm_rs_that_wait_for_each_other(context, all_equal, monkeyp
     op()
     (prepared,) = _prepared(context, PreparedChunkedGemmRs)
     assert prepared._scatter._first_flags is not None
-    context.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = op()
+    graph, captured = _captured(context, op)
     for repeat in range(12):
         for is_replay in (False, True):
             x.copy_(normals(256 * world, 512, seed=100 + 2 * repeat + is_replay))
