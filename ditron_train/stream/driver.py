@@ -106,11 +106,11 @@ def memcpy_2d_async(
     _check(driver.cuMemcpy2DAsync(copy, stream))
 
 
-def map_side_by_side(addresses: Sequence[int]) -> tuple[int, int, int]:
+def map_side_by_side(addresses: Sequence[int], num_bytes: int) -> tuple[int, int, int]:
     """Maps the allocations that the addresses lie in once more, one behind another, for the current device: (where the first
     one begins, how large each is, where in each the address is). One that is named several times is mapped as often.
 
-    Its memory is not free before ``unmap``.
+    Its memory is not free before ``unmap``. ``num_bytes``: what is used of each, from the address on.
 
     Raises:
         DitronError: They are not at the same place of equally large allocations that can be mapped (``cuMemCreate``).
@@ -124,6 +124,7 @@ def map_side_by_side(addresses: Sequence[int]) -> tuple[int, int, int]:
     if len(places) > 1:
         raise DitronError(f"addresses are at different places of their allocations: {sorted(places)}")
     ((offset, size),) = places
+    assert offset + num_bytes <= size
     reserved = driver.cuMemAddressReserve(len(addresses) * size, 0, 0, 0)
     _check(reserved)
     base = int(reserved[1])

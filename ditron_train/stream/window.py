@@ -3,7 +3,7 @@
 A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too: of a gather of 8192 x 4096 by 8
 ranks, seven copies of 8 MiB with their flags, 35 of 191 us. A copy of pieces at equal distances is one command, also where they
 lie on different GPUs; the driver's virtual memory management puts them there (2 H200s: windows of two buffers for 8 ranks took
-2.5 ms to map).
+2.5 ms to map). Between CPU processes ``stream.shared_mappings`` does it.
 
 Memory is the same by every address. The owner of a window writes or reads through it by copy engines alone, and its own kernels
 use the other addresses in operations that the stream orders before or behind, as aliases of memory require (CUDA C++ Programming
@@ -12,15 +12,16 @@ Guide, "Virtual Aliasing Support").
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import get_logger, log_once
-from ditron_train.stream import driver
+from ditron_train.stream import driver, shared_mappings
 from ditron_train.stream.copies import Fan, copy_fans
 from ditron_train.symm.arena import SymmetricTensor
 
@@ -32,12 +33,14 @@ _MAX_PITCH_BYTES = (1 << 31) - 1  # of copies of pieces (CU_DEVICE_ATTRIBUTE_MAX
 
 @dataclass(frozen=True)
 class Window:
-    """``count`` copies of a buffer, ``pitch`` bytes from one to the next, each ``offset`` bytes into its mapping."""
+    """``count`` copies of a buffer, ``pitch`` bytes from one to the next, each ``offset`` bytes into its mapping, of which
+    ``take_back`` undoes all."""
 
     base: int
     pitch: int
     offset: int
     count: int
+    take_back: Callable[[int, int], None]
 
     def address(self, position: int) -> int:
         """Of the copy at ``position``."""
@@ -47,7 +50,7 @@ class Window:
     def unmap(self) -> None:
         """Takes it back. What the driver has against that must not keep the memory's owner from freeing the rest."""
         try:
-            driver.unmap(self.base, self.count * self.pitch)
+            self.take_back(self.base, self.count * self.pitch)
         except DitronError as error:
             get_logger("stream").warning("a window stays mapped: %s", error)
 
@@ -59,16 +62,17 @@ class _NoWindow:
 
 def window(tensor: SymmetricTensor, ranks: Sequence[int]) -> Window | None:
     """The copies of these group ranks, in this order, each as often as it is named; mapped at the first call for them, until the
-    memory is freed. None where they cannot be mapped: other transports than ``torch``, no ``cuda-bindings``, the CPU; while a
-    CUDA graph is captured that is not tried."""
-    segment = tensor.segment
-    if not (segment.is_mappable and driver.has_driver()):
+    memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without ``cuda-bindings``; while a CUDA graph is
+    captured that is not tried."""
+    segment, device = tensor.segment, tensor.local.device
+    if not segment.is_mappable or (device.type == "cuda" and not driver.has_driver()):
         return None
     key = ("window", *ranks)
     if key not in segment.mappings:
-        if is_capturing(tensor.local.device):  # not a time for the driver to map memory
+        if is_capturing(device):  # not a time for the driver to map memory
             return None
-        segment.mappings[key] = _map([segment.addresses[rank] for rank in ranks], segment.num_bytes)
+        addresses = [segment.addresses[rank] for rank in ranks]
+        segment.mappings[key] = _map(driver if device.type == "cuda" else shared_mappings, addresses, segment.num_bytes)
     found = segment.mappings[key]
     return found if isinstance(found, Window) else None
 
@@ -93,16 +97,16 @@ def _log_refusal(why: object) -> None:
     log_once("windows", f"rows go to one peer after another, slower by some us for each: {why}")
 
 
-def _map(addresses: list[int], num_bytes: int) -> Window | _NoWindow:
+def _map(how: Any, addresses: list[int], num_bytes: int) -> Window | _NoWindow:
     if num_bytes > _MAX_PITCH_BYTES:
         _log_refusal(f"a copy engine takes no pieces {num_bytes} bytes apart")
         return _NoWindow()
     try:
-        base, pitch, offset = driver.map_side_by_side(addresses)
+        base, pitch, offset = how.map_side_by_side(addresses, num_bytes)
     except _REFUSALS as error:
         _log_refusal(error)
         return _NoWindow()
-    found = Window(base, pitch, offset, len(addresses))
+    found = Window(base, pitch, offset, len(addresses), how.unmap)
     if pitch <= _MAX_PITCH_BYTES:  # the allocation is larger than its buffer
         return found
     found.unmap()

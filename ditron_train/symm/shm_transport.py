@@ -58,4 +58,5 @@ class ShmTransport:
             with suppress(FileNotFoundError):
                 os.unlink(path)
         tensors = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in maps]
-        return Segment(local=tensors[rank], peers=list(tensors), addresses=[tensor.data_ptr() for tensor in tensors])
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return Segment(local=tensors[rank], peers=list(tensors), addresses=addresses, is_mappable=True)

@@ -132,7 +132,7 @@ class PreparedGather:
         context, rank, count = self.context, self.context.rank, self.partition.count(self.context.rank)
         num_others = context.world_size - 2
         is_one_chunk = self.partition.max_count <= self.granule_rows
-        if not context.is_cuda or context.world_size < _FEWEST_FOR_FANS or not is_one_chunk or count == 0:
+        if context.world_size < _FEWEST_FOR_FANS or not is_one_chunk or count == 0:
             return []
         rows, flags = ring_window(self.buffer), ring_window(self.channel.signals)
         own = window(self.buffer, [rank] * num_others)

@@ -93,7 +93,7 @@ class PreparedScatter:
         """For the ranks above this one, and those below: where their rows begin in the partial, the rows to their slots in one
         command, and their flags in another; empty where they are sent one by one."""
         context, partition, rank, world_size = self.context, self.partition, self.context.rank, self.context.world_size
-        if not context.is_cuda or world_size < _FEWEST_FOR_FANS or not partition.is_even(1):
+        if world_size < _FEWEST_FOR_FANS or not partition.is_even(1):
             return []
         slots, flags = ring_window(self._slots), ring_window(self.channel.signals)
         if slots is None or flags is None:

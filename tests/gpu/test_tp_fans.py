@@ -116,8 +116,8 @@ def test_memory_moves_and_is_given_back(device, context, all_equal, monkeypatch)
     """Buffers grow under windows that were mapped before; at the end everything is unmapped."""
     mapped, unmapped, map_once_more, unmap = [], [], driver.map_side_by_side, driver.unmap
 
-    def noted_map(addresses):
-        mapped.append((found := map_once_more(addresses))[0])
+    def noted_map(addresses, num_bytes):
+        mapped.append((found := map_once_more(addresses, num_bytes))[0])
         return found
 
     def noted_unmap(base, num_bytes):
@@ -146,7 +146,7 @@ def test_without_windows(context, all_equal, monkeypatch):
     """Where the driver maps nothing rows go to one peer after another."""
     from ditron_train.runtime.errors import DitronError
 
-    def refuse(addresses):
+    def refuse(addresses, num_bytes):
         raise DitronError("not here")
 
     monkeypatch.setattr(driver, "map_side_by_side", refuse)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditron_train.runtime.errors import DitronError
-from ditron_train.stream import driver
+from ditron_train.stream import driver, shared_mappings
 from ditron_train.stream import window as windows
 from ditron_train.stream.copies import Fan, copy_fans
 from ditron_train.stream.window import ring_window, send_fans, window
@@ -27,7 +29,8 @@ def mapped(monkeypatch):
     """What is mapped now: base of the window -> the addresses it was made for."""
     live: dict[int, list[int]] = {}
 
-    def map_side_by_side(addresses):
+    def map_side_by_side(addresses, num_bytes):
+        assert num_bytes == 64
         base = BASE * (1 + len(live))
         live[base] = list(addresses)
         return base, SIZE, OFFSET
@@ -35,9 +38,8 @@ def mapped(monkeypatch):
     def unmap(base, num_bytes):
         assert num_bytes == SIZE * len(live.pop(base))
 
-    monkeypatch.setattr(driver, "has_driver", lambda: True)
-    monkeypatch.setattr(driver, "map_side_by_side", map_side_by_side)
-    monkeypatch.setattr(driver, "unmap", unmap)
+    monkeypatch.setattr(shared_mappings, "map_side_by_side", map_side_by_side)
+    monkeypatch.setattr(shared_mappings, "unmap", unmap)
     return live
 
 
@@ -62,20 +64,18 @@ def test_each_is_mapped_once_until_the_memory_is_freed(mapped):
     assert freed == [{}]  # unmapped before the memory goes
 
 
-def test_none_where_memory_cannot_be_mapped(mapped, monkeypatch):
+def test_none_where_memory_cannot_be_mapped(mapped):
     assert ring_window(_tensor(is_mappable=False)) is None and not mapped
-    monkeypatch.setattr(driver, "has_driver", lambda: False)
-    assert ring_window(_tensor()) is None and not mapped
 
 
 def test_none_where_the_driver_refuses_and_it_is_asked_once(mapped, monkeypatch):
     asked = []
 
-    def refuse(addresses):
+    def refuse(addresses, num_bytes):
         asked.append(addresses)
         raise DitronError("not this memory")
 
-    monkeypatch.setattr(driver, "map_side_by_side", refuse)
+    monkeypatch.setattr(shared_mappings, "map_side_by_side", refuse)
     tensor = _tensor()
     assert ring_window(tensor) is None and ring_window(tensor) is None and len(asked) == 1
     tensor.segment.free()
@@ -99,7 +99,7 @@ def test_nothing_new_is_mapped_while_a_graph_is_captured(mapped, monkeypatch):
 
 def test_buffers_that_are_too_large_are_not_mapped(mapped, monkeypatch):
     monkeypatch.setattr(windows, "_MAX_PITCH_BYTES", 63)
-    monkeypatch.setattr(driver, "map_side_by_side", None)  # nobody asks
+    monkeypatch.setattr(shared_mappings, "map_side_by_side", None)  # nobody asks
     tensor = _tensor()
     assert ring_window(tensor) is None
     tensor.segment.free()
@@ -111,11 +111,43 @@ def test_memory_is_freed_though_a_window_cannot_be_unmapped(mapped, monkeypatch,
     def refuse(base, num_bytes):
         raise DitronError("a broken context")
 
+    monkeypatch.setattr(shared_mappings, "unmap", refuse)
     assert ring_window(tensor) is not None
-    monkeypatch.setattr(driver, "unmap", refuse)
     tensor.segment.release = lambda: freed.append(True)
     tensor.segment.free()
     assert freed and "a broken context" in caplog.text
+
+
+def test_shared_memory_is_mapped_once_more():
+    """Each page by two more addresses; what is written by one is read by the others; gone by ``unmap``."""
+    parts = [mmap.mmap(-1, 3 * mmap.PAGESIZE) for _ in range(2)]  # anonymous and shared
+    tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+    first, second = (tensor.data_ptr() for tensor in tensors)
+    num_bytes = 2 * mmap.PAGESIZE + 5
+    base, pitch, offset = shared_mappings.map_side_by_side([first, second, first], num_bytes)
+    assert (pitch, offset) == (3 * mmap.PAGESIZE, 0)
+    ctypes.memset(base + 2 * pitch + num_bytes - 1, 7, 1)
+    ctypes.memset(base + pitch, 9, 1)
+    assert tensors[0][num_bytes - 1] == 7 and tensors[1][0] == 9
+    tensors[0][0] = 11
+    assert ctypes.string_at(base, 1) == ctypes.string_at(base + 2 * pitch, 1) == b"\x0b"
+    assert f"{base:x}-" in Path("/proc/self/maps").read_text()
+    shared_mappings.unmap(base, 3 * pitch)
+    assert f"{base:x}-" not in Path("/proc/self/maps").read_text()
+    assert tensors[0][num_bytes - 1] == 7
+
+
+def test_shared_memory_that_begins_inside_a_page_is_refused():
+    with pytest.raises(DitronError, match="page"):
+        shared_mappings.map_side_by_side([mmap.PAGESIZE + 8], 8)
+
+
+def test_private_memory_is_refused_and_nothing_stays_mapped():
+    """The system would give an empty mapping where it cannot give these pages."""
+    part = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = torch.frombuffer(part, dtype=torch.uint8).data_ptr()
+    with pytest.raises(DitronError, match="mapped once more"):
+        shared_mappings.map_side_by_side([address, address], 8)
 
 
 @pytest.mark.parametrize("error", [DitronError("invalid value"), AttributeError("CUDA_MEMCPY2D")])
@@ -185,7 +217,7 @@ def _allocations(*numbers):
 def test_the_driver_maps_allocations_one_behind_another(monkeypatch):
     cuda = _FakeCuda()
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
-    assert driver.map_side_by_side(_allocations(5, 6, 5)) == (BASE, SIZE, OFFSET)
+    assert driver.map_side_by_side(_allocations(5, 6, 5), 64) == (BASE, SIZE, OFFSET)
     assert cuda.maps == [(BASE, SIZE, 5), (BASE + SIZE, SIZE, 6), (BASE + 2 * SIZE, SIZE, 5)] and not cuda.held
     driver.unmap(BASE, 3 * SIZE)
     assert not cuda.maps and not cuda.reserved
@@ -196,7 +228,7 @@ def test_the_driver_leaves_nothing_mapped_where_one_fails(monkeypatch, failing):
     cuda = _FakeCuda(failing)
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
     with pytest.raises(DitronError):
-        driver.map_side_by_side(_allocations(5, 6, 7))
+        driver.map_side_by_side(_allocations(5, 6, 7), 64)
     assert not cuda.maps and not cuda.reserved and not cuda.held
 
 
@@ -205,7 +237,7 @@ def test_the_driver_maps_nothing_where_places_differ(monkeypatch):
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
     for addresses in (_allocations(5, 6), [5 * SIZE, 7 * SIZE + OFFSET]):
         with pytest.raises(DitronError, match="different places"):
-            driver.map_side_by_side(addresses)
+            driver.map_side_by_side(addresses, 64)
     assert not cuda.maps and not cuda.reserved
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditron_train.stream.window import Window
-from ditron_train.tp import gather, scatter
-from ditron_train.tp.context import RowPartition
-from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.scatter import PreparedScatter
+sys.path.insert(0, str(Path(__file__).parent))
+import bodies_fans as bodies  # noqa: E402
+
+from ditron_train.testing.processes import run_workers  # noqa: E402
+from ditron_train.stream.window import Window  # noqa: E402
+from ditron_train.tp import gather, scatter  # noqa: E402
+from ditron_train.tp.context import RowPartition  # noqa: E402
+from ditron_train.tp.gather import PreparedGather  # noqa: E402
+from ditron_train.tp.scatter import PreparedScatter  # noqa: E402
 
 ROW_BYTES, SIZE = 48, 1 << 30
 GATHERED, SLOTS, SIGNALS = 1 << 50, 2 << 50, 3 << 50
@@ -29,7 +35,7 @@ class _Ring:
 
     def window(self, ranks) -> Window:
         self.ranks = list(ranks)
-        return Window(self.base + (1 << 45), SIZE, 0, len(self.ranks))
+        return Window(self.base + (1 << 45), SIZE, 0, len(self.ranks), None)
 
     def real(self, address: int) -> int:
         """Where an address of the ring's window leads."""
@@ -49,13 +55,13 @@ class _Windows:
     @classmethod
     def window(cls, tensor, ranks):
         assert len(set(ranks)) == 1
-        return Window(cls.own, SIZE, 0, len(ranks))
+        return Window(cls.own, SIZE, 0, len(ranks), None)
 
 
 def _context(rank: int, world_size: int) -> SimpleNamespace:
     words = torch.zeros(1024, dtype=torch.int32)
     return SimpleNamespace(
-        rank=rank, world_size=world_size, is_cuda=True, gather_epochs=words, reduce_epochs=words[:world_size].clone()
+        rank=rank, world_size=world_size, gather_epochs=words, reduce_epochs=words[:world_size].clone()
     )
 
 
@@ -239,3 +245,14 @@ def test_gathers_go_one_by_one_from_the_first_refusal_on(monkeypatch):
     assert [entry for entry in sends.log if entry[0] == "rows"] == [
         ("rows", destination, own_rows.data_ptr(), num_bytes) for destination, _, num_bytes, _, _ in copies[1:]
     ]
+
+
+@pytest.mark.parametrize("refused_mapping, refused_copies", [([], []), ([1], []), ([], [0, 3]), ([0, 1, 2, 3], [])])
+def test_between_processes(refused_mapping, refused_copies):
+    """Each rank decides by itself; who receives sees no difference."""
+    for rank, (is_fan, num_mapped, num_unmapped) in enumerate(
+        run_workers(4, bodies.check_fans, refused_mapping, refused_copies)
+    ):
+        assert num_mapped == num_unmapped and bool(num_mapped) == (rank not in refused_mapping)
+        # ops at the sizes that came after the last move; rank 0 has no rows in one of the uneven gathers
+        assert any(is_fan) == (rank not in refused_mapping + refused_copies), (rank, is_fan)
