@@ -124,7 +124,8 @@ def map_side_by_side(addresses: Sequence[int], num_bytes: int) -> tuple[int, int
     if len(places) > 1:
         raise DitronError(f"addresses are at different places of their allocations: {sorted(places)}")
     ((offset, size),) = places
-    assert offset + num_bytes <= size
+    if offset + num_bytes > size:
+        raise DitronError(f"{num_bytes} bytes are more than one mapping: {size - offset}")
     reserved = driver.cuMemAddressReserve(len(addresses) * size, 0, 0, 0)
     _check(reserved)
     base = int(reserved[1])

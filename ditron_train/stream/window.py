@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -55,11 +55,6 @@ class Window:
             get_logger("stream").warning("a window stays mapped: %s", error)
 
 
-class _NoWindow:
-    def unmap(self) -> None:
-        """Nothing was mapped."""
-
-
 def window(tensor: SymmetricTensor, ranks: Sequence[int]) -> Window | None:
     """The copies of these group ranks, in this order, each as often as it is named; mapped at the first call for them, until the
     memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without ``cuda-bindings``; while a CUDA graph is
@@ -73,8 +68,7 @@ def window(tensor: SymmetricTensor, ranks: Sequence[int]) -> Window | None:
             return None
         addresses = [segment.addresses[rank] for rank in ranks]
         segment.mappings[key] = _map(driver if device.type == "cuda" else shared_mappings, addresses, segment.num_bytes)
-    found = segment.mappings[key]
-    return found if isinstance(found, Window) else None
+    return cast("Window | None", segment.mappings[key])
 
 
 def ring_window(tensor: SymmetricTensor) -> Window | None:
@@ -97,17 +91,13 @@ def _log_refusal(why: object) -> None:
     log_once("windows", f"rows go to one peer after another, slower by some us for each: {why}")
 
 
-def _map(how: Any, addresses: list[int], num_bytes: int) -> Window | _NoWindow:
+def _map(how: Any, addresses: list[int], num_bytes: int) -> Window | None:
     if num_bytes > _MAX_PITCH_BYTES:
         _log_refusal(f"a copy engine takes no pieces {num_bytes} bytes apart")
-        return _NoWindow()
+        return None
     try:
         base, pitch, offset = how.map_side_by_side(addresses, num_bytes)
     except _REFUSALS as error:
         _log_refusal(error)
-        return _NoWindow()
-    found = Window(base, pitch, offset, len(addresses), how.unmap)
-    if pitch <= _MAX_PITCH_BYTES:  # the allocation is larger than its buffer
-        return found
-    found.unmap()
-    return _NoWindow()
+        return None
+    return Window(base, pitch, offset, len(addresses), how.unmap)

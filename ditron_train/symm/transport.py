@@ -40,7 +40,7 @@ class Segment:
         release: Gives this rank's mappings and memory back; called once, collectively, by ``free``.
         is_mappable: Whether each rank's part lies in a mapping of its own, of the driver's or the system's, which can be made
             once more.
-        mappings: What has been mapped once more, by what it is for; goes before the memory does.
+        mappings: What has been mapped once more, by what it is for (None: it cannot be); goes before the memory does.
 
     Raises:
         ArenaError: One of ``peers`` lies elsewhere than ``addresses`` say: what is stored there would reach nobody.
@@ -51,7 +51,7 @@ class Segment:
     addresses: list[int]
     release: Callable[[], None] = field(default=lambda: None)
     is_mappable: bool = False
-    mappings: dict[Hashable, Mapping] = field(default_factory=dict)
+    mappings: dict[Hashable, Mapping | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         elsewhere = [
@@ -70,7 +70,8 @@ class Segment:
     def free(self) -> None:
         """Gives back everything; nothing uses it any more."""
         for mapping in self.mappings.values():
-            mapping.unmap()
+            if mapping is not None:
+                mapping.unmap()
         self.mappings.clear()
         self.release()
 

@@ -71,7 +71,7 @@ class PreparedScatter:
         self.peers = chunk_order(context.rank, context.world_size, "sum_push").tolist()
         self._row_bytes = num_columns * dtype.itemsize
         self._copies = self._list_copies(self._row_bytes)
-        self._fans: list[tuple[int, Fan, Fan]] | None = None
+        self._fans: list[tuple[Fan, Fan]] | None = None
         self._first_flags = self._fan_of_first_flags() if in_parts else None
 
     def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int, int]]:
@@ -89,9 +89,9 @@ class PreparedScatter:
             for peer in self.peers
         ]
 
-    def _list_fans(self) -> list[tuple[int, Fan, Fan]]:
-        """For the ranks above this one, and those below: where their rows begin in the partial, the rows to their slots in one
-        command, and their flags in another; empty where they are sent one by one."""
+    def _list_fans(self) -> list[tuple[Fan, Fan]]:
+        """For the ranks above this one, and those below: their rows to their slots in one command, whose source is as of a partial
+        at 0, and their flags in another; empty where they are sent one by one."""
         context, partition, rank, world_size = self.context, self.partition, self.context.rank, self.context.world_size
         if world_size < _FEWEST_FOR_FANS or not partition.is_even(1):
             return []
@@ -102,9 +102,9 @@ class PreparedScatter:
         words, fans = context.reduce_epochs.data_ptr(), []
         for first, count in ((rank + 1, world_size - 1 - rank), (0, rank)):
             if count:
-                rows = Fan(slots.address(first) + rank * num_bytes, slots.pitch, 0, num_bytes, num_bytes, count)
-                said = Fan(flags.address(first) + 4 * rank, flags.pitch, words, 4, 4, count)
-                fans.append((partition.starts[first] * self._row_bytes, rows, said))
+                slot = slots.address(first) + rank * num_bytes
+                rows = Fan(slot, slots.pitch, first * num_bytes, num_bytes, num_bytes, count)
+                fans.append((rows, Fan(flags.address(first) + 4 * rank, flags.pitch, words, 4, 4, count)))
         return fans
 
     def _fan_of_first_flags(self) -> Fan | None:
@@ -127,7 +127,7 @@ class PreparedScatter:
         """To all at once where peers' memory is mapped side by side: nobody adds up before all rows are there."""
         self._signal_start()
         address, stream = partial.data_ptr(), self.context.comm_stream
-        fans = [fan for offset, rows, flags in self._fans for fan in (replace(rows, source=address + offset), flags)]
+        fans = [fan for rows, flags in self._fans for fan in (replace(rows, source=address + rows.source), flags)]
         if not (fans and send_fans(fans, stream)):
             self._fans = []
             copy_with_flags(self._copies, address, stream)

@@ -81,13 +81,6 @@ def test_none_where_the_driver_refuses_and_it_is_asked_once(mapped, monkeypatch)
     tensor.segment.free()
 
 
-def test_none_where_pieces_are_too_far_apart(mapped, monkeypatch):
-    monkeypatch.setattr(windows, "_MAX_PITCH_BYTES", SIZE - 1)
-    tensor = _tensor()
-    assert ring_window(tensor) is None and not mapped
-    tensor.segment.free()
-
-
 def test_nothing_new_is_mapped_while_a_graph_is_captured(mapped, monkeypatch):
     tensor = _tensor()
     ring = ring_window(tensor)
@@ -238,6 +231,8 @@ def test_the_driver_maps_nothing_where_places_differ(monkeypatch):
     for addresses in (_allocations(5, 6), [5 * SIZE, 7 * SIZE + OFFSET]):
         with pytest.raises(DitronError, match="different places"):
             driver.map_side_by_side(addresses, 64)
+    with pytest.raises(DitronError, match="more than one mapping"):
+        driver.map_side_by_side(_allocations(5, 7), SIZE)
     assert not cuda.maps and not cuda.reserved
 
 

@@ -127,10 +127,10 @@ def test_scatters(world_and_rank, rows_of_a_rank):
     finally:
         scatter.ring_window = original
     sent, said, words = [], [], context.reduce_epochs.data_ptr()
-    for offset, rows, flags in fans:
-        sent += [(destination, offset + source, size) for destination, source, size in _pieces(rows, slots.real)]
+    for rows, flags in fans:
+        sent += _pieces(rows, slots.real)
         said += [flag for flag, word, size in _pieces(flags, signals.real)]
-    for flags in (first_flags, *(flags for _, _, flags in fans)):
+    for flags in (first_flags, *(flags for _, flags in fans)):
         assert all(words <= word < words + 4 * world and size == 4 for _, word, size in _pieces(flags, signals.real))
     assert sorted(sent) == sorted((destination, source, size) for destination, source, size, _, _ in copies)
     assert Counter(said) == Counter(flag for _, _, _, flag, _ in copies)

@@ -81,8 +81,8 @@ def _sharded(op: str, m: int, n: int, k: int, num_ranks: int) -> Problem:
     return Problem(op, m, n, k // num_ranks, "nt", torch.bfloat16, num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_what_was_measured_on_h200s_is_what_the_model_predicts(num_ranks: int) -> None:
+@pytest.mark.parametrize("num_ranks, tolerance", [(2, 0.12), (4, 0.06)])
+def test_what_was_measured_on_h200s_is_what_the_model_predicts(num_ranks: int, tolerance: float) -> None:
     """Times differ from one pair of H200s to another (by 8 % at the same long GEMM of cuBLAS), a speedup less."""
     results = Path(__file__).parents[2] / "benchmarks" / "results" / f"H200x{num_ranks}" / "tp.json"
     machine = Machine("NVIDIA H200", "sm_90", 132)
@@ -94,6 +94,6 @@ def test_what_was_measured_on_h200s_is_what_the_model_predicts(num_ranks: int) -
         problem = _sharded(row["op"], row["m"], row["n"], row["k"], num_ranks)
         seen = predict(problem, choose(problem, machine), machine, rates_of(machine))
         for estimate, measured in ((seen.ditron_us, row["ditron_us"]), (seen.native_us, row["native_us"])):
-            assert abs(estimate / measured - 1) < 0.12, (problem, estimate, measured)
+            assert abs(estimate / measured - 1) < tolerance, (problem, estimate, measured)
         speedup, predicted = row["native_us"] / row["ditron_us"], seen.native_us / seen.ditron_us
         assert abs(predicted / speedup - 1) < 0.04, (problem, predicted, speedup)
