@@ -1,7 +1,7 @@
 """The command line: ``python -m ditron_train doctor``, ``bench``, ...
 
-Every command is a function that imports what it needs, so that ``--help`` is quick and works where nothing is installed.
-Exit status: 0 well, 1 the command found something wrong, 2 it could not be run as asked, 130 interrupted.
+Every command is a function that imports what it needs, so that ``--help`` is quick and works where nothing is
+installed. Exit status: 0 well, 1 the command found something wrong, 2 it could not be run as asked, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -37,16 +37,24 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in available_benches().items():
         rooms.add_parser(name, help=text, add_help=False).set_defaults(function=_bench)
 
-    tune = commands.add_parser("tune", help="choose tile sizes and transfers for this machine (under torchrun)", add_help=False)
+    tune = commands.add_parser(
+        "tune", help="choose tile sizes and transfers for this machine (under torchrun)", add_help=False
+    )
     tune.set_defaults(function=_tune)
 
-    verify = commands.add_parser("verify", help="compare every op with native, bit for bit (under torchrun)", add_help=False)
+    verify = commands.add_parser(
+        "verify", help="compare every op with native, bit for bit (under torchrun)", add_help=False
+    )
     verify.set_defaults(function=_verify)
 
-    compare = commands.add_parser("compare", help="train twice by your own command, natively and with ours", add_help=False)
+    compare = commands.add_parser(
+        "compare", help="train twice by your own command, natively and with ours", add_help=False
+    )
     compare.set_defaults(function=_compare)
 
-    postmortem = commands.add_parser("postmortem", help="name the first rank that diverged, after a failure", add_help=False)
+    postmortem = commands.add_parser(
+        "postmortem", help="name the first rank that diverged, after a failure", add_help=False
+    )
     postmortem.set_defaults(function=_postmortem)
 
     trace = commands.add_parser(
@@ -96,14 +104,16 @@ def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:
     """Hands ``rest`` to a module with ``add_arguments(parser)`` and ``run(arguments)``."""
     module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(prog=f"python -m ditron_train {command}", description=module.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m ditron_train {command}", description=module.__doc__, allow_abbrev=False
+    )
     module.add_arguments(parser)
     return module.run(parser.parse_args(rest))
 
 
 def _set_megatron_environment(*, as_a_job: bool = False) -> None:
-    """Megatron's own settings, read when CUDA and Transformer Engine start; they are part of the results' stamp, and of a plan:
-    one that is made ``as_a_job`` would make it must not depend on what jobs rarely set."""
+    """Megatron's own settings, read when CUDA and Transformer Engine start; they are part of the results' stamp, and
+    of a plan: one that is made ``as_a_job`` would make it must not depend on what jobs rarely set."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not as_a_job:
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")

@@ -2,10 +2,10 @@
 
     python scripts/environment.py .venv quickstart        (or: test, bench)
 
-Only the standard library is needed. A torch or triton that the calling interpreter can import is used as it is and never
-replaced: the new environment then sees the outer one behind its own packages. What is missing is installed with the
-versions of ``constraints.txt``; what is there already and in the supported range stays. ``TORCH=2.11.0`` names another
-version of torch to install.
+Only the standard library is needed. A torch or triton that the calling interpreter can import is used as it is and
+never replaced: the new environment then sees the outer one behind its own packages. What is missing is installed with
+the versions of ``constraints.txt``; what is there already and in the supported range stays. ``TORCH=2.11.0`` names
+another version of torch to install.
 """
 
 from __future__ import annotations
@@ -104,11 +104,15 @@ def make_venv(folder: Path) -> Path:
         version = _output([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).strip()
         if version == "%d.%d" % sys.version_info[:2]:
             return python
-        raise SetupError(f"{folder} was made by Python {version}, this is {sys.version.split()[0]}: remove {folder} first")
+        raise SetupError(
+            f"{folder} was made by Python {version}, this is {sys.version.split()[0]}: remove {folder} first"
+        )
     _say(f"creating {folder} with Python {sys.version.split()[0]}")
     own_pip = importlib.util.find_spec("ensurepip") is not None
     if not own_pip and importlib.util.find_spec("pip") is None:
-        raise SetupError("this Python has neither ensurepip nor pip (Debian, Ubuntu: apt install python3-venv python3-pip)")
+        raise SetupError(
+            "this Python has neither ensurepip nor pip (Debian, Ubuntu: apt install python3-venv python3-pip)"
+        )
     try:
         venv.EnvBuilder(with_pip=own_pip, symlinks=True).create(folder)
     except subprocess.CalledProcessError as error:
@@ -163,7 +167,9 @@ def _install_core(python: Path, names: list[str], pins: dict[str, str], gpu: boo
             raise
         except SetupError as error:
             print(error, file=sys.stderr)
-            _say(f"trying torch {CUDA_TORCH} with its CUDA libraries instead (some 3 GB; it runs on the CPU, too). To avoid that,")
+            _say(
+                f"trying torch {CUDA_TORCH} with its CUDA libraries instead (some 3 GB; it runs on the CPU, too). To avoid that,"
+            )
             _say("install a CPU build as pytorch.org shows, and name the Python that can import it: PYTHON=...")
     version = os.environ.get("TORCH", CUDA_TORCH) if "torch" in names else pins["torch"]
     _install_group(python, names, {**pins, "torch": version})
@@ -187,7 +193,9 @@ def _pip(python: Path, arguments: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         index_answers = re.search(r"from versions: (?!none)", done.stderr)
-        if "Retry(total=0" in done.stderr and not index_answers:  # pip goes on, and blames versions that it has not seen
+        if (
+            "Retry(total=0" in done.stderr and not index_answers
+        ):  # pip goes on, and blames versions that it has not seen
             reasons = re.findall(r"(?:\[Errno -?\d+\] |')([A-Z][^'\[\]]+)'\)", done.stderr)
             why = f" ({reasons[-1]})" if reasons else ""
             raise NoNetwork(
@@ -204,7 +212,9 @@ def check(python: Path, pins: dict[str, str], gpu: bool) -> None:
     fixable = [name for name in wrong if name in pins and name not in ("torch", "triton")]
     if fixable:
         install(python, fixable, pins, gpu)
-    _output([python, "-c", "import torch, triton; from ditron_train.runtime import versions; versions.check_versions()"])
+    _output(
+        [python, "-c", "import torch, triton; from ditron_train.runtime import versions; versions.check_versions()"]
+    )
 
 
 def _output(command: list[str | Path]) -> str:
@@ -240,7 +250,9 @@ def main() -> int:
         return 1
     except OSError as error:
         where = error.filename or arguments.folder
-        print(f"error: {where}: {error.strerror}; VENV=/another/folder puts the environment elsewhere", file=sys.stderr)
+        print(
+            f"error: {where}: {error.strerror}; VENV=/another/folder puts the environment elsewhere", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -1,6 +1,6 @@
 """torchrun without its own traceback behind the workers' messages: what went wrong is said by the workers.
 
-    python scripts/launch.py NUM_PROCESSES SCRIPT [arguments]          (-m MODULE instead of SCRIPT)
+python scripts/launch.py NUM_PROCESSES SCRIPT [arguments]          (-m MODULE instead of SCRIPT)
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""Makes the README's generated parts, the page of results and its pictures anew (--check: only says whether they are current)."""
+"""Makes the README's generated parts, the page of results and its pictures anew (--check: only says whether they are
+current)."""
 
 from __future__ import annotations
 

@@ -9,14 +9,16 @@ import signal
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as background jobs of a script have it, and what they start inherits
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as background jobs of a script have it, and what they start inherits
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-# A busy machine makes any example slow: time is the test's own limit, not an example's. The same examples in every run, so that
-# what a change is told is about that change; `--hypothesis-profile=search` draws others.
+# A busy machine makes any example slow: time is the test's own limit, not an example's. The same examples in every
+# run, so that what a change is told is about that change; `--hypothesis-profile=search` draws others.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("any_machine", settings.get_profile("search"), derandomize=True)
 settings.load_profile("any_machine")

@@ -60,7 +60,16 @@ def test_interrupted_and_hung(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     from ditron_train import doctor
     from ditron_train.runtime.errors import PeerTimeoutError
 
-    who = dict(op="ag_gemm", group="tp", waiting_rank=0, missing_rank=1, chunk=2, expected_epoch=3, seen_epoch=2, timeout_s=5.0)
+    who = dict(
+        op="ag_gemm",
+        group="tp",
+        waiting_rank=0,
+        missing_rank=1,
+        chunk=2,
+        expected_epoch=3,
+        seen_epoch=2,
+        timeout_s=5.0,
+    )
     for error, status, text in (
         (KeyboardInterrupt(), 130, "interrupted"),
         (PeerTimeoutError(**who), 1, "error: ag_gemm on group tp: rank 0 waited 5 s for rank 1"),
@@ -99,7 +108,9 @@ def _without_torch(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_missing_torch_is_said() -> None:
     done = _without_torch("doctor")
-    assert done.returncode == 2 and done.stderr == "error: torch is not installed here; pip install 'torch>=2.11,<2.14'\n"
+    assert (
+        done.returncode == 2 and done.stderr == "error: torch is not installed here; pip install 'torch>=2.11,<2.14'\n"
+    )
 
 
 def test_records_are_read_without_torch(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def _installs(module: ModuleType, folder: Path, gpu: bool, refused: str = "none"
 
     module._pip = pip
     (folder / "bin").mkdir(exist_ok=True)
-    module.install(folder / "bin" / "python", ["torch", "triton", "numpy", "rich", "setuptools"], module.read_pins(), gpu)
+    module.install(
+        folder / "bin" / "python", ["torch", "triton", "numpy", "rich", "setuptools"], module.read_pins(), gpu
+    )
     return asked
 
 
@@ -47,10 +49,9 @@ def _torch(group: list[str]) -> str:
 
 def test_a_cpu_build_where_there_is_one(environment: ModuleType, tmp_path: Path) -> None:
     core, others = _installs(environment, tmp_path, gpu=False)
-    assert _torch(core) == f"torch=={environment.read_pins()['torch']}+cpu" and [word.split("==")[0] for word in others] == [
-        "rich",
-        "setuptools",
-    ]
+    assert _torch(core) == f"torch=={environment.read_pins()['torch']}+cpu" and [
+        word.split("==")[0] for word in others
+    ] == ["rich", "setuptools"]
 
 
 def test_else_the_cuda_build(environment: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -89,13 +90,17 @@ def test_without_a_network_there_is_no_second_try(
     monkeypatch.setattr(environment.subprocess, "run", run)
     (tmp_path / "bin").mkdir()
     with pytest.raises(environment.SetupError) as raised:
-        environment.install(tmp_path / "bin" / "python", ["torch", "triton", "numpy"], environment.read_pins(), gpu=False)
+        environment.install(
+            tmp_path / "bin" / "python", ["torch", "triton", "numpy"], environment.read_pins(), gpu=False
+        )
     assert len(asked) == tries
     words = "pip reaches no package index (Temporary failure in name resolution), and torch=="
     assert str(raised.value).startswith(words) == (tries == 1)
 
 
-def test_torch_chooses_its_own_setuptools(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_chooses_its_own_setuptools(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch 2.11 asks for one below 82, which must not meet a pin of a newer one."""
     known: dict[str, str] = {}
     monkeypatch.setattr(environment, "installed", lambda python: known)
@@ -112,7 +117,9 @@ def test_torch_chooses_its_own_setuptools(environment: ModuleType, tmp_path: Pat
     assert known["torch"] == "2.11.0"
 
 
-def test_an_environment_that_is_complete_is_not_written_to(environment: ModuleType, tmp_path: Path, monkeypatch) -> None:
+def test_an_environment_that_is_complete_is_not_written_to(
+    environment: ModuleType, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(environment, "_output", lambda command: f"{tmp_path}\n")
     (link,) = (environment.link_outside(tmp_path), *tmp_path.glob("*.pth"))[1:]
     text = link.read_text()
@@ -125,7 +132,9 @@ def test_an_environment_that_is_complete_is_not_written_to(environment: ModuleTy
     assert link.read_text() == text
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(environment: ModuleType, monkeypatch, capsys) -> None:
+def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(
+    environment: ModuleType, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(sys, "argv", ["environment.py", "/proc/none", "test"])
     assert environment.main() == 1
     assert "error: /proc/none: No such file or directory; VENV=/another/folder puts" in capsys.readouterr().err
@@ -133,7 +142,9 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(environment: 
 
 def test_an_environment_whose_pip_cannot_be_made(environment: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
     def create(self: object, folder: Path) -> None:
-        raise subprocess.CalledProcessError(1, [folder / "bin" / "python", "-m", "ensurepip", "--upgrade", "--default-pip"])
+        raise subprocess.CalledProcessError(
+            1, [folder / "bin" / "python", "-m", "ensurepip", "--upgrade", "--default-pip"]
+        )
 
     monkeypatch.setattr(environment.venv.EnvBuilder, "create", create)
     monkeypatch.setattr(sys, "argv", ["environment.py", str(tmp_path / "env"), "test"])
@@ -141,8 +152,12 @@ def test_an_environment_whose_pip_cannot_be_made(environment: ModuleType, tmp_pa
     assert "-m ensurepip --upgrade failed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script, words", [("quickstart.sh", ["examples/megatron/quickstart.py"]), ("bench.sh", ["bench", "tp"])])
-def test_scripts_run_where_they_are_called_and_stand_paths_with_spaces(tmp_path: Path, script: str, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "script, words", [("quickstart.sh", ["examples/megatron/quickstart.py"]), ("bench.sh", ["bench", "tp"])]
+)
+def test_scripts_run_where_they_are_called_and_stand_paths_with_spaces(
+    tmp_path: Path, script: str, words: list[str]
+) -> None:
     """The environment's interpreter is a stand-in that says where it is run and with what."""
     root, called_from, python, env = (tmp_path / name for name in ("check out", "else where", "my python", "v env"))
     for folder in (root / "scripts", called_from, env / "bin"):

@@ -1,4 +1,5 @@
-"""What the command lines of benchmarks and of ``verify`` have in common, and what is refused before anything is launched."""
+"""What the command lines of benchmarks and of ``verify`` have in common, and what is refused before anything is
+launched."""
 
 from __future__ import annotations
 
@@ -49,10 +50,13 @@ def add_common_arguments(
         type=Path,
         metavar="DIR",
         default=RESULTS if on_gpu and writes_results else None,
-        help="folder of the JSON files (default: " + (f"{RESULTS}, none without a GPU)" if writes_results else "none is written)"),
+        help="folder of the JSON files (default: "
+        + (f"{RESULTS}, none without a GPU)" if writes_results else "none is written)"),
     )
     if model_option:
-        parser.add_argument("--model", action="append", metavar="NAME", help="only this model's shapes (may be repeated)")
+        parser.add_argument(
+            "--model", action="append", metavar="NAME", help="only this model's shapes (may be repeated)"
+        )
 
 
 def add_shape_argument(parser: argparse._ActionsContainer, text: str, *, repeated: bool = True) -> None:

@@ -1,5 +1,5 @@
-"""Writes the generated parts of the README (gains, training steps, environment variables, supported versions) and, whole, the page
-with the means and tables of all results. ``python scripts/readme.py`` calls this.
+"""Writes the generated parts of the README (gains, training steps, environment variables, supported versions) and,
+whole, the page with the means and tables of all results. ``python scripts/readme.py`` calls this.
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``.
 """
@@ -32,7 +32,8 @@ _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def picture_path(result: Path) -> Path:
-    """Where the picture of a results file lies, relative to the root: ``benchmarks/pictures/<device>x<count>-<bench>.png``."""
+    """Where the picture of a results file lies, relative to the root:
+    ``benchmarks/pictures/<device>x<count>-<bench>.png``."""
     return PICTURES / f"{result.parent.name}-{result.stem}.png"
 
 
@@ -86,11 +87,14 @@ def _result_files(root: Path) -> list[Path]:
 
 
 def _gains(root: Path) -> str:
-    """One line a parallelism; of an op that several machines measured, the rows of the most GPUs. Those of ``verify`` were timed
-    shortly and do not count."""
+    """One line a parallelism; of an op that several machines measured, the rows of the most GPUs. Those of ``verify``
+    were timed shortly and do not count."""
     measured = (read_results(path) for path in _result_files(root) if path.stem != "verify")
     results = sorted(measured, key=lambda result: result[0].count)
-    lines = ["| `--ditron` | speed over native, from the least to the most of the shapes | bits | measured on |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| `--ditron` | speed over native, from the least to the most of the shapes | bits | measured on |",
+        "| --- | --- | --- | --- |",
+    ]
     for feature, headlines in _HEADLINES.items():
         shown, machines, equal = [], [], True
         for op, direction in headlines:
@@ -122,11 +126,16 @@ def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
     order = list(_HEADLINES)
     named = [(row.op.removeprefix(TRAINING_STEP), stamp, row) for stamp, row in steps]
     named.sort(key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count))
-    lines = ["| `--ditron` | trained | on | native | ours | speed | bits |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| `--ditron` | trained | on | native | ours | speed | bits |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for features, stamp, row in named:
         times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
         bits = "equal" if row.bitwise_equal else "**DIFFER**"
-        lines.append(f"| `{features}` | {row.model}: {model_words(row)} | {stamp.count} x {stamp.device} | {times} | {bits} |")
+        lines.append(
+            f"| `{features}` | {row.model}: {model_words(row)} | {stamp.count} x {stamp.device} | {times} | {bits} |"
+        )
     return "\n".join(lines)
 
 
@@ -152,8 +161,12 @@ def _section(path: Path, root: Path) -> str:
     if "summary" in stamp.settings:
         lines += [stamp.settings["summary"] + ".", ""]
     if path.stem == TRAINING:
-        own = [f"`{row.op.removeprefix(TRAINING_STEP)}` {row.model}: commit `{row.commit}`." for row in rows if row.commit]
-        return "\n".join([*lines, *(line for words in own for line in (words, "")), _step_table([(stamp, row) for row in rows])])
+        own = [
+            f"`{row.op.removeprefix(TRAINING_STEP)}` {row.model}: commit `{row.commit}`." for row in rows if row.commit
+        ]
+        return "\n".join(
+            [*lines, *(line for words in own for line in (words, "")), _step_table([(stamp, row) for row in rows])]
+        )
     lines += [_summary(rows), "", markdown_table(rows)]
     for words, picture in (("speed over native", picture_path), ("roofline", roofline_path)):
         name = picture(path.relative_to(root))

@@ -57,7 +57,8 @@ class Case:
         }
 
     def check(self, world_size: int) -> None:
-        """Raises SettingError for experts that ``world_size`` ranks cannot share out, or too few to choose ``topk`` of."""
+        """Raises SettingError for experts that ``world_size`` ranks cannot share out, or too few to choose ``topk``
+        of."""
         if self.num_experts % world_size:
             raise SettingError(f"{self.num_experts} experts do not divide over {world_size} ranks")
         if self.topk > self.num_experts:
@@ -77,9 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of workloads.json's: tokens of each rank, experts of all (may be repeated)",
     )
     parser.add_argument(
-        "--no-deterministic", action="store_true", help="leave PyTorch's deterministic mode out, tried at the first model"
+        "--no-deterministic",
+        action="store_true",
+        help="leave PyTorch's deterministic mode out, tried at the first model",
     )
-    parser.add_argument("--zipf", type=float, default=1.0, metavar="S", help="exponent of the skewed routing (default %(default)s)")
+    parser.add_argument(
+        "--zipf", type=float, default=1.0, metavar="S", help="exponent of the skewed routing (default %(default)s)"
+    )
 
 
 def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
@@ -125,7 +130,8 @@ def _deterministic(is_on: bool) -> Iterator[None]:
 
 
 def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
-    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits
+    differ.
 
     Raises:
         SettingError: An unknown model, sizes that cannot be, or a single rank, which dispatches nothing.
@@ -142,7 +148,9 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
         if session.world_size < 2:
             raise SettingError("bench ep takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train bench ep")
         if not HAVE_TE:
-            get_logger("bench").info("Transformer Engine is not installed: native runs in PyTorch's deterministic mode")
+            get_logger("bench").info(
+                "Transformer Engine is not installed: native runs in PyTorch's deterministic mode"
+            )
         for case in _cases(arguments, session):
             with _deterministic(case.deterministic or not HAVE_TE):
                 for row in _rows(session, case, parts):
@@ -171,14 +179,15 @@ def _rows(session: BenchSession, case: Case, parts: tuple[str, ...]) -> Iterator
 
 
 def busiest_link(amounts: torch.Tensor) -> float:
-    """What the rank that sends or receives most has on its links, of ``[source, destination]`` amounts; its own do not count."""
+    """What the rank that sends or receives most has on its links, of ``[source, destination]`` amounts; its own do not
+    count."""
     others = amounts * (1 - torch.eye(len(amounts), dtype=amounts.dtype, device=amounts.device))
     return float(torch.maximum(others.sum(0).max(), others.sum(1).max()))
 
 
 def _bytes_moved(case: Case, routed: torch.Tensor, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Bytes of distinct (token, rank) rows on the busiest link; the most that one rank has of them, its own included; bytes of
-    (token, expert) copies on the busiest link."""
+    """Bytes of distinct (token, rank) rows on the busiest link; the most that one rank has of them, its own included;
+    bytes of (token, expert) copies on the busiest link."""
     w = dist.get_world_size()
     per_rank = routed.view(len(routed), w, -1).sum(2)
     mine = torch.stack([(per_rank > 0).sum(0), per_rank.sum(0)])
@@ -195,7 +204,9 @@ def _movement_rows(session: BenchSession, case: Case, config: object, parts: tup
 
     pair = DispatcherPair(config)
     generator = torch.Generator(session.device).manual_seed(session.rank)
-    x = torch.empty(case.tokens_per_rank, case.hidden, device=session.device, dtype=session.dtype).normal_(generator=generator)
+    x = torch.empty(case.tokens_per_rank, case.hidden, device=session.device, dtype=session.dtype).normal_(
+        generator=generator
+    )
     routed, probs = zipf_routing(
         case.tokens_per_rank, case.num_experts, case.topk, exponent=case.zipf, device=session.device, seed=session.rank
     )
@@ -264,12 +275,18 @@ class _MoeLayers:
         generator = torch.Generator(session.device).manual_seed(session.rank)
         shape = (case.tokens_per_rank, 1, case.hidden)
         self._x, self._grad = (
-            torch.empty(shape, device=session.device, dtype=session.dtype).normal_(generator=generator) for _ in range(2)
+            torch.empty(shape, device=session.device, dtype=session.dtype).normal_(generator=generator)
+            for _ in range(2)
         )
         self._is_routed = bool(case.zipf)
         if case.zipf:  # a router with random weights routes evenly: this one's choice is given
             routed, probs = zipf_routing(
-                case.tokens_per_rank, case.num_experts, case.topk, exponent=case.zipf, device=session.device, seed=session.rank
+                case.tokens_per_rank,
+                case.num_experts,
+                case.topk,
+                exponent=case.zipf,
+                device=session.device,
+                seed=session.rank,
             )
             for layer in self.layers.values():
                 layer.route = lambda hidden_states, padding_mask=None: (probs, routed)
@@ -292,7 +309,9 @@ def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], 
     from ditron_train.bench.megatron_ep import HAVE_TE, expert_parallel_world, moe_config
 
     on_gpu = session.device.type == "cuda"
-    case = Case("traced", 8192, 7168, 2048, 128, 8) if on_gpu else Case("traced", 24, 32, 48, 4 * session.world_size, 2)
+    case = (
+        Case("traced", 8192, 7168, 2048, 128, 8) if on_gpu else Case("traced", 24, 32, 48, 4 * session.world_size, 2)
+    )
     case.check(session.world_size)
     sizes = dict(hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk)
     with expert_parallel_world(), _deterministic(not HAVE_TE), under_policy("strict"):

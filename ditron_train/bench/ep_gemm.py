@@ -1,4 +1,5 @@
-"""Rows ``group_gemm`` of ``bench ep``: the GEMMs of a rank's experts, against Transformer Engine's or one cuBLAS product each.
+"""Rows ``group_gemm`` of ``bench ep``: the GEMMs of a rank's experts, against Transformer Engine's or one cuBLAS
+product each.
 
 They are timed with the host ahead: for 15 experts a call cost the host 250-400 us natively, 110-190 us with ours.
 """
@@ -33,7 +34,9 @@ def products_of_native_bits(fewest_rows: int | None, n: int, k: int) -> tuple[Pr
     return ("wgrad",) if own_wgrad_has_native_bits(n, k) else ()
 
 
-def _native_products(counts: list[int], n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[str, Callable]:
+def _native_products(
+    counts: list[int], n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable]:
     """Forward, dgrad and wgrad as the native layer runs them, written into outputs of their own."""
     rows = sum(counts)
     y, dx = (torch.empty(rows, columns, dtype=dtype, device=device) for columns in (n, k))
@@ -42,7 +45,12 @@ def _native_products(counts: list[int], n: int, k: int, dtype: torch.dtype, devi
         return _loops(counts, y, dx, dw)
 
     def run(
-        layout: str, grad: bool, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], out: list[torch.Tensor], single: bool
+        layout: str,
+        grad: bool,
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        out: list[torch.Tensor],
+        single: bool,
     ) -> None:
         grouped_gemm(a, b, out, dtype, layout=layout, m_splits=counts, grad=grad, single_output=single)
 

@@ -1,4 +1,5 @@
-"""Benchmark of the tile GEMM, alone, against cuBLAS: one rank's share of the published layers' products, forward and dgrad.
+"""Benchmark of the tile GEMM, alone, against cuBLAS: one rank's share of the published layers' products, forward and
+dgrad.
 
 Ours is what AG-GEMM and GEMM-RS multiply with, without anything to wait for; native is ``torch.matmul``.
 """
@@ -34,13 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench gemm``."""
     add_common_arguments(parser)
     parser.add_argument(
-        "--tp", type=int, default=_TP, help="whose share of a layer: ranks of tensor parallelism (default: %(default)s)"
+        "--tp",
+        type=int,
+        default=_TP,
+        help="whose share of a layer: ranks of tensor parallelism (default: %(default)s)",
     )
     add_shape_argument(parser, "products instead of the layers'")
 
 
 def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
-    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits
+    differ.
 
     Raises:
         SettingError: A size below 1, or an unknown model.
@@ -70,7 +75,10 @@ def _row(session: BenchSession, product: _Product, layout: str) -> Row:
     dtype = session.dtype
     num_sets = session.num_input_sets((m * k + n * k) * dtype.itemsize)
     b_shape = (n, k) if layout == "nt" else (k, n)
-    inputs = [(session.values((m, k), dtype, 2 * seed), session.values(b_shape, dtype, 2 * seed + 1)) for seed in range(num_sets)]
+    inputs = [
+        (session.values((m, k), dtype, 2 * seed), session.values(b_shape, dtype, 2 * seed + 1))
+        for seed in range(num_sets)
+    ]
 
     def native(index: int) -> torch.Tensor:
         a, b = inputs[index % num_sets]

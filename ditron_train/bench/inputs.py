@@ -7,7 +7,9 @@ import torch
 __all__ = ["make_values"]
 
 
-def make_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int, rank: int) -> torch.Tensor:
+def make_values(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int, rank: int
+) -> torch.Tensor:
     """Normal values on a GPU; on the CPU whole numbers from -3 to 3, of which sums are exact in any order.
 
     So bits of GEMMs can be compared on both, although the interpreter's GEMM rounds in another order than torch's.

@@ -26,7 +26,8 @@ __all__ = ["DispatcherPair", "expert_parallel_world", "layer_pair", "moe_config"
 
 @contextmanager
 def expert_parallel_world() -> Iterator[None]:
-    """Megatron's groups with all ranks in one expert-parallel group; without a GPU megatron-core is made to run there."""
+    """Megatron's groups with all ranks in one expert-parallel group; without a GPU megatron-core is made to run
+    there."""
     if not torch.cuda.is_available():
         megatron_cpu.install()
     elif not hasattr(moe_utils, "te_general_gemm"):
@@ -89,12 +90,15 @@ def moe_config(
 def zipf_routing(
     num_tokens: int, num_experts: int, topk: int, *, exponent: float, device: torch.device, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A routing map and its probabilities: expert i is drawn in proportion to (i' + 1) ** -exponent, i' a shuffle of i.
+    """A routing map and its probabilities: expert i is drawn in proportion to (i' + 1) ** -exponent, i' a shuffle of
+    i.
 
     Returns:
         bool [num_tokens, num_experts] with ``topk`` True a row; fp32 probabilities, 0 where not routed.
     """
-    order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(1))  # the same popular experts on every rank
+    order = torch.randperm(
+        num_experts, generator=torch.Generator().manual_seed(1)
+    )  # the same popular experts on every rank
     popularity = (order + 1.0).pow(-exponent).log().to(device)
     generator = torch.Generator(device).manual_seed(seed)
     uniform = torch.empty(num_tokens, num_experts, device=device).uniform_(1e-6, 1 - 1e-6, generator=generator)
@@ -124,7 +128,9 @@ class DispatcherPair:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens to the experts' rows: rows, tokens per expert, probabilities."""
         dispatcher = self[name]
-        return dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routed, probs)))
+        return dispatcher.dispatch_postprocess(
+            *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routed, probs))
+        )
 
     def combine(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """The experts' rows back to tokens."""

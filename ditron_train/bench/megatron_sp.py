@@ -1,4 +1,5 @@
-"""The attention layer of ``bench sp``: Megatron's self-attention with Transformer Engine's ``a2a``, native and with ``sp``."""
+"""The attention layer of ``bench sp``: Megatron's self-attention with Transformer Engine's ``a2a``, native and with
+``sp``."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def _world(session: BenchSession) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attention(deterministic: bool) -> Iterator[None]:
-    """What Transformer Engine's attentions built here do in backward: they read the environment once, when they are built."""
+    """What Transformer Engine's attentions built here do in backward: they read the environment once, when they are
+    built."""
     before = os.environ.get(_DETERMINISM)
     os.environ[_DETERMINISM] = "0" if deterministic else "1"
     try:
@@ -74,7 +76,9 @@ def _build(session: BenchSession, ours: bool) -> torch.nn.Module:
     )
     spec = get_gpt_layer_with_transformer_engine_spec().submodules.self_attention
     megatron_cpu.seed(1234)
-    layer = build_module(apply(spec, "sp", policy="force") if ours else spec, config=config, layer_number=1, cp_comm_type="a2a")
+    layer = build_module(
+        apply(spec, "sp", policy="force") if ours else spec, config=config, layer_number=1, cp_comm_type="a2a"
+    )
     return layer.cuda(session.device).to(torch.bfloat16)
 
 
@@ -129,8 +133,8 @@ def attention_rows(session: BenchSession) -> Iterator[Row]:
     """Forward, and forward + backward, of the layer at each length that fits.
 
     Bits are compared with deterministic attention (its backward takes memory that grows with the square of the length:
-    where it does not fit, the length is left out), times with the attention that Megatron uses by default. The limit is
-    the time of the same layer without any exchange.
+    where it does not fit, the length is left out), times with the attention that Megatron uses by default. The limit
+    is the time of the same layer without any exchange.
     """
     with _world(session):
         exact, fast = _pair(session, True), _pair(session, False)
@@ -141,7 +145,8 @@ def attention_rows(session: BenchSession) -> Iterator[Row]:
 
 
 def _comm_sms(session: BenchSession, m: int) -> int:
-    """The most that a projection of m local rows keeps for moving data: all of it pulls, or pushes before it multiplies."""
+    """The most that a projection of m local rows keeps for moving data: all of it pulls, or pushes before it
+    multiplies."""
     target, num_sms = kernel_target(session.device), num_sms_of(session.device)
     config = choose_config(m, 8192, 8192, torch.bfloat16, target, num_sms)
     push, _ = tuning.deal_of(m, 8192, 8192, session.world_size, config, num_sms, 2)
@@ -185,7 +190,9 @@ def _rows_of(
     passes = _Passes(session, length)
     for direction, body in (("forward", passes.forward), ("forward_backward", passes.forward_backward)):
         what = f"attention layer, {direction}, {length} tokens"
-        if not all(session.attempt(f"{what}, {name}", lambda index, one=layer: body(one)) for name, layer in exact.items()):
+        if not all(
+            session.attempt(f"{what}, {name}", lambda index, one=layer: body(one)) for name, layer in exact.items()
+        ):
             torch.cuda.empty_cache()
             continue
         equal = session.equal(body(exact["ditron"]), body(exact["native"]))

@@ -36,7 +36,8 @@ LAYER_SHAPE = {
 
 @contextmanager
 def megatron_world(session: BenchSession) -> Iterator[None]:
-    """Megatron's groups with all ranks in one tensor-parallel group; without a GPU megatron-core is made to run there."""
+    """Megatron's groups with all ranks in one tensor-parallel group; without a GPU megatron-core is made to run
+    there."""
     if session.device.type == "cpu":
         megatron_cpu.install()
     elif not HAVE_TE:
@@ -95,7 +96,9 @@ class _LayerPair:
             spec = get_gpt_layer_local_spec(normalization="RMSNorm")
         self.layers = {"native": _build_layer(spec, session), "ditron": _build_layer(apply(spec, ("tp",)), session)}
         with torch.no_grad():
-            for ours, native in zip(self.layers["ditron"].parameters(), self.layers["native"].parameters(), strict=True):
+            for ours, native in zip(
+                self.layers["ditron"].parameters(), self.layers["native"].parameters(), strict=True
+            ):
                 ours.copy_(native)
         self.tokens = LAYER_SHAPE["tokens"]
         shape = (self.tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
@@ -128,4 +131,6 @@ def layer_rows(session: BenchSession) -> Iterator[Row]:
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         equal = session.equal(body("ditron"), body("native"))
         timings = session.measure({name: lambda index, n=name, run=body: run(n) for name in pair.layers})
-        yield session.row("transformer_layer", direction, "LLaMA3.1-70B", LAYER_SHAPE, timings, equal, dtype=torch.bfloat16)
+        yield session.row(
+            "transformer_layer", direction, "LLaMA3.1-70B", LAYER_SHAPE, timings, equal, dtype=torch.bfloat16
+        )

@@ -1,9 +1,10 @@
 """Benchmark of Muon: Newton-Schulz iterations on one GPU, and whole steps, sharded by matrices on several.
 
-Native is the published algorithm in torch's operators (cuBLAS products); the peer is ``torch.compile`` of it. The limit is
-native's time over the ceiling of symmetry: half of two of the three products determines the other half, nothing else is
-saved. TFLOP/s count the operations of the whole algorithm, whoever computes less of it. Iterations are timed with the host
-ahead: its cost, several times the device's at small matrices where launches are single ones, does not count.
+Native is the published algorithm in torch's operators (cuBLAS products); the peer is ``torch.compile`` of it. The
+limit is native's time over the ceiling of symmetry: half of two of the three products determines the other half,
+nothing else is saved. TFLOP/s count the operations of the whole algorithm, whoever computes less of it. Iterations are
+timed with the host ahead: its cost, several times the device's at small matrices where launches are single ones, does
+not count.
 """
 
 from __future__ import annotations
@@ -62,12 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("ROWS", "COLUMNS"),
         help="matrices instead of the table's, and instead of a model's layer",
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="layers of a model (default: 8, with experts 2; times scale with it)")
-    parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out, which takes a while to compile")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="layers of a model (default: 8, with experts 2; times scale with it)"
+    )
+    parser.add_argument(
+        "--no-peer", action="store_true", help="leave torch.compile out, which takes a while to compile"
+    )
 
 
 def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
-    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits
+    differ.
 
     Raises:
         SettingError: A size below 1, or an unknown model.
@@ -96,7 +102,11 @@ def _matrices(arguments: argparse.Namespace, session: BenchSession) -> list[tupl
     if arguments.shape:
         return [("custom", rows, columns) for rows, columns in arguments.shape]
     sizes = _SIZES if session.device.type == "cuda" else (64,)
-    table = [(f"{name} {size}", size, int(size * ratio) // 128 * 128 or size) for name, ratio in _RATIOS.items() for size in sizes]
+    table = [
+        (f"{name} {size}", size, int(size * ratio) // 128 * 128 or size)
+        for name, ratio in _RATIOS.items()
+        for size in sizes
+    ]
     if session.device.type == "cuda":
         table += _MODEL_MATRICES
     return [entry for entry in table if not arguments.model or entry[0].split()[0] in arguments.model]

@@ -85,7 +85,8 @@ def _marked_schedules(recorder: _Recorder) -> Iterator[None]:
 
 
 def record_step(step: Callable[[int], object], device: torch.device) -> list[list[Span]]:
-    """Runs ``step`` three times on all ranks and returns what each rank computed when in the last, by rank (collective).
+    """Runs ``step`` three times on all ranks and returns what each rank computed when in the last, by rank
+    (collective).
 
     The stages begin together, behind a barrier on the device.
     """
@@ -106,7 +107,8 @@ def record_step(step: Callable[[int], object], device: torch.device) -> list[lis
 
 
 def draw_steps(title: str, steps: Mapping[str, Sequence[Sequence[Span]]], path: Path) -> None:
-    """Writes a panel for each step, a row for each stage; needs matplotlib (extra ``bench``). All share the time axis."""
+    """Writes a panel for each step, a row for each stage; needs matplotlib (extra ``bench``). All share the time
+    axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -118,8 +120,17 @@ def draw_steps(title: str, steps: Mapping[str, Sequence[Sequence[Span]]], path: 
         for stage, spans in enumerate(stages):
             for span in spans:
                 start_ms, length_ms = span.start_us / 1e3, (span.end_us - span.start_us) / 1e3
-                axis.broken_barh([(start_ms, length_ms)], (stage - 0.4, 0.8), color=_COLOURS[span.kind], edgecolor="white")
-                axis.text(start_ms + length_ms / 2, stage, str(span.microbatch), ha="center", va="center", fontsize="xx-small")
+                axis.broken_barh(
+                    [(start_ms, length_ms)], (stage - 0.4, 0.8), color=_COLOURS[span.kind], edgecolor="white"
+                )
+                axis.text(
+                    start_ms + length_ms / 2,
+                    stage,
+                    str(span.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize="xx-small",
+                )
         end_ms = max(span.end_us for spans in stages for span in spans) / 1e3
         busy_ms = [sum(span.end_us - span.start_us for span in spans) / 1e3 for spans in stages]
         idle = ", ".join(f"{end_ms - busy:.1f}" for busy in busy_ms)
@@ -128,7 +139,9 @@ def draw_steps(title: str, steps: Mapping[str, Sequence[Sequence[Span]]], path: 
         axis.invert_yaxis()
     axes[-1].set_xlabel("ms")
     figure.legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()], loc="outside lower center", ncols=2
+        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()],
+        loc="outside lower center",
+        ncols=2,
     )
     figure.suptitle(title, fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)

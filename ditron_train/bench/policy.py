@@ -1,11 +1,12 @@
-"""Benchmark of the policy: what the probes of ``strict`` cost, and what it costs once they are done, against ``force``, which never
-probes.
+"""Benchmark of the policy: what the probes of ``strict`` cost, and what it costs once they are done, against
+``force``, which never probes.
 
-A whole transformer layer, forward and backward, under ``strict`` and under ``force``. The two take turns, a few calls each, in
-an order that is reversed from round to round, so that drift of clocks hits both alike; what counts is the ratio within each
-round. Native is timed behind them, on its own: it leaves the GPU cooler, and whoever runs after it is quicker for a while
-(with native in the turns one of two modes that run the same code was 1.2 % ahead of the other, 95 % interval 0.7 to 1.8 %).
-Times are the host's, from a barrier to the end of the device's work: what the host does counts, too.
+A whole transformer layer, forward and backward, under ``strict`` and under ``force``. The two take turns, a few calls
+each, in an order that is reversed from round to round, so that drift of clocks hits both alike; what counts is the
+ratio within each round. Native is timed behind them, on its own: it leaves the GPU cooler, and whoever runs after it
+is quicker for a while (with native in the turns one of two modes that run the same code was 1.2 % ahead of the other,
+95 % interval 0.7 to 1.8 %). Times are the host's, from a barrier to the end of the device's work: what the host does
+counts, too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class ProbeCost:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench policy``."""
     add_common_arguments(parser, model_option=False, counts=False)
-    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="how often the contenders take turns (default %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=40, metavar="N", help="how often the contenders take turns (default %(default)s)"
+    )
     parser.add_argument("--calls", type=int, default=3, metavar="N", help="calls of each turn (default %(default)s)")
 
 
@@ -167,7 +170,8 @@ def _in_turns(session: BenchSession, contenders: Mapping[str, Run], rounds: int,
 
 
 def ratio_of(times: Sequence[float], of: Sequence[float]) -> Ratio:
-    """Ratio of two contenders that took turns, round by round; the interval is that of order statistics of the median."""
+    """Ratio of two contenders that took turns, round by round; the interval is that of order statistics of the
+    median."""
     ratios = sorted(mine / other for mine, other in zip(times, of, strict=True))
     first = max(math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2), 0)
     return Ratio(statistics.median(ratios), ratios[first], ratios[len(ratios) - 1 - first])

@@ -41,21 +41,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, model_option=False)
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
     parser.add_argument(
-        "--mb", type=float, action="append", metavar="MB", help="message size in 10^6 bytes (may be repeated; default 8 KiB and 1 to 256)"
+        "--mb",
+        type=float,
+        action="append",
+        metavar="MB",
+        help="message size in 10^6 bytes (may be repeated; default 8 KiB and 1 to 256)",
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a 1F1B step, natively and with ours")
     parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")
 
 
 def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
-    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits
+    differ.
 
     Raises:
         SettingError: Fewer than two ranks, or an odd number of them.
     """
     with bench_session("pp", arguments, sink) as session:
         if session.world_size < 2 or session.world_size % 2:
-            raise SettingError(f"bench pp takes an even number of ranks, not {session.world_size}: torchrun --nproc-per-node 2")
+            raise SettingError(
+                f"bench pp takes an even number of ranks, not {session.world_size}: torchrun --nproc-per-node 2"
+            )
         if arguments.picture is not None:
             check_matplotlib()
             check_folder(arguments.picture.parent)
@@ -259,7 +266,8 @@ class _Beside:
         return handles["recv_prev"].tensor
 
     def copy(self, index: int, around: Around = nullcontext) -> None:
-        """The GEMMs beside as many bytes copied by the same engine, without flags: no message by copy engine can do better."""
+        """The GEMMs beside as many bytes copied by the same engine, without flags: no message by copy engine can do
+        better."""
         self._transfers.start_copy(index)
         with around():
             self.multiply()
@@ -274,11 +282,12 @@ class _Beside:
 def _beside_rows(
     session: BenchSession, context: PipelineContext, num_bytes: int, limited: dict[str, dist.ProcessGroup]
 ) -> Iterator[Row]:
-    """How long the GEMMs take while a transfer runs beside them (the limit: beside bare copies of the same bytes, which take
-    bandwidth of the memory and power that the GEMMs want), and how long both take together.
+    """How long the GEMMs take while a transfer runs beside them (the limit: beside bare copies of the same bytes,
+    which take bandwidth of the memory and power that the GEMMs want), and how long both take together.
 
-    Two products of 4096 beside 64 MB on 4 H200s: bare copies slow them down by 3.0 and 3.5 % (two runs), messages by 2.5 and
-    2.5 %, NCCL by 47 %; beside 8 MB 2.5 and 2.1 %, 2.1 and 0.8 %, 1.0 and 1.9 %. So what is left is the copies themselves.
+    Two products of 4096 beside 64 MB on 4 H200s: bare copies slow them down by 3.0 and 3.5 % (two runs), messages by
+    2.5 and 2.5 %, NCCL by 47 %; beside 8 MB 2.5 and 2.1 %, 2.1 and 0.8 %, 1.0 and 1.9 %. So what is left is the copies
+    themselves.
     """
     transfers = _Transfers(session, context, "ring", num_bytes)
     comm_us = session.measure({"comm": transfers.ours})["comm"].median_us
@@ -293,7 +302,13 @@ def _beside_rows(
     ):
         peer, peer_us = _best_peer(timings, limited)
         gemm_us = timings["gemm"].median_us
-        shape = {"num_bytes": num_bytes, "m": beside.size, "n": beside.size, "k": beside.size, "num_gemms": beside.count}
+        shape = {
+            "num_bytes": num_bytes,
+            "m": beside.size,
+            "n": beside.size,
+            "k": beside.size,
+            "num_gemms": beside.count,
+        }
         yield session.row(
             op, "forward", "ring", shape, timings, equal,
             dtype=torch.bfloat16,

@@ -48,8 +48,8 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     """Writes the picture: TFLOP/s of the whole algorithm over its arithmetic intensity; needs matplotlib.
 
-    Points: native and ours at each shape, joined. Marks: native's rate times the ceiling of symmetry, which may lie above
-    the tensor cores' peak, since half of each symmetric product is not computed. Lines: memory and tensor cores.
+    Points: native and ours at each shape, joined. Marks: native's rate times the ceiling of symmetry, which may lie
+    above the tensor cores' peak, since half of each symmetric product is not computed. Lines: memory and tensor cores.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -64,7 +64,9 @@ def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     ceilings = [rate * symmetry_ceiling(row.shape["m"], row.shape["n"]) for rate, row in zip(native, chosen)]
     for place, low, high in zip(x, native, ours):
         axis.plot([place, place], [low, high], color="#c9d6e4", linewidth=1.0, zorder=1)
-    axis.scatter(x, ceilings, marker="_", s=140, color="#c0392b", label="native's rate x ceiling of symmetry", zorder=2)
+    axis.scatter(
+        x, ceilings, marker="_", s=140, color="#c0392b", label="native's rate x ceiling of symmetry", zorder=2
+    )
     axis.scatter(x, native, s=26, color="#8a8a8a", label="native (cuBLAS)", zorder=3)
     axis.scatter(x, ours, s=26, color="#2a6fb0", label="ditron_train", zorder=4)
     labelled: list[float] = []

@@ -69,11 +69,13 @@ class BenchSession:
         inside: bool = False,
         in_turn: bool = True,
     ) -> dict[str, Timing]:
-        """``timing.measure`` with the repetitions that the command line asks for, at most ``most`` for what is long."""
+        """``timing.measure`` with the repetitions that the command line asks for, at most ``most`` for what is
+        long."""
         if self._sink is not None:
             self._sink.meet(self, contenders)
         repetitions, warmup = (
-            number if most is None else min(number, most) for number in (self._arguments.repetitions, self._arguments.warmup)
+            number if most is None else min(number, most)
+            for number in (self._arguments.repetitions, self._arguments.warmup)
         )
         return measure(
             contenders,
@@ -149,7 +151,9 @@ class BenchSession:
         if self.rank == 0:
             sizes = "x".join(str(size) for size in row.shape.values())
             line = f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours {row.ditron_us:.0f} us"
-            get_logger("bench").info("%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER")
+            get_logger("bench").info(
+                "%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER"
+            )
         if self._sink is not None:
             self._sink.add_row(row)
 
@@ -192,9 +196,13 @@ def _join() -> None:
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= torch.cuda.device_count():
-            raise DitronError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} here; start fewer processes")
+            raise DitronError(
+                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} here; start fewer processes"
+            )
         torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", timeout=timeout)  # no device_id: groups connect at their first use, as Megatron's do
+        dist.init_process_group(
+            "nccl", timeout=timeout
+        )  # no device_id: groups connect at their first use, as Megatron's do
     else:
         dist.init_process_group("gloo", timeout=timeout)
 

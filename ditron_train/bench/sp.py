@@ -1,7 +1,8 @@
 """Benchmark of Ulysses sequence parallelism: both projections with their exchanges, and a whole attention layer.
 
-Native is GEMM and all-to-alls as Transformer Engine's attention does them; the other column is the same with one all-to-all
-for q, k and v. All of them, the GEMM alone and the exchange alone are measured in one run on the same inputs.
+Native is GEMM and all-to-alls as Transformer Engine's attention does them; the other column is the same with one
+all-to-all for q, k and v. All of them, the GEMM alone and the exchange alone are measured in one run on the same
+inputs.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
-    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits differ.
+    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits
+    differ.
 
     Raises:
         SettingError: A shape does not divide over the ranks.
@@ -112,7 +114,9 @@ def _layer_rows(session: BenchSession) -> None:
     except ImportError:
         HAVE_TE = False
     if not HAVE_TE:
-        get_logger("bench").warning("no rows for the attention layer: megatron-core or Transformer Engine is not installed")
+        get_logger("bench").warning(
+            "no rows for the attention layer: megatron-core or Transformer Engine is not installed"
+        )
         return
     from ditron_train.bench.megatron_sp import attention_rows
 

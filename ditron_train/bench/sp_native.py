@@ -15,7 +15,8 @@ Reorder = Callable[[torch.Tensor], torch.Tensor]
 
 
 class NativeUlysses:
-    """Projections and exchanges with ``all_to_all_single``; while one part travels, the next is packed and the last reordered.
+    """Projections and exchanges with ``all_to_all_single``; while one part travels, the next is packed and the last
+    reordered.
 
     Args:
         group: The sequence parallel group.

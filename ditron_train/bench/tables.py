@@ -34,7 +34,8 @@ _DIVIDED = {"TP": "tensor_model", "CP": "context", "EP": "expert_model", "PP": "
 
 
 def model_words(row: Row) -> str:
-    """The sizes of a training step in words: the model, how it is divided, what a step takes; what is not known is left out."""
+    """The sizes of a training step in words: the model, how it is divided, what a step takes; what is not known is
+    left out."""
 
     def words(text: str, *names: str) -> list[str]:
         sizes = [row.shape.get(name) for name in names]
@@ -45,7 +46,9 @@ def model_words(row: Row) -> str:
     model = [*words("{} layers", "num_layers"), *words("hidden {}", "hidden_size"), *experts]
     ranks = {short: row.shape.get(f"{name}_parallel_size", 1) for short, name in _DIVIDED.items()}
     divided = [f"{short} {number}" for short, number in ranks.items() if number > 1]
-    batch = words("{} sequences of {} tokens a step", "global_batch_size", "seq_length") + words("{} at a time", "micro_batch_size")
+    batch = words("{} sequences of {} tokens a step", "global_batch_size", "seq_length") + words(
+        "{} at a time", "micro_batch_size"
+    )
     return "; ".join(", ".join(group) for group in (model, divided, batch) if group)
 
 
@@ -97,7 +100,9 @@ def show_rows(rows: Sequence[Row], stamp: Stamp, console: Console | None = None)
     versions = f"{stamp.count} x {stamp.device}, torch {stamp.torch}, triton {stamp.triton}"
     table = Table(title=versions, title_justify="left")
     for name in header:
-        table.add_column(name, justify="left" if name in ("op", "pass", "model", "shape", "bits") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("op", "pass", "model", "shape", "bits") else "right", no_wrap=True
+        )
     for line in lines:
         style = "red" if "DIFFER" in line else None
         table.add_row(*line, style=style)

@@ -1,8 +1,8 @@
 """Measures device time: medians over repetitions of the maximum over ranks, contenders in turn, twice.
 
-The contenders take turns repetition by repetition, the second time in reverse order: whatever drifts, such as the clock of
-a GPU at its power limit, meets all of them alike. (Measured one after another, the one behind a bare collective found a
-rested GPU and looked up to 7 % quicker than it is.)
+The contenders take turns repetition by repetition, the second time in reverse order: whatever drifts, such as the
+clock of a GPU at its power limit, meets all of them alike. (Measured one after another, the one behind a bare
+collective found a rested GPU and looked up to 7 % quicker than it is.)
 
 All ranks call ``measure`` with the same names in the same order: in front of every repetition stands a barrier of the
 group on the device, so the ranks start together and a repetition lasts until the slowest rank is done. On CUDA the
@@ -32,7 +32,9 @@ Contender = Callable[[int], object]
 
 Name = TypeVar("Name", bound=Hashable)
 _PASSES = 2
-_MOST_CALLS_AHEAD = 8  # of the host: memory that two streams used comes back when the device is done with it, and an allocator
+_MOST_CALLS_AHEAD = (
+    8  # of the host: memory that two streams used comes back when the device is done with it, and an allocator
+)
 # that ran out of it would wait for the device inside a measurement (native exchanges of 12 GB)
 
 
@@ -73,7 +75,8 @@ def measure(
         warmup: Calls in front of each measurement, not timed.
         passes: Measurements of each contender.
         in_turn: Whether contenders take turns repetition by repetition; not where a change of contender costs time.
-        inside: Only a part of each call counts: contenders take ``around``, which makes the context manager of that part.
+        inside: Only a part of each call counts: contenders take ``around``, which makes the context manager of that
+            part.
 
     Returns:
         Timings by name, the same on every rank.
@@ -126,7 +129,8 @@ def _time_cuda(
     ends: deque[torch.cuda.Event] = deque()
     head_start = HeadStart()
     calls = range(warmup + repetitions)
-    # Of each call its own, warm-up too: the host would wait for the last call that an event of several was recorded in.
+    # Of each call its own, warm-up too: the host would wait for the last call that an event of several was recorded
+    # in.
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in contenders]
     for index in calls:
         for place, (contender, of_one) in enumerate(zip(contenders, events)):

@@ -1,12 +1,14 @@
 """Benchmark of tensor parallelism: AG-GEMM and GEMM-RS, the backward of both linear layers, and a transformer layer.
 
-Native is what Megatron runs (NCCL, then cuBLAS or the reverse; for the backward megatron-core's own function), the peer is
-PyTorch's async-TP. All of them, the GEMM alone and the collective alone are measured in one run on the same inputs.
+Native is what Megatron runs (NCCL, then cuBLAS or the reverse; for the backward megatron-core's own function), the
+peer is PyTorch's async-TP. All of them, the GEMM alone and the collective alone are measured in one run on the same
+inputs.
 """
 
 from __future__ import annotations
 
 import argparse
+
 import torch
 import torch.distributed as dist
 
@@ -40,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(may be repeated)",
     )
     parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
-    add_shape_argument(parser, "global sizes instead of workloads.json's (may be repeated; default without a GPU: 256 256 256)")
+    add_shape_argument(
+        parser, "global sizes instead of workloads.json's (may be repeated; default without a GPU: 256 256 256)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
 
 
@@ -90,7 +94,9 @@ def cases_of(op: str, arguments: argparse.Namespace, session: BenchSession) -> l
         SettingError: A model is unknown, a size not above 0, or a shape does not divide over the ranks.
     """
     check_sizes("--shape", arguments.shape)
-    published = [Case(op, shape["model"], shape["M"], shape["N"], shape["K"]) for shape in load_workloads()[op]["shapes"]]
+    published = [
+        Case(op, shape["model"], shape["M"], shape["N"], shape["K"]) for shape in load_workloads()[op]["shapes"]
+    ]
     wanted = choose_models([name for name in arguments.model or () if name], [case.model for case in published])
     shapes = arguments.shape or ([(256, 256, 256)] if session.device.type == "cpu" else None)
     if shapes is not None:
@@ -111,7 +117,9 @@ def _op_row(session: BenchSession, case: Case, context: TPContext, dtype: torch.
     predicted = None
     if with_model:
         predicted = predict(problem, choose(problem, context.machine), context.machine, rates_of(context.machine))
-    return _row(session, case, "forward", dtype, equal, timings, wire_bytes(problem), _comm_sms(problem, context), predicted)
+    return _row(
+        session, case, "forward", dtype, equal, timings, wire_bytes(problem), _comm_sms(problem, context), predicted
+    )
 
 
 def _drop_idle_peer(session: BenchSession, what: str, contenders: dict[str, Contender]) -> None:

@@ -60,7 +60,8 @@ def _inputs(session: BenchSession, case: Case, dtype: torch.dtype) -> list[tuple
 def op_contenders(
     session: BenchSession, case: Case, context: TPContext, dtype: torch.dtype
 ) -> dict[str, Callable[[int], torch.Tensor]]:
-    """Returns ``native``, ``gemm`` alone, ``comm`` alone, ``peer`` and ``ditron`` for a shape, all on the same inputs."""
+    """Returns ``native``, ``gemm`` alone, ``comm`` alone, ``peer`` and ``ditron`` for a shape, all on the same
+    inputs."""
     build = _ag_gemm_contenders if case.op == "ag_gemm" else _gemm_rs_contenders
     return build(case, context, _inputs(session, case, dtype))
 
@@ -130,8 +131,8 @@ def backward_contenders(
 ) -> tuple[dict[str, Contender], dict[str, list[torch.Tensor]]]:
     """The backward of the layer whose forward is ``case.op``: contenders, and outputs and gradients to compare.
 
-    ``native`` and ``ditron`` by autograd; ``gemm`` is dgrad and wgrad alone, ``comm`` all that is communicated, ``peer``
-    the same with PyTorch's async-TP products in place of the communicating ones.
+    ``native`` and ``ditron`` by autograd; ``gemm`` is dgrad and wgrad alone, ``comm`` all that is communicated,
+    ``peer`` the same with PyTorch's async-TP products in place of the communicating ones.
     """
     layer = column_linear if case.op == "ag_gemm" else row_linear
     inputs = [tuple(t.requires_grad_() for t in pair) for pair in _inputs(session, case, dtype)]
@@ -141,7 +142,9 @@ def backward_contenders(
         outputs = [forward(*pair) for pair in inputs]
         grad = session.values(tuple(outputs[0].shape), dtype, 77)
 
-        def backward(index: int, outputs: list[torch.Tensor] = outputs, grad: torch.Tensor = grad) -> list[torch.Tensor]:
+        def backward(
+            index: int, outputs: list[torch.Tensor] = outputs, grad: torch.Tensor = grad
+        ) -> list[torch.Tensor]:
             chosen = index % len(inputs)
             return list(torch.autograd.grad(outputs[chosen], inputs[chosen], grad, retain_graph=True))
 

@@ -27,10 +27,14 @@ def with_launcher(words: Sequence[str]) -> list[str]:
     """
     words = list(words)
     if any(word == "--ditron" or word.startswith("--ditron=") for word in words):
-        raise SettingError("--ditron stands in front of the command: compare --ditron tp torchrun ... pretrain_gpt.py ...")
+        raise SettingError(
+            "--ditron stands in front of the command: compare --ditron tp torchrun ... pretrain_gpt.py ..."
+        )
     place = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
-        raise SettingError(f"no Python script in {' '.join(words) or 'the command'!r}: give it as torchrun ... SCRIPT.py ARGUMENTS")
+        raise SettingError(
+            f"no Python script in {' '.join(words) or 'the command'!r}: give it as torchrun ... SCRIPT.py ARGUMENTS"
+        )
     if not Path(words[place]).is_file():
         raise SettingError(f"cannot read the script {words[place]}")
     if LAUNCHER in words[:place]:
@@ -63,7 +67,9 @@ def run_job(words: Sequence[str], log: Path, watch: Callable[[], None]) -> None:
     if job.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         words = [f"the job ended with status {job.returncode}"]
-        words += [f"its first error: {line}" for line in lines if _ERROR.match(line)][:1]  # torchrun has the last word, and says little
+        words += [f"its first error: {line}" for line in lines if _ERROR.match(line)][
+            :1
+        ]  # torchrun has the last word, and says little
         raise SettingError(os.linesep.join([*words, f"the end of {log}:", *lines[-15:]]))
 
 

@@ -47,10 +47,14 @@ def show(
         console.print(f"no step behind the first {skip} was timed: train longer, or set --skip", highlight=False)
     later_ms = again.step_ms(skip) if again is not None else None
     if later_ms is not None and times[1] is not None:
-        console.print(f"natively once more, behind ours: {later_ms:.1f} ms: {later_ms / times[1]:.3f}x", highlight=False)
+        console.print(
+            f"natively once more, behind ours: {later_ms:.1f} ms: {later_ms / times[1]:.3f}x", highlight=False
+        )
     used = [job.used_bytes for job in (native, ours)]
     if None not in used:
-        console.print(f"memory in use on the fullest GPU: {used[0] / 2**30:.2f} GiB, {used[1] / 2**30:.2f} GiB", highlight=False)
+        console.print(
+            f"memory in use on the fullest GPU: {used[0] / 2**30:.2f} GiB, {used[1] / 2**30:.2f} GiB", highlight=False
+        )
     first_own = min((difference.step for difference in own), default=None)
     counted = [difference for difference in found if first_own is None or difference.step < first_own]
     console.print(_verdict(native, ours, counted, own), highlight=False, markup=False)
@@ -93,7 +97,13 @@ def _table(native: Job, ours: Job) -> Table:
     kept = [pair for index, pair in enumerate(steps) if index % stride == 0 or index == len(steps) - 1]
     names = list(dict.fromkeys(name for a, _ in steps for name in a.figures if name != "parameters"))
     table = Table(title=f"{len(native.ranks)} ranks, {len(steps)} steps", title_justify="left")
-    for column in ("step", *(f"{name}, {kind}" for name in names for kind in ("native", "ours")), "equal", "ms", "ms, ours"):
+    for column in (
+        "step",
+        *(f"{name}, {kind}" for name in names for kind in ("native", "ours")),
+        "equal",
+        "ms",
+        "ms, ours",
+    ):
         table.add_column(column, justify="right")
     for a, b in kept:
         figures = [_decimal(step.figures.get(name)) for name in names for step in (a, b)]
@@ -110,7 +120,9 @@ def _stamp_of(native: Job, ours: Job) -> Stamp:
     try:
         stamps = [Stamp(**job.header["stamp"]) for job in (native, ours)]
     except (KeyError, TypeError):
-        raise SettingError("no row: the notes do not say on which machine they were made; older versions' do not") from None
+        raise SettingError(
+            "no row: the notes do not say on which machine they were made; older versions' do not"
+        ) from None
     own = ("ditron_train", "commit", "date", "settings")
     said = [{name: value for name, value in asdict(stamp).items() if name not in own} for stamp in stamps]
     differing = [f"{name} {said[0][name]}, {said[1][name]}" for name in said[0] if said[0][name] != said[1][name]]
@@ -120,7 +132,8 @@ def _stamp_of(native: Job, ours: Job) -> Stamp:
 
 
 def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is_equal: bool) -> Path | None:
-    """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced, others keep their commit.
+    """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced, others keep
+    their commit.
 
     Its stamp is of the machine that trained, which need not be this one.
 
@@ -128,8 +141,8 @@ def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is
         The file; None where no step was timed.
 
     Raises:
-        SettingError: The notes do not say where they were made, or that the two jobs did not run on the same; or the file that is
-            there cannot be read.
+        SettingError: The notes do not say where they were made, or that the two jobs did not run on the same; or the
+            file that is there cannot be read.
     """
     times = [job.step_ms(skip) for job in (native, ours)]
     if None in times:

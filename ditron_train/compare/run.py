@@ -1,6 +1,6 @@
-"""Trains natively and with ditron_train by your own command, torchrun and all, and compares the losses and gradient norms of every
-step, and the parameters after the first and the last one, on every rank, bit for bit; then the time of a step. The command follows
-the options of this one."""
+"""Trains natively and with ditron_train by your own command, torchrun and all, and compares the losses and gradient
+norms of every step, and the parameters after the first and the last one, on every rank, bit for bit; then the time of
+a step. The command follows the options of this one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``compare``."""
-    parser.add_argument("--ditron", type=_features, metavar="NAME[,NAME]", help="what to accelerate, as at the launcher")
+    parser.add_argument(
+        "--ditron", type=_features, metavar="NAME[,NAME]", help="what to accelerate, as at the launcher"
+    )
     parser.add_argument(
         "--notes",
         type=Path,
@@ -39,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trains nothing: what two jobs with --ditron-record wrote, across nodes for instance",
     )
     parser.add_argument(
-        "--skip", type=int, metavar="N", help="steps at the beginning that are not timed (default: half of them, at most 10)"
+        "--skip",
+        type=int,
+        metavar="N",
+        help="steps at the beginning that are not timed (default: half of them, at most 10)",
     )
     parser.add_argument(
         "--trace",
@@ -52,11 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train natively once more, behind ours: GPUs are slower where they are warm, so what comes second is at a disadvantage",
     )
-    parser.add_argument("--trace-rank", type=int, default=0, metavar="RANK", help="where --trace records (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("compare"), metavar="DIR", help="logs and notes (default %(default)s)")
-    parser.add_argument("--results", type=Path, metavar="DIR", help="adds a row to <DIR>/<device>x<ranks>/training.json")
-    parser.add_argument("--model", default="training", metavar="NAME", help="what the row is called (default %(default)s)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="torchrun ... pretrain_gpt.py ...")
+    parser.add_argument(
+        "--trace-rank", type=int, default=0, metavar="RANK", help="where --trace records (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("compare"), metavar="DIR", help="logs and notes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="adds a row to <DIR>/<device>x<ranks>/training.json"
+    )
+    parser.add_argument(
+        "--model", default="training", metavar="NAME", help="what the row is called (default %(default)s)"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="torchrun ... pretrain_gpt.py ..."
+    )
 
 
 def _features(text: str) -> str:
@@ -97,7 +112,8 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuses what cannot be before anything is trained.
 
     Raises:
-        SettingError: Options that say nothing together, a folder that cannot be written, or torchrun in front of this command.
+        SettingError: Options that say nothing together, a folder that cannot be written, or torchrun in front of this
+            command.
     """
     if arguments.skip is not None and arguments.skip < 0:
         raise SettingError("--skip has to be 0 or more")
@@ -107,7 +123,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingError("--notes trains nothing: leave out --ditron, --again and the command")
     if not arguments.notes:
         if _UNDER_TORCHRUN in os.environ:
-            raise SettingError("compare starts torchrun itself: python -m ditron_train compare --ditron tp torchrun ... pretrain_gpt.py ...")
+            raise SettingError(
+                "compare starts torchrun itself: python -m ditron_train compare --ditron tp torchrun ... pretrain_gpt.py ..."
+            )
         check_folder(arguments.output)
     if arguments.results is not None:
         check_folder(arguments.results)
@@ -122,7 +140,12 @@ def _check_alike(native: Job, ours: Job) -> None:
     if native.header["features"]:
         raise SettingError(f"what ours is compared with ran with --ditron {','.join(native.header['features'])}")
     said = [
-        {"ranks": job.header["world_size"], "dtype": job.header["dtype"], **job.header["sizes"], "first step": job.ranks[0][0].number}
+        {
+            "ranks": job.header["world_size"],
+            "dtype": job.header["dtype"],
+            **job.header["sizes"],
+            "first step": job.ranks[0][0].number,
+        }
         for job in (native, ours)
     ]
     differing = [name for name in dict.fromkeys([*said[0], *said[1]]) if said[0].get(name) != said[1].get(name)]
@@ -153,7 +176,9 @@ def _train(words: Sequence[str], name: str, output: Path, more: Sequence[str]) -
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(name, total=None)
         command = [*words, *more, "--ditron-record", str(folder.resolve())]
-        watch = _watcher(folder / "rank0.jsonl", lambda done, total: progress.update(task, completed=done, total=total))
+        watch = _watcher(
+            folder / "rank0.jsonl", lambda done, total: progress.update(task, completed=done, total=total)
+        )
         run_job(command, output / f"{name}.log", watch)
     return read_job(folder)
 

@@ -36,8 +36,8 @@ class Job:
     """One run.
 
     Attributes:
-        header: ``world_size``, ``features``, ``dtype``, ``sizes``; ``trace``, the step and rank that is traced, or None; ``stamp``,
-            of the machine that it ran on. Notes of older versions lack the last two.
+        header: ``world_size``, ``features``, ``dtype``, ``sizes``; ``trace``, the step and rank that is traced, or
+            None; ``stamp``, of the machine that it ran on. Notes of older versions lack the last two.
         ranks: The steps of each rank; as many on each.
     """
 
@@ -78,7 +78,9 @@ class Difference:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], list[Step]]:
-    whole = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line of a job that was killed may be half written
+    whole = path.read_text(encoding="utf-8").split("\n")[
+        :-1
+    ]  # the last line of a job that was killed may be half written
     if not whole:
         raise ValueError(f"{path.name} is empty")
     header, *entries = [json.loads(line) for line in whole]
@@ -98,7 +100,9 @@ def read_job(folder: Path) -> Job:
     Raises:
         SettingError: There are none, ranks are missing, or they are not such files.
     """
-    paths = sorted((path for path in folder.glob("rank*.jsonl") if path.stem[4:].isdigit()), key=lambda path: int(path.stem[4:]))
+    paths = sorted(
+        (path for path in folder.glob("rank*.jsonl") if path.stem[4:].isdigit()), key=lambda path: int(path.stem[4:])
+    )
     if not paths:
         raise SettingError(f"no rank noted a step in {folder}: did the script reach Megatron-LM's training loop?")
     try:

@@ -15,9 +15,28 @@ from ditron_train.bench.tables import terminal
 from ditron_train.compare.steps import Job
 from ditron_train.megatron.record_trace import trace_path
 from ditron_train.runtime.errors import SettingError
-from ditron_train.trace.timeline import Interval, exposed, idle, is_gemm, not_launched, read_chrome_trace, total_us, union
+from ditron_train.trace.timeline import (
+    Interval,
+    exposed,
+    idle,
+    is_gemm,
+    not_launched,
+    read_chrome_trace,
+    total_us,
+    union,
+)
 
-__all__ = ["KernelTime", "StepTrace", "alike_us", "is_traced", "kernel_differences", "phases_us", "read_step_trace", "short_name", "show_traces"]
+__all__ = [
+    "KernelTime",
+    "StepTrace",
+    "alike_us",
+    "is_traced",
+    "kernel_differences",
+    "phases_us",
+    "read_step_trace",
+    "short_name",
+    "show_traces",
+]
 
 _KERNELS = 10
 _NAME_LENGTH = 56
@@ -85,7 +104,8 @@ def phases_us(intervals: Sequence[Interval]) -> dict[str, float | None]:
     others = [interval for interval in intervals if interval.kind == "compute" and not is_gemm(interval)]
     tells = any(interval.launched_us is not None for interval in intervals)
     return {
-        "the step, from its first kernel to its last": max(i.end_us for i in intervals) - min(i.start_us for i in intervals),
+        "the step, from its first kernel to its last": max(i.end_us for i in intervals)
+        - min(i.start_us for i in intervals),
         "GEMMs, with communication in them or without": total_us(union(gemms)),
         "other computation": total_us(union(others)),
         "communication: moved or waited for": total_us(union(i for i in intervals if i.kind == "communication")),
@@ -109,7 +129,9 @@ def short_name(name: str) -> str:
     return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 3]}..."
 
 
-def kernel_differences(native: Sequence[Interval], ours: Sequence[Interval], count: int = _KERNELS) -> list[KernelTime]:
+def kernel_differences(
+    native: Sequence[Interval], ours: Sequence[Interval], count: int = _KERNELS
+) -> list[KernelTime]:
     """The ``count`` names whose total times differ most, the largest difference first."""
     found: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[], []])
     for job, intervals in enumerate((native, ours)):
@@ -120,9 +142,11 @@ def kernel_differences(native: Sequence[Interval], ours: Sequence[Interval], cou
 
 
 def alike_us(native: Sequence[Interval], ours: Sequence[Interval]) -> tuple[float, float] | None:
-    """How long those computations took in the two jobs that ran alike, by name and number, with nothing beside them; None without any.
+    """How long those computations took in the two jobs that ran alike, by name and number, with nothing beside them;
+    None without any.
 
-    They do the same work, so what differs is the clock that the GPU held: lower where it is warm, or has fewer waits to cool down in.
+    They do the same work, so what differs is the clock that the GPU held: lower where it is warm, or has fewer waits
+    to cool down in.
     """
     one, other = (_alone(intervals) for intervals in (native, ours))
     names = [name for name in one if len(one[name]) == len(other[name])]
@@ -156,7 +180,9 @@ def show_traces(native: StepTrace, ours: StepTrace) -> None:
     on_cpu = all(interval.lane.startswith("CPU") for trace in (native, ours) for interval in trace.intervals)
     if on_cpu:
         console.print("the traces hold no GPU's work: what follows is the host's GEMMs and collectives")
-    console.print(_phase_table(f"rank {native.rank} in step {steps}, ms", phases_us(native.intervals), phases_us(ours.intervals)))
+    console.print(
+        _phase_table(f"rank {native.rank} in step {steps}, ms", phases_us(native.intervals), phases_us(ours.intervals))
+    )
     console.print(_kernel_table(kernel_differences(native.intervals, ours.intervals)))
     alike = alike_us(native.intervals, ours.intervals)
     if alike is not None and not on_cpu:

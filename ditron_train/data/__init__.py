@@ -12,6 +12,7 @@ __all__ = ["load_workloads"]
 def load_workloads() -> dict[str, Any]:
     """Returns ``workloads.json``: by op, the shapes to measure and the figures published for them.
 
-    Shape fields are global sizes, before they are divided over the ranks; each op's ``about`` says how they are divided.
+    Shape fields are global sizes, before they are divided over the ranks; each op's ``about`` says how they are
+    divided.
     """
     return json.loads(resources.files(__name__).joinpath("workloads.json").read_text(encoding="utf-8"))

@@ -34,7 +34,20 @@ class Finding:
 
 def find_problems(facts: Facts) -> list[Finding]:
     """Returns all findings, good ones included, in the order of the report."""
-    checks = (_versions, _gpus, _links, _peers, _multicast, _nccl, _connections, _nvshmem, _copies, _shm, _tools, _settings)
+    checks = (
+        _versions,
+        _gpus,
+        _links,
+        _peers,
+        _multicast,
+        _nccl,
+        _connections,
+        _nvshmem,
+        _copies,
+        _shm,
+        _tools,
+        _settings,
+    )
     return [finding for check in checks for finding in check(facts)]
 
 
@@ -84,12 +97,16 @@ def _unseen_gpus(facts: Facts) -> Finding:
     """A driver answers for GPUs that torch does not see."""
     driver, hidden = f"driver {facts.driver} has GPUs", facts.environment.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and (not hidden or hidden.startswith("-")):
-        return Finding("GPUs", "warning", f"{driver}, CUDA_VISIBLE_DEVICES={hidden} hides them", "unset CUDA_VISIBLE_DEVICES")
+        return Finding(
+            "GPUs", "warning", f"{driver}, CUDA_VISIBLE_DEVICES={hidden} hides them", "unset CUDA_VISIBLE_DEVICES"
+        )
     if facts.torch_cuda is None:
         text = f"{driver}, torch {facts.versions.get('torch')} is a build without CUDA"
         return Finding("GPUs", "error", text, f"pip uninstall torch, then {pip_command('torch')}")
     text = f"{driver}, torch (built for CUDA {facts.torch_cuda}) cannot use them"
-    return Finding("GPUs", "error", text, "python -c 'import torch; torch.cuda.init()' says why; mostly the driver is too old")
+    return Finding(
+        "GPUs", "error", text, "python -c 'import torch; torch.cuda.init()' says why; mostly the driver is too old"
+    )
 
 
 def _links(facts: Facts) -> list[Finding]:
@@ -114,7 +131,14 @@ def _peers(facts: Facts) -> list[Finding]:
     islands = facts.islands
     if islands:
         text = f"GPUs reach each other's memory in islands only: {island_words(islands)}"
-        return [Finding("peer access", "warning", text, "keep each group inside one of them; groups with blocked pairs run natively")]
+        return [
+            Finding(
+                "peer access",
+                "warning",
+                text,
+                "keep each group inside one of them; groups with blocked pairs run natively",
+            )
+        ]
     fix = "check the driver, IOMMU and virtualisation settings; groups with such pairs run natively"
     return [Finding("peer access", "error", f"no peer access between GPUs {', '.join(blocked)}", fix)]
 
@@ -137,12 +161,16 @@ def _nccl(facts: Facts) -> list[Finding]:
     if rings:
         text = f"{', '.join(rings)}: rings may run in another order than that of ranks"
         findings.append(
-            Finding("NCCL", "warning", text, f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs")
+            Finding(
+                "NCCL", "warning", text, f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs"
+            )
         )
     allowed, are_named = _reduce_scatter_algorithms(algorithms)
     if "ring" not in allowed or (are_named and allowed & _OTHER_ORDERS):
         text = f"NCCL_ALGO={algorithms}: sums may be taken in another order than the ring's"
-        findings.append(Finding("NCCL", "warning", text, "NCCL_ALGO=Ring, else GEMM-RS stays native where the bits differ"))
+        findings.append(
+            Finding("NCCL", "warning", text, "NCCL_ALGO=Ring, else GEMM-RS stays native where the bits differ")
+        )
     if environment.get("NCCL_COLLNET_ENABLE", "0") == "1":
         text = "NCCL_COLLNET_ENABLE=1: switches may add in an order of their own"
         findings.append(Finding("NCCL", "warning", text, "NCCL_COLLNET_ENABLE=0 for sums in ring order"))
@@ -155,8 +183,8 @@ def _nccl(facts: Facts) -> list[Finding]:
 
 
 def _reduce_scatter_algorithms(text: str) -> tuple[set[str], bool]:
-    """Algorithms that ``NCCL_ALGO`` lets reduce-scatters take, and whether it names them: a list for all functions, or lists by
-    function, ``^`` for all but those: ``ring,tree``, ``^nvls``, ``allreduce:tree;reducescatter:ring``."""
+    """Algorithms that ``NCCL_ALGO`` lets reduce-scatters take, and whether it names them: a list for all functions, or
+    lists by function, ``^`` for all but those: ``ring,tree``, ``^nvls``, ``allreduce:tree;reducescatter:ring``."""
     names = ""
     for part in text.lower().split(";"):
         function, _, listed = part.rpartition(":")
@@ -199,7 +227,8 @@ def _nvshmem_bootstrap(facts: Facts) -> list[Finding]:
     usable = [
         interface
         for interface in facts.interfaces
-        if not wanted or (interface in names if "=" in wanted[:2] else interface.startswith(names)) != wanted.startswith("^")
+        if not wanted
+        or (interface in names if "=" in wanted[:2] else interface.startswith(names)) != wanted.startswith("^")
     ]  # ^: all but those named; =: whole names, else how they begin
     findings = []
     if wanted and not usable:
@@ -212,7 +241,9 @@ def _nvshmem_bootstrap(facts: Facts) -> list[Finding]:
     other = facts.environment.get("NVSHMEM_BOOTSTRAP", "UID")
     if other.upper() != "UID":
         findings.append(
-            Finding("NVSHMEM", "note", f"NVSHMEM_BOOTSTRAP={other} is not used: the bootstrap is by unique id", "unset it")
+            Finding(
+                "NVSHMEM", "note", f"NVSHMEM_BOOTSTRAP={other} is not used: the bootstrap is by unique id", "unset it"
+            )
         )
     if not facts.infiniband:
         findings.append(Finding("NVSHMEM", "note", "no InfiniBand device: groups across nodes go through NCCL", None))
@@ -221,11 +252,18 @@ def _nvshmem_bootstrap(facts: Facts) -> list[Finding]:
 
 def _copies(facts: Facts) -> list[Finding]:
     findings = [
-        Finding("copies", "error", f"lib{name} is loaded {len(paths)} times: {', '.join(paths)}", "uninstall all but one")
+        Finding(
+            "copies", "error", f"lib{name} is loaded {len(paths)} times: {', '.join(paths)}", "uninstall all but one"
+        )
         for name, paths in facts.libraries.items()
     ]
     findings += [
-        Finding("copies", "warning", f"{name} is installed {len(places)} times: {', '.join(places)}", "uninstall all but one")
+        Finding(
+            "copies",
+            "warning",
+            f"{name} is installed {len(places)} times: {', '.join(places)}",
+            "uninstall all but one",
+        )
         for name, places in facts.distributions.items()
     ]
     return findings or [Finding("copies", "ok", "no library is loaded or installed twice")]
@@ -271,6 +309,10 @@ def _settings(facts: Facts) -> list[Finding]:
         return [Finding("settings", "error", str(error), "unset it or correct it")]
     unknown = unknown_variables(mine)
     if unknown:
-        return [Finding("settings", "warning", f"nothing reads {', '.join(unknown)}", "correct the name; README lists them all")]
+        return [
+            Finding(
+                "settings", "warning", f"nothing reads {', '.join(unknown)}", "correct the name; README lists them all"
+            )
+        ]
     text = ", ".join(f"{name}={value}" for name, value in mine.items()) or "no DITRON_* variable is set"
     return [Finding("settings", "ok", text)]

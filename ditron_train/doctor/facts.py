@@ -83,7 +83,8 @@ class Facts:
 
     @property
     def islands(self) -> list[list[int]]:
-        """GPUs in sets of two or more that all reach each other's memory, none of them the others'; empty where it is not so."""
+        """GPUs in sets of two or more that all reach each other's memory, none of them the others'; empty where it is
+        not so."""
         rows = [{j for j, can in enumerate(row) if can} for row in self.peer_access]
         whole = all(rows[j] == row for row in rows for j in row)
         sets = sorted({tuple(sorted(row)) for row in rows}) if whole else []
@@ -119,7 +120,9 @@ def collect_facts() -> Facts:
         nccl_files=read_nccl_files(*_NCCL_FILES),
         nvshmem_library=_nvshmem_library(),
         interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
-        infiniband=tuple(sorted(os.listdir("/sys/class/infiniband"))) if os.path.isdir("/sys/class/infiniband") else (),
+        infiniband=tuple(sorted(os.listdir("/sys/class/infiniband")))
+        if os.path.isdir("/sys/class/infiniband")
+        else (),
         shared_memory=_shared_memory(),
         libraries=_loaded_copies(),
         distributions=_duplicate_distributions(),
@@ -152,7 +155,9 @@ def read_nccl_files(*paths: str) -> dict[str, str]:
         except (OSError, RuntimeError):
             continue
         pairs = (line.split("#")[0].partition("=") for line in lines)
-        found.update({name.strip(): value.strip() for name, sign, value in pairs if sign and name.strip().startswith("NCCL_")})
+        found.update(
+            {name.strip(): value.strip() for name, sign, value in pairs if sign and name.strip().startswith("NCCL_")}
+        )
     return found
 
 

@@ -85,7 +85,11 @@ def _judge(name: str, facts: Facts) -> FeatureState:
     if name == "muon":
         return FeatureState(name, about, "ours", "every GPU, where the bits are native's")
     all_of_them = [list(range(len(facts.gpus)))]
-    where = f"{len(facts.gpus)} GPUs" if facts.islands == all_of_them else f"groups inside GPUs {island_words(facts.islands)}"
+    where = (
+        f"{len(facts.gpus)} GPUs"
+        if facts.islands == all_of_them
+        else f"groups inside GPUs {island_words(facts.islands)}"
+    )
     why = f"{where}, where the bits are native's and it is faster; {_across_nodes(name, facts)}"
     if name == "sp" and facts.versions.get("transformer-engine") is None:
         why += "; with megatron-core's local attention, as Transformer Engine is not installed"

@@ -65,7 +65,9 @@ def show(report: Report, console: Console | None = None) -> None:
     for feature in report.features:
         text = f"{escape(feature.about)}: {escape(feature.why)}"
         text += f"\n[dim]fix: {escape(feature.fix)}[/]" if feature.fix else ""
-        features.add_row(f"[bold]--ditron {feature.name}[/]", f"[{_STATE_STYLES[feature.state]}]{feature.state}[/]", text)
+        features.add_row(
+            f"[bold]--ditron {feature.name}[/]", f"[{_STATE_STYLES[feature.state]}]{feature.state}[/]", text
+        )
     console.print("\n[bold]what each feature would do here[/]")
     console.print(features)
     verdict = "[green]healthy[/]" if report.healthy else "[bold red]not healthy[/]: see the errors above"

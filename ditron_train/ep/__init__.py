@@ -1,4 +1,5 @@
-"""Expert parallelism: tokens sent once to a rank and fanned out there, grouped GEMMs, rows returned in the native order."""
+"""Expert parallelism: tokens sent once to a rank and fanned out there, grouped GEMMs, rows returned in the native
+order."""
 
 from ditron_train.ep.context import EPContext, get_ep_context
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, Pair, dispatch_linear, linear_combine

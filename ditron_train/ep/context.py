@@ -30,8 +30,8 @@ class MoveConfig:
     """Launch constants of the two kernels that move tokens. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs, one a multiprocessor, that push over the links. A dispatch fills them with 12. A combine, which
-            gathers its rows, does not: see ``return_kernels``.
+        num_senders: Programs, one a multiprocessor, that push over the links. A dispatch fills them with 12. A
+            combine, which gathers its rows, does not: see ``return_kernels``.
         num_programs: All programs of a launch: those above ``num_senders`` place what arrives.
         num_warps: Warps of a program: with 32 the kernels would have to spill registers.
         push_elements: Elements of a tile on its way to the experts.
@@ -73,10 +73,11 @@ class FusedConfig:
 class EPContext:
     """Owns what all MoE layers with the same experts share on ``group`` (collective to make).
 
-    The buffer for rows is one for both directions and for all layers of the group, whatever their experts: it lives only inside
-    an op, guarded by the start signals. So ops that move rows run one after another, on whichever streams they are called, and so
-    do exchanges of counts, which have buffers of their own and do not wait for the rows of another microbatch. Sizes are
-    exact: the largest need of any rank, which every rank learns from the exchanged counts, so growing it needs no agreement.
+    The buffer for rows is one for both directions and for all layers of the group, whatever their experts: it lives
+    only inside an op, guarded by the start signals. So ops that move rows run one after another, on whichever streams
+    they are called, and so do exchanges of counts, which have buffers of their own and do not wait for the rows of
+    another microbatch. Sizes are exact: the largest need of any rank, which every rank learns from the exchanged
+    counts, so growing it needs no agreement.
 
     Args:
         group: The expert-parallel process group.
@@ -85,8 +86,8 @@ class EPContext:
         topk: Experts of a token at most.
 
     Raises:
-        NotSupportedError: Experts that do not divide by the group, top-k above the experts, no kernels for the device, or
-            peers whose memory cannot be addressed (other nodes).
+        NotSupportedError: Experts that do not divide by the group, top-k above the experts, no kernels for the device,
+            or peers whose memory cannot be addressed (other nodes).
         ArenaError: No symmetric memory, or its cap is exceeded; on every rank alike.
 
     Attributes:
@@ -99,11 +100,15 @@ class EPContext:
         self.target = kernel_target(device)
         world_size = dist.get_world_size(group)
         if is_interpreter():
-            self.shape = LayoutShape(world_size, num_experts, topk, num_chunks=4, min_chunk_tokens=2, min_chunk_bytes=0)
+            self.shape = LayoutShape(
+                world_size, num_experts, topk, num_chunks=4, min_chunk_tokens=2, min_chunk_bytes=0
+            )
         else:
             self.shape = LayoutShape(world_size, num_experts, topk)
         if self.shape.columns > 1024:
-            raise NotSupportedError(f"expert parallel: {num_experts} experts on {world_size} ranks need more than 1024 columns")
+            raise NotSupportedError(
+                f"expert parallel: {num_experts} experts on {world_size} ranks need more than 1024 columns"
+            )
         self.arena: SymmetricArena = get_arena(group, device)
         self.records = records_of(self.arena.group_name, dist.get_process_group_ranks(group))
         self.rank = self.arena.rank
@@ -133,8 +138,8 @@ class EPContext:
         self.messages = self.arena.tensor(f"{name}/messages", (world_size, self.shape.message_words), torch.int32)
 
     def enter(self, channel: Channel, layout: Layout | None = None) -> torch.cuda.Stream | None:
-        """Start of every op that moves rows: raises what an earlier one recorded, orders this stream behind the last one's, and
-        keeps the tables of ``layout`` for this stream. Returns the stream, None on the CPU."""
+        """Start of every op that moves rows: raises what an earlier one recorded, orders this stream behind the last
+        one's, and keeps the tables of ``layout`` for this stream. Returns the stream, None on the CPU."""
         channel.check()
         stream = self.moves.enter()
         self.num_moves += 1
@@ -153,7 +158,8 @@ class EPContext:
         return self._side_stream
 
     def join_side(self) -> None:
-        """The current stream goes on behind the side stream, if that was forked since (a graph's capture asks for no less)."""
+        """The current stream goes on behind the side stream, if that was forked since (a graph's capture asks for no
+        less)."""
         if self._side_is_ahead:
             torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
             self._side_is_ahead = False
@@ -166,7 +172,8 @@ class EPContext:
     def _buffer(
         self, name: str, num_rows: int, most_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype
     ) -> SymmetricTensor:
-        """At least ``num_rows`` rows, with headroom up to ``most_rows`` if it has to grow; same arguments on every rank."""
+        """At least ``num_rows`` rows, with headroom up to ``most_rows`` if it has to grow; same arguments on every
+        rank."""
         if self.arena.capacity_bytes(name) < num_rows * math.prod(row_shape) * dtype.itemsize:
             self.arena.tensor(name, (min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), *row_shape), dtype)
         return self.arena.tensor(name, (max(num_rows, 1), *row_shape), dtype)
@@ -201,7 +208,10 @@ class EPContext:
         self.grads_buffer(room.places)
         now = self._buffer_bytes()
         if now > before:
-            log_once(f"ep memory {self.arena.group_name} {now}", f"ep: {now / 2**20:.1f} MiB of symmetric buffers on every rank")
+            log_once(
+                f"ep memory {self.arena.group_name} {now}",
+                f"ep: {now / 2**20:.1f} MiB of symmetric buffers on every rank",
+            )
 
     def room_now(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
         """Rows of ``rows_buffer`` and entries of ``entries_buffer`` that are there already; the same on every rank."""
@@ -223,14 +233,16 @@ class EPContext:
         return Room(rows, min(most, rows), num_tokens * self.shape.topk)
 
     def room_of_experts(self, num_tokens: int, expert_capacity: int) -> Room:
-        """The sizes where every expert gets ``expert_capacity`` tokens of every rank, each of which has ``num_tokens``."""
+        """The sizes where every expert gets ``expert_capacity`` tokens of every rank, each of which has
+        ``num_tokens``."""
         shape = self.shape
         of_a_rank = shape.experts_per_rank * expert_capacity
         slots = shape.world_size * min(num_tokens, of_a_rank)
         return Room(shape.world_size * of_a_rank, slots, shape.num_experts * expert_capacity)
 
     def reserve_room(self, room: Room, num_tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        """Makes the buffers of a capacity large enough; the first call of its kind is collective and waits for the device.
+        """Makes the buffers of a capacity large enough; the first call of its kind is collective and waits for the
+        device.
 
         Call it behind an exchange of counts, whose signature carries the capacity: ranks that differ raise here.
 

@@ -5,15 +5,16 @@
     z    = h W2[e].T               dh  = drows2 W2[e], drows2 = dispatch(dout)
     out  = combine(z)              dW2[e] = drows2.T h
 
-Each of the four pairs of a movement and a GEMM is one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
-same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also send its rows
-beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind it: it depends on the
-same dgrad, and nothing waits for dW1. Seen on 4 x H200 at the layer of ``fused_kernels``: dgrad, combine and dW1 took 13.5 ms
-one after the other, 12.3-12.9 with dgrad and combine fused, 11.9 with the whole of combine beside dW1 (12 senders of 32
-programs; 16 of 24 to 64: 12.4-13.0), whose other programs held 20 multiprocessors while they waited for rows: in a layer
-that made dW1 6.4-6.8 ms instead of 5.1. Since the sums come behind dW1 and a fused GEMM is one pipelined loop the policy
-finds the two ways about alike, and takes one or the other. The whole layer, forward and backward: 34.2 ms before these two,
-tokens sent ahead and ``own_wgrad``, 32.4 with them (natively 40.0).
+Each of the four pairs of a movement and a GEMM is one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits
+are the same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also
+send its rows beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind
+it: it depends on the same dgrad, and nothing waits for dW1. Seen on 4 x H200 at the layer of ``fused_kernels``: dgrad,
+combine and dW1 took 13.5 ms one after the other, 12.3-12.9 with dgrad and combine fused, 11.9 with the whole of
+combine beside dW1 (12 senders of 32 programs; 16 of 24 to 64: 12.4-13.0), whose other programs held 20 multiprocessors
+while they waited for rows: in a layer that made dW1 6.4-6.8 ms instead of 5.1. Since the sums come behind dW1 and a
+fused GEMM is one pipelined loop the policy finds the two ways about alike, and takes one or the other. The whole
+layer, forward and backward: 34.2 ms before these two, tokens sent ahead and ``own_wgrad``, 32.4 with them (natively
+40.0).
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ __all__ = [
 ]
 
 Pair = Literal["dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine", "beside_wgrad", "own_wgrad"]
-#: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of ``dgrad_combine``;
-#: ``own_wgrad`` is dW2 by our grouped GEMM, whoever computes the others.
+#: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of
+#: ``dgrad_combine``; ``own_wgrad`` is dW2 by our grouped GEMM, whoever computes the others.
 PAIRS: tuple[Pair, ...] = ("dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine")
 
-# Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs (seen on 2 x H200: weight gradients
-# [512, 256] of 3072 rows differ in 0.2 % of the elements). Equal were all layers measured: experts of 377 rows and more, so of
-# three row tiles, and weights of a full wave of tiles.
+# Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs (seen on 2 x H200: weight
+# gradients [512, 256] of 3072 rows differ in 0.2 % of the elements). Equal were all layers measured: experts of 377
+# rows and more, so of three row tiles, and weights of a full wave of tiles.
 #: Rows that every expert must have for our GEMMs of its rows to add up as native's do.
 FEWEST_ROWS = 257
 _WAVE_TILES = 132
@@ -238,5 +239,6 @@ def dispatch_linear(
 
 @eager
 def linear_combine(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
-    """h [num_rows, K] through the experts' second linear layer ([hidden, K] each) and back to tokens [num_tokens, hidden]."""
+    """h [num_rows, K] through the experts' second linear layer ([hidden, K] each) and back to tokens [num_tokens,
+    hidden]."""
     return _LinearCombine.apply(h, call, *weights)

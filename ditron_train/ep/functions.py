@@ -1,8 +1,8 @@
 """Autograd functions of dispatch and combine: each is the other's backward.
 
-    rows[row(t, e)] = x[t]                      dx[t] = sum over e of drows[row(t, e)]
-    row_probs[row(t, e)] = probs[t, e]          dprobs[t, e] = drow_probs[row(t, e)], 0 where not routed
-    out[t] = sum over e of y[row(t, e)]         dy[row(t, e)] = dout[t]
+rows[row(t, e)] = x[t]                      dx[t] = sum over e of drows[row(t, e)]
+row_probs[row(t, e)] = probs[t, e]          dprobs[t, e] = drow_probs[row(t, e)], 0 where not routed
+out[t] = sum over e of y[row(t, e)]         dy[row(t, e)] = dout[t]
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ def _mover(layout: AnyLayout) -> Any:
 @eager
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder):
+    def forward(
+        ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder
+    ):
         ctx.layout, ctx.context, ctx.order = layout, context, order
         ctx.probs_dtype = probs.dtype
-        rows, row_probs = _mover(layout).dispatch(x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "descending")
+        rows, row_probs = _mover(layout).dispatch(
+            x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "descending"
+        )
         return rows, row_probs
 
     @staticmethod

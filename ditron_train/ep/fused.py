@@ -1,4 +1,5 @@
-"""Host side of the kernels at task level: dispatch with the grouped GEMM behind it, a grouped GEMM with combine behind it."""
+"""Host side of the kernels at task level: dispatch with the grouped GEMM behind it, a grouped GEMM with combine behind
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def layout_tiles(layout: Layout) -> RowTiles:
     return layout.tiles
 
 
-def _plan(layout: Layout, context: EPContext, tiles: RowTiles, *, by_arrival: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _plan(
+    layout: Layout, context: EPContext, tiles: RowTiles, *, by_arrival: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of the row tiles, and a fresh board."""
     shape, device = layout.shape, context.device
     memory = torch.empty(2 * tiles.max_tiles + _BOARD_WORDS, dtype=torch.int32, device=device)

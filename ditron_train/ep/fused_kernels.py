@@ -13,14 +13,15 @@ Transformer Engine's grouped GEMM one after the other, in ms:
 | dispatch, fc1 | 6.39 | 7.3-7.5 | 16 to 32 senders, 24 to 116 placers, 2 to 8 phases: never faster |
 | dispatch, fc2 dgrad | 3.75 | 4.3-4.4 | likewise |
 
-These times are of tiles drawn in strips, as a dispatch still has them. In a layer fc2 with combine then took 4.1 ms, and the
-same GEMM alone 2.6; as one pipelined loop (``gemm_combine_kernel``) it was timed with the whole layer only.
+These times are of tiles drawn in strips, as a dispatch still has them. In a layer fc2 with combine then took 4.1 ms,
+and the same GEMM alone 2.6; as one pipelined loop (``gemm_combine_kernel``) it was timed with the whole layer only.
 
-A combine waits for links, so it hides under a GEMM for 16 of 132 multiprocessors. A dispatch is quick alone (1.1 ms), since all
-multiprocessors then move what arrives to its rows; a GEMM that runs meanwhile loses more than that. Tiles that start early are
-tiles of all experts, so each phase reads all weights again (2, 4 and 8 phases with fc2's dgrad: 4.45, 4.64, 4.91 ms); with few
-phases most tiles wait for the last rows, those that straddle two sources in any case. How many programs send or place changes
-nothing. The policy measures each pair on the machine at hand and takes what is faster there.
+A combine waits for links, so it hides under a GEMM for 16 of 132 multiprocessors. A dispatch is quick alone (1.1 ms),
+since all multiprocessors then move what arrives to its rows; a GEMM that runs meanwhile loses more than that. Tiles
+that start early are tiles of all experts, so each phase reads all weights again (2, 4 and 8 phases with fc2's dgrad:
+4.45, 4.64, 4.91 ms); with few phases most tiles wait for the last rows, those that straddle two sources in any case.
+How many programs send or place changes nothing. The policy measures each pair on the machine at hand and takes what is
+faster there.
 """
 
 import triton
@@ -83,13 +84,14 @@ def plan_tiles(
 ):  # fmt: skip
     """order[i] = the i-th row tile to compute; the board as a launch wants it. Program b does block b of both.
 
-    BY_ARRIVAL, for ``dispatch_gemm_kernel``: tiles that need an early part of their source's tokens come first, those that
-    straddle two sources, and so need the last tokens of one, last. Parts are PHASES-ths: within one, tiles stay by expert,
-    so that neighbours share weights (with one phase a token, weights were read from memory again for every tile). Counters:
-    rows still to be placed in each block of BLOCK_M rows, as BLOCK_M less what is missing; and of all together.
+    BY_ARRIVAL, for ``dispatch_gemm_kernel``: tiles that need an early part of their source's tokens come first, those
+    that straddle two sources, and so need the last tokens of one, last. Parts are PHASES-ths: within one, tiles stay
+    by expert, so that neighbours share weights (with one phase a token, weights were read from memory again for every
+    tile). Counters: rows still to be placed in each block of BLOCK_M rows, as BLOCK_M less what is missing; and of all
+    together.
 
-    Else, for ``gemm_combine_kernel``: by expert, then by source rank, beginning behind the own: ranks that compute the same
-    expert at the same time then return rows to different ranks. Counters: column tiles done of each row tile.
+    Else, for ``gemm_combine_kernel``: by expert, then by source rank, beginning behind the own: ranks that compute the
+    same expert at the same time then return rows to different ranks. Counters: column tiles done of each row tile.
 
     Nobody waits. Sorting is counting: the place of a tile is the number of tiles with a smaller key.
     """
@@ -102,7 +104,9 @@ def plan_tiles(
     for other_block in range(0, tl.cdiv(num_tiles, _AT_ONCE)):
         others = other_block * _AT_ONCE + tl.arange(0, _AT_ONCE)
         valid = others < num_tiles
-        other_key = _tile_key(tiles, sources, others, valid, rank, max_tiles, WORLD_SIZE, SLOTS, PHASES, BY_ARRIVAL, BLOCK_M)
+        other_key = _tile_key(
+            tiles, sources, others, valid, rank, max_tiles, WORLD_SIZE, SLOTS, PHASES, BY_ARRIVAL, BLOCK_M
+        )
         place += tl.sum(((other_key[None, :] < key[:, None]) & valid[None, :]).to(tl.int32), axis=1)
     tl.store(order + place, index, mask=inside)
     num_rows = tl.load(tiles + 4 + 4 * max_tiles + NUM_EXPERTS - 1)
@@ -131,7 +135,9 @@ def _send_chunk(
             send_list, chunk_entries, list_base, entry_base, entry_addresses, chunk, entry_capacity, WORLD_SIZE, NUM_CHUNKS,
             1024,
         )  # fmt: skip
-    send_tokens(x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity, WORLD_SIZE, RANKS, ROWS, BLOCK_H)
+    send_tokens(
+        x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity, WORLD_SIZE, RANKS, ROWS, BLOCK_H
+    )
     for step in tl.static_range(WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
         counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
@@ -207,13 +213,15 @@ def dispatch_gemm_kernel(
     NUM_SENDERS: tl.constexpr, NUM_PLACERS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """rows[row(t, e)] = x[t] as ``push_tokens`` does, and C[r, :] = rows[r, :] @ B[e(r)] as ``group_gemm_kernel`` does.
+    """rows[row(t, e)] = x[t] as ``push_tokens`` does, and C[r, :] = rows[r, :] @ B[e(r)] as ``group_gemm_kernel``
+    does.
 
-    Queues: chunks to send (programs below NUM_SENDERS), chunks that arrive (programs below NUM_SENDERS + NUM_PLACERS), strips
-    of tiles (all: those that sent and placed join when these queues are empty).
+    Queues: chunks to send (programs below NUM_SENDERS), chunks that arrive (programs below NUM_SENDERS + NUM_PLACERS),
+    strips of tiles (all: those that sent and placed join when these queues are empty).
 
-    Waits: senders for every rank's start signal; placers for a chunk's flag (acquire, system scope) before they read its
-    slots; a strip for the counters of its blocks of rows (acquire), then a fence for the descriptor loads that follow.
+    Waits: senders for every rank's start signal; placers for a chunk's flag (acquire, system scope) before they read
+    its slots; a strip for the counters of its blocks of rows (acquire), then a fence for the descriptor loads that
+    follow.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -294,11 +302,34 @@ def _sum_tokens(
     first = item * ITEM_TOKENS
     last = tl.minimum(first + ITEM_TOKENS, num_tokens)
     sum_rows(
-        buffer, out, expert_ids, token_places, first, last, hidden, RAGGED, TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, ROWS, BLOCK_H
+        buffer,
+        out,
+        expert_ids,
+        token_places,
+        first,
+        last,
+        hidden,
+        RAGGED,
+        TOPK,
+        TOPK_LANES,
+        ROUND_EACH,
+        DESCENDING,
+        ROWS,
+        BLOCK_H,
     )
     if WITH_GRADS:
         scatter_grads(
-            grad_buffer, prob_grads, expert_ids, token_places, first, last, num_experts, RAGGED, TOPK, TOPK_LANES, ITEM_TOKENS
+            grad_buffer,
+            prob_grads,
+            expert_ids,
+            token_places,
+            first,
+            last,
+            num_experts,
+            RAGGED,
+            TOPK,
+            TOPK_LANES,
+            ITEM_TOKENS,
         )
 
 
@@ -313,17 +344,19 @@ def gemm_combine_kernel(
     TILE_COUNT: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """y[r, :] = A[r, :] @ B[e(r)] as ``group_gemm_kernel`` does, and out[t] = sum over e of y[row(t, e)] as ``return_rows``.
+    """y[r, :] = A[r, :] @ B[e(r)] as ``group_gemm_kernel`` does, and out[t] = sum over e of y[row(t, e)] as
+    ``return_rows``.
 
-    All but the last NUM_SENDERS programs compute tiles, in one pipelined loop as the grouped GEMM alone; a finished tile adds
-    TILE_COUNT to its row tile's counter while the next one is being computed (``complete_stored``). Queues: row tiles to
-    return (those programs first, the others when they have no tiles left), tokens to sum (all). Nearly every token has a
-    row in the last tiles, so a rank is told once, when all of a peer's rows have left: one flag a source. Tiles are dealt
-    out, not drawn: it ends as long as no more than NUM_SENDERS multiprocessors are withheld for good.
+    All but the last NUM_SENDERS programs compute tiles, in one pipelined loop as the grouped GEMM alone; a finished
+    tile adds TILE_COUNT to its row tile's counter while the next one is being computed (``complete_stored``). Queues:
+    row tiles to return (those programs first, the others when they have no tiles left), tokens to sum (all). Nearly
+    every token has a row in the last tiles, so a rank is told once, when all of a peer's rows have left: one flag a
+    source. Tiles are dealt out, not drawn: it ends as long as no more than NUM_SENDERS multiprocessors are withheld
+    for good.
 
-    Waits: returning programs for every rank's start signal, then for a row tile's counter (acquire; its tiles are stored
-    through descriptors and waited for before they count); sums (acquire, system scope) for the flag of every rank that has
-    rows of this one. The counter of returned tiles chains their releases into that flag.
+    Waits: returning programs for every rank's start signal, then for a row tile's counter (acquire; its tiles are
+    stored through descriptors and waited for before they count); sums (acquire, system scope) for the flag of every
+    rank that has rows of this one. The counter of returned tiles chains their releases into that flag.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -336,7 +369,9 @@ def gemm_combine_kernel(
         dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
     if program < num_programs - NUM_SENDERS:
         num_k_tiles = tl.cdiv(K, BLOCK_K)
-        stored = tl.cast(0, tl.int64)  # counter of the tile before: its stores are complete by the time this one is computed
+        stored = tl.cast(
+            0, tl.int64
+        )  # counter of the tile before: its stores are complete by the time this one is computed
         for tile in tl.range(program, num_row_tiles * num_tiles_n, num_programs - NUM_SENDERS, flatten=True):
             row_tile, col_tile = ordered_tile(tile, order, num_row_tiles, num_tiles_n, GROUP_M)
             entry = tiles + 4 + row_tile * 4

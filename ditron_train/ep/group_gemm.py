@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -40,34 +40,47 @@ def _clipped_rows(matrix: torch.Tensor, block_rows: int, block_columns: int) -> 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor whose storage begins where ``part`` does.
 
-    ``torch.compile`` makes other code for another storage offset, which may add up in another order: Megatron's compiled
-    activations must find what they find behind native's GEMMs. The allocator does not know the new storage: ``record_stream``
-    does nothing for it, so who uses it on another stream keeps it until the one that it was made on has waited for that.
+    ``torch.compile`` makes other code for another storage offset, which may add up in another order: Megatron's
+    compiled activations must find what they find behind native's GEMMs. The allocator does not know the new storage:
+    ``record_stream`` does nothing for it, so who uses it on another stream keeps it until the one that it was made on
+    has waited for that.
     """
     return from_dlpack(to_dlpack(part))
 
 
 def _reach(weights: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int] | None:
-    """Distance of each weight from the lowest in units, and the unit in bytes; None where one descriptor cannot span them."""
+    """Distance of each weight from the lowest in units, and the unit in bytes; None where one descriptor cannot span
+    them."""
     addresses = [w.data_ptr() for w in weights]
     lowest = min(addresses)
     unit = math.gcd(*(address - lowest for address in addresses)) or 4096
     distances = tuple((address - lowest) // unit for address in addresses)
-    if lowest % _ALIGNMENT_BYTES or unit % _ALIGNMENT_BYTES or unit >= _MAX_STRIDE_BYTES or max(distances) >= 2**31 - 1:
+    if (
+        lowest % _ALIGNMENT_BYTES
+        or unit % _ALIGNMENT_BYTES
+        or unit >= _MAX_STRIDE_BYTES
+        or max(distances) >= 2**31 - 1
+    ):
         return None
     return distances, unit
 
 
-@lru_cache(maxsize=None)  # never let go of: a captured CUDA graph, and a launch on another stream, know only the address
+@cache  # never let go of: a captured CUDA graph, and a launch on another stream, know only the address
 def _places(distances: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(distances, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=1024)
 def _launch(
-    kernel: Any, num_programs: int, constants: tuple[tuple[str, Any], ...], num_warps: int, num_stages: int, dtype: torch.dtype
+    kernel: Any,
+    num_programs: int,
+    constants: tuple[tuple[str, Any], ...],
+    num_warps: int,
+    num_stages: int,
+    dtype: torch.dtype,
 ) -> KernelLaunch:
-    """The launch of a kernel with these constants, for operands of this type: only the first one goes through Triton."""
+    """The launch of a kernel with these constants, for operands of this type: only the first one goes through
+    Triton."""
     return KernelLaunch(kernel, num_programs, dict(constants), num_warps=num_warps, num_stages=num_stages)
 
 
@@ -100,16 +113,15 @@ def _block_m(target: str) -> int:
 
 
 def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
-    """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts]) that sum to ``num_rows`` at most."""
+    """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts]) that sum to ``num_rows`` at
+    most."""
     target = kernel_target(tokens_per_expert.device)
     num_experts, block_m = tokens_per_expert.numel(), _block_m(target)
     num_programs = -(-(-(-num_rows // block_m) + num_experts) // _LIST_BLOCK)
     max_tiles = num_programs * _LIST_BLOCK  # few different numbers, whatever the rows: launches are kept by number
     words = _TILE_WORDS * (max_tiles + 1) + num_experts
     tiles = torch.empty(words + _SLACK_WORDS, dtype=torch.int32, device=tokens_per_expert.device)
-    constants = dict(
-        NUM_EXPERTS=num_experts, EXPERTS=next_power_of_2(num_experts), BLOCK_M=block_m, BLOCK=_LIST_BLOCK
-    )
+    constants = dict(NUM_EXPERTS=num_experts, EXPERTS=next_power_of_2(num_experts), BLOCK_M=block_m, BLOCK=_LIST_BLOCK)
     launch = _launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)
     with on_device(tokens_per_expert.device):
         launch(tokens_per_expert, tiles, max_tiles, num_rows)
@@ -138,7 +150,8 @@ def _config(m: int, n: int, k: int, dtype: torch.dtype, target: str, device: tor
 
 @dataclass(frozen=True)
 class GemmOperands:
-    """What a grouped GEMM kernel takes: descriptors of rows, weights and result, and where each expert's weight lies."""
+    """What a grouped GEMM kernel takes: descriptors of rows, weights and result, and where each expert's weight
+    lies."""
 
     a: TensorDescriptor
     b: TensorDescriptor
@@ -161,7 +174,9 @@ def gemm_operands(
     if len(weights) != tiles.num_experts:
         raise NotSupportedError(f"{name}: {len(weights)} weights for {tiles.num_experts} experts")
     first = weights[0]
-    if any(w.shape != first.shape or w.dtype != x.dtype or w.device != x.device or not w.is_contiguous() for w in weights):
+    if any(
+        w.shape != first.shape or w.dtype != x.dtype or w.device != x.device or not w.is_contiguous() for w in weights
+    ):
         raise NotSupportedError(f"{name}: weights must be contiguous and alike, of {x.dtype} on {x.device}")
     n, k = first.shape if transpose else first.shape[::-1]
     if x.dim() != 2 or x.shape[1] != k:
@@ -194,7 +209,9 @@ def gemm_operands(
     )
 
 
-def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, *, transpose: bool = True) -> torch.Tensor:
+def group_gemm(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, *, transpose: bool = True
+) -> torch.Tensor:
     """y[r] = x[r] @ weights[e(r)].T (``transpose``: forward), or x[r] @ weights[e(r)] (dgrad).
 
     Args:
@@ -216,13 +233,17 @@ def group_gemm(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles
     half_b = b
     if config.split_store:
         half = config.block_n // 2
-        half_b = TensorDescriptor(b.base, b.shape, b.strides, [1, half, config.block_k] if transpose else [1, config.block_k, half])
+        half_b = TensorDescriptor(
+            b.base, b.shape, b.strides, [1, half, config.block_k] if transpose else [1, config.block_k, half]
+        )
     constants = dict(
         BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, TRANSPOSE_B=transpose,
         SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // config.block_n))
-    launch = _launch(group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)
+    launch = _launch(
+        group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype
+    )
     with on_device(x.device):
         launch(operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k)
     return operands.y
@@ -261,7 +282,9 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_s
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT_STORE=config.split_store,
     )  # fmt: skip
     num_programs = min(max(num_sms(x.device) - spare_sms, 1), tiles.num_experts * config.num_tiles(n, k))
-    launch = _launch(group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype)
+    launch = _launch(
+        group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype
+    )
     operands = _clipped_rows(grad, config.block_k, config.block_m), _clipped_rows(x, config.block_k, config.block_n)
     result = TensorDescriptor(dw, list(shape), [n * k, k, 1], [1, store_m, store_n])
     with on_device(x.device):

@@ -3,21 +3,22 @@
 The weights of experts are separate tensors. One descriptor spans them all: its first coordinate counts units of some
 elements from the lowest address, so that ``load([places[e], n, k])`` reads expert e's block wherever it lies.
 
-Blocks of rows that end inside a tile are *clipped* by a descriptor [rows + 1, BLOCK, columns] whose first two strides are
-both one row: element (i, j) is row ``i + j``. The block at (row + valid - BLOCK, BLOCK - valid) begins at ``row``, and since
-j ends at BLOCK only its first ``valid`` rows exist: the others load as zeros and are dropped when stored. So no tile needs
-a mask. i must not be negative: results have BLOCK rows of padding in front, and operands of the weight gradient, which
-have none, are read by masked loads for experts that end within the first BLOCK rows.
+Blocks of rows that end inside a tile are *clipped* by a descriptor [rows + 1, BLOCK, columns] whose first two strides
+are both one row: element (i, j) is row ``i + j``. The block at (row + valid - BLOCK, BLOCK - valid) begins at ``row``,
+and since j ends at BLOCK only its first ``valid`` rows exist: the others load as zeros and are dropped when stored. So
+no tile needs a mask. i must not be negative: results have BLOCK rows of padding in front, and operands of the weight
+gradient, which have none, are read by masked loads for experts that end within the first BLOCK rows.
 
-Seen on 4 x H200, 32 experts of about 2048 rows on each, 4096 x 7168 and 7168 x 2048, against Transformer Engine's: forward
-1.01, dgrad 1.00-1.01, wgrad 1.00-1.10; with the counts of Zipf routing (440 to 19,700 rows on the fullest rank) forward 0.99,
-dgrad 0.99-1.00, wgrad 0.98-1.01 (``bench ep``). These GEMMs run at the power limit: after one call of warm-up only, the same rows
-came out at 0.94-1.00. Tried, all within 1 %: groups of 4 or 16 row tiles, tiles grouped by expert.
+Seen on 4 x H200, 32 experts of about 2048 rows on each, 4096 x 7168 and 7168 x 2048, against Transformer Engine's:
+forward 1.01, dgrad 1.00-1.01, wgrad 1.00-1.10; with the counts of Zipf routing (440 to 19,700 rows on the fullest
+rank) forward 0.99, dgrad 0.99-1.00, wgrad 0.98-1.01 (``bench ep``). These GEMMs run at the power limit: after one call
+of warm-up only, the same rows came out at 0.94-1.00. Tried, all within 1 %: groups of 4 or 16 row tiles, tiles grouped
+by expert.
 
-With few tiles the last wave counts. Seen on one H200, two experts of 2058 and 2099 rows: dgrad of 14336 x 4096 at 0.84 of
-Transformer Engine's speed, 0.91 with the last wave in halves, forward of 8192 x 14336 at 0.92 and 0.95; never slower in 26 cases
-(15 experts of 550 rows 1.10-1.55 and 1.17-1.70). Ends of experts of up to 64 rows as half tiles behind the others instead: 0.96
-there, but up to 13 % slower with more experts. Tiles of 128 x 128: 0.73 and 0.83.
+With few tiles the last wave counts. Seen on one H200, two experts of 2058 and 2099 rows: dgrad of 14336 x 4096 at 0.84
+of Transformer Engine's speed, 0.91 with the last wave in halves, forward of 8192 x 14336 at 0.92 and 0.95; never
+slower in 26 cases (15 experts of 550 rows 1.10-1.55 and 1.17-1.70). Ends of experts of up to 64 rows as half tiles
+behind the others instead: 0.96 there, but up to 13 % slower with more experts. Tiles of 128 x 128: 0.73 and 0.83.
 """
 
 import triton
@@ -33,11 +34,12 @@ def list_tiles(
     tokens_per_expert, tiles, max_tiles, num_rows,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """tiles[4 (1 + i) ..] = expert, first row and end row of row tile i; tiles[0] their number. Program b writes block b.
+    """tiles[4 (1 + i) ..] = expert, first row and end row of row tile i; tiles[0] their number. Program b writes block
+    b.
 
-    Experts take whole tiles each; one with no rows takes none. ``row_ends[e]`` follows behind the tiles. Of experts that have
-    more rows than there is room for (a fixed capacity that was too small, which is an error elsewhere) the first ``num_rows``
-    count: no tile lies outside the buffers.
+    Experts take whole tiles each; one with no rows takes none. ``row_ends[e]`` follows behind the tiles. Of experts
+    that have more rows than there is room for (a fixed capacity that was too small, which is an error elsewhere) the
+    first ``num_rows`` count: no tile lies outside the buffers.
     """
     lanes = tl.arange(0, EXPERTS)
     counts = tl.load(tokens_per_expert + lanes, mask=lanes < NUM_EXPERTS, other=0).to(tl.int32)
@@ -89,12 +91,12 @@ def group_gemm_kernel(
     """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding.
 
     a_desc: A [rows, K] in blocks [BLOCK_M, BLOCK_K]. b_desc: all experts' weights, blocks [1, BLOCK_N, BLOCK_K]
-    (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C behind BLOCK_M rows of padding, as
-    clipped blocks. A tile at the end of an expert reads on into the next one's rows; their results are clipped. Nobody
-    waits: no signals.
+    (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C behind BLOCK_M rows of padding,
+    as clipped blocks. A tile at the end of an expert reads on into the next one's rows; their results are clipped.
+    Nobody waits: no signals.
 
-    With SPLIT_STORE a last wave that is at most half full is computed in halves of BLOCK_N // 2 columns, so that it takes
-    half the time; half_b_desc reads the weights in such halves (else it is b_desc).
+    With SPLIT_STORE a last wave that is at most half full is computed in halves of BLOCK_N // 2 columns, so that it
+    takes half the time; half_b_desc reads the weights in such halves (else it is b_desc).
     """
     num_programs = tl.num_programs(0)
     num_row_tiles = tl.load(tiles)
@@ -163,13 +165,13 @@ def group_wgrad_kernel(
 ):  # fmt: skip
     """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding.
 
-    g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what lies behind an expert's last row
-    reads as zero. w_desc: W [experts, N, K] in blocks [1, BLOCK_M, BLOCK_N]. An expert without rows gets zeros. Nobody
-    waits: no signals.
+    g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what lies behind an expert's last
+    row reads as zero. w_desc: W [experts, N, K] in blocks [1, BLOCK_M, BLOCK_N]. An expert without rows gets zeros.
+    Nobody waits: no signals.
 
-    Tiles and blocks of rows are one loop of steps, so that the loads of the next tile run under the epilogue of this one.
-    Experts differ in depth, which keeps the compiler from making that loop itself (``flatten``). The few experts that end
-    within the first BLOCK_K rows come behind it, through masked loads.
+    Tiles and blocks of rows are one loop of steps, so that the loads of the next tile run under the epilogue of this
+    one. Experts differ in depth, which keeps the compiler from making that loop itself (``flatten``). The few experts
+    that end within the first BLOCK_K rows come behind it, through masked loads.
     """
     num_tiles_m = tl.cdiv(N, BLOCK_M)
     num_tiles_n = tl.cdiv(K, BLOCK_N)

@@ -1,15 +1,17 @@
 """Kernels that move tokens to the experts: ``push_tokens``, or its halves ``push_ahead`` and ``place_arrived``.
 
-As in ``return_kernels``, one launch has two roles. Programs below ``NUM_SENDERS`` push over the links; the others, which start
-beside them, work on what has arrived, chunk by chunk. Senders have the lower program ids, so they are placed first, and wait
-for nobody but start signals. In the interpreter one program plays both roles (``SHARED``): it sends everything, then receives.
+As in ``return_kernels``, one launch has two roles. Programs below ``NUM_SENDERS`` push over the links; the others,
+which start beside them, work on what has arrived, chunk by chunk. Senders have the lower program ids, so they are
+placed first, and wait for nobody but start signals. In the interpreter one program plays both roles (``SHARED``): it
+sends everything, then receives.
 
-A tile is ``ROWS`` rows of ``BLOCK_H`` elements. Rows that do not exist are masked: no branch inside a tile. Indices that
-came from a peer are bounded before they are used, so that a call that failed writes nothing outside its buffers.
+A tile is ``ROWS`` rows of ``BLOCK_H`` elements. Rows that do not exist are masked: no branch inside a tile. Indices
+that came from a peer are bounded before they are used, so that a call that failed writes nothing outside its buffers.
 
-Seen on 4 x H200, 8192 tokens of 14 KiB a rank, 320 MB over the links (0.87 ms at their speed): 1.05 ms. The links, the start and
-the last chunk are what is left: own tokens not sent to oneself, the next tile loaded ahead, one fence for the flags of all
-ranks, tiles of 8, 16 or 32 Ki elements, 8 or 16 warps all gave 1.02-1.07 ms, 20 senders 1.05, 12 senders 1.11.
+Seen on 4 x H200, 8192 tokens of 14 KiB a rank, 320 MB over the links (0.87 ms at their speed): 1.05 ms. The links, the
+start and the last chunk are what is left: own tokens not sent to oneself, the next tile loaded ahead, one fence for
+the flags of all ranks, tiles of 8, 16 or 32 Ki elements, 8 or 16 warps all gave 1.02-1.07 ms, 20 senders 1.05, 12
+senders 1.11.
 """
 
 import triton
@@ -131,7 +133,8 @@ def _send_chunks(
     RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, NUM_SENDERS: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Sender p takes chunks p, p + NUM_SENDERS, ..., and sets flag [rank, chunk] at every rank that gets rows of one."""
+    """Sender p takes chunks p, p + NUM_SENDERS, ..., and sets flag [rank, chunk] at every rank that gets rows of
+    one."""
     entry_capacity = tl.load(limits + 1)
     slot_capacity = tl.load(limits + 2)
     for chunk in range(tl.program_id(0), tl.cdiv(num_tokens, chunk_tokens), NUM_SENDERS):
@@ -142,7 +145,9 @@ def _send_chunks(
                 send_list, chunk_entries, list_base, entry_base, entry_addresses, chunk, entry_capacity, WORLD_SIZE,
                 NUM_CHUNKS, 1024,
             )  # fmt: skip
-        send_tokens(x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity, WORLD_SIZE, RANKS, ROWS, BLOCK_H)
+        send_tokens(
+            x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity, WORLD_SIZE, RANKS, ROWS, BLOCK_H
+        )
         for step in tl.static_range(WORLD_SIZE):
             peer = (rank + step) % WORLD_SIZE
             counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
@@ -183,15 +188,15 @@ def push_tokens(
 ):  # fmt: skip
     """out[row(t, e)] = x[t] for every (token, expert), where row(t, e) is at the expert's rank.
 
-    Senders read each token once, store it to its slot at every other rank that has one of its experts (ascending tokens:
-    consecutive stores leave over different links) and set a flag there, chunk by chunk.
-    WITH_ENTRIES sends the chunk's entries along (the first dispatch of a layout); without, receivers use the entries that
-    they kept. Receivers copy from slot to row (``out[row] = buffer[slot]``; this rank's own tokens straight from ``x``) and
-    set ``out_probs[row] = probability``.
+    Senders read each token once, store it to its slot at every other rank that has one of its experts (ascending
+    tokens: consecutive stores leave over different links) and set a flag there, chunk by chunk.
+    WITH_ENTRIES sends the chunk's entries along (the first dispatch of a layout); without, receivers use the entries
+    that they kept. Receivers copy from slot to row (``out[row] = buffer[slot]``; this rank's own tokens straight from
+    ``x``) and set ``out_probs[row] = probability``.
     ZERO_PROBS writes zeros to rows whose probability is 0 (what the fused native permutation does).
 
-    Waits: senders, before their first store, for every rank's start signal; receivers for a chunk's flag (acquire) before
-    they read its entries or slots. A chunk without entries for a rank sets no flag there and is not waited for.
+    Waits: senders, before their first store, for every rank's start signal; receivers for a chunk's flag (acquire)
+    before they read its entries or slots. A chunk without entries for a rank sets no flag there and is not waited for.
     """
     program = tl.program_id(0)
     epoch = dl.next_epoch(tickets)
@@ -221,8 +226,8 @@ def push_ahead(
 ):  # fmt: skip
     """The senders of ``push_tokens`` alone, before the host knows any size: ``place_arrived`` follows once it does.
 
-    Sends nothing where slots, places or entries of any rank are more than the buffers hold (``slot_room`` slots and places,
-    ``entry_room`` entries): ``limits`` says so on every rank alike, and so will the host.
+    Sends nothing where slots, places or entries of any rank are more than the buffers hold (``slot_room`` slots and
+    places, ``entry_room`` entries): ``limits`` says so on every rank alike, and so will the host.
     """
     epoch = dl.next_epoch(tickets)
     rank = dl.rank(control)

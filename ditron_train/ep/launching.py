@@ -58,8 +58,8 @@ def launch(
     *dtypes: torch.dtype,
     num_stages: int = 3,
 ) -> Callable[..., None]:
-    """The launch of a kernel with these constants and types of arguments; kept, so that only the first one goes all the
-    way through Triton. Inside ``compiling`` it does not launch."""
+    """The launch of a kernel with these constants and types of arguments; kept, so that only the first one goes all
+    the way through Triton. Inside ``compiling`` it does not launch."""
     key = (kernel.__name__, num_programs, num_warps, num_stages, dtypes, *constants.values())
     launch = context.launches.get(key)
     if launch is None:
@@ -73,7 +73,8 @@ def launch(
 
 @contextmanager
 def compiling(context: EPContext) -> Iterator[None]:
-    """Inside, ops of the context compile their kernels, several at a time, and launch none: their results are not to be used.
+    """Inside, ops of the context compile their kernels, several at a time, and launch none: their results are not to
+    be used.
 
     The grouped GEMMs without movement are no ops of a context: they run.
     """

@@ -2,8 +2,8 @@
 
 The native order that bits need: at the expert's rank rows by local expert, then source rank, then token; at the source
 each token's rows by global expert. A token travels once to each rank that has one of its experts (its *slot* there);
-an *entry* says which row a slot is copied to, and to which *place* ``token * topk + j`` of the source its result returns.
-What a rank sends to itself takes no slot on the way: its entries name the token instead.
+an *entry* says which row a slot is copied to, and to which *place* ``token * topk + j`` of the source its result
+returns. What a rank sends to itself takes no slot on the way: its entries name the token instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class LayoutShape:
                 f"expert parallel: {self.num_experts} experts do not divide by the group's {self.world_size} ranks"
             )
         if not 1 <= self.topk <= self.num_experts:
-            raise NotSupportedError(f"expert parallel: top-k {self.topk} is not in 1..{self.num_experts} (the number of experts)")
+            raise NotSupportedError(
+                f"expert parallel: top-k {self.topk} is not in 1..{self.num_experts} (the number of experts)"
+            )
         assert self.num_chunks == next_power_of_2(self.num_chunks)
         assert self.min_chunk_tokens == next_power_of_2(self.min_chunk_tokens)
 
@@ -91,8 +93,8 @@ class LayoutShape:
     def chunk_tokens(self, num_tokens: int, row_bytes: int) -> int:
         """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each.
 
-        Every chunk costs a few round trips: of 2048 tokens of 4 KiB on 4 x H200 a combine took 163, 116, 101 and 99 us in chunks
-        of 16, 32, 64 and 128 tokens, a dispatch 110, 93, 89 and 98.
+        Every chunk costs a few round trips: of 2048 tokens of 4 KiB on 4 x H200 a combine took 163, 116, 101 and 99 us
+        in chunks of 16, 32, 64 and 128 tokens, a dispatch 110, 93, 89 and 98.
         """
         by_bytes = next_power_of_2(-(-self.min_chunk_bytes // max(row_bytes, 1)))
         return max(self.min_chunk_tokens, min(by_bytes, 128), next_power_of_2(-(-num_tokens // self.num_chunks)))
@@ -162,8 +164,8 @@ class Layout:
         chunk_entries: [ranks, num_chunks + 1] entries for each rank before each chunk.
         recv_offsets: [ranks, num_chunks + 1] first entry of each source's chunk here.
         expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [places].
-        token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not looked at.
-        ragged: Whether a token may have any number of experts (padded to capacity), and so as many places.
+        token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not
+        looked at. ragged: Whether a token may have any number of experts (padded to capacity), and so as many places.
         dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
         send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
         entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
@@ -174,10 +176,11 @@ class Layout:
         slot_capacity: Slots that every rank has room for.
         entry_capacity: Rows that every rank has room for.
         place_capacity: Places that every rank has room for.
-        ahead: The tokens, where they were sent before the sizes were known (``ops.dispatch_ahead``) and are not placed yet.
-        tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
-        fewest_rows: Rows of the expert that has fewest, of those on any rank that have some; None where the host does not know.
-        kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None where there is neither.
+        ahead: The tokens, where they were sent before the sizes were known (``ops.dispatch_ahead``) and are not placed
+        yet. tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
+        fewest_rows: Rows of the expert that has fewest, of those on any rank that have some; None where the host does
+        not know. kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None
+        where there is neither.
     """
 
     shape: LayoutShape

@@ -28,7 +28,10 @@ def _load_map(
     owner = lanes // SLOTS
     local = lanes % SLOTS
     valid = (owner < WORLD_SIZE) & (local < EXPERTS_PER_RANK)
-    offsets = tl.cast(tokens, tl.int64)[:, None] * (WORLD_SIZE * EXPERTS_PER_RANK) + (owner * EXPERTS_PER_RANK + local)[None, :]
+    offsets = (
+        tl.cast(tokens, tl.int64)[:, None] * (WORLD_SIZE * EXPERTS_PER_RANK)
+        + (owner * EXPERTS_PER_RANK + local)[None, :]
+    )
     return tl.load(pointer + offsets, mask=(tokens < last_token)[:, None] & valid[None, :], other=0)
 
 
@@ -38,7 +41,8 @@ def count_chunks(
     EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program c counts chunk c: tokens of each expert, distinct tokens of each destination rank, experts of the widest token.
+    """Program c counts chunk c: tokens of each expert, distinct tokens of each destination rank, experts of the widest
+    token.
 
     Nobody waits. Writes ``chunk_counts[c, column]``, ``chunk_dests[c, owner]``, ``chunk_widest[c]``.
     """
@@ -65,7 +69,8 @@ def _make_message(
     chunk_counts, chunk_dests, chunk_widest, chunk_entries, mine, num_tokens, RANKS: tl.constexpr, SLOTS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Turns the counts of chunks into exclusive sums, in place, and writes what every rank is told alike to ``mine``."""
+    """Turns the counts of chunks into exclusive sums, in place, and writes what every rank is told alike to
+    ``mine``."""
     COLUMNS: tl.constexpr = RANKS * SLOTS
     chunks = tl.arange(0, NUM_CHUNKS)
     ranks = tl.arange(0, RANKS)
@@ -160,11 +165,11 @@ def exchange_counts(
     - ``expert_tokens[e]``: rows of each local expert (``SLOTS`` columns),
     - ``sources[s, e]``: how many of them come from rank s,
     - ``limits``: rows here, and what every rank has room for: rows (entries), slots, places. Without HAS_CAPACITY the
-      largest that any rank needs; with it what was allocated, and a rank that needs more records the overflow. Then the
-      epoch of the next dispatch.
+      largest that any rank needs; with it what was allocated, and a rank that needs more records the overflow. Then
+      the epoch of the next dispatch.
 
-    Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for its
-    message (release/acquire at system scope by ``notify`` and ``wait``).
+    Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for
+    its message (release/acquire at system scope by ``notify`` and ``wait``).
     """
     COLUMNS: tl.constexpr = RANKS * SLOTS
     COMMON_WORDS: tl.constexpr = COLUMNS + RANKS + 2
@@ -211,12 +216,12 @@ def exchange_counts(
     places = recv_offsets + ranks * (NUM_CHUNKS + 1)
     tl.store(places, recv_base)
     tl.store(places[:, None] + 1 + chunks[None, :], recv_base[:, None] + arrived)
-    tl.store(
-        expert_tokens + tl.arange(0, SLOTS), tl.sum(tl.where((ranks == rank)[:, None], totals, 0), axis=0)
-    )
+    tl.store(expert_tokens + tl.arange(0, SLOTS), tl.sum(tl.where((ranks == rank)[:, None], totals, 0), axis=0))
     local = tl.arange(0, SLOTS)
     from_ranks = tl.load(
-        messages + ranks[:, None] * MESSAGE_WORDS + rank * SLOTS + local[None, :], mask=(ranks < WORLD_SIZE)[:, None], other=0
+        messages + ranks[:, None] * MESSAGE_WORDS + rank * SLOTS + local[None, :],
+        mask=(ranks < WORLD_SIZE)[:, None],
+        other=0,
     )
     tl.store(sources + ranks[:, None] * SLOTS + local[None, :], from_ranks)
     tl.store(limits + 4, ((tl.load(dispatch_tickets) >> TICKET_UNIT_LOG2) + 1).to(tl.int32))
@@ -233,13 +238,15 @@ def list_entries(
     RAGGED: tl.constexpr, TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
     SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, TOPK_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Program c lists what chunk c sends: one entry for each (token, expert), one slot for each (token, destination rank).
+    """Program c lists what chunk c sends: one entry for each (token, expert), one slot for each (token, destination
+    rank).
 
-    ``send_list`` is grouped by destination, then ordered by token, then by expert; an entry is four int32: the row at the
-    destination in [local expert, source rank, token] order, the slot where the token arrives there (for this rank itself,
-    where nothing travels, the token), the place ``token * TOPK + j`` where its result returns to, and the bits of its fp32
-    probability. ``expert_ids[t, j]`` is token t's j-th expert, ascending (-1: none); ``dest_slots[t, d]`` the token's slot at
-    rank d (-1: not sent there). RAGGED: places are ``token_places[t] + j``, and ``expert_ids[place]`` the expert.
+    ``send_list`` is grouped by destination, then ordered by token, then by expert; an entry is four int32: the row at
+    the destination in [local expert, source rank, token] order, the slot where the token arrives there (for this rank
+    itself, where nothing travels, the token), the place ``token * TOPK + j`` where its result returns to, and the bits
+    of its fp32 probability. ``expert_ids[t, j]`` is token t's j-th expert, ascending (-1: none); ``dest_slots[t, d]``
+    the token's slot at rank d (-1: not sent there). RAGGED: places are ``token_places[t] + j``, and
+    ``expert_ids[place]`` the expert.
 
     Nobody waits.
     """
@@ -291,9 +298,7 @@ def list_entries(
             tl.debug_barrier()
             ids = tokens[:, None, None] * TOPK_LANES + nth
         tl.store(expert_ids + ids, tl.broadcast_to(experts, (BLOCK_T, RANKS, SLOTS)), mask=chosen)
-        tl.store(
-            dest_slots + tokens[:, None] * RANKS + ranks[None, :], tl.where(sent > 0, slots, -1), mask=inside
-        )
+        tl.store(dest_slots + tokens[:, None] * RANKS + ranks[None, :], tl.where(sent > 0, slots, -1), mask=inside)
         next_row += tl.sum(routed, axis=0)
         next_slot += tl.sum(sent, axis=0)
         next_entry += tl.sum(per_rank, axis=0)

@@ -37,8 +37,8 @@ def dispatch(
         zero_probs: Whether rows of probability 0 are zero (the fused native permutation writes them so).
 
     Returns:
-        rows [num_rows, hidden] by local expert, source rank, token; their probabilities [num_rows], or None where it is
-        not the layout's first dispatch.
+        rows [num_rows, hidden] by local expert, source rank, token; their probabilities [num_rows], or None where it
+        is not the layout's first dispatch.
 
     Raises:
         NotSupportedError: Shape, type or device does not fit.
@@ -66,7 +66,9 @@ def _dispatch(
     buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
     if layout.ahead is not None:
-        assert layout.ahead.data_ptr() == x.data_ptr() and layout.ahead.shape == x.shape, "other tokens were sent ahead"
+        assert layout.ahead.data_ptr() == x.data_ptr() and layout.ahead.shape == x.shape, (
+            "other tokens were sent ahead"
+        )
         _place_ahead(x, layout, context, out, out_probs, buffer, arrived, zero_probs=zero_probs)
     else:
         rows, columns = move_tile(hidden, context.move.push_elements)
@@ -115,12 +117,13 @@ def _place_ahead(
 
 @eager
 def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
-    """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places them.
+    """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places
+    them.
 
-    They travel while the host waits for the counts and prepares what follows (0.4 ms in a layer on 4 x H200). Where the
-    buffers turn out too small nothing is sent, and ``dispatch`` does it all. So it does where rows were moved since
-    ``begin_layout``, or last on another stream: the layout may hold another epoch than that of the next dispatch. The layout must
-    be finished, and dispatched with the same `x`, before any other op of the context.
+    They travel while the host waits for the counts and prepares what follows (0.4 ms in a layer on 4 x H200). Where
+    the buffers turn out too small nothing is sent, and ``dispatch`` does it all. So it does where rows were moved
+    since ``begin_layout``, or last on another stream: the layout may hold another epoch than that of the next
+    dispatch. The layout must be finished, and dispatched with the same `x`, before any other op of the context.
 
     Args:
         x: [num_tokens, hidden] of the routing; nothing happens unless it is contiguous, or before the buffers exist.
@@ -209,7 +212,8 @@ class PendingCombine:
         )  # fmt: skip
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Behind ``begin_combine``: adds up on the current stream what arrived meanwhile. Returns what ``combine`` does."""
+        """Behind ``begin_combine``: adds up on the current stream what arrived meanwhile. Returns what ``combine``
+        does."""
         layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
         stream = context.moves.enter()
         context.join_side()
@@ -252,7 +256,8 @@ def combine(
         probs_dtype: Type of the returned gradients.
 
     Returns:
-        out [num_tokens, hidden]; the gradients as [num_tokens, num_experts] with zeros where nothing is routed, or None.
+        out [num_tokens, hidden]; the gradients as [num_tokens, num_experts] with zeros where nothing is routed, or
+        None.
 
     Raises:
         NotSupportedError: Shape, type or device does not fit.
@@ -272,8 +277,8 @@ def begin_combine(
     row_grads: torch.Tensor | None = None,
     probs_dtype: torch.dtype = torch.float32,
 ) -> PendingCombine:
-    """``combine`` in two steps: rows return on the context's side stream, by a few programs, for the time of other work on
-    the current stream; ``finish`` adds them up.
+    """``combine`` in two steps: rows return on the context's side stream, by a few programs, for the time of other
+    work on the current stream; ``finish`` adds them up.
 
     `y` and `row_grads` must live until then, and no other op of the context may come between.
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import torch
 
 __all__ = ["SumOrder", "index_add_order"]
 
-#: ``ascending_rounded``: by ascending expert, rounded to the rows' type after each addition. ``ascending``: the same in
-#: fp32 with one rounding at the end. ``descending``: by descending expert in fp32, one rounding: Transformer Engine's fused
-#: permutation.
+#: ``ascending_rounded``: by ascending expert, rounded to the rows' type after each addition. ``ascending``: the same
+#: in fp32 with one rounding at the end. ``descending``: by descending expert in fp32, one rounding: Transformer
+#: Engine's fused permutation.
 SumOrder = Literal["ascending_rounded", "ascending", "descending"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def index_add_order(dtype: torch.dtype, device: torch.device) -> SumOrder | None:
     """How ``index_add_`` of deterministic mode adds rows of one index (rows come by ascending expert).
 
-    It differs between devices, so it is tried: eight random rows on one index. None if it is neither of ours. The first
-    call for a type and device waits for the device.
+    It differs between devices, so it is tried: eight random rows on one index. None if it is neither of ours. The
+    first call for a type and device waits for the device.
     """
     generator = torch.Generator(device=device).manual_seed(1)
     rows = torch.empty(8, 512, dtype=dtype, device=device).normal_(generator=generator)
-    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True)
     try:
         added = torch.zeros(2, 512, dtype=dtype, device=device)

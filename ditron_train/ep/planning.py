@@ -20,7 +20,8 @@ __all__ = ["PendingLayout", "SentAhead", "begin_layout", "fewest_rows_before"]
 
 @dataclass(frozen=True)
 class SentAhead:
-    """Tokens that travel already, if what every rank needs fits into this room (in slots and places, and in entries)."""
+    """Tokens that travel already, if what every rank needs fits into this room (in slots and places, and in
+    entries)."""
 
     tokens: torch.Tensor
     slot_room: int
@@ -32,9 +33,9 @@ class SentAhead:
 class PendingLayout:
     """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
 
-    With a capacity there is nothing to wait for: ``room`` holds the sizes. With one of each expert ``tokens_per_expert`` does.
-    The epoch of the next dispatch, which the tables hold, was read behind the first ``moves_before`` ops that move rows (None:
-    beside one of them, on another stream).
+    With a capacity there is nothing to wait for: ``room`` holds the sizes. With one of each expert
+    ``tokens_per_expert`` does. The epoch of the next dispatch, which the tables hold, was read behind the first
+    ``moves_before`` ops that move rows (None: beside one of them, on another stream).
     """
 
     context: EPContext
@@ -79,7 +80,9 @@ class PendingLayout:
             if host.widest > shape.topk:
                 raise NotSupportedError(f"expert parallel: a token has {host.widest} experts, top-k is {shape.topk}")
             room = host.room(shape)
-            sent = ahead is not None and room.rows <= ahead.entry_room and max(room.slots, room.places) <= ahead.slot_room
+            sent = (
+                ahead is not None and room.rows <= ahead.entry_room and max(room.slots, room.places) <= ahead.slot_room
+            )
             if ahead is not None and not sent:
                 context.join_side()
             context.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
@@ -162,12 +165,16 @@ def _check_routing(
             f"routing map: needs bool [tokens, {shape.num_experts}], got {routing_map.dtype} {tuple(routing_map.shape)}"
         )
     if probs.shape != routing_map.shape:
-        raise NotSupportedError(f"probs: shape {tuple(probs.shape)} differs from the routing map's {tuple(routing_map.shape)}")
+        raise NotSupportedError(
+            f"probs: shape {tuple(probs.shape)} differs from the routing map's {tuple(routing_map.shape)}"
+        )
     check_tokens("probs", probs, context)
     if dtype not in DTYPES:
         raise NotSupportedError(f"tokens: {dtype}; allowed: {', '.join(map(str, DTYPES))}")
     if num_places * 4 >= 2**31:
-        raise NotSupportedError(f"expert parallel: {num_places} rows of {routing_map.shape[0]} tokens overflow int32 indices")
+        raise NotSupportedError(
+            f"expert parallel: {num_places} rows of {routing_map.shape[0]} tokens overflow int32 indices"
+        )
 
 
 @eager
@@ -184,16 +191,17 @@ def begin_layout(
     """Enqueues the counting of a routing map, the exchange of counts and the listing of what is sent.
 
     Args:
-        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row, any number with an ``expert_capacity``.
-            ``num_tokens`` may differ between ranks where there is no capacity.
+        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row, any number with an
+            ``expert_capacity``. ``num_tokens`` may differ between ranks where there is no capacity.
         probs: [num_tokens, num_experts] of bf16, fp16 or fp32.
         hidden: Elements of a token, the same on every rank.
         dtype: Their type.
         context: Of the group.
-        capacity_factor: None: exact sizes, for one host sync in ``finish``. A number: fixed sizes, so many times the rows of
-            even routing, no host sync; what does not fit is recorded on the device and raised at the next check.
-        expert_capacity: How many tokens of every rank each expert gets, exactly: the routing map is padded to it. Sizes are
-            known without a host sync.
+        capacity_factor: None: exact sizes, for one host sync in ``finish``. A number: fixed sizes, so many times the
+            rows of even routing, no host sync; what does not fit is recorded on the device and raised at the next
+            check.
+        expert_capacity: How many tokens of every rank each expert gets, exactly: the routing map is padded to it.
+            Sizes are known without a host sync.
 
     Raises:
         NotSupportedError: Shapes, types or devices that do not fit.
@@ -233,11 +241,14 @@ def begin_layout(
 
 def _block_constants(context: EPContext) -> dict[str, int]:
     shape = context.shape
-    return dict(EXPERTS_PER_RANK=shape.experts_per_rank, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots)
+    return dict(
+        EXPERTS_PER_RANK=shape.experts_per_rank, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots
+    )
 
 
 def _first_places(routing_map: torch.Tensor, num_places: int, device: torch.device) -> torch.Tensor:
-    """int32 [num_tokens + 1]: the first place of each token, of which padding to capacity leaves some more than others."""
+    """int32 [num_tokens + 1]: the first place of each token, of which padding to capacity leaves some more than
+    others."""
     places = torch.zeros(len(routing_map) + 1, dtype=torch.int32, device=device)
     torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=places[1:])
     return places.clamp_(max=num_places)
@@ -253,7 +264,8 @@ def _list_entries(
     chunk_tokens: int,
     block_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches ``list_entries``; returns the list of what is sent, the slot of each token at each rank, and each place's expert."""
+    """Launches ``list_entries``; returns the list of what is sent, the slot of each token at each rank, and each
+    place's expert."""
     shape, device, num_tokens = context.shape, context.device, len(routed)
     send_list = torch.empty(num_places, 4, dtype=torch.int32, device=device)
     dest_slots = torch.empty(num_tokens, shape.ranks, dtype=torch.int32, device=device)
@@ -273,7 +285,12 @@ def _list_entries(
 
 
 def _exchange(
-    context: EPContext, tables: dict[str, torch.Tensor], num_tokens: int, hidden: int, dtype: torch.dtype, room: Room | None
+    context: EPContext,
+    tables: dict[str, torch.Tensor],
+    num_tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    room: Room | None,
 ) -> None:
     """Launches ``exchange_counts``, which fills the tables."""
     shape, channel = context.shape, context.counts_channel
@@ -304,9 +321,9 @@ def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event 
 def fewest_rows_before(context: EPContext) -> int | None:
     """Rows of the expert, of those that have some, that had fewest in an earlier layout of `context`; never waits.
 
-    For layouts of a fixed capacity, whose counts the host does not learn: call it behind ``begin_layout``. One call begins to
-    copy the last exchange's counts, the first one behind the copy's end reads them and begins anew. The copy stands on the
-    current stream, in front of the start signal that lets peers write the next counts.
+    For layouts of a fixed capacity, whose counts the host does not learn: call it behind ``begin_layout``. One call
+    begins to copy the last exchange's counts, the first one behind the copy's end reads them and begins anew. The copy
+    stands on the current stream, in front of the start signal that lets peers write the next counts.
 
     Returns:
         None while nothing has arrived, and always while a CUDA graph is captured: replays are not looked at.

@@ -1,15 +1,15 @@
 """Expert parallelism over several nodes: along rails between them, fanned out inside.
 
-A *rail* is the ranks that have the same place in their nodes. A token crosses to a node once, on its own rail, whatever
-number of experts it has there; inside the node it is dispatched like a local one. Rows come back the same way, each of them:
-adding up the experts of a node before would change bits. Between nodes this is all-to-all of the process group's backend;
-inside a node it is ``ops``.
+A *rail* is the ranks that have the same place in their nodes. A token crosses to a node once, on its own rail,
+whatever number of experts it has there; inside the node it is dispatched like a local one. Rows come back the same
+way, each of them: adding up the experts of a node before would change bits. Between nodes this is all-to-all of the
+process group's backend; inside a node it is ``ops``.
 
     rank (node, local): tokens --rail--> (other node, local): visitors --dispatch--> (other node, any): rows
     rows --return--> visitors' places --rail--> the token's rank, which adds them up
 
-Rows arrive by [expert, local rank, node, token] and are put into the native order [expert, node, local rank, token]: weight
-gradients add up in that order. Exact sizes only, with host syncs for the counts.
+Rows arrive by [expert, local rank, node, token] and are put into the native order [expert, node, local rank, token]:
+weight gradients add up in that order. Exact sizes only, with host syncs for the counts.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ class RailContext:
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], RailContext | None] = GroupCache()
 
 
-def get_rail_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> RailContext | None:
+def get_rail_context(
+    group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int
+) -> RailContext | None:
     """The context of a group that spans nodes, or None where it lies inside one; the first call is collective.
 
     Raises:
-        NotSupportedError: Nodes with different numbers of ranks, ranks that are not grouped by node, or experts that do not
-            divide; on every rank alike.
+        NotSupportedError: Nodes with different numbers of ranks, ranks that are not grouped by node, or experts that
+            do not divide; on every rank alike.
     """
     key = (group, device, num_experts, topk)
     known = _contexts.get(key)
@@ -91,7 +93,9 @@ def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: i
     if names != [node for node in nodes for _ in range(local_size)]:
         raise NotSupportedError("expert parallel: the group's ranks are not equal blocks of neighbours on its nodes")
     if num_experts % len(names):
-        raise NotSupportedError(f"expert parallel: {num_experts} experts do not divide by the group's {len(names)} ranks")
+        raise NotSupportedError(
+            f"expert parallel: {num_experts} experts do not divide by the group's {len(names)} ranks"
+        )
     node, local = divmod(dist.get_rank(group), local_size)
 
     node_group = make_group(group, list(range(node * local_size, (node + 1) * local_size)), "ditron_ep_node")
@@ -135,7 +139,9 @@ class RailLayout:
     experts: torch.Tensor
 
 
-def _exchange(rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(
+    rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
     """Rows of every node of the rail, in the order of nodes."""
     out = torch.empty(sum(out_splits), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
     dist.all_to_all_single(out, rows.contiguous(), out_splits, in_splits, group=group)
@@ -237,7 +243,9 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``ops.dispatch``."""
     visitors = _exchange(x.index_select(0, layout.send_index), layout.received, layout.sent, context.rail)
-    rows, row_probs = ops.dispatch(visitors, layout.inner, context.inner, probs_dtype=probs_dtype, zero_probs=zero_probs)
+    rows, row_probs = ops.dispatch(
+        visitors, layout.inner, context.inner, probs_dtype=probs_dtype, zero_probs=zero_probs
+    )
     in_order = rows.index_select(0, layout.rows_order)
     return in_order, None if row_probs is None else row_probs.index_select(0, layout.rows_order)
 

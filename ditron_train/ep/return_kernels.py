@@ -2,9 +2,10 @@
 
 Roles, tiles and masks are those of ``kernels``.
 
-Seen on 4 x H200, 8192 tokens of 14 KiB a rank, top-8 of 128 experts, in ms, of 1.91 (even routing) and 2.7 (Zipf) that the busiest
-link needs: 16 senders 2.23 and 3.02, 24 senders 2.15 and 2.91. With a rank's own rows left to the receivers 12, 16, 20 and 24
-senders took 2.42, 2.33, 2.23, 2.07 and 3.31, 3.02, 2.89, 2.79: no gain at 16, which is what may move rows beside other work.
+Seen on 4 x H200, 8192 tokens of 14 KiB a rank, top-8 of 128 experts, in ms, of 1.91 (even routing) and 2.7 (Zipf) that
+the busiest link needs: 16 senders 2.23 and 3.02, 24 senders 2.15 and 2.91. With a rank's own rows left to the
+receivers 12, 16, 20 and 24 senders took 2.42, 2.33, 2.23, 2.07 and 3.31, 3.02, 2.89, 2.79: no gain at 16, which is
+what may move rows beside other work.
 """
 
 import triton
@@ -49,8 +50,8 @@ def sum_rows(
 ):  # fmt: skip
     """out[t] = ((0 + r_0) + r_1) + ..., r_j token t's rows by expert, ascending or descending.
 
-    In fp32 with one rounding at the end, or (ROUND_EACH) rounded to the rows' type after every addition. RAGGED: a token has
-    as many rows as lie between its ``token_places`` and the next one's.
+    In fp32 with one rounding at the end, or (ROUND_EACH) rounded to the rows' type after every addition. RAGGED: a
+    token has as many rows as lie between its ``token_places`` and the next one's.
     """
     dtype = out.dtype.element_ty
     for first_token in range(first, last, ROWS):
@@ -133,7 +134,17 @@ def _sum_arrived(
         )  # fmt: skip
         if WITH_GRADS:
             scatter_grads(
-                grad_buffer, prob_grads, expert_ids, token_places, first, last, num_experts, RAGGED, TOPK, TOPK_LANES, ITEM_TOKENS
+                grad_buffer,
+                prob_grads,
+                expert_ids,
+                token_places,
+                first,
+                last,
+                num_experts,
+                RAGGED,
+                TOPK,
+                TOPK_LANES,
+                ITEM_TOKENS,
             )
 
 
@@ -147,13 +158,14 @@ def return_rows(
     BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr, ROWS: tl.constexpr,
     NUM_SENDERS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over token t's experts of y[row(t, e)], in the order and with the roundings of the native unpermute.
+    """out[t] = sum over token t's experts of y[row(t, e)], in the order and with the roundings of the native
+    unpermute.
 
     Every (token, expert) row goes back to place ``t * TOPK + j`` at its source: adding the experts of one rank before
-    would change bits. Senders take (chunk of a source, source) items, neighbours to different sources, so that all links
-    are busy; then set flag [rank, chunk] there. Receivers sum a chunk's tokens once every rank that has rows of it has
-    set its flag; a launch of NUM_SENDERS programs has none, ``sum_returned`` follows it. WITH_GRADS carries one fp32 a row
-    along (the gradient of the probabilities), scattered into ``prob_grads[t, expert]``.
+    would change bits. Senders take (chunk of a source, source) items, neighbours to different sources, so that all
+    links are busy; then set flag [rank, chunk] there. Receivers sum a chunk's tokens once every rank that has rows of
+    it has set its flag; a launch of NUM_SENDERS programs has none, ``sum_returned`` follows it. WITH_GRADS carries one
+    fp32 a row along (the gradient of the probabilities), scattered into ``prob_grads[t, expert]``.
 
     Waits: senders for all start signals, receivers (acquire) for the flags of ranks that hold rows of the chunk.
     """
@@ -195,10 +207,11 @@ def sum_returned(
     DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, SUM_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The second half of ``return_rows``, where that was launched with senders alone: its receivers' work, by all programs.
+    """The second half of ``return_rows``, where that was launched with senders alone: its receivers' work, by all
+    programs.
 
-    Runs behind that launch, whose epoch is the number of launches that drew tickets. Waits (acquire) for the flags of ranks
-    that hold rows of a chunk: they may still be sending.
+    Runs behind that launch, whose epoch is the number of launches that drew tickets. Waits (acquire) for the flags of
+    ranks that hold rows of a chunk: they may still be sending.
     """
     epoch = (tl.load(tickets) >> TICKET_UNIT_LOG2).to(tl.int32)
     _sum_arrived(

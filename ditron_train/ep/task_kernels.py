@@ -1,10 +1,10 @@
 """The task level: a layer as queues of tasks in one persistent kernel, held together by a scoreboard.
 
-A *queue* is a tile function, the number of its tasks and their order. A kernel is a sequence of queues: each of its programs
-serves one after the other (``serve``), drawing tasks until the queue is empty; which programs skip a queue, or serve it
-first, decides how many multiprocessors a kind of work gets. A *dependency* is a counter of the scoreboard: the task that
-produces adds to it (``complete``), the task that consumes waits for an amount (``need``). Counters only grow; the board is
-filled anew before every launch.
+A *queue* is a tile function, the number of its tasks and their order. A kernel is a sequence of queues: each of its
+programs serves one after the other (``serve``), drawing tasks until the queue is empty; which programs skip a queue,
+or serve it first, decides how many multiprocessors a kind of work gets. A *dependency* is a counter of the scoreboard:
+the task that produces adds to it (``complete``), the task that consumes waits for an amount (``need``). Counters only
+grow; the board is filled anew before every launch.
 
     @triton.jit
     def _add_tile(task, x, y, board, control, TARGET: tl.constexpr):
@@ -16,9 +16,9 @@ filled anew before every launch.
 
 The arguments stand in the call itself: a tuple with a name would lose its constants.
 
-It cannot deadlock as long as a task waits only for tasks of earlier queues, for earlier tasks of its own queue, or for what
-another rank's tasks do under the same rule: whichever programs are resident draw all tasks, in order. So nothing waits for
-a program that finds no multiprocessor. In the interpreter one program serves all queues.
+It cannot deadlock as long as a task waits only for tasks of earlier queues, for earlier tasks of its own queue, or for
+what another rank's tasks do under the same rule: whichever programs are resident draw all tasks, in order. So nothing
+waits for a program that finds no multiprocessor. In the interpreter one program serves all queues.
 """
 
 import triton
@@ -37,8 +37,8 @@ def draw(head):
 
 @triton.jit
 def serve(head, num_tasks, TASK: tl.constexpr, args):
-    """Calls ``TASK(task, *args)`` for tasks drawn from the queue until ``num_tasks`` have been; the next one is drawn while
-    this one runs."""
+    """Calls ``TASK(task, *args)`` for tasks drawn from the queue until ``num_tasks`` have been; the next one is drawn
+    while this one runs."""
     task = draw(head)
     while task < num_tasks:
         following = draw(head)
@@ -74,9 +74,9 @@ def _is_cuda(target):
 def complete_stored(counter_address, TARGET: tl.constexpr):
     """Counts a tile whose descriptor stores were issued a while ago; nothing for address 0 (an int64).
 
-    Adds 1 for each warp (elsewhere than on NVIDIA: 1), since the stores of a tile are issued by several warps: each waits
-    for its own, then its first lane releases (fence) and counts. No block barrier, which would drain the pipeline of the
-    loop that this stands in.
+    Adds 1 for each warp (elsewhere than on NVIDIA: 1), since the stores of a tile are issued by several warps: each
+    waits for its own, then its first lane releases (fence) and counts. No block barrier, which would drain the
+    pipeline of the loop that this stands in.
     """
     if _is_cuda(TARGET):
         tl.inline_asm_elementwise(
@@ -105,8 +105,8 @@ def complete_stored(counter_address, TARGET: tl.constexpr):
 def strip_of(ticket, num_tiles, num_programs, STRIP: tl.constexpr):
     """(first tile, number of tiles) of a ticket; a strip's tiles are ``num_programs`` apart.
 
-    Programs that draw tickets one after the other work on neighbouring tiles all along (their operands are in L2), and a
-    strip is one pipelined loop. The last two waves or so come in strips of one tile, to end together.
+    Programs that draw tickets one after the other work on neighbouring tiles all along (their operands are in L2), and
+    a strip is one pipelined loop. The last two waves or so come in strips of one tile, to end together.
     ``num_strips`` counts the tickets.
     """
     rounds = tl.maximum(num_tiles - 2 * num_programs, 0) // (num_programs * STRIP)

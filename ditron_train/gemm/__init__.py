@@ -1,4 +1,5 @@
-"""Floor 2: tile GEMMs whose bits equal cuBLAS's, the building blocks that overlapped kernels inline, and what is known of bits."""
+"""Floor 2: tile GEMMs whose bits equal cuBLAS's, the building blocks that overlapped kernels inline, and what is known
+of bits."""
 
 from ditron_train.gemm.bits import known_bits, probe_bits
 from ditron_train.gemm.configs import GemmConfig, choose_config

@@ -16,8 +16,8 @@ __all__ = ["Layout", "known_bits", "probe_bits"]
 
 Layout = Literal["nt", "nn", "tn"]
 
-# Measured on H200, cuBLAS of CUDA 13.0, bf16: 468 of 504 aligned shapes (M 128..8192, N 512..11008, K 256..14336) equal.
-# The others have few output tiles and a long K, where cuBLAS splits K and so sums in another order.
+# Measured on H200, cuBLAS of CUDA 13.0, bf16: 468 of 504 aligned shapes (M 128..8192, N 512..11008, K 256..14336)
+# equal. The others have few output tiles and a long K, where cuBLAS splits K and so sums in another order.
 _MANY_TILES = 132  # of 128 x 256: a full wave, where splitting K gains nothing
 _SHORT_K = 4096
 
@@ -26,9 +26,9 @@ def known_bits(m: int, n: int, k: int, layout: Layout, dtype: torch.dtype, targe
     """What measurements say about C [m, n] = A @ B with sums of length k, against ``torch.matmul``.
 
     Returns:
-        True: equal at every measured shape of this kind. False: known to differ at shapes of this kind, or sums too short
-        for ``probe_bits`` to see. None: not known, so ``probe_bits`` must decide (every unaligned shape, type or device
-        that was not measured).
+        True: equal at every measured shape of this kind. False: known to differ at shapes of this kind, or sums too
+        short for ``probe_bits`` to see. None: not known, so ``probe_bits`` must decide (every unaligned shape, type or
+        device that was not measured).
     """
     if m * n and 0 < k <= HIDDEN_TERMS and target != "interpreter":
         return False

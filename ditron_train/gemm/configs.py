@@ -65,19 +65,20 @@ class GemmConfig:
         return -(-m // self.block_m) * -(-n // self.block_n)
 
     def num_whole_tiles(self, m: int, n: int, num_programs: int) -> int:
-        """How many of them are computed whole: all but a last wave that is at most half full, where tiles can be halved."""
+        """How many of them are computed whole: all but a last wave that is at most half full, where tiles can be
+        halved."""
         num_tiles = self.num_tiles(m, n)
         tail = num_tiles % num_programs
         return num_tiles - tail if self.split_store and 2 * tail <= num_programs else num_tiles
 
 
-# Hopper: the first, with its tail halved, ran at 0.96-1.06 of cuBLAS's speed (geomean 1.01, ``bench gemm``) on one rank's share
-# of published layers at TP 8, the second at 0.87 of its rate but with half the tile, which gives small shapes more programs.
-# Four stages of the first and one store block take 224 of 227 KiB of shared memory and are worth up to 5 % over three.
-# Not explained: cuBLAS takes 1477 us at 8192x7392x8192, but 1435 in four calls of 2048 rows, as async-TP makes them; ours takes
-# 1475, and 1470 to 1487 inside AG-GEMM on 4 H200s (async-TP 1484), whatever groups of 2 to 16 row tiles.
-# Tried and slower: blocks of K of 128 in two stages (0.60-0.76), groups of 4 to 32 (equal within 1 %), and a last column of
-# tiles computed in halves where less than half of it is filled (1-2 % slower).
+# Hopper: the first, with its tail halved, ran at 0.96-1.06 of cuBLAS's speed (geomean 1.01, ``bench gemm``) on one
+# rank's share of published layers at TP 8, the second at 0.87 of its rate but with half the tile, which gives small
+# shapes more programs. Four stages of the first and one store block take 224 of 227 KiB of shared memory and are worth
+# up to 5 % over three. Not explained: cuBLAS takes 1477 us at 8192x7392x8192, but 1435 in four calls of 2048 rows, as
+# async-TP makes them; ours takes 1475, and 1470 to 1487 inside AG-GEMM on 4 H200s (async-TP 1484), whatever groups of
+# 2 to 16 row tiles. Tried and slower: blocks of K of 128 in two stages (0.60-0.76), groups of 4 to 32 (equal within 1
+# %), and a last column of tiles computed in halves where less than half of it is filled (1-2 % slower).
 _HOPPER_WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 _HOPPER_SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
 #: What square tiles reach of the rate of wide ones, measured on Hopper.
@@ -141,8 +142,8 @@ _SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227}
 
 
 def config_variants(base: GemmConfig, target: str) -> list[GemmConfig]:
-    """Configurations worth trying instead of ``base`` on this kind of device, nearest first, without ``base``; all fit into
-    its shared memory, or take no more than ``base``."""
+    """Configurations worth trying instead of ``base`` on this kind of device, nearest first, without ``base``; all fit
+    into its shared memory, or take no more than ``base``."""
     if target == "interpreter":
         narrow = replace(base, block_n=base.block_n // 2)
         return [narrow] if narrow.block_n >= 16 else []

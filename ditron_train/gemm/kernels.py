@@ -29,8 +29,8 @@ def tile_product(
     Descriptor blocks: a [BLOCK_M, BLOCK_K] of A [M, K] (with TRANSPOSE_A [BLOCK_K, BLOCK_M] of A^T [K, M]); b
     [BLOCK_K, BLOCK_N] of B [K, N] (with TRANSPOSE_B [BLOCK_N, BLOCK_K] of B^T [N, K], a weight as Linear stores it).
 
-    It waits for nobody. What a peer wrote must have been acquired before (and, since descriptors read through the async
-    proxy, fenced): keep waits out of the K loop, which the compiler pipelines.
+    It waits for nobody. What a peer wrote must have been acquired before (and, since descriptors read through the
+    async proxy, fenced): keep waits out of the K loop, which the compiler pipelines.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k_tile in range(num_k_tiles):
@@ -51,9 +51,9 @@ def tile_product(
 def store_tile(c_desc, acc, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr):
     """c[row + i, col + j] = acc[i, j], rounded once to c's type; what lies beyond the edges of c is dropped.
 
-    With SPLIT_STORE the tile leaves in two halves, left first, through a descriptor of [BLOCK_M, BLOCK_N // 2]: half the
-    shared memory, which buys the K loop a stage. The stores are asynchronous: a kernel that signals them must wait for
-    them (``dl.bulk_store_wait``) and then notify.
+    With SPLIT_STORE the tile leaves in two halves, left first, through a descriptor of [BLOCK_M, BLOCK_N // 2]: half
+    the shared memory, which buys the K loop a stage. The stores are asynchronous: a kernel that signals them must wait
+    for them (``dl.bulk_store_wait``) and then notify.
     """
     if SPLIT_STORE:
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
@@ -86,9 +86,9 @@ def gemm_kernel(
 ):
     """C [M, N] = A @ B, persistent: program p computes tiles p, p + num_programs, ... of the grouped order.
 
-    With HALVE_TAIL only the first ``num_whole_tiles`` are computed whole; the rest, less than half a wave, is computed in
-    halves of BLOCK_N // 2 columns, so that the last wave takes half the time. ``half_b_desc`` reads B in such halves
-    (else it is ``b_desc``). It needs SPLIT_STORE.
+    With HALVE_TAIL only the first ``num_whole_tiles`` are computed whole; the rest, less than half a wave, is computed
+    in halves of BLOCK_N // 2 columns, so that the last wave takes half the time. ``half_b_desc`` reads B in such
+    halves (else it is ``b_desc``). It needs SPLIT_STORE.
 
     Nobody waits: no signals, no memory order. ``flatten`` makes one loop of tiles and K blocks, so that the loads of
     the next tile run under the epilogue of this one.
@@ -100,9 +100,7 @@ def gemm_kernel(
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = tile_product(
-            a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A
-        )
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
     if HALVE_TAIL:
         num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)

@@ -28,7 +28,8 @@ def padded_columns(num_columns: int, dtype: torch.dtype) -> int:
 
 
 def empty_aligned(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised [num_rows, num_columns] that can be described: a view of a wider buffer where rows need padding."""
+    """Uninitialised [num_rows, num_columns] that can be described: a view of a wider buffer where rows need
+    padding."""
     padded = padded_columns(num_columns, dtype)
     buffer = torch.empty(num_rows, padded, dtype=dtype, device=device)
     return buffer if padded == num_columns else buffer[:, :num_columns]

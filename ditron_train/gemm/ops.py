@@ -17,12 +17,18 @@ from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 
-__all__ = ["GemmLaunch", "check_operands", "gemm_launch", "launch_gemm", "matmul_nn", "matmul_nt", "matmul_tn", "on_device"]
+__all__ = [
+    "GemmLaunch",
+    "check_operands",
+    "gemm_launch",
+    "launch_gemm",
+    "matmul_nn",
+    "matmul_nt",
+    "matmul_tn",
+    "on_device",
+]
 
-_DTYPES = {
-    "interpreter": (torch.float32, torch.bfloat16, torch.float16),
-    "gpu": (torch.bfloat16, torch.float16),
-}
+_DTYPES = {"interpreter": (torch.float32, torch.bfloat16, torch.float16), "gpu": (torch.bfloat16, torch.float16)}
 
 
 def check_operands(name: str, a: torch.Tensor, b: torch.Tensor) -> str:
@@ -217,7 +223,12 @@ def _rows(name: str, role: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_rows(
-    name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, config: GemmConfig | None, transpose_b: bool
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    config: GemmConfig | None,
+    transpose_b: bool,
 ) -> torch.Tensor:
     weight = _matrix(name, "weight", weight)
     shape = (*x.shape[:-1], weight.shape[0 if transpose_b else 1])

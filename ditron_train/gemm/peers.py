@@ -20,9 +20,9 @@ def store_tile_to_peer(
 ):  # fmt: skip
     """Stores a tile into ``peer``'s buffer [num_slot_rows, N] (rows ``slot_stride`` elements apart) at (row, col).
 
-    Through the peer's descriptor (a tuple of descriptors is no kernel argument, hence eight), since pointer stores to a
-    peer stall the tensor cores; through pointers in groups of more than eight. Asynchronous like ``store_tile``: before
-    the tile is signalled, ``dl.bulk_store_wait``.
+    Through the peer's descriptor (a tuple of descriptors is no kernel argument, hence eight), since pointer stores to
+    a peer stall the tensor cores; through pointers in groups of more than eight. Asynchronous like ``store_tile``:
+    before the tile is signalled, ``dl.bulk_store_wait``.
     """
     if USE_DESCRIPTORS:
         if peer == 0:

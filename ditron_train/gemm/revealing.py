@@ -1,12 +1,14 @@
 """Matrices whose products show in which order their sums were taken.
 
-Products of random values hide it: two orders differ in the last bits of an fp32 sum, and of those the rounding to 16 bits shows
-one in some ten thousand elements, so that small results often agree by chance. Here every term of a sum has a partner
-elsewhere in it that cancels it exactly, so that what is left of the sum is nothing but its roundings, which no two orders share.
+Products of random values hide it: two orders differ in the last bits of an fp32 sum, and of those the rounding to 16
+bits shows one in some ten thousand elements, so that small results often agree by chance. Here every term of a sum has
+a partner elsewhere in it that cancels it exactly, so that what is left of the sum is nothing but its roundings, which
+no two orders share.
 
-Sums of at most ``HIDDEN_TERMS`` terms stay hidden: within one step of the tensor cores partners cancel in any order. Of 10,000
-random shapes on 2 H200s 4 differed in random values where these agreed; their sums had 10, 14, 16 and 16 terms. With row
-blocks the block counts, not the sum: of 10,000 shapes on 4 H200s 3 differed, all weight gradients of 4 blocks of 8 rows.
+Sums of at most ``HIDDEN_TERMS`` terms stay hidden: within one step of the tensor cores partners cancel in any order.
+Of 10,000 random shapes on 2 H200s 4 differed in random values where these agreed; their sums had 10, 14, 16 and 16
+terms. With row blocks the block counts, not the sum: of 10,000 shapes on 4 H200s 3 differed, all weight gradients of 4
+blocks of 8 rows.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _SPREAD_LOG2 = 8  # of magnitudes: sums of few terms have to round, too
 def _partners(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For every index its pair's number and its sign in the pair. The same on all ranks.
 
-    Of an odd length one index has sign 0, so that the others' sums still cancel; a single one stays, or nothing would be left.
+    Of an odd length one index has sign 0, so that the others' sums still cancel; a single one stays, or nothing would
+    be left.
     """
     if length == 1:
         return torch.zeros(1, dtype=torch.int64), torch.ones(1)
@@ -49,8 +52,9 @@ def revealing_matrix(
 ) -> torch.Tensor:
     """Values in pairs of equal rows and of equal columns, the partners of one dimension with opposite signs.
 
-    A sum over a dimension cancels where that dimension is signed in one factor and not in the other. For ``y = x @ w.T`` with
-    x signed by rows, w by columns and the gradient of y by columns, that is so in the forward product and in both gradients.
+    A sum over a dimension cancels where that dimension is signed in one factor and not in the other. For ``y = x @
+    w.T`` with x signed by rows, w by columns and the gradient of y by columns, that is so in the forward product and
+    in both gradients.
 
     Args:
         shape: Rows, columns.

@@ -1,5 +1,5 @@
-"""Floor 1: primitives inside kernels (``import ditron_train.lang as dl``), the same names on a GPU, in the interpreter and
-where a kernel is only compiled."""
+"""Floor 1: primitives inside kernels (``import ditron_train.lang as dl``), the same names on a GPU, in the interpreter
+and where a kernel is only compiled."""
 
 from ditron_train.lang.memory import (
     barrier_all,

@@ -21,8 +21,9 @@ def agree_kernel(
 ):
     """One program: all ranks announce the same signature, or the channel records the mismatch.
 
-    It stands for a launch of the op: it advances the epoch of the channel's first NUM_ROLES ticket slots, so that they stay
-    in step, and leaves the op's own counters (slots 2 and 3, where NUM_ROLES leaves them) as the next launch wants them.
+    It stands for a launch of the op: it advances the epoch of the channel's first NUM_ROLES ticket slots, so that they
+    stay in step, and leaves the op's own counters (slots 2 and 3, where NUM_ROLES leaves them) as the next launch
+    wants them.
     """
     epoch = dl.next_epoch(tickets_ptr)
     for role in tl.static_range(1, NUM_ROLES):

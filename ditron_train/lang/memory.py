@@ -1,8 +1,8 @@
 """Memory inside kernels: addressing peers, copies to and from them, fences, thread-level helpers.
 
-The OpenSHMEM names (``putmem``, ``getmem``, ``putmem_signal``, ``signal_op``, ``fence``, ``quiet``, ``barrier_all``) work on
-addresses that the arena mapped, so they need no library inside a kernel and are the same for every transport that maps
-peers. SM-driven pulls are slow (a half of the push rate): kernels push.
+The OpenSHMEM names (``putmem``, ``getmem``, ``putmem_signal``, ``signal_op``, ``fence``, ``quiet``, ``barrier_all``)
+work on addresses that the arena mapped, so they need no library inside a kernel and are the same for every transport
+that maps peers. SM-driven pulls are slow (a half of the push rate): kernels push.
 """
 
 import triton
@@ -62,8 +62,9 @@ def symm_at(addresses_ptr, rank, DTYPE: tl.constexpr):
 
 @triton.jit
 def consume_token(value, token):
-    """Ties ``value`` to ``token``: returns ``value``. Waits here have side effects and order later loads by themselves;
-    the call documents which wait a value depends on, and keeps kernels written for token-based compilers readable."""
+    """Ties ``value`` to ``token``: returns ``value``. Waits here have side effects and order later loads by
+    themselves; the call documents which wait a value depends on, and keeps kernels written for token-based compilers
+    readable."""
     return value
 
 
@@ -79,12 +80,12 @@ def fence_async_proxy(TARGET: tl.constexpr):
 
 @triton.jit
 def wait_token(signal_ptr, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr):
-    """``wait``, then what ``fence_async_proxy`` does, for a loop whose descriptor loads the compiler pipelines: returns an
-    int32 zero. Add it to a coordinate of the loads that the wait guards.
+    """``wait``, then what ``fence_async_proxy`` does, for a loop whose descriptor loads the compiler pipelines:
+    returns an int32 zero. Add it to a coordinate of the loads that the wait guards.
 
-    The loads depend on the sum, so the compiler keeps the wait in front of the first of them, where it issues them: some
-    steps of the K loop ahead, while the products of the tile before still run. It holds no barrier (one inside such a loop
-    turns the pipelining off): every thread acquires for itself, the one that issues the loads among them.
+    The loads depend on the sum, so the compiler keeps the wait in front of the first of them, where it issues them:
+    some steps of the K loop ahead, while the products of the tile before still run. It holds no barrier (one inside
+    such a loop turns the pipelining off): every thread acquires for itself, the one that issues the loads among them.
     """
     if _is_cuda(TARGET):
         seen = _wait_cuda(signal_ptr, epoch, control_ptr, tl.cast(peer, tl.int32), tl.cast(chunk, tl.int32))
@@ -111,10 +112,11 @@ def bulk_store_wait(TARGET: tl.constexpr):
 
 @triton.jit
 def notify_stored(signal_address, epoch, PIPELINED: tl.constexpr, TARGET: tl.constexpr):
-    """``bulk_store_wait``, then ``notify`` of the flag at ``signal_address`` (int64, so that loops can carry it): the flag of a
-    tile that leaves through a descriptor.
+    """``bulk_store_wait``, then ``notify`` of the flag at ``signal_address`` (int64, so that loops can carry it): the
+    flag of a tile that leaves through a descriptor.
 
-    PIPELINED: in one asm block. The compiler does not pipeline a loop in which it sees a barrier, so there it sees none.
+    PIPELINED: in one asm block. The compiler does not pipeline a loop in which it sees a barrier, so there it sees
+        none.
     """
     if PIPELINED and _has_async_proxy(TARGET):
         tl.inline_asm_elementwise(
@@ -184,8 +186,8 @@ def quiet(TARGET: tl.constexpr):
 @triton.jit
 def putmem(destination_ptr, source_ptr, num_elements, first_block, block_step, BLOCK: tl.constexpr):
     """Copies ``num_elements`` of ``source_ptr`` to ``destination_ptr`` (a peer's memory), blocks ``first_block``,
-    ``first_block + block_step``, ... of ``BLOCK`` elements: several programs share one copy. Plain stores: non-blocking
-    until the next ``notify`` or ``quiet``."""
+    ``first_block + block_step``, ... of ``BLOCK`` elements: several programs share one copy. Plain stores:
+    non-blocking until the next ``notify`` or ``quiet``."""
     lanes = tl.arange(0, BLOCK)
     for block in range(first_block, tl.cdiv(num_elements, BLOCK), block_step):
         offsets = tl.cast(block, tl.int64) * BLOCK + lanes

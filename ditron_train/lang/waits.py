@@ -83,7 +83,9 @@ def last_epoch(tickets_ptr):
 @triton.jit
 def record_failure(control_ptr, kind, peer, chunk, expected, seen):
     """Writes the channel's record unless one is there; uniform over the program (it holds barriers)."""
-    claimed = tl.atomic_cas(control_ptr + ABORT, tl.cast(0, tl.int64), tl.cast(1, tl.int64), sem="relaxed", scope="gpu")
+    claimed = tl.atomic_cas(
+        control_ptr + ABORT, tl.cast(0, tl.int64), tl.cast(1, tl.int64), sem="relaxed", scope="gpu"
+    )
     if claimed == 0:
         record = tl.load(control_ptr + RECORD_ADDRESS).to(tl.pointer_type(tl.int64))
         tl.store(record + RECORD_KIND, tl.cast(kind, tl.int64))
@@ -125,7 +127,9 @@ def _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk):
     record[layout.RECORD_STATE] = 1
 
 
-_wait_on_host.__triton_builtin__ = True  # the compiler's dependency walk refuses plain functions that it never compiles
+_wait_on_host.__triton_builtin__ = (
+    True  # the compiler's dependency walk refuses plain functions that it never compiles
+)
 
 
 def _scalar(value) -> int:
@@ -142,8 +146,8 @@ def _wait_cuda(signal_ptr, epoch, control_ptr, peer, chunk):
     """One asm block a wait: every thread polls with ``ld.acquire.sys`` and so orders its own later loads.
 
     The loop also leaves when the channel's abort word is set. The thread that wins the abort word writes the record;
-    a scalar atomic in Triton would cost two block barriers a poll. The words' offsets are ``symm.control``'s. Returns what
-    it saw last.
+    a scalar atomic in Triton would cost two block barriers a poll. The words' offsets are ``symm.control``'s. Returns
+    what it saw last.
     """
     return tl.inline_asm_elementwise(
         """
@@ -240,7 +244,8 @@ def wait(signal_ptr, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr):
 
 @triton.jit
 def wait_many(signal_ptr, count, epoch, control_ptr, peer, first_chunk, COUNT: tl.constexpr, TARGET: tl.constexpr):
-    """``wait`` for ``count`` consecutive flags, ``signal_ptr + i``, looked at ``COUNT`` (a power of two up to 32) at a time.
+    """``wait`` for ``count`` consecutive flags, ``signal_ptr + i``, looked at ``COUNT`` (a power of two up to 32) at a
+    time.
 
     A vector of volatile loads finds the usual case (all there) in one round trip; only then, or for those that are
     behind, ``wait`` runs flag by flag. The acquire is a system-scope fence by every thread after its own loads.
@@ -261,8 +266,11 @@ def wait_many(signal_ptr, count, epoch, control_ptr, peer, first_chunk, COUNT: t
 
 
 @triton.jit
-def wait_ranks(signal_ptr, stride, epoch, control_ptr, chunk, WORLD_SIZE: tl.constexpr, COUNT: tl.constexpr, TARGET: tl.constexpr):
-    """``wait`` for one flag of every rank, ``signal_ptr + rank * stride``; ``COUNT`` is the power of two from WORLD_SIZE."""
+def wait_ranks(
+    signal_ptr, stride, epoch, control_ptr, chunk, WORLD_SIZE: tl.constexpr, COUNT: tl.constexpr, TARGET: tl.constexpr
+):
+    """``wait`` for one flag of every rank, ``signal_ptr + rank * stride``; ``COUNT`` is the power of two from
+    WORLD_SIZE."""
     if _is_cuda(TARGET):
         lanes = tl.arange(0, COUNT)
         seen = tl.load(signal_ptr + lanes * stride, mask=lanes < WORLD_SIZE, other=epoch, volatile=True)
@@ -283,8 +291,8 @@ def wait_peers(
 ):  # fmt: skip
     """``wait`` for one flag each, ``signal_ptr + peer * stride``, of the ranks ``rank + FIRST`` to ``rank + LAST``.
 
-    A look at a flag takes some 0.7 us, so each lane waits for a peer of its own; the barrier hands what it has acquired to the
-    threads that read what was written.
+    A look at a flag takes some 0.7 us, so each lane waits for a peer of its own; the barrier hands what it has
+    acquired to the threads that read what was written.
     """
     if _is_cuda(TARGET):
         steps = FIRST + tl.minimum(tl.arange(0, _power_of_two(LAST - FIRST + 1)), LAST - FIRST)
@@ -300,9 +308,7 @@ def wait_peers(
 @triton.jit
 def _acquire_fence(TARGET: tl.constexpr):
     if _is_cuda(TARGET):
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
 
 
@@ -319,11 +325,13 @@ def notify(signal_ptr, epoch, TARGET: tl.constexpr):
 
 @triton.jit
 def announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """Start signal of ``rank`` to every rank (its own pad too): the signature, then ``epoch`` released, to all at once.
+    """Start signal of ``rank`` to every rank (its own pad too): the signature, then ``epoch`` released, to all at
+    once.
 
     It says: everything this rank's stream had before this op is done, so its symmetric buffers of the op may be
     overwritten. One program of a launch calls it. Pads alternate by epoch parity: a slot is rewritten two epochs
-    later, which needs this rank's start signal in between. The block barrier is what makes the words part of each release.
+    later, which needs this rank's start signal in between. The block barrier is what makes the words part of each
+    release.
     """
     PEERS: tl.constexpr = _power_of_two(WORLD_SIZE)
     lanes = tl.arange(0, READY_WORDS)
@@ -345,9 +353,16 @@ def await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, T
 
 @triton.jit
 def await_peers(
-    ready_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr, HOLDS_BARRIER: tl.constexpr = True
+    ready_ptr,
+    epoch,
+    control_ptr,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
+    HOLDS_BARRIER: tl.constexpr = True,
 ):
-    """``await_ready`` for all peers, from ``rank`` + 1 on: at once, or one by one without a barrier, which a pipelined loop needs."""
+    """``await_ready`` for all peers, from ``rank`` + 1 on: at once, or one by one without a barrier, which a pipelined
+    loop needs."""
     if HOLDS_BARRIER and WORLD_SIZE > 1:
         pad_ptr = ready_ptr + (epoch & 1) * WORLD_SIZE * READY_WORDS
         wait_peers(pad_ptr, READY_WORDS, epoch, control_ptr, rank, -1, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
@@ -357,9 +372,7 @@ def await_peers(
 
 
 @triton.jit
-def verify_ready(
-    ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
-):
+def verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
     """``await_ready``, then compares ``peer``'s signature with this rank's; a difference aborts the channel.
 
     Called by one program of a launch, for every peer.
@@ -377,19 +390,24 @@ def verify_ready(
 
 @triton.jit
 def verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """``verify_ready`` for all peers, from ``rank`` + 1 on, in the first program of a launch; the others do nothing."""
+    """``verify_ready`` for all peers, from ``rank`` + 1 on, in the first program of a launch; the others do
+    nothing."""
     if tl.program_id(0) == 0:
         if _is_cuda(TARGET) and WORLD_SIZE > 2:
             _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
         else:
             for step in tl.static_range(1, WORLD_SIZE):
-                verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
+                verify_ready(
+                    ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET
+                )
 
 
 @triton.jit
-def _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """Peer by peer a look at a flag and one at a signature take more than a microsecond: here all peers have them looked at
-    together."""
+def _verify_at_once(
+    ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """Peer by peer a look at a flag and one at a signature take more than a microsecond: here all peers have them
+    looked at together."""
     PEERS: tl.constexpr = _power_of_two(WORLD_SIZE)
     lanes = tl.arange(0, READY_WORDS)
     steps = tl.arange(0, PEERS)

@@ -1,7 +1,7 @@
 """What every rank of a job has to be told alike: compared when Megatron makes its groups, before any layer is called.
 
-Ranks decide by these settings without talking. Where they differ, most likely from node to node, one of them would take part in
-a collective that another knows nothing of, and the job would stand still at its first layer.
+Ranks decide by these settings without talking. Where they differ, most likely from node to node, one of them would
+take part in a collective that another knows nothing of, and the job would stand still at its first layer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ def _told(features: Iterable[str]) -> dict[str, str]:
         if setting.field == "tuning":
             value = named_table()  # by content: a rank decides by its table alone
         elif setting.field == "plan" and value is not None:
-            value = "a file"  # copies may lie in other places; whoever takes a decision from one asks what the others' say
+            value = (
+                "a file"  # copies may lie in other places; whoever takes a decision from one asks what the others' say
+            )
         if setting.field not in _OWN:
-            told[setting.variable] = "unset" if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
+            told[setting.variable] = (
+                "unset" if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
+            )
     return told
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any
 
 from ditron_train.megatron.record_trace import TraceRequest, parse_trace_request
 from ditron_train.runtime.errors import SettingError
@@ -87,7 +87,9 @@ class Options:
             given = [name.lower().replace("_", "-") for name in self.environment()]
             return [f"--{option} has no effect: --ditron names no feature" for option in given]
         alone = [name for name, size in self.sizes.items() if size == 1]
-        words = [f"{name}: nothing to accelerate where --{SIZE_ARGUMENTS[name].replace('_', '-')} is 1" for name in alone]
+        words = [
+            f"{name}: nothing to accelerate where --{SIZE_ARGUMENTS[name].replace('_', '-')} is 1" for name in alone
+        ]
         if "muon" in self.features and self.optimizer not in (None, "muon", "dist_muon"):
             words.append(f"muon: nothing to accelerate where --optimizer is {self.optimizer}")
         return words
@@ -106,13 +108,15 @@ def parse_features(value: str | Sequence[str]) -> tuple[str, ...]:
     """
     given = value.split(",") if isinstance(value, str) else value
     if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
-        raise SettingError(f"features are names, as in \"tp,pp\" or (\"tp\", \"pp\"), not {value!r}")
+        raise SettingError(f'features are names, as in "tp,pp" or ("tp", "pp"), not {value!r}')
     names = [name.strip() for name in given]
     available = available_features()
     unknown = sorted({name for name in names if name not in available})
     if unknown or not names:
         listed = ", ".join(repr(name) for name in unknown) or "nothing"
-        raise SettingError(f"--ditron does not know {listed}; it takes a comma-separated list of: {', '.join(available)}")
+        raise SettingError(
+            f"--ditron does not know {listed}; it takes a comma-separated list of: {', '.join(available)}"
+        )
     return tuple(name for name in FEATURES if name in names)
 
 
@@ -143,7 +147,8 @@ def _argparse_setting(variable: str) -> Any:
 
 
 def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the group ``ditron`` to `parser` and returns it; usable as Megatron's ``extra_args_provider``. Idempotent."""
+    """Adds the group ``ditron`` to `parser` and returns it; usable as Megatron's ``extra_args_provider``.
+    Idempotent."""
     if any(group.title == "ditron" for group in parser._action_groups):
         return parser
     listed = "; ".join(f"{name}: {FEATURES[name]}" for name in available_features())

@@ -10,8 +10,8 @@ import torch
 
 __all__ = ["calling", "why_not_stand_in"]
 
-#: Where the forwards are that ours know. Not all of megatron-core: for inference, and for attentions of other kinds, it has
-#: subclasses of these layers whose forwards do more.
+#: Where the forwards are that ours know. Not all of megatron-core: for inference, and for attentions of other kinds,
+#: it has subclasses of these layers whose forwards do more.
 _KNOWN = (
     "megatron.core.tensor_parallel.layers", "megatron.core.extensions.transformer_engine", "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.dot_product_attention", "transformer_engine.", "ditron_train.",
@@ -20,7 +20,8 @@ _KNOWN = (
 
 @contextlib.contextmanager
 def calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[torch.nn.Module]:
-    """``module`` with another ``forward``: called inside, its hooks run (a distributed optimizer gathers weights in them)."""
+    """``module`` with another ``forward``: called inside, its hooks run (a distributed optimizer gathers weights in
+    them)."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -33,8 +34,8 @@ def calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[to
 
 
 def why_not_stand_in(module: torch.nn.Module) -> str | None:
-    """Why nothing may stand in for the forward of ``module``, or None: an adapter, a quantizer or a subclass has put one of its own
-    there, which would not be called."""
+    """Why nothing may stand in for the forward of ``module``, or None: an adapter, a quantizer or a subclass has put
+    one of its own there, which would not be called."""
     methods = (getattr(type(module), name, None) for name in ("forward", "_forward_impl"))
     known = all(getattr(method, "__module__", "").startswith(_KNOWN) for method in methods if method is not None)
     return None if known and "forward" not in vars(module) else f"{type(module).__name__} has a forward of its own"

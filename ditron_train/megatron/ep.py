@@ -30,8 +30,8 @@ from ditron_train.ep import (
     get_ep_context,
     get_rail_context,
     index_add_order,
+    rails,
 )
-from ditron_train.ep import rails
 from ditron_train.ep.expert_functions import pairs_of_native_bits
 from ditron_train.megatron import ep_policy
 from ditron_train.megatron.ep_experts import TEGemm, why_not_called, why_not_fused
@@ -53,10 +53,10 @@ _COMPARED = "it is what ours is compared with"
 class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """``MoEAlltoAllTokenDispatcher`` that sends a token once to each rank and fans it out there.
 
-    ``dispatch_preprocess`` exchanges counts on the device, ``token_dispatch`` waits for them (the one host sync that native
-    has too) and moves the tokens straight into [local expert, source rank, token] order, ``token_combine`` returns every
-    row and adds each token's up in the native order. ``dispatch_postprocess`` and ``combine_preprocess`` have nothing left
-    to move.
+    ``dispatch_preprocess`` exchanges counts on the device, ``token_dispatch`` waits for them (the one host sync that
+    native has too) and moves the tokens straight into [local expert, source rank, token] order, ``token_combine``
+    returns every row and adds each token's up in the native order. ``dispatch_postprocess`` and ``combine_preprocess``
+    have nothing left to move.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._ep_context: EPContext | RailContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: Layout | rails.RailLayout | None = None
-        self._no_room: str | None = None  # why there is no pending layout: tensor parallel ranks learn it in ``token_dispatch``
+        self._no_room: str | None = (
+            None  # why there is no pending layout: tensor parallel ranks learn it in ``token_dispatch``
+        )
         self._order: SumOrder | None = None
         self._capacity_factor: float | None = None
         self._has_warned = False
@@ -81,7 +83,10 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._apart = self.config.overlap_moe_expert_parallel_comm
         if self._apart and self._native_because is None:
             self._pairs = frozenset()
-            log_once("ep apart overlap", "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart")
+            log_once(
+                "ep apart overlap",
+                "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart",
+            )
         self._log_native()
 
     def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
@@ -96,7 +101,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return self._layer_modules.get("experts")
 
     def _use_capacity(self, experts: torch.nn.Module) -> None:
-        """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the host."""
+        """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the
+        host."""
         factor = get_settings().ep_capacity
         if factor is None or self.drop_and_pad:  # padded to capacity, sizes are exact without a host sync
             return
@@ -116,8 +122,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self._log_exact(reason)
 
     def _look_at_experts(self) -> None:
-        """Exact sizes from now on where an adapter has wrapped experts since their capacity was decided: it is called with counts
-        that the host does not have, and with rows behind the last one that nobody has written."""
+        """Exact sizes from now on where an adapter has wrapped experts since their capacity was decided: it is called
+        with counts that the host does not have, and with rows behind the last one that nobody has written."""
         reason = None if self._capacity_factor is None else why_not_called(self._experts)
         if reason is not None:
             self._capacity_factor = None
@@ -133,7 +139,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def _context_for(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> EPContext | RailContext | None:
-        """The context of this call, or None for the native path; every rank that holds these experts gets the same answer."""
+        """The context of this call, or None for the native path; every rank that holds these experts gets the same
+        answer."""
         if self._native_because is None and is_capturing(hidden_states.device):
             is_sized = self.drop_and_pad or self._capacity_factor is not None
             reason = why_not_captured(is_decided=not self._asks_policy, is_sized=is_sized, slices=self.tp_size)
@@ -229,7 +236,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 self._pending = rails.begin_layout(*arguments)
             else:
                 self._pending = begin_layout(
-                    *arguments, capacity_factor=self._capacity_factor, expert_capacity=self._expert_capacity(len(tokens))
+                    *arguments,
+                    capacity_factor=self._capacity_factor,
+                    expert_capacity=self._expert_capacity(len(tokens)),
                 )
                 if self._pairs is not None and "dispatch_gemm" not in self._pairs and not self._apart:
                     dispatch_ahead(tokens, self._pending)
@@ -262,7 +271,11 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def _meet_slices(self, device: torch.device, reason: str | None) -> str | None:
         """Learns the counts of the other tensor parallel ranks; returns why this step is native, of any of them."""
         shape = (self.ep_size, self.num_local_experts)
-        mine = None if self._layout is None else self._layout.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
+        mine = (
+            None
+            if self._layout is None
+            else self._layout.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
+        )
         counts = exchange_counts(mine, shape, self.tp_group, device)
         if counts is None:
             return reason or "another tensor parallel rank has no room for its rows"
@@ -297,7 +310,10 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         pairs = ep_policy.fused_pairs_here(
             self._experts, self._layout, self._ep_context, hidden_states, self._order, group=self.ep_group
         )
-        log_once(f"ep fused {sorted(pairs)}", f"ep: one kernel for {', '.join(sorted(pairs)) or 'no pair of movement and GEMM'}")
+        log_once(
+            f"ep fused {sorted(pairs)}",
+            f"ep: one kernel for {', '.join(sorted(pairs)) or 'no pair of movement and GEMM'}",
+        )
         return pairs
 
     def _log_apart(self, reason: str) -> None:
@@ -364,8 +380,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class _InPlaceOfMoELayer(type(MoELayer)):  # type: ignore[misc]
-    """Of a class that equals ``MoELayer``: in a spec ``TransformerLayer`` compares the module with it, and gives the caller's
-    groups only to such layers."""
+    """Of a class that equals ``MoELayer``: in a spec ``TransformerLayer`` compares the module with it, and gives the
+    caller's groups only to such layers."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is MoELayer
@@ -374,9 +390,12 @@ class _InPlaceOfMoELayer(type(MoELayer)):  # type: ignore[misc]
 
 
 class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
-    """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a spec."""
+    """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a
+    spec."""
 
-    def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None) -> None:
+    def __init__(
+        self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None
+    ) -> None:
         pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
         super().__init__(config, submodules, layer_number, pg_collection)
         if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
@@ -394,7 +413,10 @@ class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
 
 def class_map() -> dict[type, type]:
     """The native classes and ours; Transformer Engine's grouped layers are among them where it is installed."""
-    classes: dict[type, type] = {MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher, MoELayer: DitronMoELayer}
+    classes: dict[type, type] = {
+        MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
+        MoELayer: DitronMoELayer,
+    }
     if HAVE_TE:
         from ditron_train.megatron import ep_te
 

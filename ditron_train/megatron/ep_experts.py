@@ -1,9 +1,9 @@
 """Transformer Engine's grouped experts with the token movement inside their linear layers (part of feature ``ep``).
 
-``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. Where a movement and a GEMM
-run as one kernel the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the counts, and gets
-tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused, and all weight
-gradients, are Transformer Engine's.
+``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. Where a movement and a
+GEMM run as one kernel the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the counts, and
+gets tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused, and all
+weight gradients, are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class TEWgrad:
         """grad.T @ rows over each expert's rows."""
         return self._into([torch.empty_like(w) for w in weights], grad, rows, False)
 
-    def _into(self, out: list[torch.Tensor], grad: torch.Tensor, rows: torch.Tensor, accumulate: bool) -> list[torch.Tensor]:
+    def _into(
+        self, out: list[torch.Tensor], grad: torch.Tensor, rows: torch.Tensor, accumulate: bool
+    ) -> list[torch.Tensor]:
         _grouped_gemm(
             rows.split(self._splits), grad, out, self._splits, layout="NT", grad=True, accumulate=accumulate,
             use_split_accumulator=True,
@@ -84,8 +86,8 @@ class TEWgrad:
 class _MainGradWgrad(TEWgrad):
     """Weight gradients of one pass with gradient accumulation fusion, as the layer's own backward treats them.
 
-    They are added to ``main_grad`` (written on the first microbatch where the layer keeps count), and autograd gets a dummy
-    where ``grad_added_to_main_grad`` exists, else None.
+    They are added to ``main_grad`` (written on the first microbatch where the layer keeps count), and autograd gets a
+    dummy where ``grad_added_to_main_grad`` exists, else None.
     """
 
     def __init__(self, linear: torch.nn.Module, splits: Sequence[int]) -> None:
@@ -136,7 +138,9 @@ class DitronTEGroupedMLP(TEGroupedMLP):
             first = dataclasses.replace(first, wgrad=_wgrad_of(self.linear_fc1, splits))
             second = dataclasses.replace(second, wgrad=_wgrad_of(self.linear_fc2, splits))
         # As calls of the two layers, whose hooks gather their weights with --overlap-param-gather.
-        with calling(self.linear_fc1, lambda x: dispatch_linear(x, probs, _weights_of(self.linear_fc1), first)) as linear:
+        with calling(
+            self.linear_fc1, lambda x: dispatch_linear(x, probs, _weights_of(self.linear_fc1), first)
+        ) as linear:
             y, row_probs = linear(hidden_states)
         h = self._activate(y, row_probs.unsqueeze(-1))
         with calling(self.linear_fc2, lambda x: linear_combine(x, _weights_of(self.linear_fc2), second)) as linear:
@@ -168,8 +172,8 @@ class DitronTEGroupedMLP(TEGroupedMLP):
 def why_not_called(experts: torch.nn.Module) -> str | None:
     """Why these experts are given rows and counts on the host, as natively, or None.
 
-    To be asked at every call: an adapter or a quantizer may come to stand in the place of the experts, or of one of their layers,
-    long after the layer was built."""
+    To be asked at every call: an adapter or a quantizer may come to stand in the place of the experts, or of one of
+    their layers, long after the layer was built."""
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
     linears = (experts.linear_fc1, experts.linear_fc2)
@@ -190,7 +194,14 @@ def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
         return f"measured on Hopper and newer only, this is {kernel_target(device)}"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
         return f"{config.params_dtype} is not covered"
-    for reason in ("fp8", "fp4", "add_bias_linear", "delay_wgrad_compute", "moe_apply_probs_on_input", "cpu_offloading"):
+    for reason in (
+        "fp8",
+        "fp4",
+        "add_bias_linear",
+        "delay_wgrad_compute",
+        "moe_apply_probs_on_input",
+        "cpu_offloading",
+    ):
         if getattr(config, reason, None):
             return f"{reason} is on"
     if experts.activation_recompute:
@@ -202,4 +213,3 @@ def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
     ):
         return "the activation has no fused form natively"
     return None
-

@@ -1,4 +1,5 @@
-"""Why a dispatcher of tokens runs natively (part of feature ``ep``): by its configuration, by a call's tensors, in a capture."""
+"""Why a dispatcher of tokens runs natively (part of feature ``ep``): by its configuration, by a call's tensors, in a
+capture."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def why_not_config(dispatcher: Any) -> str | None:
     if config.overlap_moe_expert_parallel_comm:
         if get_settings().policy in ("strict", "fast"):
             return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
-        # A dispatch holds all registers of the GPU until its peers send, an AG-GEMM its shared memory: ranks could wait in a circle.
+        # A dispatch holds all registers of the GPU until its peers send, an AG-GEMM its shared memory: ranks could
+        # wait in a circle.
         if config.tensor_model_parallel_size * config.context_parallel_size > 1:
             return "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, too"
     if config.cuda_graph_impl != "none" and (

@@ -1,8 +1,8 @@
 """Asks the policy once for each kind of MoE layer: bits and time of dispatch and combine, forward and backward.
 
 Ranks may hold different numbers of tokens, so the question is asked for the largest number of the first step and the
-answer holds for every later one; the first step's own tokens, wherever they are routed, are compared, too. Native is compared
-in PyTorch's deterministic mode, where it repeats itself, and timed in the mode that is in force.
+answer holds for every later one; the first step's own tokens, wherever they are routed, are compared, too. Native is
+compared in PyTorch's deterministic mode, where it repeats itself, and timed in the mode that is in force.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -49,13 +52,20 @@ def _deterministic() -> Iterator[None]:
 
 
 def _random_inputs(
-    num_tokens: int, hidden_states: torch.Tensor, probs: torch.Tensor, topk: int, seed: int, expert_capacity: int | None
+    num_tokens: int,
+    hidden_states: torch.Tensor,
+    probs: torch.Tensor,
+    topk: int,
+    seed: int,
+    expert_capacity: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, even routing (padded to ``expert_capacity``), probabilities and an output gradient, from a generator of its own."""
+    """Tokens, even routing (padded to ``expert_capacity``), probabilities and an output gradient, from a generator of
+    its own."""
     device, hidden, num_experts = hidden_states.device, hidden_states.shape[-1], probs.shape[1]
     generator = torch.Generator(device).manual_seed(seed)
     x, grad = (
-        torch.empty(num_tokens, hidden, dtype=hidden_states.dtype, device=device).normal_(generator=generator) for _ in range(2)
+        torch.empty(num_tokens, hidden, dtype=hidden_states.dtype, device=device).normal_(generator=generator)
+        for _ in range(2)
     )
     scores = torch.empty(num_tokens, num_experts, device=device).uniform_(0.1, 1.0, generator=generator)
     routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=device)
@@ -120,7 +130,9 @@ def why_not_here(
         capacity = get_capacity(num_tokens=num_tokens * topk, num_experts=probs.shape[1], capacity_factor=pad_factor)
     with torch.inference_mode(False):
         even = _random_inputs(num_tokens, hidden_states, probs, topk, 1 + dist.get_rank(group), capacity)
-        own, *routing = (one.clone() if one.is_inference() else one.detach() for one in (hidden_states, routing_map, probs))
+        own, *routing = (
+            one.clone() if one.is_inference() else one.detach() for one in (hidden_states, routing_map, probs)
+        )
         own = own.view(-1, own.shape[-1])
         given = (own, *routing, even[3][: len(own)])
     calls = {"native": 0}
@@ -146,7 +158,8 @@ def why_not_here(
 def fused_pairs_here(
     experts: Any, layout: Layout, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, *, group: Any
 ) -> frozenset[Pair]:
-    """Which pairs of a movement and a grouped GEMM are faster as one kernel, with equal bits (collective the first time).
+    """Which pairs of a movement and a grouped GEMM are faster as one kernel, with equal bits (collective the first
+    time).
 
     Each is compared with our movement and Transformer Engine's GEMM one after the other, on the experts' weights and a
     layout of even routing for the largest number of tokens of any rank.
@@ -161,7 +174,16 @@ def fused_pairs_here(
     """
     first, second = experts.linear_fc1.weight0, experts.linear_fc2.weight0
     into_main_grad = experts.linear_fc2.fuse_wgrad_accumulation
-    key = (group, context.shape, tuple(first.shape), tuple(second.shape), hidden_states.dtype, order, into_main_grad, layout.ragged)
+    key = (
+        group,
+        context.shape,
+        tuple(first.shape),
+        tuple(second.shape),
+        hidden_states.dtype,
+        order,
+        into_main_grad,
+        layout.ragged,
+    )
     if key not in _pairs:
         with torch.no_grad():
             _pairs[key] = _ask_for_pairs(experts, layout, context, hidden_states, order, group)
@@ -179,7 +201,9 @@ def _ask_for_pairs(
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     like = torch.empty(1, shape.num_experts, device=device)
     capacity = layout.place_capacity // shape.num_experts if layout.ragged else None
-    x, routed, probs, _ = _random_inputs(int(most), hidden_states, like, shape.topk, 1 + dist.get_rank(group), capacity)
+    x, routed, probs, _ = _random_inputs(
+        int(most), hidden_states, like, shape.topk, 1 + dist.get_rank(group), capacity
+    )
     fresh = begin_layout(routed, probs, hidden, x.dtype, context, expert_capacity=capacity).finish()
     rows, row_probs = dispatch(x, fresh, context)
     weights, back = (
@@ -196,7 +220,9 @@ def _ask_for_pairs(
         "dispatch_gemm": lambda call: list(pairs_of.forward_in(x, weights, call, torch.float32)[:2]),
         "gemm_combine": lambda call: [pairs_of.forward_out(narrow, back, call)],
         "dispatch_dgrad": lambda call: list(pairs_of.backward_out(x, back, call)),
-        "dgrad_combine": lambda call: list(pairs_of.backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]),
+        "dgrad_combine": lambda call: list(
+            pairs_of.backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]
+        ),
     }
     bodies["beside_wgrad"] = bodies["dgrad_combine"]
     own_bits = get_settings().policy == "force" or pairs_of.own_wgrad_has_native_bits(*back[0].shape)
@@ -206,7 +232,9 @@ def _ask_for_pairs(
     def call_with(pairs: set[Pair]) -> ExpertCall:
         return ExpertCall(fresh, context, order, frozenset(pairs), TEGemm(splits), TEWgrad(splits))
 
-    runs = [(body, call_with({pair})) for pair, body in bodies.items()] + [(body, call_with(set())) for body in bodies.values()]
+    runs = [(body, call_with({pair})) for pair, body in bodies.items()] + [
+        (body, call_with(set())) for body in bodies.values()
+    ]
     _compile_together(runs, context, group)
     chosen: set[Pair] = set()
     for pair, body in bodies.items():
@@ -230,7 +258,8 @@ def _ask_for_pairs(
 def _compile_together(
     runs: list[tuple[Callable[[ExpertCall], list[Any]], ExpertCall]], context: EPContext, group: Any
 ) -> None:
-    """Compiles the kernels of ``runs``, each by one of the ranks, which share Triton's cache; not those that a plan decides.
+    """Compiles the kernels of ``runs``, each by one of the ranks, which share Triton's cache; not those that a plan
+    decides.
 
     Seen on 2 x H200 with an empty cache: asking for the pairs took 12.8 s, 8.6 s with this (without launchers).
     """
@@ -244,7 +273,8 @@ def _compile_together(
 
 
 def warns_of_few_rows(context: EPContext) -> bool:
-    """With a fixed capacity: whether an expert had so few rows that bits may differ, which the log then says (no host sync)."""
+    """With a fixed capacity: whether an expert had so few rows that bits may differ, which the log then says (no host
+    sync)."""
     fewest = fewest_rows_before(context)
     if fewest is None or fewest >= pairs_of.FEWEST_ROWS:
         return False

@@ -1,8 +1,8 @@
 """Transformer Engine's grouped experts without a host sync (part of feature ``ep``, with ``DITRON_EP_CAPACITY``).
 
-``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers. With a
-capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear layers run our
-grouped GEMMs for it. Imported only where Transformer Engine is installed.
+``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers.
+With a capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear
+layers run our grouped GEMMs for it. Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations

@@ -1,21 +1,26 @@
-"""Experts split over tensor parallel ranks: what lies between the movement over the expert parallel group and the experts.
+"""Experts split over tensor parallel ranks: what lies between the movement over the expert parallel group and the
+experts.
 
-Each tensor parallel rank has tokens of its own and a slice of every expert, so rows are gathered over that group before the
-experts and reduce-scattered behind them, by megatron-core's own functions. Natively they are sorted by expert behind the
-gather; ours come sorted from the movement, so what changes places is the chunks of one rank and one expert. Where sums depend
-on where a row lies, they take native's places first.
+Each tensor parallel rank has tokens of its own and a slice of every expert, so rows are gathered over that group
+before the experts and reduce-scattered behind them, by megatron-core's own functions. Natively they are sorted by
+expert behind the gather; ours come sorted from the movement, so what changes places is the chunks of one rank and one
+expert. Where sums depend on where a row lies, they take native's places first.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
 __all__ = ["ExpertSlices", "all_true", "exchange_counts"]
 
-#: A sum of two is the same in either order. Of more ranks NCCL may add in an order that depends on where in the buffer a row lies.
+#: A sum of two is the same in either order. Of more ranks NCCL may add in an order that depends on where in the buffer
+#: a row lies.
 _RANKS_IN_ANY_PLACE = 2
 
 
@@ -75,8 +80,8 @@ class ExpertSlices:
         return sort_chunks_by_idxs(rows, sizes.ravel(), numbers, probs=probs, fused=self._fused)
 
     def gather(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows ``[this rank's, hidden]`` in [expert, source rank, token] order and their ``probs`` become those of the whole
-        group in [expert, tensor parallel rank, source rank, token] order."""
+        """Rows ``[this rank's, hidden]`` in [expert, source rank, token] order and their ``probs`` become those of the
+        whole group in [expert, tensor parallel rank, source rank, token] order."""
         if self._mine is not None:
             rows, probs = self._move(rows, self._mine, (1, 0), probs)
         rows, probs = (
@@ -88,7 +93,8 @@ class ExpertSlices:
         return self._move(rows, self._chunks, (2, 0, 1), probs)
 
     def scatter(self, rows: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
-        """The experts' partial results in the order of ``gather`` become this rank's rows, added up in ``sum_dtype``."""
+        """The experts' partial results in the order of ``gather`` become this rank's rows, added up in
+        ``sum_dtype``."""
         if len(self.tokens_per_expert) > 1:
             rows, _ = self._move(rows, self._chunks.permute(2, 0, 1), (1, 2, 0))
         summed = reduce_scatter_to_sequence_parallel_region(

@@ -1,8 +1,8 @@
 """What all ranks of a job do together, when Megatron makes its process groups: a point that every rank passes.
 
-They find out whether all were told the same (``agreement``), and start NVSHMEM where features will need it. It starts on all ranks
-of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to their first layer one after the
-other, each with what the stage before it has computed.
+They find out whether all were told the same (``agreement``), and start NVSHMEM where features will need it. It starts
+on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to their
+first layer one after the other, each with what the stage before it has computed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _make_groups_and_meet(*args: Any, **kwargs: Any) -> None:
 def announce(features: Iterable[str]) -> None:
     """From now on these features are on, too: all ranks meet whenever Megatron makes its groups.
 
-    Where those are there already, NVSHMEM is started if it is needed, and nothing is compared: a script may switch features on for
-    some of its ranks, the stages with experts for instance.
+    Where those are there already, NVSHMEM is started if it is needed, and nothing is compared: a script may switch
+    features on for some of its ranks, the stages with experts for instance.
     """
     _features.update(features)
     patching.replace_symbol(_make_groups, _make_groups_and_meet)

@@ -126,16 +126,20 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
     """Layer-wise sharding that sends each matrix as soon as it is stepped, while the next ones are computed.
 
     Native gathers everything at the end into buffers of the model's size. Who owns what is native's choice where
-    gradients are clipped, since the norm they are clipped by sums owner by owner; where they are not, matrices are dealt
-    out by the cost of their step (``DITRON_MUON_SHARDING``). Per-rank files of ``--ckpt-format torch`` belong to the
-    sharding that wrote them; ``torch_dist`` checkpoints do not depend on it.
+    gradients are clipped, since the norm they are clipped by sums owner by owner; where they are not, matrices are
+    dealt out by the cost of their step (``DITRON_MUON_SHARDING``). Per-rank files of ``--ckpt-format torch`` belong to
+    the sharding that wrote them; ``torch_dist`` checkpoints do not depend on it.
 
     Matrices of experts, which have a group of their own, are sent when all others are: collectives of two groups must
     come in one order on every rank.
     """
 
     def __init__(
-        self, optimizers: list[Any], config: Any, pg_collection: Any = None, init_state_fn_list: list[Any] | None = None
+        self,
+        optimizers: list[Any],
+        config: Any,
+        pg_collection: Any = None,
+        init_state_fn_list: list[Any] | None = None,
     ) -> None:
         self._clips_gradients = config.clip_grad > 0
         super().__init__(optimizers, config, pg_collection, init_state_fn_list)
@@ -153,14 +157,18 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
     def shard_params(self, optimizers: list[Any]) -> None:
         """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups."""
         # in bf16 native wraps optimizers for fp32 copies only after this
-        groups = [(group, isinstance(getattr(o, "optimizer", o), Muon)) for o in optimizers for group in o.param_groups]
+        groups = [
+            (group, isinstance(getattr(o, "optimizer", o), Muon)) for o in optimizers for group in o.param_groups
+        ]
         self._group_of = {id(param): index for index, (group, _) in enumerate(groups) for param in group["params"]}
         self._matrix_ids = {id(param) for group, is_muon in groups if is_muon for param in group["params"]}
         is_expert = [group.get("is_expert_parallel", False) for group, _ in groups]
         self._dense_ids = {key for key, index in self._group_of.items() if not is_expert[index]}
         choice = get_settings().muon_sharding
         by_cost = choice == "cost" or (choice == "auto" and not self._clips_gradients)
-        log_once("dist_muon sharding", f"dist_muon: matrices dealt out {'by cost' if by_cost else 'as megatron-core does'}")
+        log_once(
+            "dist_muon sharding", f"dist_muon: matrices dealt out {'by cost' if by_cost else 'as megatron-core does'}"
+        )
         if by_cost:
             self._shard_by_cost([group for group, _ in groups], is_expert)
         else:

@@ -3,8 +3,8 @@
 Two kinds of replacement:
 
 - `redirect_construction(native, ours)`: calling the class `native` builds an `ours`, a subclass of it. Every alias of
-  the class keeps its identity, whenever it was or will be imported, so ``isinstance`` and ``spec.module in (...)`` tests
-  inside megatron-core go on working. The right tool wherever ours is a subclass.
+  the class keeps its identity, whenever it was or will be imported, so ``isinstance`` and ``spec.module in (...)``
+  tests inside megatron-core go on working. The right tool wherever ours is a subclass.
 - `replace_symbol(native, ours)`: every name bound to the object `native` in any module of a package is bound to `ours`
   instead. For functions and for classes that cannot be subclassed. Modules imported later are reached only if they
   import the name from a module that was already patched.
@@ -41,9 +41,11 @@ def redirect_construction(native: type, ours: type) -> None:
 
 
 def _hook_construction(native: type) -> None:
-    """Give `native` a ``__new__`` that looks its class up; it stays for good, since CPython cannot take one away cleanly.
+    """Give `native` a ``__new__`` that looks its class up; it stays for good, since CPython cannot take one away
+    cleanly.
 
-    Without arguments, which all of megatron-core's constructors take, a copy or an unpickled object is made: it stays what it was.
+    Without arguments, which all of megatron-core's constructors take, a copy or an unpickled object is made: it stays
+    what it was.
     """
     inherited = native.__new__
 

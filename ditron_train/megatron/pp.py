@@ -1,15 +1,15 @@
 """Pipeline parallelism: megatron-core's communicator with the messages moved by copy engines (feature ``pp``).
 
-A subclass of ``P2PCommunicator`` whose ``_communicate``, the one method behind all of its public ones, sends and receives
-through ``ditron_train.pp``; signatures, timers and attributes are inherited. What differs for the better:
+A subclass of ``P2PCommunicator`` whose ``_communicate``, the one method behind all of its public ones, sends and
+receives through ``ditron_train.pp``; signatures, timers and attributes are inherited. What differs for the better:
 
-- A send does not hold up the stream that computes, with or without ``overlap_p2p_comm``: the storage of what is sent is
-  kept until it is out, so freeing it right after the call (``deallocate_pipeline_outputs``) is safe. With CUDA graphs, those of
-  torch.compile too, whose static buffers the next replay overwrites, the stream does wait.
-- What is received is used where the copy engine put it, without a copy of its own (not with CUDA graphs, offloading, or
-  expert-parallel overlap, which resize it or use it on other streams).
-- No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node. Messages
-  larger than those that their step began with, which go natively, have native's.
+- A send does not hold up the stream that computes, with or without ``overlap_p2p_comm``: the storage of what is sent
+  is kept until it is out, so freeing it right after the call (``deallocate_pipeline_outputs``) is safe. With CUDA
+  graphs, those of torch.compile too, whose static buffers the next replay overwrites, the stream does wait.
+- What is received is used where the copy engine put it, without a copy of its own (not with CUDA graphs, offloading,
+  or expert-parallel overlap, which resize it or use it on other streams).
+- No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node.
+  Messages larger than those that their step began with, which go natively, have native's.
 
 The schedules make a communicator every step; slots and flags belong to the group and live across steps.
 """
@@ -37,8 +37,8 @@ __all__ = ["DitronP2PCommunicator", "class_map", "stop"]
 
 #: Groups whose context could not be made, and why; the same on every rank of the group.
 _refused: GroupCache[dist.ProcessGroup, str] = GroupCache()
-#: Why messages of a size go natively, None where they do not, by group, policy and size; the same on every rank. Not by the
-#: group's name: groups made after others were destroyed get their names again, on other ranks.
+#: Why messages of a size go natively, None where they do not, by group, policy and size; the same on every rank. Not
+#: by the group's name: groups made after others were destroyed get their names again, on other ranks.
 _reasons: GroupCache[tuple[dist.ProcessGroup, str, int], str | None] = GroupCache()
 
 
@@ -66,7 +66,8 @@ def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
 
 @eager
 class DitronP2PCommunicator(P2PCommunicator):
-    """``P2PCommunicator`` by the paths of ``pp.paths``: by default copy engines inside a node, a communicator of its own beyond."""
+    """``P2PCommunicator`` by the paths of ``pp.paths``: by default copy engines inside a node, a communicator of its
+    own beyond."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
@@ -141,8 +142,8 @@ class DitronP2PCommunicator(P2PCommunicator):
         return {name: received[name] for name in received if name in large}, requests or {}
 
     def _num_loans(self) -> int:
-        """As many received activations as the first stage of the schedule holds, one on its way, and one that the model holds
-        on to: what native allocates, too.
+        """As many received activations as the first stage of the schedule holds, one on its way, and one that the
+        model holds on to: what native allocates, too.
         """
         stages, chunks = self.pp_group.size(), self.config.virtual_pipeline_model_parallel_size or 1
         if chunks == 1:
@@ -163,8 +164,9 @@ class DitronP2PCommunicator(P2PCommunicator):
         """The group's context with room for this call's messages; None for the native path.
 
         Every stage sends or receives something before it depends on another stage, so the first call of each step, and
-        so of the group, is a point that all ranks reach: contexts are made, slots grow, and new sizes are decided on there. What
-        that call decides holds for the step, or as long as the communicator is kept: other calls may wait for each other.
+        so of the group, is a point that all ranks reach: contexts are made, slots grow, and new sizes are decided on
+        there. What that call decides holds for the step, or as long as the communicator is kept: other calls may wait
+        for each other.
         """
         first, self._first_call = self._first_call, False
         if not first:
@@ -202,8 +204,8 @@ def _fits(context: PipelineContext, message: torch.Tensor | Header) -> bool:
 def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bool) -> str | None:
     """Makes room for messages of ``num_bytes``; why they go natively, or None (collective where the size is new).
 
-    Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without. Stages
-    know different sizes of them, so slots are made once; what is larger takes the network.
+    Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without.
+    Stages know different sizes of them, so slots are made once; what is larger takes the network.
     """
     if variable_shapes:
         if not context.slot_bytes:
@@ -215,7 +217,9 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
         same = context.reserve(num_bytes)
         if new:
             if context.device.type == "cuda":
-                dist.barrier(context.group)  # all ranks make native's communicator: a message alone may be its first use later
+                dist.barrier(
+                    context.group
+                )  # all ranks make native's communicator: a message alone may be its first use later
             _reasons[key] = _reason_by_policy(context, num_bytes) if same else None
     return _reasons[key]
 

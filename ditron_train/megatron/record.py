@@ -1,7 +1,8 @@
-"""Writes down what every step of Megatron-LM's training loop gave, bit for bit (``--ditron-record``; ``compare`` reads it).
+"""Writes down what every step of Megatron-LM's training loop gave, bit for bit (``--ditron-record``; ``compare`` reads
+it).
 
-One file a rank, ``rank<r>.jsonl``: a line with the job's sizes, on rank 0 also with where it runs, then a line a step. Floats
-stand as hexadecimal text, so that equal text is equal bits.
+One file a rank, ``rank<r>.jsonl``: a line with the job's sizes, on rank 0 also with where it runs, then a line a step.
+Floats stand as hexadecimal text, so that equal text is equal bits.
 """
 
 from __future__ import annotations
@@ -75,7 +76,13 @@ class StepRecorder:
     """
 
     def __init__(
-        self, folder: Path, features: Sequence[str], arguments: Any, device: torch.device, first: int, trace: TraceRequest | None
+        self,
+        folder: Path,
+        features: Sequence[str],
+        arguments: Any,
+        device: torch.device,
+        first: int,
+        trace: TraceRequest | None,
     ) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._last = getattr(arguments, "train_iters", None)
@@ -105,7 +112,8 @@ class StepRecorder:
         self._file.write(json.dumps(values) + "\n")
 
     def _number(self, iteration: int | None) -> int:
-        """Of the step that runs, from 1; ``iteration``: steps before it, also in earlier jobs, None: as many as were noted."""
+        """Of the step that runs, from 1; ``iteration``: steps before it, also in earlier jobs, None: as many as were
+        noted."""
         return (self._steps if iteration is None else iteration) + 1
 
     def begin(self, iteration: int | None) -> None:
@@ -114,7 +122,8 @@ class StepRecorder:
             self._tracer.start()
 
     def step(self, iteration: int | None, losses: dict[str, torch.Tensor], grad_norm: Any, optimizer: Any) -> None:
-        """Notes one step; after the first and the last one also a digest of the parameters that this rank's optimizer holds.
+        """Notes one step; after the first and the last one also a digest of the parameters that this rank's optimizer
+        holds.
 
         Of the step that is traced no time is noted. Collective where it is traced.
 
@@ -183,7 +192,9 @@ def record_steps(folder: str | Path, features: Sequence[str], trace: TraceReques
     """
     module = sys.modules.get(_LOOP)
     if module is None:
-        raise SettingError(f"--ditron-record needs the training loop of Megatron-LM ({_LOOP}), which this script does not use")
+        raise SettingError(
+            f"--ditron-record needs the training loop of Megatron-LM ({_LOOP}), which this script does not use"
+        )
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -22,8 +22,8 @@ class TraceRequest:
     """What ``--ditron-record-trace`` names.
 
     Attributes:
-        step: Number of the step as Megatron counts, from 1; None: the one in the middle of those that ``compare`` times.
-        rank: That is recorded.
+        step: Number of the step as Megatron counts, from 1; None: the one in the middle of those that ``compare``
+        times. rank: That is recorded.
     """
 
     step: int | None
@@ -33,7 +33,8 @@ class TraceRequest:
         """The step, of a job that begins with step ``first`` and ends with ``last``; the same on every rank.
 
         Raises:
-            SettingError: The job does not come to that step, or it is the middle that is asked for and no end is known.
+            SettingError: The job does not come to that step, or it is the middle that is asked for and no end is
+                known.
         """
         if self.step is None and last is None:
             raise SettingError(f"--ditron-record-trace {MIDDLE} needs to know how long the job is (--train-iters)")
@@ -42,7 +43,9 @@ class TraceRequest:
             skip = steps_of_warmup(num_steps)
             return first + skip + max(num_steps - skip - 1, 0) // 2
         if self.step < first or (last is not None and self.step > last):
-            raise SettingError(f"--ditron-record-trace: no step {self.step} in a job of the steps {first} to {last or 'its end'}")
+            raise SettingError(
+                f"--ditron-record-trace: no step {self.step} in a job of the steps {first} to {last or 'its end'}"
+            )
         return self.step
 
 
@@ -73,7 +76,8 @@ def trace_path(folder: Path, rank: int | str) -> Path:
 
 
 class StepTracer:
-    """Traces one step on one rank; the other ranks wait where that takes the host long, so that no step is delayed by it.
+    """Traces one step on one rank; the other ranks wait where that takes the host long, so that no step is delayed by
+    it.
 
     Args:
         path: Where this rank writes; None: another rank does.
@@ -86,7 +90,9 @@ class StepTracer:
     def start(self) -> None:
         """In front of the step. Collective."""
         if self._path is not None:
-            os.environ.setdefault("TEARDOWN_CUPTI", "0")  # of a process that replays CUDA graphs it must not be torn down
+            os.environ.setdefault(
+                "TEARDOWN_CUPTI", "0"
+            )  # of a process that replays CUDA graphs it must not be torn down
             gpu, cpu = ProfilerActivity.CUDA, ProfilerActivity.CPU
             self._profiler = profile(activities=[gpu if gpu in supported_activities() else cpu])
             self._profiler.prepare_trace()

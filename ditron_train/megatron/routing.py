@@ -1,9 +1,10 @@
 """Decides for each call of a linear layer whether it runs as an overlapped op or natively.
 
-The answer depends on what all ranks of the group see alike (shapes, types, options), so the ranks agree without talking.
-What they cannot know beforehand is tried once per shape, all ranks together (`ditron_train.policy`), on the call's own tensors
-and on data that shows the order of sums: whether the symmetric memory can be had, whether all results have native's bits, and
-whether it is faster. Everything that is not covered runs natively: same bits, one log line a reason on rank 0.
+The answer depends on what all ranks of the group see alike (shapes, types, options), so the ranks agree without
+talking. What they cannot know beforehand is tried once per shape, all ranks together (`ditron_train.policy`), on the
+call's own tensors and on data that shows the order of sums: whether the symmetric memory can be had, whether all
+results have native's bits, and whether it is faster. Everything that is not covered runs natively: same bits, one log
+line a reason on rank 0.
 """
 
 from __future__ import annotations
@@ -94,11 +95,12 @@ def route(
 
     Args:
         kind: ``column`` (gather, then GEMM) or ``row`` (GEMM, then reduce-scatter).
-        x: Input of the layer on this rank, ``[s, b, K]`` or ``[tokens, K]``: of ``column`` the local part of the sequence.
-        weight: This rank's ``[N, K]``.
+        x: Input of the layer on this rank, ``[s, b, K]`` or ``[tokens, K]``: of ``column`` the local part of the
+        sequence. weight: This rank's ``[N, K]``.
         group: Tensor parallel group.
         sequence_parallel: Whether activations outside the layer are split along the sequence.
-        is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another kernel.
+        is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another
+            kernel.
     """
     is_frozen = is_frozen and kind == "column"
     autocast = torch.is_autocast_enabled(x.device.type)
@@ -109,10 +111,14 @@ def route(
     if key in _routes:
         return _routes[key]
     if is_capturing(x.device):
-        log_native(f"tp {kind}", "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)")
+        log_native(
+            f"tp {kind}", "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
+        )
         return None
     if not has_room(_routes, _full, group, _MAX_ROUTES):
-        log_native(f"tp {kind}", f"more than {_MAX_ROUTES} shapes: each has to be tried, which would cost more than it gives")
+        log_native(
+            f"tp {kind}", f"more than {_MAX_ROUTES} shapes: each has to be tried, which would cost more than it gives"
+        )
         return None
     reason = _why_not(kind, x, weight, group, sequence_parallel, autocast)
     context = None
@@ -130,12 +136,15 @@ def route(
 
 
 def has_room(
-    routes: Mapping[tuple[Any, ...], Any], full: weakref.WeakSet[dist.ProcessGroup], group: dist.ProcessGroup, most: int
+    routes: Mapping[tuple[Any, ...], Any],
+    full: weakref.WeakSet[dist.ProcessGroup],
+    group: dist.ProcessGroup,
+    most: int,
 ) -> bool:
     """Whether another shape of ``group`` may be tried beside those that ``routes`` knows.
 
-    The group's own are counted, which all of its ranks know alike: some of them may be in other groups, too. ``full``: groups
-    for which that was no; from then on it is asked at every call.
+    The group's own are counted, which all of its ranks know alike: some of them may be in other groups, too. ``full``:
+    groups for which that was no; from then on it is asked at every call.
     """
     if group in full:
         return False
@@ -146,7 +155,12 @@ def has_room(
 
 
 def _why_not(
-    kind: Kind, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool, autocast: bool
+    kind: Kind,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    autocast: bool,
 ) -> str | None:
     if not sequence_parallel:
         return "sequence parallelism is off"
@@ -169,8 +183,8 @@ def _why_not(
 
 
 def why_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str | None:
-    """Why the bits of a linear layer cannot be compared, or None: the partners of wgrad's sums are among the rows of one rank,
-    those of forward's and dgrad's among the features."""
+    """Why the bits of a linear layer cannot be compared, or None: the partners of wgrad's sums are among the rows of
+    one rank, those of forward's and dgrad's among the features."""
     if device.type == "cuda" and min(rows_of_a_rank, *features) <= HIDDEN_TERMS:
         return f"the order of sums of at most {HIDDEN_TERMS} features, or tokens a rank, cannot be compared"
     return None
@@ -198,8 +212,8 @@ def revealing_like(
 
 
 def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext, is_frozen: bool) -> str | None:
-    """Asks the policy, with forward and all gradients that there are: on the job's own tensors, which are timed, too, and on
-    data that shows the order of sums. Returns why this shape stays native, or None.
+    """Asks the policy, with forward and all gradients that there are: on the job's own tensors, which are timed, too,
+    and on data that shows the order of sums. Returns why this shape stays native, or None.
 
     Memory is had and kernels are compiled by it, so that nothing of that can fail between a forward and its backward.
     """
@@ -234,7 +248,9 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext, 
         tuple(functools.partial(run, linear, data) for linear in (native, ours)) for data in (given, revealing)
     )
     products = product_pairs(rows * (context.world_size if kind == "column" else 1), weight)
-    decision = decide(key, *on_given, group=context.group, device=x.device, sums=x.dtype, also=[on_revealing, *products])
+    decision = decide(
+        key, *on_given, group=context.group, device=x.device, sums=x.dtype, also=[on_revealing, *products]
+    )
     context.synchronize()
     if decision.use_ditron:
         return None
@@ -242,8 +258,8 @@ def _try(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext, 
 
 
 def _table_prefers_native(kind: Kind, x: torch.Tensor, weight: torch.Tensor, context: TPContext) -> bool:
-    """Whether all GEMMs that the layer overlaps were quicker natively: of row layers alone, since in backward the column
-    layer overlaps more than its table says."""
+    """Whether all GEMMs that the layer overlaps were quicker natively: of row layers alone, since in backward the
+    column layer overlaps more than its table says."""
     if kind == "column":
         return False
     rows, (n, k) = x.shape[:-1].numel(), weight.shape
@@ -254,7 +270,8 @@ def _table_prefers_native(kind: Kind, x: torch.Tensor, weight: torch.Tensor, con
 def native_column(
     x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup, is_frozen: bool = False
 ) -> torch.Tensor:
-    """megatron-core's gather, GEMM, and their overlapped backward; of a weight that is frozen without any part of its gradient."""
+    """megatron-core's gather, GEMM, and their overlapped backward; of a weight that is frozen without any part of its
+    gradient."""
     return _native_linear(x, weight, group, sequence_parallel=True, is_frozen=is_frozen)
 
 
@@ -265,7 +282,12 @@ def native_row(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGrou
 
 
 def _native_linear(
-    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool, is_frozen: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool,
+    is_frozen: bool = False,
 ) -> torch.Tensor:
     linear = linear_with_frozen_weight if is_frozen else linear_with_grad_accumulation_and_async_allreduce
     return linear(

@@ -1,8 +1,8 @@
 """``torchrun ... -m ditron_train.megatron.run pretrain_gpt.py <args> --ditron tp``: a Megatron script, unedited.
 
-The script runs as it would on its own. When it imports ``megatron.training.arguments``, the ``--ditron`` group is added
-to Megatron's parser; once the arguments are parsed, and so before any model is built, the features are switched on.
-Its log lines begin with ``ditron_train:``, on standard error.
+The script runs as it would on its own. When it imports ``megatron.training.arguments``, the ``--ditron`` group is
+added to Megatron's parser; once the arguments are parsed, and so before any model is built, the features are switched
+on. Its log lines begin with ``ditron_train:``, on standard error.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import logging
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Sequence
+from typing import Any
 
-from ditron_train.megatron.switch import apply_options
 from ditron_train.megatron.arguments import add_ditron_args, options_from_args, options_from_argv
+from ditron_train.megatron.switch import apply_options
 from ditron_train.runtime.errors import SettingError, VersionError
 from ditron_train.runtime.logs import get_logger, log_once
 
@@ -27,7 +28,9 @@ __all__ = ["hook_argument_parser", "main"]
 
 _ARGUMENTS = "megatron.training.arguments"
 _USAGE = "torchrun ... -m ditron_train.megatron.run SCRIPT.py [its arguments] --ditron NAME[,NAME]"
-_DESCRIPTION = "Runs a Megatron training script as it is, with these arguments added to its own (SCRIPT.py --help shows all)."
+_DESCRIPTION = (
+    "Runs a Megatron training script as it is, with these arguments added to its own (SCRIPT.py --help shows all)."
+)
 
 
 def hook_argument_parser(module: ModuleType) -> None:
@@ -114,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         sys.meta_path.remove(finder)
     if _ARGUMENTS not in sys.modules:
-        log_once("no parser", f"{words[0]} never parsed Megatron's arguments: --ditron had no effect", level=logging.WARNING)
+        log_once(
+            "no parser", f"{words[0]} never parsed Megatron's arguments: --ditron had no effect", level=logging.WARNING
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Ulysses attention: ``--context-parallel-size N --cp-comm-type a2a`` (feature ``sp``).
 
 megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. Where nothing
-stands between a projection and its exchange (no norm of q and k, no output gate), the two are fused; RoPE then comes after
-the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output projection is
-fused with its exchange (``sp_output``), or the exchanges alone are ours. Causal masks are made by the attention; a mask
-that is passed with them is not looked at, as Transformer Engine does.
+stands between a projection and its exchange (no norm of q and k, no output gate), the two are fused; RoPE then comes
+after the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output
+projection is fused with its exchange (``sp_output``), or the exchanges alone are ours. Causal masks are made by the
+attention; a mask that is passed with them is not looked at, as Transformer Engine does.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def exchanged(
     value: torch.Tensor,
     left_in_heads: list[LeftInHeads] | None,
 ) -> torch.Tensor:
-    """Exchange, ``attend(q, k, v)`` on the whole sequence with this rank's heads, exchange back: [s / W, b, heads * d].
+    """Exchange, ``attend(q, k, v)`` on the whole sequence with this rank's heads, exchange back: [s / W, b, heads *
+    d].
 
     Where ``left_in_heads`` is a list, the way back is left to the output projection and noted there.
     """
@@ -94,7 +95,9 @@ def exchanged(
 def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
     """What the native softmax masks by where it gets no mask, on the tensors' own device: True above the diagonal."""
     if is_capturing(device):
-        return _new_causal_mask(length, device)  # a graph's own: it is filled by replays, and none that is kept outlives it
+        return _new_causal_mask(
+            length, device
+        )  # a graph's own: it is filled by replays, and none that is kept outlives it
     return _kept_causal_mask(length, device).get()
 
 
@@ -142,7 +145,9 @@ class DitronDotProductAttention(DotProductAttention):
         """Whether ``attend`` may be called by a module that has made the exchanges itself."""
         return self.exchange_group is not None
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None
+    ) -> torch.Tensor:
         """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]."""
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
@@ -160,8 +165,12 @@ class DitronDotProductAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        if self.exchange_group is None or attention_bias is not None or packed_seq_params is not None:  # native refuses both
-            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        if (
+            self.exchange_group is None or attention_bias is not None or packed_seq_params is not None
+        ):  # native refuses both
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+            )
         attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
         return exchanged(self.exchange_group, attend, query, key, value, self.left_in_heads)
 
@@ -209,7 +218,8 @@ class _TablesOf:
 
 @eager
 class DitronSelfAttention(SelfAttention):
-    """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as inherited."""
+    """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as
+    inherited."""
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **kwargs: Any
@@ -220,7 +230,9 @@ class DitronSelfAttention(SelfAttention):
         if context is None:
             with output_fused(self, self._shape(), hidden_states, packed_of(args, kwargs)):
                 return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        return self._forward_fused(hidden_states, kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params"), context)
+        return self._forward_fused(
+            hidden_states, kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params"), context
+        )
 
     def _shape(self) -> AttentionShape:
         size = self.hidden_size_per_attention_head
@@ -242,7 +254,12 @@ class DitronSelfAttention(SelfAttention):
         if length % 2 or (kwargs.get("packed_seq_params") is not None and hidden_states.shape[1] != 1):
             return None  # the exchange says what is wrong
         return route_projections(
-            group, self._shape(), (length, *hidden_states.shape[1:]), self.linear_qkv.weight, self.linear_proj.weight, hidden_states
+            group,
+            self._shape(),
+            (length, *hidden_states.shape[1:]),
+            self.linear_qkv.weight,
+            self.linear_proj.weight,
+            hidden_states,
         )
 
     def _why_not_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -276,12 +293,14 @@ class DitronSelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         linears, shape, core = linears_of(self.linear_proj), self._shape(), self.core_attention
         table = None if packed is None else table_of(packed, context.world_size, self._num_rows(hidden_states))
-        # A weight sharded by FSDP has its gradient reduced when its own module's backward is done. Beside the collectives of a
-        # tensor parallel group the late gradient was not seen on GPUs.
+        # A weight sharded by FSDP has its gradient reduced when its own module's backward is done. Beside the
+        # collectives of a tensor parallel group the late gradient was not seen on GPUs.
         wgrad_stays = hasattr(self.linear_proj.weight, "__fsdp_param__") or self.world_size > 1
         late = None if wgrad_stays else late_wgrad(self.linear_qkv.weight, self.linear_proj.weight)
         options = dict(row_table=table, late=late)
-        with calling(self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, **options)) as project:
+        with calling(
+            self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, **options)
+        ) as project:
             parts = project(hidden_states)
         lead = parts[0].shape[:3]
         if packed is not None:
@@ -290,7 +309,9 @@ class DitronSelfAttention(SelfAttention):
 
         def attend(*parts: torch.Tensor) -> torch.Tensor:
             """A call of the module, recomputed ones too."""
-            with calling(core, core.attend if packed is None else functools.partial(core.attend, packed=packed)) as module:
+            with calling(
+                core, core.attend if packed is None else functools.partial(core.attend, packed=packed)
+            ) as module:
                 return module(*parts)
 
         if self.checkpoint_core_attention and self.training:
@@ -298,7 +319,9 @@ class DitronSelfAttention(SelfAttention):
         else:
             attended = attend(query, key, parts[2])
         attended = attended.view(*lead, shape.value_head_dim)
-        with calling(self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape, **options)) as project:
+        with calling(
+            self.linear_proj, lambda x: linears.project_out(self.linear_proj, x, context, shape, **options)
+        ) as project:
             return project(attended)
 
     def _rotated(
@@ -318,7 +341,9 @@ class DitronSelfAttention(SelfAttention):
                 return tensor
             if packed is not None:
                 return apply_rotary_pos_emb(tensor, table, cu_seqlens=starts, cp_group=OneRank(), **options)
-            return apply_rotary_pos_emb(tensor, whole_rotary_table(table, group), cu_seqlens=None, cp_group=group, **options)
+            return apply_rotary_pos_emb(
+                tensor, whole_rotary_table(table, group), cu_seqlens=None, cp_group=group, **options
+            )
 
         query_starts, key_starts = (None, None) if packed is None else starts_of(packed)
         return rotated(query, tables[0], query_starts), rotated(key, tables[1], key_starts)
@@ -328,7 +353,9 @@ class DitronSelfAttention(SelfAttention):
 class DitronMLASelfAttention(MLASelfAttention):
     """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         heads = self.num_attention_heads_per_partition
         shape = AttentionShape(heads, heads, self.q_head_dim, self.config.v_head_dim)
         with output_fused(self, shape, hidden_states, packed_of(args, kwargs)):

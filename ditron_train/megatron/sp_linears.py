@@ -1,4 +1,5 @@
-"""An attention's projections with Ulysses' exchanges in them, as megatron-core's local layers compute them (feature ``sp``)."""
+"""An attention's projections with Ulysses' exchanges in them, as megatron-core's local layers compute them (feature
+``sp``)."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def _when(work: dist.Work, result: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def shards_of(layer: Any) -> InputShards | None:
-    """How the input of the column parallel ``layer`` (local or Transformer Engine's) is held over its tensor parallel group."""
+    """How the input of the column parallel ``layer`` (local or Transformer Engine's) is held over its tensor parallel
+    group."""
     group = layer.tp_group
     if group is None or group.size() == 1:
         return None
@@ -85,12 +87,17 @@ def reduced_output(layer: Any, out: torch.Tensor) -> torch.Tensor:
     group = layer.tp_group
     if group is None or group.size() == 1:
         return out
-    reduce = reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel else reduce_from_tensor_model_parallel_region
+    reduce = (
+        reduce_scatter_to_sequence_parallel_region
+        if layer.sequence_parallel
+        else reduce_from_tensor_model_parallel_region
+    )
     return reduce(out, group=group)
 
 
 def overlaps_tensor_parallelism(*layers: Any) -> bool:
-    """Whether one of these layers has its tensor parallel communication overlapped by feature ``tp``: it cannot have both."""
+    """Whether one of these layers has its tensor parallel communication overlapped by feature ``tp``: it cannot have
+    both."""
     return any(
         layer.tp_group is not None and layer.tp_group.size() > 1 and layer.sequence_parallel and _is_ours(type(layer))
         for layer in layers
@@ -102,7 +109,8 @@ def _is_ours(kind: type) -> bool:
 
 
 class LocalLinears:
-    """How the projections of the local spec are covered: their reasons against it, their input, their weight gradients."""
+    """How the projections of the local spec are covered: their reasons against it, their input, their weight
+    gradients."""
 
     @staticmethod
     def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
@@ -155,7 +163,9 @@ class LocalLinears:
         """The layer's (output, bias) for [s, b, heads of this rank, d]."""
         wgrad = NativeWgrad(layer.weight, layer.gradient_accumulation_fusion)
         layout = shape.output_layout(context.world_size)
-        out = output_projection(attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=wgrad, late=late)
+        out = output_projection(
+            attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=wgrad, late=late
+        )
         out = reduced_output(layer, out)
         if layer.skip_bias_add:
             return out, layer.bias

@@ -1,9 +1,11 @@
-"""Ulysses' exchanges in a group that spans nodes (part of feature ``sp``): by rails between nodes, by peer memory inside.
+"""Ulysses' exchanges in a group that spans nodes (part of feature ``sp``): by rails between nodes, by peer memory
+inside.
 
-With N nodes of L ranks each, what rank (n, l) owes to rank (n', l') goes to rank (n', l) first, in one all-to-all of the
-rail l (the ranks of one local rank, whose NICs face each other), then inside node n' by ``ditron_train.sp``'s exchange: its
-"local rows" are those of the rail's N ranks, one rank behind the other, and a table says where in the sequence they lie.
-The way back is the mirror. Data only moves: the bits are those of one all-to-all.
+With N nodes of L ranks each, what rank (n, l) owes to rank (n', l') goes to rank (n', l) first, in one all-to-all of
+the rail l (the ranks of one local rank, whose NICs face each other), then inside node n' by ``ditron_train.sp``'s
+exchange: its
+"local rows" are those of the rail's N ranks, one rank behind the other, and a table says where in the sequence they
+lie. The way back is the mirror. Data only moves: the bits are those of one all-to-all.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.sp import HeadsLayout, SPContext, get_context, heads_exchange, sequence_exchange, to_heads, to_sequence
+from ditron_train.sp import (
+    HeadsLayout,
+    SPContext,
+    get_context,
+    heads_exchange,
+    sequence_exchange,
+    to_heads,
+    to_sequence,
+)
 from ditron_train.sp.layouts import global_rows
 from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.groups import make_group
@@ -32,7 +42,8 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesContext] = Gr
 
 
 def _node_of_each_rank(group: dist.ProcessGroup) -> list[int]:
-    """Number of the node of each rank, by group rank (collective the first time). A torchrun agent counts as a node."""
+    """Number of the node of each rank, by group rank (collective the first time). A torchrun agent counts as a
+    node."""
     if group not in _nodes_of:
         names = exchange(group, node_of_process())
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -49,8 +60,8 @@ def get_nodes_context(group: dist.ProcessGroup, device: torch.device) -> NodesCo
     """The context of a group that spans nodes, made at the first call (collective).
 
     Raises:
-        NotSupportedError: Nodes with one rank, with different numbers of ranks, or whose ranks are not neighbours; on every
-            rank alike.
+        NotSupportedError: Nodes with one rank, with different numbers of ranks, or whose ranks are not neighbours; on
+            every rank alike.
         ArenaError: A node cannot have its context; on every rank alike.
     """
     key = (group, device)
@@ -78,10 +89,14 @@ class NodesContext:
         self._num_nodes = max(nodes) + 1
         self._per_node, rest = divmod(self.world_size, self._num_nodes)
         if rest or nodes != [rank // self._per_node for rank in range(self.world_size)] or self._per_node == 1:
-            raise NotSupportedError(f"ranks lie on nodes {nodes}: exchanges by rails need equal nodes of 2 or more neighbours")
+            raise NotSupportedError(
+                f"ranks lie on nodes {nodes}: exchanges by rails need equal nodes of 2 or more neighbours"
+            )
         node, local = divmod(self.rank, self._per_node)
         ranks = range(self.world_size)
-        self._node_group = make_group(group, [rank for rank in ranks if rank // self._per_node == node], "ditron_sp_node")
+        self._node_group = make_group(
+            group, [rank for rank in ranks if rank // self._per_node == node], "ditron_sp_node"
+        )
         self._rail = make_group(group, [rank for rank in ranks if rank % self._per_node == local], "ditron_sp_rail")
         self.node: SPContext = self._on_all_nodes("making a context", lambda: get_context(self._node_group, device))
         self._tables: dict[int, torch.Tensor] = {}
@@ -92,13 +107,13 @@ class NodesContext:
         self.node.synchronize()
 
     def _on_all_nodes(self, what: str, step: Callable[[], _Result]) -> _Result:
-        """``step``, which takes memory of this node's group: where there is none its ranks alone hear of it, and would turn to
-        native while the others wait for them in their rails."""
+        """``step``, which takes memory of this node's group: where there is none its ranks alone hear of it, and would
+        turn to native while the others wait for them in their rails."""
         return on_all_ranks(self._group, f"{what} on every node", step, (ArenaError, NotSupportedError))
 
     def _reserve(self, layout: HeadsLayout, num_rows: int, dtype: torch.dtype) -> None:
-        """Has the node's memory for both exchanges of ``layout`` and ``num_rows`` rows of a rank: one is the other's backward.
-        Collective over all nodes at the first call, where the exchanges are run on nothing.
+        """Has the node's memory for both exchanges of ``layout`` and ``num_rows`` rows of a rank: one is the other's
+        backward. Collective over all nodes at the first call, where the exchanges are run on nothing.
 
         Raises:
             ArenaError: A node cannot have it; on every rank alike.
@@ -109,12 +124,17 @@ class NodesContext:
 
         def run_once() -> None:
             options = dict(context=self.node, layout=layout)
-            sizes = [(layout.num_heads(part) * self._per_node, head_dim) for part, head_dim in enumerate(layout.head_dims)]
+            sizes = [
+                (layout.num_heads(part) * self._per_node, head_dim) for part, head_dim in enumerate(layout.head_dims)
+            ]
             with torch.inference_mode(False):
                 like = torch.empty(self._num_nodes * num_rows, dtype=dtype, device=self.node.device)
                 to_sequence(to_heads([like.new_zeros(len(like), *size) for size in sizes], **options), **options)
 
-        reserved, self._reserved = self._reserved, set()  # what fails may have given back what is there for other sizes
+        reserved, self._reserved = (
+            self._reserved,
+            set(),
+        )  # what fails may have given back what is there for other sizes
         self._on_all_nodes(f"exchanging {num_rows} rows", run_once)
         self._reserved = reserved | {key}
 
@@ -122,8 +142,11 @@ class NodesContext:
         """Row in the whole of each row that a rank of this node holds behind the rail, int32 [L, N * num_rows]."""
         if row_table is None:
             if num_rows not in self._tables:
-                rows = [torch.from_numpy(global_rows(rank, self.world_size, num_rows)) for rank in range(self.world_size)]
-                # The copy to the device comes last: the host waits for it, so every stream may use the table from then on.
+                rows = [
+                    torch.from_numpy(global_rows(rank, self.world_size, num_rows)) for rank in range(self.world_size)
+                ]
+                # The copy to the device comes last: the host waits for it, so every stream may use the table from then
+                # on.
                 self._tables[num_rows] = self._by_rail(torch.stack(rows).to(torch.int32)).to(self.node.device)
             return self._tables[num_rows]
         return self._by_rail(row_table)
@@ -141,13 +164,15 @@ class NodesContext:
         packed = torch.cat([part.reshape(*lead, nodes, -1) for part in parts], dim=-1).movedim(-2, 0).contiguous()
         arrived = all_to_all(self._rail, packed).flatten(0, 1)
         parts = [
-            one.unflatten(-1, (-1, head_dim)) for one, head_dim in zip(arrived.split(columns, dim=-1), layout.head_dims)
+            one.unflatten(-1, (-1, head_dim))
+            for one, head_dim in zip(arrived.split(columns, dim=-1), layout.head_dims)
         ]
         table = self._table(lead.numel(), row_table)
         return heads_exchange(parts, context=self.node, layout=layout, row_table=table)
 
     def to_sequence(self, attended: torch.Tensor, layout: HeadsLayout, row_table: torch.Tensor | None) -> torch.Tensor:
-        """As ``sp.sequence_exchange`` of one part: [s, ..., heads / W, d] -> [s / W, ..., heads, d]; differentiable."""
+        """As ``sp.sequence_exchange`` of one part: [s, ..., heads / W, d] -> [s / W, ..., heads, d];
+        differentiable."""
         nodes, num_rows = self._num_nodes, attended.shape[:-2].numel() // self.world_size
         self._reserve(layout, num_rows, attended.dtype)
         table = self._table(num_rows, row_table)

@@ -1,8 +1,9 @@
-"""The output projection fused with its exchange, in an attention whose QKV projection cannot be (part of feature ``sp``).
+"""The output projection fused with its exchange, in an attention whose QKV projection cannot be (part of feature
+``sp``).
 
-Norms of q and k, multi-latent attention and packed sequences stand between the QKV projection and its exchange; behind the
-attention nothing does. So the attention leaves its output where it is, all rows of this rank's heads, and the output
-projection, called next, begins with the exchange.
+Norms of q and k, multi-latent attention and packed sequences stand between the QKV projection and its exchange; behind
+the attention nothing does. So the attention leaves its output where it is, all rows of this rank's heads, and the
+output projection, called next, begins with the exchange.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class LeftInHeads(NamedTuple):
 
 @contextlib.contextmanager
 def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, packed: Any) -> Iterator[None]:
-    """A forward of ``attention`` whose output projection is fused with its exchange, if policy, layers and batch allow it."""
+    """A forward of ``attention`` whose output projection is fused with its exchange, if policy, layers and batch allow
+    it."""
     context = _route(attention, shape, hidden_states, packed)
     if context is None:
         yield
@@ -64,7 +66,11 @@ def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, p
     if length % 2 or shape.num_heads % group.size() or shape.num_groups % group.size():
         return None  # the exchange says what is wrong
     reason = None if packed is None else why_not_packed(packed)  # what is not covered may differ between ranks
-    reason = reason or why_not_stand_in(core) or linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
+    reason = (
+        reason
+        or why_not_stand_in(core)
+        or linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
+    )
     if attention.checkpoint_core_attention:
         reason = "the attention is computed again in backward, apart from its projection"
     elif getattr(config, "attention_output_gate", False) or getattr(attention, "cache_mla_latents", False):

@@ -59,7 +59,8 @@ def table_of(packed: Any, world_size: int, num_local_rows: int) -> torch.Tensor:
     """Table of rows of a packed batch; made once for all layers of a microbatch."""
     starts, _ = starts_of(packed)
     sizes = (world_size, num_local_rows)
-    # Without a version: whether it was written to meanwhile is not known. A captured CUDA graph makes the table at each replay.
+    # Without a version: whether it was written to meanwhile is not known. A captured CUDA graph makes the table at
+    # each replay.
     if starts.is_inference() or is_capturing(starts.device):
         return packed_rows(starts, world_size, num_local_rows)
     if _last_table and _last_table[0][0] is starts and _last_table[0][1:3] == (starts._version, sizes):

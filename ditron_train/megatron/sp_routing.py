@@ -1,7 +1,8 @@
-"""Decides for each attention whether its exchanges, and the projections around them, run as ops of ``ditron_train.sp``.
+"""Decides for each attention whether its exchanges, and the projections around them, run as ops of
+``ditron_train.sp``.
 
-As ``routing`` does for linear layers: what all ranks see alike decides without talking; the rest is tried once per shape,
-all ranks together (``ditron_train.policy``): whether memory can be had, and on GPUs bits and times.
+As ``routing`` does for linear layers: what all ranks see alike decides without talking; the rest is tried once per
+shape, all ranks together (``ditron_train.policy``): whether memory can be had, and on GPUs bits and times.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Exchange:
         return self._native_to_sequence(attended).flatten(2)
 
     def _places(self, device: torch.device) -> torch.Tensor:
-        """Chunk of the sequence that each rank's two chunks are, rank by rank; nothing comes from the host, which a CUDA graph's
-        capture would not allow."""
+        """Chunk of the sequence that each rank's two chunks are, rank by rank; nothing comes from the host, which a
+        CUDA graph's capture would not allow."""
         ranks = torch.arange(self._world_size, device=device)
         return torch.stack((ranks, 2 * self._world_size - 1 - ranks), dim=1).flatten()
 
@@ -149,8 +150,8 @@ def _decide(
     *,
     across_nodes: bool,
 ) -> Any:
-    """The decision for ``key``: known, or made by ``attempt``, which all ranks run together. ``across_nodes``: it also takes
-    the context of a group that spans nodes."""
+    """The decision for ``key``: known, or made by ``attempt``, which all ranks run together. ``across_nodes``: it also
+    takes the context of a group that spans nodes."""
     key = (*key, is_batch_invariant_mode_enabled(), torch.are_deterministic_algorithms_enabled())
     if key in _routes:
         return _routes[key]
@@ -218,12 +219,15 @@ def _ask(
     group: Any,
     projections: tuple[int, Sequence[torch.Tensor]],
 ) -> Any:
-    """The policy's decision about two functions, forward and backward: on ``data``, which is timed, and on GPUs on data that
-    shows the order of their sums; there also whether both libraries' products agree, of ``projections``' rows and weights."""
+    """The policy's decision about two functions, forward and backward: on ``data``, which is timed, and on GPUs on
+    data that shows the order of their sums; there also whether both libraries' products agree, of ``projections``'
+    rows and weights."""
     device = data[0][0].device
     with torch.inference_mode(False):
         given = [data, revealing()] if device.type == "cuda" else [data]
-    first, *more = (tuple(functools.partial(_forward_backward, one, *each) for one in (native, ours)) for each in given)
+    first, *more = (
+        tuple(functools.partial(_forward_backward, one, *each) for one in (native, ours)) for each in given
+    )
     rows, weights = projections
     products = [pair for weight in weights for pair in product_pairs(rows, weight)]
     return decide(key, *first, group=group, device=device, also=[*more, *products])
@@ -237,7 +241,12 @@ def _split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -
 
 
 def _revealing_output(
-    exchange: Exchange, shape: AttentionShape, rows: tuple[int, int], weight: torch.Tensor, like: torch.Tensor, rank: int
+    exchange: Exchange,
+    shape: AttentionShape,
+    rows: tuple[int, int],
+    weight: torch.Tensor,
+    like: torch.Tensor,
+    rank: int,
 ) -> _Data:
     """Attended values and weight, and gradient of the output."""
     gathered = revealing_like(like.new_empty(*rows, weight.shape[1]), 71 + rank, "rows")
@@ -255,12 +264,13 @@ def _in_words(kind: str, lead: tuple[int, ...], shape: AttentionShape, like: tor
 def route_exchange(
     group: dist.ProcessGroup, shape: AttentionShape, query: torch.Tensor
 ) -> SPContext | NodesContext | None:
-    """The context for the exchanges around the attention of ``query`` [s / W, b, heads, d] (packed [t / W, heads, d]), or None
-    for all-to-alls. Packed sequences are one of them without a batch."""
+    """The context for the exchanges around the attention of ``query`` [s / W, b, heads, d] (packed [t / W, heads, d]),
+    or None for all-to-alls. Packed sequences are one of them without a batch."""
     rows = (query.shape[0], math.prod(query.shape[1:-2]))
 
     def attempt(context: SPContext | NodesContext) -> str | None:
-        """Asks the policy, with both exchanges and their backward: nothing of them can fail later for want of memory."""
+        """Asks the policy, with both exchanges and their backward: nothing of them can fail later for want of
+        memory."""
         world = context.world_size
         local, whole = shape.qkv_layout(world), (rows[0] * world, rows[1])
         inputs = _parts(rows, local, query, world, 1 + context.rank)
@@ -269,7 +279,9 @@ def route_exchange(
         grads.append(_normal((*rows, shape.num_heads * shape.value_head_dim), query, 31 + context.rank))
 
         def both(exchange: Exchange) -> list[torch.Tensor]:
-            def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attended: torch.Tensor) -> list[torch.Tensor]:
+            def function(
+                q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attended: torch.Tensor
+            ) -> list[torch.Tensor]:
                 return [*exchange.to_heads(q, k, v), exchange.to_sequence(attended.flatten(2))]
 
             return _forward_backward(function, inputs, grads)
@@ -292,8 +304,8 @@ def _parts(
 def route_output(
     group: dist.ProcessGroup, shape: AttentionShape, rows: tuple[int, int], weight: torch.Tensor, like: torch.Tensor
 ) -> SPContext | None:
-    """The context to run the output projection of [s / W, b] ``rows`` fused with its exchange, or None; the exchange before the
-    attention runs by itself."""
+    """The context to run the output projection of [s / W, b] ``rows`` fused with its exchange, or None; the exchange
+    before the attention runs by itself."""
     autocast = torch.is_autocast_enabled(like.device.type)
     key = ("output", rows, weight.shape, shape, like.dtype, like.device, group, autocast)
 
@@ -337,10 +349,20 @@ def route_projections(
     weight_out: torch.Tensor,
     like: torch.Tensor,
 ) -> SPContext | None:
-    """The context to run the projections of an input of ``input_shape`` [s / W, b, hidden], which is ``like`` or has its type and
-    device, fused with their exchanges, or None."""
+    """The context to run the projections of an input of ``input_shape`` [s / W, b, hidden], which is ``like`` or has
+    its type and device, fused with their exchanges, or None."""
     autocast = torch.is_autocast_enabled(like.device.type)
-    key = ("projections", input_shape, weight_qkv.shape, weight_out.shape, shape, like.dtype, like.device, group, autocast)
+    key = (
+        "projections",
+        input_shape,
+        weight_qkv.shape,
+        weight_out.shape,
+        shape,
+        like.dtype,
+        like.device,
+        group,
+        autocast,
+    )
 
     def attempt(context: SPContext) -> str | None:
         """Asks the policy, with both projections and all their gradients."""
@@ -355,7 +377,10 @@ def route_projections(
         if hidden is not None:
             return hidden
         whole = (rows[0] * world, rows[1])
-        inputs = [_given(input_shape, like, 1 + rank), *(_given(weight.shape, weight, 0) for weight in (weight_qkv, weight_out))]
+        inputs = [
+            _given(input_shape, like, 1 + rank),
+            *(_given(weight.shape, weight, 0) for weight in (weight_qkv, weight_out)),
+        ]
         inputs += _parts(whole, out_layout, like, 1, 41 + rank)
         grads = [*_parts(whole, layout, like, 1, 51 + rank), _normal((*rows, weight_out.shape[0]), like, 61 + rank)]
 
@@ -365,7 +390,9 @@ def route_projections(
 
         exchange = Exchange(group, shape, None)
 
-        def native(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> list[torch.Tensor]:
+        def native(
+            x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor
+        ) -> list[torch.Tensor]:
             parts = _split_by_heads(torch.matmul(x, qkv.t()), layout, world)
             return [*exchange.to_heads(*parts), torch.matmul(exchange.to_sequence(attended.flatten(2)), out.t())]
 

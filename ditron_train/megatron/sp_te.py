@@ -1,7 +1,7 @@
 """Ulysses with Transformer Engine's attention and linear layers (part of feature ``sp``).
 
-The reference is Transformer Engine's own ``a2a`` attention: the same attention kernels get the same q, k and v. Imported
-only where Transformer Engine is installed.
+The reference is Transformer Engine's own ``a2a`` attention: the same attention kernels get the same q, k and v.
+Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
     attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
 
     Attributes:
-        exchange_group: The constructor's context parallel group, where the exchanges are ours; native rewrites its own,
-            ``cp_group``, with that of the batch.
+        exchange_group: The constructor's context parallel group, where the exchanges are ours; native rewrites its
+            own, ``cp_group``, with that of the batch.
     """
 
     takes_packed = True
@@ -87,17 +87,28 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         return None
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask_type: Any = None, packed: Any = None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask_type: Any = None,
+        packed: Any = None,
     ) -> torch.Tensor:
-        """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]; of ``packed``
-        ones without b."""
+        """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]; of
+        ``packed`` ones without b."""
         whole = self._whole[0]
         whole.train(self.training)
         mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
         return whole(query, key, value, None, mask_type, packed_seq_params=packed)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, attn_mask_type: Any, **kwargs: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        attn_mask_type: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         reason = None
         if self._whole:
@@ -131,7 +142,9 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         reason = None if packed is None else why_not_packed(packed)
         if reason is None and packed is None and attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             reason = f"the mask is {attn_mask_type}"
-        if reason is None and (query.dim() != (4 if packed is None else 3) or query.shape[0] % 2 or query.shape[-1] % 8):
+        if reason is None and (
+            query.dim() != (4 if packed is None else 3) or query.shape[0] % 2 or query.shape[-1] % 8
+        ):
             reason = f"q is {tuple(query.shape)}"
         return reason
 
@@ -193,7 +206,13 @@ class TELinears:
         """The layer's (output, bias) for [s, b, heads of this rank, d]."""
         layout = shape.output_layout(context.world_size)
         out = output_projection(
-            attended, layer.weight, context=context, layout=layout, row_table=row_table, wgrad=tp_te._wgrad(layer), late=late
+            attended,
+            layer.weight,
+            context=context,
+            layout=layout,
+            row_table=row_table,
+            wgrad=tp_te._wgrad(layer),
+            late=late,
         )
         out = reduced_output(layer, out)
         if layer.gemm_bias_unfused_add:

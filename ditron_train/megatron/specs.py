@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 __all__ = ["count_replacements", "rewrite_spec"]
 
@@ -12,8 +13,9 @@ __all__ = ["count_replacements", "rewrite_spec"]
 def rewrite_spec(spec: Any, classes: Mapping[type, type]) -> Any:
     """Returns a copy of `spec` in which every class that is a key of `classes` is its value.
 
-    Walks through ``ModuleSpec`` and other dataclasses (``TransformerBlockSubmodules.layer_specs`` included), lists, tuples,
-    dictionaries and ``functools.partial``. The given spec is not changed; parts without a replacement are shared with it.
+    Walks through ``ModuleSpec`` and other dataclasses (``TransformerBlockSubmodules.layer_specs`` included), lists,
+    tuples, dictionaries and ``functools.partial``. The given spec is not changed; parts without a replacement are
+    shared with it.
     """
     if count_replacements(spec, classes) == 0:
         return spec
@@ -57,7 +59,9 @@ def count_replacements(spec: Any, classes: Mapping[type, type]) -> int:
     if isinstance(spec, functools.partial):
         return sum(count_replacements(part, classes) for part in (spec.func, spec.args, spec.keywords))
     if dataclasses.is_dataclass(spec):
-        if type(spec).__name__.endswith("Config"):  # a model configuration among the parameters is not part of the tree
+        if type(spec).__name__.endswith(
+            "Config"
+        ):  # a model configuration among the parameters is not part of the tree
             return 0
         return sum(count_replacements(_part(spec, field.name), classes) for field in dataclasses.fields(spec))
     if isinstance(spec, dict):

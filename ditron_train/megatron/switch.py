@@ -55,21 +55,21 @@ def apply(
     """Switches `features` on: in one layer spec, or (without a spec) in every model built from now on.
 
     Args:
-        spec: A ``ModuleSpec`` or ``TransformerBlockSubmodules``. A rewritten copy is returned and only models built from
-            it are accelerated; modules that ``GPTModel`` hard-codes (its output layer) stay native. None: calls of
-            megatron-core's own classes build ours, the output layer included, and None is returned.
+        spec: A ``ModuleSpec`` or ``TransformerBlockSubmodules``. A rewritten copy is returned and only models built
+            from it are accelerated; modules that ``GPTModel`` hard-codes (its output layer) stay native. None: calls
+            of megatron-core's own classes build ours, the output layer included, and None is returned.
         features: Names as after ``--ditron``: a sequence, or one string with commas.
         transport: Sets ``DITRON_TRANSPORT`` until `restore`.
         timeout_s: Sets ``DITRON_TIMEOUT_S`` until `restore`.
         policy: Sets ``DITRON_POLICY`` (``strict``, ``fast``, ``bits`` or ``force``) until `restore`.
         plan: Sets ``DITRON_PLAN``, the file of decisions, until `restore`.
 
-    Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several nodes, or
-    it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
+    Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several
+    nodes, or it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
 
     Raises:
-        SettingError: An unknown feature or setting, names where a spec is expected, a plan that is unreadable, foreign or stale,
-            or an unreadable tuning table.
+        SettingError: An unknown feature or setting, names where a spec is expected, a plan that is unreadable, foreign
+            or stale, or an unreadable tuning table.
         VersionError: A library outside the supported range.
     """
     return apply_options(Options(parse_features(features), transport, timeout_s, policy, plan), spec)

@@ -1,6 +1,7 @@
 """Whether Transformer Engine's products have the bits of cuBLAS's as torch asks for them.
 
-Ours have the latter. Transformer Engine's layers ask cuBLASLt themselves, whose choice (of K splits, say) may be another.
+Ours have the latter. Transformer Engine's layers ask cuBLASLt themselves, whose choice (of K splits, say) may be
+another.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ __all__ = ["product_pairs"]
 
 
 def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
-    """What to compare beside native and ours, for ``decide(also=)``: forward's and dgrad's product of one rank by both libraries,
-    on data that shows the order of sums. Nothing where Transformer Engine is not installed.
+    """What to compare beside native and ours, for ``decide(also=)``: forward's and dgrad's product of one rank by both
+    libraries, on data that shows the order of sums. Nothing where Transformer Engine is not installed.
 
     wgrad is left out: in Transformer Engine's layers ours compute it by Transformer Engine's own product.
 

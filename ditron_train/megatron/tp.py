@@ -24,14 +24,14 @@ __all__ = ["DitronColumnParallelLinear", "DitronRowParallelLinear", "class_map",
 class DitronColumnParallelLinear(ColumnParallelLinear):
     """``ColumnParallelLinear`` whose gather of the input (and reduce-scatter of its gradient) overlaps with the GEMM.
 
-    Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: ``grad @ weight`` fused with
-    its reduce-scatter, while the input is gathered for the native weight gradient.
+    Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: ``grad @ weight`` fused
+    with its reduce-scatter, while the input is gathered for the native weight gradient.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = None
-        # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of experts are
-        # exchanged by their dispatcher.
+        # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of
+        # experts are exchanged by their dispatcher.
         if not args and not self.explicit_expert_comm:
             context = route(
                 "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
@@ -53,15 +53,14 @@ class DitronRowParallelLinear(RowParallelLinear):
     """``RowParallelLinear`` whose reduce-scatter of the output (and gather of its gradient) overlaps with the GEMM.
 
     Forward ``[s, b, K/W] -> [s/W, b, N]``: ``x @ weight.T`` fused with the reduce-scatter, the bias added after it.
-    Backward: gather of the output gradient fused with ``grad @ weight``; the gathered gradient serves the native wgrad.
+    Backward: gather of the output gradient fused with ``grad @ weight``; the gathered gradient serves the native
+        wgrad.
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = None
         if self.input_is_parallel and not self.explicit_expert_comm and self.config._cpu_offloading_context is None:
-            context = route(
-                "row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel
-            )
+            context = route("row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel)
         if context is None:
             return super().forward(input_)
         wgrad = NativeWgrad(self.weight, self.gradient_accumulation_fusion)

@@ -1,7 +1,7 @@
 """Transformer Engine's tensor parallel linear layers with the communication overlapped (part of feature ``tp``).
 
-The reference here is Transformer Engine itself: the norm is computed by its own kernels, the weight gradient by its own
-GEMM (into ``main_grad`` where it would). Imported only where Transformer Engine is installed.
+The reference here is Transformer Engine itself: the norm is computed by its own kernels, the weight gradient by its
+own GEMM (into ``main_grad`` where it would). Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class _Norm(torch.autograd.Function):
         options = (ctx.sm_margin, ctx.zero_centered_gamma)
         grad_bias = None
         if ctx.normalization == "LayerNorm":
-            grad_x, grad_weight, grad_bias = te_ops.layernorm_bwd(grad_out, x, mean, inverse_deviation, weight, *options)
+            grad_x, grad_weight, grad_bias = te_ops.layernorm_bwd(
+                grad_out, x, mean, inverse_deviation, weight, *options
+            )
         else:
             grad_x, grad_weight = te_ops.rmsnorm_bwd(grad_out, x, inverse_deviation, weight, *options)
         return grad_x.view_as(x), grad_weight, grad_bias, None, None
@@ -119,7 +121,11 @@ def _why_not(layer: Any, x: torch.Tensor) -> str | None:
     """What Transformer Engine would do in this call that the op does not do, or would not do that it does."""
     if layer.parallel_mode is None:
         return "its communication is another's (--moe-shared-expert-overlap)"
-    if FP8GlobalStateManager.is_fp8_enabled() or FP8GlobalStateManager.is_fp8_calibration() or layer.primary_weights_in_fp8:
+    if (
+        FP8GlobalStateManager.is_fp8_enabled()
+        or FP8GlobalStateManager.is_fp8_calibration()
+        or layer.primary_weights_in_fp8
+    ):
         return "the layer computes in FP8"
     if layer.te_quant_params is not None:
         return "the layer has quantization parameters"
@@ -142,7 +148,9 @@ def _why_not(layer: Any, x: torch.Tensor) -> str | None:
 
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     if not layer.sequence_parallel:
-        return None if layer.tp_size == 1 else route(kind, x, layer.weight, group=layer.tp_group, sequence_parallel=False)
+        return (
+            None if layer.tp_size == 1 else route(kind, x, layer.weight, group=layer.tp_group, sequence_parallel=False)
+        )
     reason = _why_not(layer, x)
     if reason is not None:
         log_native(f"tp {kind} (TE)", reason)
@@ -172,7 +180,8 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear):
 
 @eager
 class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
-    """``TELayerNormColumnParallelLinear``: Transformer Engine's norm on the local sequence, then the overlapped linear."""
+    """``TELayerNormColumnParallelLinear``: Transformer Engine's norm on the local sequence, then the overlapped
+    linear."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = _route(self, "column", x)

@@ -14,8 +14,8 @@ __all__ = ["NativeWgrad", "bias_of", "main_grad_of"]
 
 
 def main_grad_of(weight: Any) -> torch.Tensor:
-    """The buffer of ``weight`` that takes its gradient, to be asked for in backward: a model that is only evaluated has none, and
-    Megatron-FSDP's exists only from then on."""
+    """The buffer of ``weight`` that takes its gradient, to be asked for in backward: a model that is only evaluated
+    has none, and Megatron-FSDP's exists only from then on."""
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
     return weight.main_grad

@@ -1,4 +1,5 @@
-"""The elementwise work around orthogonalisation: one fused pass on a GPU, torch's own operators elsewhere. Equal bits."""
+"""The elementwise work around orthogonalisation: one fused pass on a GPU, torch's own operators elsewhere. Equal
+bits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Newton-Schulz of small matrices as CUDA graphs: their fifteen launches cost the host more time than the device.
 
-A graph replays the kernels that the same plan launches one by one, cuBLAS's included, so the bits are the same; that is
-checked on random data when a graph is made. Graphs read and write memory of their own; the intermediate results of all
-graphs that one stream replays share a pool, since they run one after another.
+A graph replays the kernels that the same plan launches one by one, cuBLAS's included, so the bits are the same; that
+is checked on random data when a graph is made. Graphs read and write memory of their own; the intermediate results of
+all graphs that one stream replays share a pool, since they run one after another.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _captures: dict[tuple[torch.device, int], _Captures] = {}
 class _Captures:
     """Where the graphs that one stream replays are captured: a stream and a pool of memory of their own.
 
-    A product of cuBLAS may use a workspace, which a graph goes on using at its replays. torch keeps one for each stream until
-    somebody has it let go of them all, as ``torch.compile`` with ``mode="reduce-overhead"`` does, and hands its own streams out
-    again and again. So captures have a stream that nobody else gets, and the first of them, which is kept, has the workspace
-    made of the pool's memory, which it keeps, too: let go of, that is had again by later captures alone. (Seen on an H200, with
-    workspaces made outside: replays of four of nine shapes wrote up to 1.5 MB into tensors that had their memory by then.)
+    A product of cuBLAS may use a workspace, which a graph goes on using at its replays. torch keeps one for each
+    stream until somebody has it let go of them all, as ``torch.compile`` with ``mode="reduce-overhead"`` does, and
+    hands its own streams out again and again. So captures have a stream that nobody else gets, and the first of them,
+    which is kept, has the workspace made of the pool's memory, which it keeps, too: let go of, that is had again by
+    later captures alone. (Seen on an H200, with workspaces made outside: replays of four of nine shapes wrote up to
+    1.5 MB into tensors that had their memory by then.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,8 +80,8 @@ class StepGraph:
         n: Columns.
         dtype: Of the products.
         device: A CUDA device.
-        is_view: Whether X is a transposed view of ``storage``, as native's is for matrices with more rows than columns.
-        coefficients: Of each step.
+        is_view: Whether X is a transposed view of ``storage``, as native's is for matrices with more rows than
+        columns. coefficients: Of each step.
         plan: Which products run by our kernels.
 
     Raises:
@@ -104,14 +105,20 @@ class StepGraph:
             raise RuntimeError("the captured products have other bits")
 
     def replay(self) -> torch.Tensor:
-        """Enqueues the steps on what ``storage`` holds. The next replay on this stream overwrites the result [m, n], whatever its
-        shape: what another graph needs meanwhile may lie there."""
+        """Enqueues the steps on what ``storage`` holds. The next replay on this stream overwrites the result [m, n],
+        whatever its shape: what another graph needs meanwhile may lie there."""
         self._graph.replay()
         return self._result
 
 
 def make_graph(
-    m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients, plan: ProductPlan
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_view: bool,
+    coefficients: Coefficients,
+    plan: ProductPlan,
 ) -> StepGraph | None:
     """``StepGraph``, or None with one log line where it cannot be made."""
     try:
@@ -126,7 +133,13 @@ def make_graph(
 
 
 def step_graph(
-    m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients, plan: ProductPlan
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_view: bool,
+    coefficients: Coefficients,
+    plan: ProductPlan,
 ) -> StepGraph | None:
     """The graph of a shape for the current stream, made at the first call; None where there can be none.
 

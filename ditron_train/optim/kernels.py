@@ -1,4 +1,5 @@
-"""Kernels of a Muon step: half-computed symmetric products, a product with addmm's epilogue, fused elementwise work."""
+"""Kernels of a Muon step: half-computed symmetric products, a product with addmm's epilogue, fused elementwise
+work."""
 
 import triton
 import triton.language as tl
@@ -11,7 +12,8 @@ __all__ = ["addmm_kernel", "momentum_kernel", "normalize_kernel", "symmetric_ker
 
 @triton.jit
 def _epilogue(acc, add_desc, row, col, alpha, beta, HAS_ADD: tl.constexpr):
-    """alpha * acc + beta * add, rounded as cuBLAS's addmm rounds: beta's product first, then one fused multiply-add."""
+    """alpha * acc + beta * add, rounded as cuBLAS's addmm rounds: beta's product first, then one fused
+    multiply-add."""
     if HAS_ADD:
         scaled = add_desc.load([row, col]).to(tl.float32) * beta
         acc = tl.fma(acc, tl.full(acc.shape, alpha, tl.float32), scaled)
@@ -58,12 +60,12 @@ def symmetric_kernel(
 
     A @ A^T is symmetric bit for bit, since element (j, i) sums the same products in the same order as (i, j); so is
     A @ A for a symmetric A, which is A @ A^T. ``order_ptr``: int32 [num_tiles + num_quarters, 2], ``triangle_tiles``.
-    ``a_desc`` and ``b_desc`` describe A and B (which may be A) in blocks of BLOCK_M and BLOCK_N rows; blocks of C and ADD
-    are square, BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
+    ``a_desc`` and ``b_desc`` describe A and B (which may be A) in blocks of BLOCK_M and BLOCK_N rows; blocks of C and
+    ADD are square, BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
 
-    With HAS_QUARTERS ``num_quarters`` square blocks of half a (square) tile's side follow, read and written through the
-    ``quarter`` descriptors (else they stand in and are not used): together they are the tiles of the last wave. Their steps
-    are twice as deep: a step of a small tile takes as long as its synchronisation.
+    With HAS_QUARTERS ``num_quarters`` square blocks of half a (square) tile's side follow, read and written through
+    the ``quarter`` descriptors (else they stand in and are not used): together they are the tiles of the last wave.
+    Their steps are twice as deep: a step of a small tile takes as long as its synchronisation.
 
     Nobody waits: no signals. A block that two programs store gets the same bits from both.
     """
@@ -140,7 +142,8 @@ def addmm_kernel(
 
 @triton.jit
 def _lerp(start, end, weight, IS_SMALL: tl.constexpr):
-    """torch.lerp's two forms, each with the multiply-add that its compiler fuses; IS_SMALL is ``abs(weight) < 0.5``."""
+    """torch.lerp's two forms, each with the multiply-add that its compiler fuses; IS_SMALL is ``abs(weight) <
+    0.5``."""
     difference = end - start
     if IS_SMALL:
         result = tl.fma(difference, tl.full(difference.shape, weight, tl.float32), start)
@@ -238,7 +241,8 @@ def update_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """p = p - lr * ((x * scale) * extra_scale), in fp32, as torch's kernels round: two products, one fused multiply-add.
+    """p = p - lr * ((x * scale) * extra_scale), in fp32, as torch's kernels round: two products, one fused
+    multiply-add.
 
     Row r of the [rows, cols] matrix is row ``r % rows_per_group`` of group ``r // rows_per_group`` of the parameter:
     q, k and v of a grouped-query weight are interleaved. x is [cols, rows] with TRANSPOSE. Nobody waits.

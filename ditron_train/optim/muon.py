@@ -76,9 +76,9 @@ class Muon(torch.optim.Optimizer):
         momentum_beta: How much of the momentum stays.
         use_nesterov: Whether to look ahead.
         weight_decay: 0 for none.
-        weight_decay_method: ``decoupled`` (times lr), ``independent`` (not times lr) or ``l2`` (added to the gradient).
-        fp32_matmul_prec: ``medium`` runs the products in bf16; ``high`` and ``highest`` in fp32, by torch alone.
-        coefficient_type: Polynomials of Newton-Schulz; any but ``quintic`` changes results against native Muon.
+        weight_decay_method: ``decoupled`` (times lr), ``independent`` (not times lr) or ``l2`` (added to the
+        gradient). fp32_matmul_prec: ``medium`` runs the products in bf16; ``high`` and ``highest`` in fp32, by torch
+        alone. coefficient_type: Polynomials of Newton-Schulz; any but ``quintic`` changes results against native Muon.
         num_ns_steps: Newton-Schulz steps.
         scale_mode: See ``muon_scale``.
         extra_scale_factor: Multiplies every update.
@@ -87,9 +87,9 @@ class Muon(torch.optim.Optimizer):
         split_qkv: Orthogonalise q, k and v of attention weights apart.
         is_qkv_fn: Which parameters those are.
         qkv_split_shapes: Rows of q, k and v in one query group.
-        tp_mode: ``blockwise`` orthogonalises each tensor-parallel shard by itself; ``duplicated`` gathers the direction
-            over the tensor-parallel group along the parameter's ``partition_dim``, computes it whole on every rank, and
-            keeps the own part.
+        tp_mode: ``blockwise`` orthogonalises each tensor-parallel shard by itself; ``duplicated`` gathers the
+            direction over the tensor-parallel group along the parameter's ``partition_dim``, computes it whole on
+            every rank, and keeps the own part.
         tp_group_fn: Gives the tensor-parallel group of a parameter, or None.
         shard_group: Shards whole matrices over this (data-parallel) group: each is stepped by one rank, balanced by
             cost, and sent to the others while the next is computed. Gradients must be equal on all of its ranks.
@@ -100,8 +100,8 @@ class Muon(torch.optim.Optimizer):
             batched products. 0 for never.
 
     Attributes:
-        after_matrix: Called with each parameter that takes Muon once its update is enqueued (or it was passed over, for
-            want of a gradient), in the order of the param groups; not with ``shard_group``.
+        after_matrix: Called with each parameter that takes Muon once its update is enqueued (or it was passed over,
+            for want of a gradient), in the order of the param groups; not with ``shard_group``.
 
     Raises:
         NotSupportedError: Values out of range, or a parameter that ``algorithm="muon"`` cannot take.
@@ -134,7 +134,9 @@ class Muon(torch.optim.Optimizer):
         batch_below: int = 0,
     ) -> None:
         if fp32_matmul_prec not in _PRODUCT_DTYPES:
-            raise NotSupportedError(f"fp32_matmul_prec {fp32_matmul_prec!r} is not one of {', '.join(_PRODUCT_DTYPES)}")
+            raise NotSupportedError(
+                f"fp32_matmul_prec {fp32_matmul_prec!r} is not one of {', '.join(_PRODUCT_DTYPES)}"
+            )
         if weight_decay_method not in ("decoupled", "independent", "l2"):
             raise NotSupportedError(f"weight_decay_method {weight_decay_method!r} is not decoupled, independent or l2")
         if tp_mode not in ("blockwise", "duplicated"):
@@ -177,7 +179,8 @@ class Muon(torch.optim.Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also called by ``load_state_dict``: groups saved by another Muon lack some hyperparameters, which are defaults."""
+        """Also called by ``load_state_dict``: groups saved by another Muon lack some hyperparameters, which are
+        defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -236,11 +239,15 @@ class Muon(torch.optim.Optimizer):
     def _sharded_step(self, matrices: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         costs = [newton_schulz_cost(*param.shape, self.num_ns_steps) for param, _ in matrices]
         shards = LayerShards(
-            [param for param, _ in matrices], shard_by_cost(costs, dist.get_world_size(self.shard_group)), self.shard_group
+            [param for param, _ in matrices],
+            shard_by_cost(costs, dist.get_world_size(self.shard_group)),
+            self.shard_group,
         )
         shards.run(self._stepper(matrices, shards.own))
 
-    def _stepper(self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]) -> Callable[[int], None]:
+    def _stepper(
+        self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]
+    ) -> Callable[[int], None]:
         """A function that steps the matrix of an index, with it the others of its batch, and each only once."""
         batches = self._batches(matrices, own) if self.batch_below else {}
         done: set[int] = set()
@@ -258,13 +265,17 @@ class Muon(torch.optim.Optimizer):
 
         return step_one
 
-    def _batches(self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]) -> dict[int, list[int]]:
+    def _batches(
+        self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]
+    ) -> dict[int, list[int]]:
         """Indices that are stepped together, by the first of them in the order of ``own``."""
         kinds: dict[tuple, list[int]] = {}
         for index in own:
             param, group = matrices[index]
             is_qkv = self.split_qkv and self.is_qkv_fn(param)
-            rows = param.shape[0] // sum(self.qkv_split_shapes) * max(self.qkv_split_shapes) if is_qkv else param.shape[0]
+            rows = (
+                param.shape[0] // sum(self.qkv_split_shapes) * max(self.qkv_split_shapes) if is_qkv else param.shape[0]
+            )
             is_small = 0 < min(rows, param.shape[1]) < self.batch_below
             if param.grad is not None and is_small and self._partition(param)[0] is None:
                 kinds.setdefault((param.shape, param.dtype, param.device, id(group), is_qkv), []).append(index)
@@ -307,7 +318,8 @@ class Muon(torch.optim.Optimizer):
         )
 
     def apply_direction(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
-        """Orthogonalises ``direction`` and updates ``param`` with it, component by component where q, k, v are split."""
+        """Orthogonalises ``direction`` and updates ``param`` with it, component by component where q, k, v are
+        split."""
         for target, part in self._components(param, direction):
             self._apply_component(param, target, part, group)
 
@@ -318,7 +330,9 @@ class Muon(torch.optim.Optimizer):
             return
         rows_per_group = sum(self.qkv_split_shapes)
         if param.shape[0] % rows_per_group:
-            raise NotSupportedError(f"qkv weight of {param.shape[0]} rows does not divide into groups of {rows_per_group}")
+            raise NotSupportedError(
+                f"qkv weight of {param.shape[0]} rows does not divide into groups of {rows_per_group}"
+            )
         num_groups, columns = param.shape[0] // rows_per_group, param.shape[1]
         whole = param.view(num_groups, rows_per_group, columns)
         parts = torch.split(direction.view(whole.shape), self.qkv_split_shapes, dim=1)
@@ -329,8 +343,11 @@ class Muon(torch.optim.Optimizer):
             yield whole[:, first : first + rows], part.reshape(-1, columns)
             first += rows
 
-    def _apply_component(self, param: torch.Tensor, target: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
-        """Updates ``target`` (the parameter or the rows of one component) by the orthogonal factor of ``direction``."""
+    def _apply_component(
+        self, param: torch.Tensor, target: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        """Updates ``target`` (the parameter or the rows of one component) by the orthogonal factor of
+        ``direction``."""
         rows, columns = direction.shape
         tp_group, dim = self._partition(param)
         gathered = direction

@@ -4,9 +4,9 @@ With X_0 = G / max(|G|_F, eps), each step computes
 
     A = X X^T,  B = b A + c A A,  X <- a X + B X,
 
-a quintic polynomial that drives every singular value towards 1 (K. Jordan et al., "Muon: an optimizer for hidden layers
-in neural networks", 2024; the five-step coefficients are those that F. L. Cesista, Y. Jiacheng and K. Jordan found by
-search, "Squeezing 1-2% efficiency gains out of Muon", 2025; "polar_express" is N. Amsel et al., 2025).
+a quintic polynomial that drives every singular value towards 1 (K. Jordan et al., "Muon: an optimizer for hidden
+layers in neural networks", 2024; the five-step coefficients are those that F. L. Cesista, Y. Jiacheng and K. Jordan
+found by search, "Squeezing 1-2% efficiency gains out of Muon", 2025; "polar_express" is N. Amsel et al., 2025).
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def step_coefficients(coefficient_type: CoefficientType, num_steps: int) -> list
         raise NotSupportedError(f"coefficients {coefficient_type!r} are not one of {', '.join(COEFFICIENTS)}")
     coefficients = COEFFICIENTS[coefficient_type]
     if num_steps < 1 or num_steps % len(coefficients):
-        raise NotSupportedError(f"{num_steps} steps are not a multiple of the {len(coefficients)} of {coefficient_type!r}")
+        raise NotSupportedError(
+            f"{num_steps} steps are not a multiple of the {len(coefficients)} of {coefficient_type!r}"
+        )
     return list(coefficients) * (num_steps // len(coefficients))
 
 
@@ -155,17 +157,18 @@ def newton_schulz(
         eps: Lower bound of the norm: a zero gradient gives a zero factor.
         dtype: Type of the products; bf16 is what "medium" precision means.
         mode: See ``plan_products``.
-        borrow: Whether the result may be memory of a CUDA graph, which the next call on this stream overwrites, whatever its
-            shape: saves a copy of small matrices.
-        form: ``steps`` as native; ``gram`` iterates on the Gram matrix of matrices at least twice as long as wide, with
-            fp16 in place of bf16 (see ``variants.gram_form``): less work, other bits.
+        borrow: Whether the result may be memory of a CUDA graph, which the next call on this stream overwrites,
+            whatever its shape: saves a copy of small matrices.
+        form: ``steps`` as native; ``gram`` iterates on the Gram matrix of matrices at least twice as long as wide,
+            with fp16 in place of bf16 (see ``variants.gram_form``): less work, other bits.
 
     Returns:
-        [min, max] of ``dtype`` (fp16 where the Gram form stands in for bf16): transposed where ``grad`` has more rows than
-        columns. NaN and infinities pass through.
+        [min, max] of ``dtype`` (fp16 where the Gram form stands in for bf16): transposed where ``grad`` has more rows
+        than columns. NaN and infinities pass through.
 
     Raises:
-        NotSupportedError: Not a matrix, not fp32, unknown coefficients, or a number of steps that does not fit; an unknown form.
+        NotSupportedError: Not a matrix, not fp32, unknown coefficients, or a number of steps that does not fit; an
+            unknown form.
     """
     if grad.dim() != 2 or grad.dtype != torch.float32:
         raise NotSupportedError(f"Newton-Schulz needs an fp32 matrix, got {grad.dtype} of {grad.dim()} dimensions")

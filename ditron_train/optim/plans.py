@@ -1,4 +1,5 @@
-"""Which products of a Newton-Schulz step run by our kernels: decided once for a shape, by bits and time on this device."""
+"""Which products of a Newton-Schulz step run by our kernels: decided once for a shape, by bits and time on this
+device."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ _FORCED = ProductPlan(True, True, True, "our products were asked for")
 
 
 def _device_us(function: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Time of one call on ``device``, the best of three averages; the host is kept ahead, so its cost does not count."""
+    """Time of one call on ``device``, the best of three averages; the host is kept ahead, so its cost does not
+    count."""
 
     def once(repetitions: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -74,8 +76,8 @@ def _wall_us(function: Callable[[], torch.Tensor], device: torch.device, repetit
 
 
 def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[ProductPlan, list[str], float]:
-    """Compares bits, then times, of each product on random data, over the tile sizes worth trying: which run by our kernels,
-    words for the log, time of all three in us."""
+    """Compares bits, then times, of each product on random data, over the tile sizes worth trying: which run by our
+    kernels, words for the log, time of all three in us."""
     device = x.device
     m, n = x.shape
     a, b, c = _COEFFICIENTS
@@ -112,9 +114,9 @@ def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[P
 def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> ProductPlan:
     """Chooses the products of one shape by bits and time, and whether to launch them as a graph.
 
-    Native's X is a transposed view in the first step of a matrix with more rows than columns, and contiguous later: ours
-    must have the bits of both. Launches cost the host more than the device takes for short steps: these are timed as a
-    whole, host included, by single launches of cuBLAS, of the chosen products and as a graph.
+    Native's X is a transposed view in the first step of a matrix with more rows than columns, and contiguous later:
+    ours must have the bits of both. Launches cost the host more than the device takes for short steps: these are timed
+    as a whole, host included, by single launches of cuBLAS, of the chosen products and as a graph.
     """
     generator = torch.Generator(device=device).manual_seed(1)
     x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
@@ -157,8 +159,8 @@ def plan_products(
     """Decides, once for a shape, which products of an [m, n] step (m <= n) run by our kernels.
 
     ``strict``: those whose bits equal cuBLAS's and whose time is lower, both seen on this device with random data.
-    ``force``: all. ``native``: none. The choice cannot make ranks differ, since it does not change bits. ``transposed``:
-    the matrix has more rows than columns, so native begins with a transposed view.
+    ``force``: all. ``native``: none. The choice cannot make ranks differ, since it does not change bits.
+    ``transposed``: the matrix has more rows than columns, so native begins with a transposed view.
 
     Raises:
         NotSupportedError: An unknown mode, or ``force`` where there is no kernel.

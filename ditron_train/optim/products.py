@@ -11,7 +11,7 @@ cuBLAS computes each whole. Where bits equal and time is lower at a shape on thi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -64,7 +64,7 @@ class ProductPlan:
         return self.use_gram, self.use_square, self.use_update
 
 
-@lru_cache(maxsize=None)  # never let go of: captured CUDA graphs, our own too, know only the address
+@cache  # never let go of: captured CUDA graphs, our own too, know only the address
 def _triangle(size: int, config: GemmConfig, num_programs: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
     """``triangle_tiles`` on the device, made once for a shape: tiles, how many of them whole, how many quarters."""
     if config == _SMALL:  # quarters of these would take other instructions, with other bits
@@ -75,9 +75,11 @@ def _triangle(size: int, config: GemmConfig, num_programs: int, device: torch.de
     return torch.from_numpy(tiles).to(device), num_whole, len(tiles) - num_whole
 
 
-# On Hopper and later; a wide tile runs at the better rate but covers more above the diagonal and fills the last wave worse.
+# On Hopper and later; a wide tile runs at the better rate but covers more above the diagonal and fills the last wave
+# worse.
 _WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
-# Four warps, not eight as in other GEMMs: 1-18 % faster from 1536 to 5120 rows, more where a tile has its SM to itself.
+# Four warps, not eight as in other GEMMs: 1-18 % faster from 1536 to 5120 rows, more where a tile has its SM to
+# itself.
 _SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=4)
 _SQUARE_RATE = 0.97
 # Two run on a multiprocessor at a time: a 1024 x 1024 result took 0.74 of the time of its 36 square tiles on 132
@@ -174,7 +176,12 @@ def _launch_symmetric(
 
 @lru_cache(maxsize=1024)
 def _symmetric_launcher(
-    config: GemmConfig, has_add: bool, has_quarters: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
+    config: GemmConfig,
+    has_add: bool,
+    has_quarters: bool,
+    num_programs: int,
+    dtype: torch.dtype,
+    device_index: int | None,
 ) -> KernelLaunch:
     constants = dict(
         BLOCK_M=config.block_m,
@@ -230,7 +237,8 @@ def scaled_square(a: torch.Tensor, b: float, c: float, *, config: GemmConfig | N
 def symmetric_addmm(
     add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float, beta: float, config: GemmConfig | None = None
 ) -> torch.Tensor:
-    """beta * add + alpha * A @ B, by its lower triangle, for symmetric matrices that commute, so that A @ B is symmetric.
+    """beta * add + alpha * A @ B, by its lower triangle, for symmetric matrices that commute, so that A @ B is
+    symmetric.
 
     Args:
         add: [m, m], symmetric (not checked), of a type that ``gram`` takes.
@@ -331,11 +339,14 @@ def _addmm_launcher(
         SPLIT_STORE=config.split_store,
         HALVE_TAIL=halve_tail,
     )
-    return KernelLaunch(addmm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    return KernelLaunch(
+        addmm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages
+    )
 
 
 def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, plan: ProductPlan) -> torch.Tensor:
-    """One step on X [m, n], m <= n; each product by our kernel or by torch, as the plan says. Equal bits either way."""
+    """One step on X [m, n], m <= n; each product by our kernel or by torch, as the plan says. Equal bits either
+    way."""
     of_gram, of_square, of_update = plan.configs
     a_matrix = gram(x, config=of_gram) if plan.use_gram else x @ x.mT
     if plan.use_square:

@@ -1,12 +1,12 @@
 """Layer-wise sharding: every matrix belongs to one rank, which alone steps it and then sends it to all.
 
 Native sharding deals matrices out by size, gathers all of them at the end into flat buffers as large as the model, and
-waits. Here they are dealt out by the cost of their step, and travel one by one, straight into the parameters, while the
-next ones are being computed.
+waits. Here they are dealt out by the cost of their step, and travel one by one, straight into the parameters, while
+the next ones are being computed.
 
 Every rank walks the same rounds: in round ``i`` each rank sends the ``i``-th of its matrices, in the order of ranks. A
-collective of round ``i`` is enqueued once the own ``i``-th matrix is, so ranks whose matrices cost about the same never
-wait long, and the order of collectives is the same everywhere.
+collective of round ``i`` is enqueued once the own ``i``-th matrix is, so ranks whose matrices cost about the same
+never wait long, and the order of collectives is the same everywhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ __all__ = ["LayerShards", "newton_schulz_cost", "shard_by_cost"]
 
 
 def newton_schulz_cost(num_rows: int, num_columns: int, num_steps: int = 5) -> float:
-    """Cost of a step of one matrix in units of its multiply-adds: the products and, for small ones, the passes over it.
+    """Cost of a step of one matrix in units of its multiply-adds: the products and, for small ones, the passes over
+    it.
 
-    Two symmetric products of half the work and one whole: m * m * (1.5 n + 0.5 m) a step, with m <= n. A pass over fp32
-    data costs about as much as 150 multiply-adds an element on the devices of interest, and there are about 10.
+    Two symmetric products of half the work and one whole: m * m * (1.5 n + 0.5 m) a step, with m <= n. A pass over
+    fp32 data costs about as much as 150 multiply-adds an element on the devices of interest, and there are about 10.
     """
     m, n = min(num_rows, num_columns), max(num_rows, num_columns)
     return num_steps * m * m * (1.5 * n + 0.5 * m) + 1500.0 * m * n
@@ -59,7 +60,9 @@ class LayerShards:
         group: Their process group.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], shards: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], shards: Sequence[Sequence[int]], group: dist.ProcessGroup
+    ) -> None:
         assert len(shards) == dist.get_world_size(group)
         self._tensors = list(tensors)
         self._shards = [list(shard) for shard in shards]

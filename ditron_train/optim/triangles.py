@@ -18,8 +18,8 @@ _MIN_QUARTERED_BLOCK = 32
 def triangle_tiles(size: int, block_m: int, block_n: int, group_m: int, num_programs: int) -> tuple[np.ndarray, int]:
     """Covers the lower triangle of a [size, size] result.
 
-    Where the last wave has few tiles, these are computed in quarters (of a tile on the diagonal: three), so that it takes
-    less than half the time: 136 tiles of a 2048 x 2048 result would else take 132 programs two waves.
+    Where the last wave has few tiles, these are computed in quarters (of a tile on the diagonal: three), so that it
+    takes less than half the time: 136 tiles of a 2048 x 2048 result would else take 132 programs two waves.
 
     Args:
         size: Rows and columns of the result.
@@ -29,8 +29,8 @@ def triangle_tiles(size: int, block_m: int, block_n: int, group_m: int, num_prog
         num_programs: Tiles of a wave.
 
     Returns:
-        int32 [num_whole + num_quarters, 2]: (row, column) of whole tiles in units of tiles, then of quarters in units of
-        half a tile's side; and num_whole.
+        int32 [num_whole + num_quarters, 2]: (row, column) of whole tiles in units of tiles, then of quarters in units
+        of half a tile's side; and num_whole.
     """
     tiles = lower_triangle_tile_order(size, block_m, block_n, group_m)
     num_waves, tail = divmod(len(tiles), num_programs)
@@ -39,7 +39,9 @@ def triangle_tiles(size: int, block_m: int, block_n: int, group_m: int, num_prog
     by_cost = np.argsort(tiles[:, 0] != tiles[:, 1], kind="stable")  # the diagonal first
     is_whole = np.ones(len(tiles), dtype=bool)
     is_whole[by_cost[:tail]] = False
-    quarters = (2 * tiles[~is_whole][:, None, :] + np.array([[0, 0], [1, 0], [0, 1], [1, 1]], dtype=np.int32)).reshape(-1, 2)
+    quarters = (2 * tiles[~is_whole][:, None, :] + np.array([[0, 0], [1, 0], [0, 1], [1, 1]], dtype=np.int32)).reshape(
+        -1, 2
+    )
     half = block_m // 2
     needed = (quarters[:, 1] <= quarters[:, 0]) & (quarters[:, 0] * half < size)
     quarters = quarters[needed]

@@ -19,19 +19,18 @@ def has_gram_form(num_rows: int, num_columns: int) -> bool:
     return max(num_rows, num_columns) >= 2 * min(num_rows, num_columns)
 
 
-def gram_form(
-    x: torch.Tensor, coefficients: Sequence[tuple[float, float, float]], plan: ProductPlan
-) -> torch.Tensor:
+def gram_form(x: torch.Tensor, coefficients: Sequence[tuple[float, float, float]], plan: ProductPlan) -> torch.Tensor:
     """Newton-Schulz on the Gram matrix: the long matrix is touched a few times, not ten.
 
-    A step is X <- P X with P = a I + b A + c A A and A = X X^T. All P are polynomials of the first A: they are symmetric
-    and commute. So the steps can be taken on the small matrices alone,
+    A step is X <- P X with P = a I + b A + c A A and A = X X^T. All P are polynomials of the first A: they are
+    symmetric and commute. So the steps can be taken on the small matrices alone,
 
         Z = b A + c A A,   A <- P A P,   Q <- P Q,
 
     and X <- Q X once at the end. Every product is symmetric: half of each is computed. The recurrence loses the small
-    eigenvalues of A to rounding (a negative one would grow), so X and A are made anew after the first two steps and then
-    after every three; and fp16 should be used, not bf16: all values stay below some hundreds, and its mantissa is longer.
+    eigenvalues of A to rounding (a negative one would grow), so X and A are made anew after the first two steps and
+    then after every three; and fp16 should be used, not bf16: all values stay below some hundreds, and its mantissa is
+    longer.
 
     For m <= n five steps cost about 7 m^3 + 3 m^2 n multiply-adds, against 2.5 m^3 + 7.5 m^2 n by steps.
 

@@ -2,8 +2,8 @@
 
 ``strict`` (the default): ours where its bits equal native's and its time is lower. ``fast``: where its time is lower.
 ``bits``: where its bits equal native's, however long it takes. ``force``: always. With a plan file the decisions of an
-earlier run are taken, and new ones are added to it. Where native's sums are NCCL's, its order of addition is looked at first:
-where that is not ours, the op stays native under ``strict`` and ``bits``.
+earlier run are taken, and new ones are added to it. Where native's sums are NCCL's, its order of addition is looked at
+first: where that is not ours, the op stays native under ``strict`` and ``bits``.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def decide(
     """The decision for `key` (collective over `group`; a host sync the first time).
 
     Args:
-        key: Op, shape and dtype, in words, the room first; the group's size, the order of sums, the mode and the process's
-            switches are added to it.
+        key: Op, shape and dtype, in words, the room first; the group's size, the order of sums, the mode and the
+            process's switches are added to it.
         native: Forward and backward of the native path on some data.
         ours: The same of ours, on the same data.
         group: Who decides together.
@@ -93,8 +93,8 @@ def decide(
         also: More of native and ours, on other data: compared, not timed.
 
     Raises:
-        SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in another
-            order; on every rank alike.
+        SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in
+            another order; on every rank alike.
         ArenaError, NotSupportedError: `ours` cannot run here, on every rank alike.
     """
     mode, plan = get_settings().policy, _plan()
@@ -125,8 +125,8 @@ def decide(
 
 
 def _unseen_by_saved_tensors_hooks() -> torch.autograd.graph.saved_tensors_hooks:
-    """Hides what is saved inside from whoever counts, moves or computes again what a layer saves: checkpoints, offloading. The
-    innermost hooks count."""
+    """Hides what is saved inside from whoever counts, moves or computes again what a layer saves: checkpoints,
+    offloading. The innermost hooks count."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -136,7 +136,8 @@ def _place(group: dist.ProcessGroup, order: ReductionOrder | None) -> str:
 
 
 def _check_suited(plan: Plan, room: str, mode: str, place: str, group: dist.ProcessGroup) -> None:
-    """Refuses a plan whose decisions for this room are all of groups of other sizes or other orders (collective once)."""
+    """Refuses a plan whose decisions for this room are all of groups of other sizes or other orders (collective
+    once)."""
     once = (plan.path, group, room, f"{place} {mode}")
     if once in _suited:
         return

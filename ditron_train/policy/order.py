@@ -1,11 +1,12 @@
 """The order in which NCCL's reduce-scatter adds: revealed by values, never assumed.
 
-A floating-point sum depends on its association, so ours has native's bits only where both add in the same order. To see
-NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit. A unit that meets ``M``
-or ``-M`` before these two have met is absorbed; so the result is the number of units that are added after them, and
-``world_size`` less that result is how many leaves the smallest subtree has that holds both. Over all pairs ``(i, j)`` these
-numbers are the whole tree of the sum. They are read at every element of small and of large buffers, twice. Whether each hop
-rounds to the type is then seen from a fold of random values of very different magnitudes in the order that was found.
+A floating-point sum depends on its association, so ours has native's bits only where both add in the same order. To
+see NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit. A unit that
+meets ``M`` or ``-M`` before these two have met is absorbed; so the result is the number of units that are added after
+them, and ``world_size`` less that result is how many leaves the smallest subtree has that holds both. Over all pairs
+``(i, j)`` these numbers are the whole tree of the sum. They are read at every element of small and of large buffers,
+twice. Whether each hop rounds to the type is then seen from a fold of random values of very different magnitudes in
+the order that was found.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ __all__ = ["ReduceScatter", "ReductionOrder", "forget_orders", "reduction_order"
 #: ``(out [n], x [world_size, n])``: the sum over ranks of row ``rank``.
 ReduceScatter = Callable[[torch.Tensor, torch.Tensor], object]
 
-#: Huge value, unit and largest group by type: all units together are below half the huge value's last place, in fp32, too (a
-#: sum may be kept in fp32), and their number is exact.
+#: Huge value, unit and largest group by type: all units together are below half the huge value's last place, in fp32,
+#: too (a sum may be kept in fp32), and their number is exact.
 _VALUES = {torch.bfloat16: (2.0**60, 1.0, 256), torch.float16: (2.0**15, 2.0**-13, 16)}
 _ELEMENTS = (1 << 10, 1 << 20)  # of a shard: for NCCL's protocols for small and for large messages
 _RING_SETTINGS = "NCCL_ALGO=Ring and NCCL_NVLS_ENABLE=0"
@@ -36,8 +37,8 @@ class ReductionOrder:
     """What was seen; the same on every rank of the group.
 
     Attributes:
-        name: ``ring`` (the order of ours: rank ``d`` gets ``((x[d+1] + x[d+2]) + ...) + x[d]``, rounded at every hop), or a
-            name for what is seen instead. Part of a plan's keys.
+        name: ``ring`` (the order of ours: rank ``d`` gets ``((x[d+1] + x[d+2]) + ...) + x[d]``, rounded at every hop),
+            or a name for what is seen instead. Part of a plan's keys.
         reason: Why ours cannot have these bits, and what would change that; None for ``ring``.
     """
 
@@ -85,7 +86,9 @@ def reveal_order(
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world > _VALUES[dtype][2]:
-        return ReductionOrder("unknown", f"the order of a sum of {world} ranks in {dtype} cannot be read from its values")
+        return ReductionOrder(
+            "unknown", f"the order of a sum of {world} ranks in {dtype} cannot be read from its values"
+        )
     seen = []
     for num_elements in _ELEMENTS:
         sizes = [_subtree_sizes(reduce_scatter, world, rank, num_elements, device, dtype) for _ in range(2)]
@@ -108,10 +111,13 @@ def reveal_order(
 def _subtree_sizes(
     reduce_scatter: ReduceScatter, world: int, rank: int, num_elements: int, device: torch.device, dtype: torch.dtype
 ) -> list[int] | None:
-    """For every pair of ranks, the leaves of the smallest subtree of this rank's sum with both; None if elements differ."""
+    """For every pair of ranks, the leaves of the smallest subtree of this rank's sum with both; None if elements
+    differ."""
     pairs = list(itertools.combinations(range(world), 2))
     huge, unit, _ = _VALUES[dtype]
-    pattern = torch.tensor([huge if rank == i else -huge if rank == j else unit for i, j in pairs], device=device, dtype=dtype)
+    pattern = torch.tensor(
+        [huge if rank == i else -huge if rank == j else unit for i, j in pairs], device=device, dtype=dtype
+    )
     repeats = -(-num_elements // len(pairs))
     x = pattern.repeat(repeats).expand(world, -1).contiguous()
     out = torch.empty(x.shape[1], device=device, dtype=dtype)
@@ -140,7 +146,10 @@ def _name(rows: list[list | None], world: int) -> ReductionOrder:
     folds = [_fold(size, world) for size in sizes]
     if all(fold is not None for fold in folds):
         words = " ".join(map(str, folds[0]))
-        return _other(f"fold-{words.replace(' ', '-')}", f"adds rank 0's share in the order {words}, not along ranks in ring order")
+        return _other(
+            f"fold-{words.replace(' ', '-')}",
+            f"adds rank 0's share in the order {words}, not along ranks in ring order",
+        )
     return _other("tree", "adds along a tree, not in ring order")
 
 
@@ -153,7 +162,9 @@ def _fold(sizes: list[int], world: int) -> list[int] | None:
     return order if _fold_sizes(order) == sizes else None
 
 
-def _rounds_each_hop(reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> bool:
+def _rounds_each_hop(
+    reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Whether random values of very different magnitudes give the bits of a ring fold with a rounding at every hop."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     num_elements = _ELEMENTS[0]

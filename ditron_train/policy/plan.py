@@ -27,7 +27,9 @@ from ditron_train.stream.driver import has_driver
 __all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
 
 _FORMAT = "ditron_train plan 2"
-_KEY = re.compile(r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) \((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)")
+_KEY = re.compile(
+    r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) \((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)"
+)
 # Those that move bits or times. What a process sets for itself, ``switches`` names in the keys.
 _VARIABLES = (
     "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS",
@@ -51,7 +53,8 @@ class Entry:
 
 
 def fingerprint() -> dict[str, Any]:
-    """What a plan depends on: device, driver, libraries, the settings that change bits or times, and a tuning table's content.
+    """What a plan depends on: device, driver, libraries, the settings that change bits or times, and a tuning table's
+    content.
 
     Raises:
         SettingError: A setting that cannot be, or a tuning table that cannot be read.
@@ -84,9 +87,12 @@ class Plan:
         self._read = frozenset(entries)
 
     def places_read(self, room: str, mode: str) -> set[str]:
-        """Groups (size, order of sums) of which the file held decisions for ``room`` under ``mode`` when it was read."""
+        """Groups (size, order of sums) of which the file held decisions for ``room`` under ``mode`` when it was
+        read."""
         found = [_KEY.fullmatch(key) for key in self._read]
-        return {match["place"] for match in found if match is not None and (match["room"], match["mode"]) == (room, mode)}
+        return {
+            match["place"] for match in found if match is not None and (match["room"], match["mode"]) == (room, mode)
+        }
 
     def add(self, key: str, entry: Entry) -> None:
         """Adds a decision and writes it to the file, with those that other groups of the job have written meanwhile.
@@ -99,7 +105,9 @@ class Plan:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._write({**self._written(), key: entry})
         except OSError as error:
-            log_once(f"plan {self.path}", f"the plan {self.path} is not added to: {error.strerror}", level=logging.WARNING)
+            log_once(
+                f"plan {self.path}", f"the plan {self.path} is not added to: {error.strerror}", level=logging.WARNING
+            )
 
     def _written(self) -> dict[str, Entry]:
         """What the file holds now; what this process knows where that cannot be read."""
@@ -121,7 +129,8 @@ def load_plan(path: Path) -> Plan:
     """Reads a plan; a path where nothing is gives an empty one, to be written.
 
     Raises:
-        SettingError: The file cannot be read or written, is no plan, or was made with another device or other libraries.
+        SettingError: The file cannot be read or written, is no plan, or was made with another device or other
+            libraries.
     """
     if not path.exists():
         if not os.access(path.parent, os.W_OK):
@@ -146,7 +155,11 @@ def load_plan(path: Path) -> Plan:
         entries = {key: Entry(**entry) for key, entry in content["decisions"].items()}
     except (TypeError, AttributeError, KeyError):
         raise SettingError(f"the decisions in {path} cannot be read: delete it or name another file") from None
-    unclear = [key for key, entry in entries.items() if not isinstance(entry.use_ditron, bool) or not isinstance(entry.reason, str)]
+    unclear = [
+        key
+        for key, entry in entries.items()
+        if not isinstance(entry.use_ditron, bool) or not isinstance(entry.reason, str)
+    ]
     if unclear:
         raise SettingError(f"{path} does not say whether to use ours (true or false) and why: {unclear[0]!r}")
     unknown = sorted(key for key in entries if not _KEY.fullmatch(key))

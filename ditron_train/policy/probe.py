@@ -24,9 +24,9 @@ class Observation:
     """What a probe saw, the same on every rank of the group.
 
     Attributes:
-        bits_equal: Whether every bit of every result is equal on every rank; None where that says nothing (interpreter).
-        native_us: Median time of the native run, maximum over the ranks; None where it was not measured.
-        ditron_us: The same of ours.
+        bits_equal: Whether every bit of every result is equal on every rank; None where that says nothing
+        (interpreter). native_us: Median time of the native run, maximum over the ranks; None where it was not
+        measured. ditron_us: The same of ours.
     """
 
     bits_equal: bool | None
@@ -58,8 +58,8 @@ def times_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> list[f
 
 
 def _medians_us(native: Run, ours: Run, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Median times on this rank; in the order native, ours, ours, native, since a GPU slows down as it gets warm: what is
-    timed first would be up to 2 % ahead."""
+    """Median times on this rank; in the order native, ours, ours, native, since a GPU slows down as it gets warm: what
+    is timed first would be up to 2 % ahead."""
     first, *middle, last = (times_us(run, device, group) for run in (native, ours, ours, native))
     return statistics.median(first + last), statistics.median(sum(middle, []))
 

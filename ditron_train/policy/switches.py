@@ -1,7 +1,8 @@
 """Switches of the process that change native's bits or times, as they stand when something is decided.
 
-They are no part of what a plan was made with, which is compared when it is read: Megatron sets them behind its arguments, a
-script whenever it likes. So a decision's key names those that are not as torch has them, and a plan holds decisions under both.
+They are no part of what a plan was made with, which is compared when it is read: Megatron sets them behind its
+arguments, a script whenever it likes. So a decision's key names those that are not as torch has them, and a plan holds
+decisions under both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _switches: dict[str, Callable[[], bool]] = {
 
 
 def add_switch(name: str, is_on: Callable[[], bool]) -> None:
-    """A switch of another library that what computes native's products depends on; ``name``: of small letters and digits."""
+    """A switch of another library that what computes native's products depends on; ``name``: of small letters and
+    digits."""
     _switches[name] = is_on
 
 

@@ -1,10 +1,10 @@
 """Finds the rank that first went another way than its group, from the last calls of every rank.
 
-Ranks of a group make the same calls in the same order, so calls are compared by their number on the group. A rank *differs*
-where its call of a number is another one than the others'; it is *behind* where it never made a call that others made. Of
-all such places the earliest by the clock is the one that the others suffered from. Where no calls tell (a pipeline's
-stages each go their own way; a device may hang behind a host that went on), the first error that names a missing rank does, and
-last a rank that ended without a word.
+Ranks of a group make the same calls in the same order, so calls are compared by their number on the group. A rank
+*differs* where its call of a number is another one than the others'; it is *behind* where it never made a call that
+others made. Of all such places the earliest by the clock is the one that the others suffered from. Where no calls tell
+(a pipeline's stages each go their own way; a device may hang behind a host that went on), the first error that names a
+missing rank does, and last a rank that ended without a word.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Divergence:
     """Who went another way, where.
 
     Attributes:
-        kind: ``differs`` (another call), ``behind`` (no call), ``missing`` (others waited for it), ``silent`` (it ended
-            without a word).
+        kind: ``differs`` (another call), ``behind`` (no call), ``missing`` (others waited for it), ``silent`` (it
+            ended without a word).
         ranks: Global ranks, all of them where nobody can say which of them is right.
         group: The group in question; None for ``silent``.
         number: Of the call on the group, where calls tell.
@@ -85,7 +85,9 @@ def _differs(group: Group, number: int, texts: dict[int, str], calls: dict[int, 
     time_ns = min(made[number].time_ns for made in calls.values() if number in made)
     said = "; ".join(f"{_names([r for r in texts if texts[r] == text])}: {text}" for text in counts)
     who = f"{_names(ranks)} differ from each other" if tied else f"{_names(ranks)} went another way"
-    return Divergence("differs", ranks, group, number, time_ns, dict(texts), f"{who} at call {number} of {_title(group)}: {said}")
+    return Divergence(
+        "differs", ranks, group, number, time_ns, dict(texts), f"{who} at call {number} of {_title(group)}: {said}"
+    )
 
 
 def _behind(group: Group, number: int, calls: dict[int, dict[int, Call]], last: dict[int, int]) -> Divergence:
@@ -93,9 +95,7 @@ def _behind(group: Group, number: int, calls: dict[int, dict[int, Call]], last: 
     made = {rank: calls[rank][number] for rank in calls if number in calls[rank]}
     time_ns = min((call.time_ns for call in made.values()), default=0)
     what = next(iter(made.values())).text if made else "a call that is no longer recorded"
-    text = (
-        f"{_names(ranks)} never made call {number} of {_title(group)} ({what}), which {_names(sorted(set(last) - set(ranks)))} made"
-    )
+    text = f"{_names(ranks)} never made call {number} of {_title(group)} ({what}), which {_names(sorted(set(last) - set(ranks)))} made"
     texts = {rank: made[rank].text if rank in made else None for rank in last}
     return Divergence("behind", ranks, group, number, time_ns, texts, text)
 

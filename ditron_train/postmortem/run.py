@@ -24,8 +24,12 @@ _STATES = {"running": "no last word", "raised": "raised", "ended": "ended"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``postmortem``."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what DITRON_POSTMORTEM named, or the errors' log line")
-    parser.add_argument("--last", type=int, default=5, metavar="N", help="calls to show of each rank (default %(default)s)")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="what DITRON_POSTMORTEM named, or the errors' log line"
+    )
+    parser.add_argument(
+        "--last", type=int, default=5, metavar="N", help="calls to show of each rank (default %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
@@ -47,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _to_json(files: Sequence[RankFile], divergence: Divergence | None) -> str:
-    ranks = [{**asdict(file), "calls": len(file.calls), "groups": [asdict(group) for group in file.groups]} for file in files]
+    ranks = [
+        {**asdict(file), "calls": len(file.calls), "groups": [asdict(group) for group in file.groups]}
+        for file in files
+    ]
     return json.dumps({"divergence": asdict(divergence) if divergence else None, "ranks": ranks}, indent=1)
 
 
@@ -70,7 +77,9 @@ def _show(files: Sequence[RankFile], divergence: Divergence | None, last: int) -
         for call in _around(file, divergence, last):
             console.print(f"  {_clock(call)}  {_words(call)}", highlight=False, markup=False)
     console.print(
-        "no rank diverged" if divergence is None else f"first to diverge: {divergence.text}", highlight=False, markup=False
+        "no rank diverged" if divergence is None else f"first to diverge: {divergence.text}",
+        highlight=False,
+        markup=False,
     )
     if all(file.state == "running" for file in files):
         words = "no rank left a last word: killed together, as torchrun does when one of them ends, or still running; "
@@ -81,7 +90,9 @@ def _around(file: RankFile, divergence: Divergence | None, last: int) -> Sequenc
     """The last calls, or those up to the one at which a rank differed."""
     calls = file.calls
     if divergence is not None and divergence.kind == "differs":
-        places = [i for i, call in enumerate(calls) if call.group == divergence.group and call.number == divergence.number]
+        places = [
+            i for i, call in enumerate(calls) if call.group == divergence.group and call.number == divergence.number
+        ]
         calls = calls[: places[0] + 1] if places else calls
     return calls[max(len(calls) - last, 0) :]
 

@@ -47,13 +47,11 @@ class PipelineChannel(Channel):
             return self.mailbox.flag_address(rank, index)
         return self.signals.host_addresses[rank] + 4 * index
 
-    def wait_for(
-        self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None
-    ) -> None:
+    def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
         """Holds the stream (CPU: the caller) until this rank's flag is ``epoch`` or later; bounded.
 
-        Where the host sees that it is, nothing is enqueued: what the flag stands for is complete, so whatever is enqueued
-        from now on finds it complete.
+        Where the host sees that it is, nothing is enqueued: what the flag stands for is complete, so whatever is
+        enqueued from now on finds it complete.
         """
         if self.is_set(index, epoch):
             return

@@ -39,14 +39,15 @@ __all__ = ["PipelineContext", "close_pipeline_contexts", "get_pipeline_context"]
 class PipelineContext:
     """Senders and receivers to the neighbours in a pipeline group (collective to make).
 
-    The ring is closed: the last stage's next is the first, which interleaved schedules use. How a neighbour is reached is
-    chosen here, once (``paths``): through its memory inside a node, by NVSHMEM or the network between nodes.
+    The ring is closed: the last stage's next is the first, which interleaved schedules use. How a neighbour is reached
+    is chosen here, once (``paths``): through its memory inside a node, by NVSHMEM or the network between nodes.
 
     Attributes:
         next_rank, previous_rank: Group ranks of the neighbours.
         local_senders, local_receivers: By lane, ends through symmetric memory; None for those through ``network``.
         network: Lanes through ``torch.distributed``; None where nothing needs them.
-        slot_bytes: Bytes of the largest message that fits into a slot, the same on every rank; 0 before the first ``reserve``.
+        slot_bytes: Bytes of the largest message that fits into a slot, the same on every rank; 0 before the first
+            ``reserve``.
 
     Args:
         group: The pipeline group, at least two ranks.
@@ -114,7 +115,8 @@ class PipelineContext:
         return [self._near_path if node == nodes[place - 1] else self._far_path for place, node in enumerate(nodes)]
 
     def _on_all_nodes(self, what: str, step: Callable[[], None]) -> None:
-        """``step``, which the ranks of each node do among themselves: where it fails on one node, all ranks are told so."""
+        """``step``, which the ranks of each node do among themselves: where it fails on one node, all ranks are told
+        so."""
         if len(set(self._nodes)) == 1:
             step()
         else:
@@ -155,8 +157,8 @@ class PipelineContext:
                 self.local_receivers[lane] = FarReceiver(self._far, self._far_slots, lane, source)
 
     def _loans(self, asked: int | None) -> tuple[int, int]:
-        """Slots to lend, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is on its
-        way, and the model holds on to the last one. nvshmem frees memory though a tensor may lie in it.
+        """Slots to lend, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is
+        on its way, and the model holds on to the last one. nvshmem frees memory though a tensor may lie in it.
         """
         assert self.channel is not None
         if not self.channel.flags_in_host or self.arena.transport_name == "nvshmem":
@@ -202,13 +204,15 @@ class PipelineContext:
     @property
     def closed(self) -> bool:
         """Whether the symmetric memory was given back; the context cannot be used any more."""
-        return self._closed or any(channel is not None and channel.arena.closed for channel in (self.channel, self._far))
+        return self._closed or any(
+            channel is not None and channel.arena.closed for channel in (self.channel, self._far)
+        )
 
     def reserve(self, num_bytes: int) -> bool:
         """Makes the slots hold messages of ``num_bytes``; collective over the group, between two steps.
 
-        The largest of what the ranks ask for is taken. All messages sent before must have been received; received tensors
-        may still be in use.
+        The largest of what the ranks ask for is taken. All messages sent before must have been received; received
+        tensors may still be in use.
 
         Returns:
             Whether all of them asked for the same.
@@ -237,7 +241,9 @@ class PipelineContext:
         assert self.channel is not None
         asked = self.channel.mailbox.agree(num_bytes, self.channel.timeout_s, self.channel.check)
         if any(value is None for value in asked):
-            listed = ", ".join(f"rank {rank}: {'not heard' if value is None else value}" for rank, value in enumerate(asked))
+            listed = ", ".join(
+                f"rank {rank}: {'not heard' if value is None else value}" for rank, value in enumerate(asked)
+            )
             self.channel.fail_mismatch(
                 f"pp on group {self.arena.group_name}: not all ranks ask for larger messages within "
                 f"{self.channel.timeout_s:g} s ({listed} bytes); a rank is dead, or the stages disagree on the shape"
@@ -254,7 +260,8 @@ class PipelineContext:
                     end.forget_loans()
 
     def close(self) -> None:
-        """Gives back the memory and the groups that were made for this context; collective, explicit, at most once needed.
+        """Gives back the memory and the groups that were made for this context; collective, explicit, at most once
+        needed.
 
         The context must not be used afterwards; `get_pipeline_context` makes a new one.
         """
@@ -303,7 +310,9 @@ def get_pipeline_context(
     Raises:
         NotSupportedError: The group's context exists without ``network`` and now needs one.
     """
-    device = with_index(device)  # "cuda" and "cuda:0" are one: two contexts would share their slots, but not their flags
+    device = with_index(
+        device
+    )  # "cuda" and "cuda:0" are one: two contexts would share their slots, but not their flags
     key = (group, str(device))
     context = _contexts.get(key)
     if context is None or context.closed:
@@ -312,7 +321,9 @@ def get_pipeline_context(
         with torch.inference_mode(False):  # an evaluation may come before training
             context = _contexts[key] = PipelineContext(group, device, with_network=with_network, num_loans=num_loans)
     if with_network and context.network is None:
-        raise NotSupportedError("this pipeline group was set up for messages of one size and cannot change to variable ones")
+        raise NotSupportedError(
+            "this pipeline group was set up for messages of one size and cannot change to variable ones"
+        )
     return context
 
 

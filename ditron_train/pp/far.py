@@ -1,10 +1,13 @@
-"""Lanes through NVSHMEM: a message and its flag by one put-with-signal, to a neighbour whose memory need not be mapped.
+"""Lanes through NVSHMEM: a message and its flag by one put-with-signal, to a neighbour whose memory need not be
+mapped.
 
-No host memory is shared between nodes, so a message carries its header: it lies in front of the data in the slot, travels with
-the first fragment, and a kernel of the receiver compares it with what was expected. The protocol is that of ``lanes``' ring:
-*data* counts fragments at the receiver, *credit* counts messages copied out at the sender. NVSHMEM promises that a signal is
-seen after the data that was put with it; waits are kernels of one warp with a deadline, since NVSHMEM's own wait on a stream has
-none. A put reads symmetric memory, so what is sent is copied into it first; two local copies cost little beside a network.
+No host memory is shared between nodes, so a message carries its header: it lies in front of the data in the slot,
+travels with the first fragment, and a kernel of the receiver compares it with what was expected. The protocol is that
+of ``lanes``' ring:
+*data* counts fragments at the receiver, *credit* counts messages copied out at the sender. NVSHMEM promises that a
+signal is seen after the data that was put with it; waits are kernels of one warp with a deadline, since NVSHMEM's own
+wait on a stream has none. A put reads symmetric memory, so what is sent is copied into it first; two local copies cost
+little beside a network.
 """
 
 from __future__ import annotations
@@ -48,7 +51,14 @@ class Puts(Protocol):
     """What moves data: to the same place in group rank ``rank``'s memory as a symmetric address of this rank."""
 
     def put(
-        self, rank: int, destination: int, source: int, num_bytes: int, signal: int, value: int, stream: torch.cuda.Stream | None
+        self,
+        rank: int,
+        destination: int,
+        source: int,
+        num_bytes: int,
+        signal: int,
+        value: int,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         """Copies, then sets the 64-bit signal; ``source`` may be written again once the stream is past it."""
         ...
@@ -59,7 +69,8 @@ class Puts(Protocol):
 
 
 class NvshmemPuts:
-    """``Puts`` by NVSHMEM's host calls on a stream. Its addresses are symmetric: those of this rank name the peer's."""
+    """``Puts`` by NVSHMEM's host calls on a stream. Its addresses are symmetric: those of this rank name the
+    peer's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         import nvshmem.bindings
@@ -69,7 +80,14 @@ class NvshmemPuts:
         self._pes = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
 
     def put(
-        self, rank: int, destination: int, source: int, num_bytes: int, signal: int, value: int, stream: torch.cuda.Stream | None
+        self,
+        rank: int,
+        destination: int,
+        source: int,
+        num_bytes: int,
+        signal: int,
+        value: int,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         """See ``Puts``."""
         assert stream is not None
@@ -84,7 +102,8 @@ class NvshmemPuts:
 
 
 class FarSlots:
-    """Rings of slots, each a header and a message, and one staging buffer a lane (``count``, ``loans``: see ``Slots``)."""
+    """Rings of slots, each a header and a message, and one staging buffer a lane (``count``, ``loans``: see
+    ``Slots``)."""
 
     loans = (0, 0)
 
@@ -125,7 +144,8 @@ class FarChannel(Channel):
         arena._quiesce()
 
     def _load_kernels(self) -> None:
-        """As ``KernelChannel`` does; NVSHMEM's calls, which may launch kernels of their own, to both neighbours too."""
+        """As ``KernelChannel`` does; NVSHMEM's calls, which may launch kernels of their own, to both neighbours
+        too."""
         stream, rank = current_or_none(self), self.arena.rank
         self.wait_for(_SCRATCH, 0, peer=rank, chunk=0, stream=stream)
         nothing = Header((), torch.float32)
@@ -144,7 +164,9 @@ class FarChannel(Channel):
         row = self._rows.pop(words, None)
         if row is None:
             row = len(self._rows)
-            if row == _MAX_HEADERS:  # the least recently used goes: its last use was enqueued thousands of messages ago
+            if (
+                row == _MAX_HEADERS
+            ):  # the least recently used goes: its last use was enqueued thousands of messages ago
                 row = self._rows.pop(next(iter(self._rows)))
             self._headers[row, : len(words)] = torch.tensor(words)
         self._rows[words] = row  # behind all others, which were not used since

@@ -1,4 +1,5 @@
-"""``KernelChannel``: flags and data moved by small kernels, where peers' memory is mapped but streams cannot signal."""
+"""``KernelChannel``: flags and data moved by small kernels, where peers' memory is mapped but streams cannot
+signal."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ _WORDS_APART = 32  # counters on cache lines of their own
 
 
 def launch(
-    kernel: Callable, stream: torch.cuda.Stream | None, *arguments: Any, num_programs: int = 1, num_warps: int = 1, **constants: Any
+    kernel: Callable,
+    stream: torch.cuda.Stream | None,
+    *arguments: Any,
+    num_programs: int = 1,
+    num_warps: int = 1,
+    **constants: Any,
 ) -> None:
     """Launches on ``stream``; in the interpreter (None) it is done when the call returns."""
     with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -61,11 +67,12 @@ def current_or_none(channel: Channel) -> torch.cuda.Stream | None:
 
 
 class KernelChannel(PipelineChannel):
-    """A ``PipelineChannel`` whose flags lie in symmetric device memory and whose waits, copies and flag writes are kernels.
+    """A ``PipelineChannel`` whose flags lie in symmetric device memory and whose waits, copies and flag writes are
+    kernels.
 
-    A wait takes one warp, a push at most ``MAX_PROGRAMS`` multiprocessors; waits have their deadline in the kernel and need no
-    watchdog. Headers and failures still go through host memory. With one hardware queue a kernel that waits holds up what is
-    enqueued after it, as a stream's wait does: ``lanes`` says why nothing can stand still.
+    A wait takes one warp, a push at most ``MAX_PROGRAMS`` multiprocessors; waits have their deadline in the kernel and
+    need no watchdog. Headers and failures still go through host memory. With one hardware queue a kernel that waits
+    holds up what is enqueued after it, as a stream's wait does: ``lanes`` says why nothing can stand still.
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox) -> None:
@@ -76,7 +83,8 @@ class KernelChannel(PipelineChannel):
         arena._quiesce()
 
     def _load_kernels(self) -> None:
-        """Loads every kernel now: to load one may wait for all kernels that run, and later one of them may wait for a peer."""
+        """Loads every kernel now: to load one may wait for all kernels that run, and later one of them may wait for a
+        peer."""
         scratch = self._arrived.data_ptr() + 8 * _WORDS_APART - 16
         await_flag(self, scratch, 0, peer=0, chunk=0, stream=current_or_none(self), target=self._target)
         launch(notify_kernel, current_or_none(self), scratch, 0, TARGET=self._target)
@@ -107,7 +115,14 @@ class KernelChannel(PipelineChannel):
         self._launch_push(destination, source, num_bytes, address, epoch, lane, stream)
 
     def _launch_push(
-        self, destination: int, source: int, num_bytes: int, flag: int, epoch: int, lane: int, stream: torch.cuda.Stream | None
+        self,
+        destination: int,
+        source: int,
+        num_bytes: int,
+        flag: int,
+        epoch: int,
+        lane: int,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         num_programs = 1 if is_interpreter() else max(1, min(MAX_PROGRAMS, -(-num_bytes // _BLOCK_BYTES)))
         launch(
@@ -117,7 +132,8 @@ class KernelChannel(PipelineChannel):
         )  # fmt: skip
 
     def check(self) -> None:
-        """See ``PipelineChannel``; what a kernel of this rank recorded is told to the other ranks of the node first."""
+        """See ``PipelineChannel``; what a kernel of this rank recorded is told to the other ranks of the node
+        first."""
         if self._record_view[RECORD_STATE] and not self.mailbox.failed:
             words = [int(word) for word in self._record_words]
             assert words[RECORD_KIND] == KIND_TIMEOUT

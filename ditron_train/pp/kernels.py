@@ -1,10 +1,11 @@
-"""Kernels of the paths that take no copy engine: a bounded wait, a push by a few programs, a flag, a wait with its header.
+"""Kernels of the paths that take no copy engine: a bounded wait, a push by a few programs, a flag, a wait with its
+header.
 
-Who waits for whom: the consumer waits for *data* (a count of fragments) at its own flag, the producer for *credit* (a count
-of messages copied out) at its own; each flag is written by the other side alone and only grows. A push's stores come before
-its flag: every program ends with a release at system scope on a counter of its own GPU, the last one to come has so acquired
-all of them, and its release of the flag at the peer stands for all. The wait acquires at system scope; what the stream does
-next begins behind it.
+Who waits for whom: the consumer waits for *data* (a count of fragments) at its own flag, the producer for *credit* (a
+count of messages copied out) at its own; each flag is written by the other side alone and only grows. A push's stores
+come before its flag: every program ends with a release at system scope on a counter of its own GPU, the last one to
+come has so acquired all of them, and its release of the flag at the peer stands for all. The wait acquires at system
+scope; what the stream does next begins behind it.
 """
 
 import triton
@@ -34,20 +35,46 @@ _KIND_MISMATCH = tl.constexpr(layout.KIND_MISMATCH)
 
 @triton.jit(do_not_specialize=["signal", "epoch", "peer", "chunk"])
 def await_kernel(signal, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr):
-    """One program: holds the stream until this rank's flag at address ``signal`` is ``epoch`` or later, at most the deadline."""
-    dl.wait(tl.cast(signal, tl.int64).to(tl.pointer_type(tl.int32)), tl.cast(epoch, tl.int32), control_ptr, peer, chunk, TARGET)
+    """One program: holds the stream until this rank's flag at address ``signal`` is ``epoch`` or later, at most the
+    deadline."""
+    dl.wait(
+        tl.cast(signal, tl.int64).to(tl.pointer_type(tl.int32)),
+        tl.cast(epoch, tl.int32),
+        control_ptr,
+        peer,
+        chunk,
+        TARGET,
+    )
 
 
 @triton.jit(do_not_specialize=["signal", "epoch", "sent", "expected", "peer", "message", "lane"])
 def await_message_kernel(
-    signal, epoch, sent, expected, seen_ptr, control_ptr, peer, message, lane, LANES: tl.constexpr, TARGET: tl.constexpr
+    signal,
+    epoch,
+    sent,
+    expected,
+    seen_ptr,
+    control_ptr,
+    peer,
+    message,
+    lane,
+    LANES: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
-    """``await_kernel``, then compares the header in front of the message, at address ``sent``, with the one at ``expected``.
+    """``await_kernel``, then compares the header in front of the message, at address ``sent``, with the one at
+    ``expected``.
 
-    A difference is recorded as a mismatch of ``message``, and both headers are kept in ``seen_ptr`` ``[2, LANES]``; after a
-    wait that gave up, its record stands and the comparison says nothing.
+    A difference is recorded as a mismatch of ``message``, and both headers are kept in ``seen_ptr`` ``[2, LANES]``;
+    after a wait that gave up, its record stands and the comparison says nothing.
     """
-    dl.wait(tl.cast(signal, tl.int64).to(tl.pointer_type(tl.int32)), tl.cast(epoch, tl.int32), control_ptr, peer, message, TARGET)
+    dl.wait(
+        tl.cast(signal, tl.int64).to(tl.pointer_type(tl.int32)),
+        tl.cast(epoch, tl.int32),
+        control_ptr,
+        peer,
+        message,
+        TARGET,
+    )
     lanes = tl.arange(0, LANES)
     theirs = tl.load(tl.cast(sent, tl.int64).to(tl.pointer_type(tl.int64)) + lanes, volatile=True)
     mine = tl.load(tl.cast(expected, tl.int64).to(tl.pointer_type(tl.int64)) + lanes)
@@ -66,9 +93,18 @@ def notify_kernel(signal, epoch, TARGET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["destination", "source", "num_bytes", "signal", "epoch"])
 def push_kernel(
-    destination, source, num_bytes, signal, epoch, arrived_ptr, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr
+    destination,
+    source,
+    num_bytes,
+    signal,
+    epoch,
+    arrived_ptr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
-    """Copies ``num_bytes`` from address ``source`` to a peer's ``destination``, then sets the flag at ``signal`` there.
+    """Copies ``num_bytes`` from address ``source`` to a peer's ``destination``, then sets the flag at ``signal``
+    there.
 
     Programs share the blocks. ``arrived_ptr`` (int64, zero) counts those that are done and is zero again at the end.
     IS_ALIGNED: both addresses are multiples of 16, so 16 bytes move at a time; else one.

@@ -1,40 +1,43 @@
 """``Sender`` and ``Receiver``: one direction of messages to one neighbour.
 
 A lane is the sequence of messages from one stage to one neighbour in one direction (forward: activations to the next
-stage; backward: gradients to the previous one). The receiver owns the memory that messages land in. It comes in two kinds:
+stage; backward: gradients to the previous one). The receiver owns the memory that messages land in. It comes in two
+kinds:
 
 - slots to *lend*: the received tensor lies in the slot and nothing is copied; when its last user has let go of it, the
   receiver's stream sets the slot's flag at the sender, and then its host counts it as returned;
-- a *ring* of ``S`` slots, for when the sender sees none of those returned: the receiver copies the message out at once. A
-  flag at the sender, *credit*, counts the messages that were copied out. Message ``k`` (from 0) of the ring lands in slot
-  ``k % S``.
+- a *ring* of ``S`` slots, for when the sender sees none of those returned: the receiver copies the message out at
+  once. A flag at the sender, *credit*, counts the messages that were copied out. Message ``k`` (from 0) of the ring
+  lands in slot ``k % S``.
 
-The sender's stream waits for the flag of the slot it uses (the ring: ``credit > k - S``), copies by copy engine, and sets
-the flag *data* at the receiver, which counts fragments: the ring's messages are cut into several so that one is copied out
-while the next is on the wire. The sender's host chooses the slot and says which in the message's header; so the receiver's
-host waits for the header before it enqueues the receive. The order of a stream is the order of its memory operations, and a
-stream's flag write is fenced at system scope, so no fragment is read before it is complete and no slot is overwritten while
-it is in use. All counters only grow and are compared cyclically. On the CPU the same code runs without streams: a copy is
-done when the call returns and a wait blocks the caller. What waits, copies and sets flags is the channel's: by kernels
-(``kernel_channel``) the same ends run with the ring alone, and ``far`` has ends whose headers travel with the data.
+The sender's stream waits for the flag of the slot it uses (the ring: ``credit > k - S``), copies by copy engine, and
+sets the flag *data* at the receiver, which counts fragments: the ring's messages are cut into several so that one is
+copied out while the next is on the wire. The sender's host chooses the slot and says which in the message's header; so
+the receiver's host waits for the header before it enqueues the receive. The order of a stream is the order of its
+memory operations, and a stream's flag write is fenced at system scope, so no fragment is read before it is complete
+and no slot is overwritten while it is in use. All counters only grow and are compared cyclically. On the CPU the same
+code runs without streams: a copy is done when the call returns and a wait blocks the caller. What waits, copies and
+sets flags is the channel's: by kernels (``kernel_channel``) the same ends run with the ring alone, and ``far`` has
+ends whose headers travel with the data.
 
-Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every wait
-therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one program that
-executes its sends and receives in the order in which the host enqueued them. A receive is enqueued only when its data is
-asked for (``Receiver.take``), never when it is posted, so a prefetched receive holds up nothing. Every call enqueues its
-sends before its receives. A send into a slot that was lent waits only for what its receiver had enqueued before the send
-was. A send into the ring waits only for the credit of a message of the ring ``S`` earlier. Take any execution of the same
-schedule with blocking rendezvous, as the native communicator has: there message ``k - 1`` of a lane is received before
-message ``k`` is posted, so what was ``S`` messages earlier has been received for every ``S >= 1``, and each send of ours
-can run no later than there; a receive then follows its send in that execution as in ours. With overlapped receives the
-rendezvous is the *posting*; a receiver keeps at most ``S - 1`` posted messages and takes the oldest when it posts another,
-so posting message ``k - 1`` frees the slot of message ``k``.
+Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
+wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
+program that executes its sends and receives in the order in which the host enqueued them. A receive is enqueued only
+when its data is asked for (``Receiver.take``), never when it is posted, so a prefetched receive holds up nothing.
+Every call enqueues its sends before its receives. A send into a slot that was lent waits only for what its receiver
+had enqueued before the send was. A send into the ring waits only for the credit of a message of the ring ``S``
+earlier. Take any execution of the same schedule with blocking rendezvous, as the native communicator has: there
+message ``k - 1`` of a lane is received before message ``k`` is posted, so what was ``S`` messages earlier has been
+received for every ``S >= 1``, and each send of ours can run no later than there; a receive then follows its send in
+that execution as in ours. With overlapped receives the rendezvous is the *posting*; a receiver keeps at most ``S - 1``
+posted messages and takes the oldest when it posts another, so posting message ``k - 1`` frees the slot of message
+``k``.
 
-What was tried for small messages, which NCCL's kernel delivers sooner (4 H200s, ring, 8 KB / 1 MB: 11 / 20 us, here 28 / 28 us):
-copying on the caller's stream where the slot is known to be free, with enough slots that a host far ahead finds one: 24 / 25 us,
-and rings of 4 and 8 MB between 48 and 122 us instead of 46; giving slots back behind the sends instead of in front of
-them: 87 / 88 us, since each rank then waits for the next one's send. What is left is the copy engine's start, two
-writes to host memory fenced at system scope, and a wait that polls it over PCIe.
+What was tried for small messages, which NCCL's kernel delivers sooner (4 H200s, ring, 8 KB / 1 MB: 11 / 20 us, here 28
+/ 28 us): copying on the caller's stream where the slot is known to be free, with enough slots that a host far ahead
+finds one: 24 / 25 us, and rings of 4 and 8 MB between 48 and 122 us instead of 46; giving slots back behind the sends
+instead of in front of them: 87 / 88 us, since each rank then waits for the next one's send. What is left is the copy
+engine's start, two writes to host memory fenced at system scope, and a wait that polls it over PCIe.
 """
 
 from __future__ import annotations
@@ -105,15 +108,17 @@ class Sender:
         mailbox = self.channel.mailbox
         words = header.to_words()
         if not mailbox.has_room(self.peer, self.lane, message + 1):
-            self.channel.wait_on_host(lambda: mailbox.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message)
+            self.channel.wait_on_host(
+                lambda: mailbox.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message
+            )
         mailbox.write_header(self.peer, self.lane, message + 1, words)
         self.messages += 1
 
     def send(self, tensor: torch.Tensor, *, lend: bool = True) -> StreamEvent | None:
         """Enqueues the next message; returns the event behind its copy (None on the CPU, where it is done).
 
-        The storage is kept until the copy is complete. Never blocks the host on a GPU; on the CPU it blocks while no slot is
-        free. ``lend``: see ``ops.exchange``.
+        The storage is kept until the copy is complete. Never blocks the host on a GPU; on the CPU it blocks while no
+        slot is free. ``lend``: see ``ops.exchange``.
         """
         data = tensor.detach().contiguous()
         num_bytes = num_bytes_of(tuple(data.shape), data.dtype)
@@ -137,11 +142,14 @@ class Sender:
         begin = 0
         for end in ends:
             self._fragments += 1
-            self.channel.push(self.peer, _DATA + self.lane, self._fragments, slot + begin, source + begin, end - begin, stream)
+            self.channel.push(
+                self.peer, _DATA + self.lane, self._fragments, slot + begin, source + begin, end - begin, stream
+            )
             begin = end
 
     def _choose_loan(self) -> int | None:
-        """A slot that has come back, best one whose last use is known to be over; the others in the order of their use."""
+        """A slot that has come back, best one whose last use is known to be over; the others in the order of their
+        use."""
         if not self._uses:
             return None
         own = self.channel.arena.rank
@@ -176,8 +184,8 @@ class Sender:
         event = self._events.record(stream)
         self._held.append(_Sent(data, event, sent_from))
         while len(self._held) > 1 + _MAX_HELD:
-            # Let the stream that sent it wait for an old copy rather than hold ever more memory: a host that is far ahead
-            # would otherwise keep every message of a step alive.
+            # Let the stream that sent it wait for an old copy rather than hold ever more memory: a host that is far
+            # ahead would otherwise keep every message of a step alive.
             old = self._held.popleft()
             old.event.hold(old.sent_from)
             old.tensor.record_stream(old.sent_from)  # which need not be the one that it was allocated on
@@ -202,7 +210,8 @@ class Incoming:
         header: What is expected.
         tensor: What arrived; None until it is taken.
         done_on: The stream that its arrival was enqueued on (GPU).
-        arrived: The moment of its arrival there, where messages behind it may be enqueued on that stream before it is used.
+        arrived: The moment of its arrival there, where messages behind it may be enqueued on that stream before it is
+            used.
     """
 
     message: int
@@ -221,7 +230,8 @@ class _Loan:
 
 
 class Receiver:
-    """The receiving end of a lane, from group rank ``peer``; ``told_on_host``: whether its host learns what is coming."""
+    """The receiving end of a lane, from group rank ``peer``; ``told_on_host``: whether its host learns what is
+    coming."""
 
     told_on_host = True
 
@@ -327,7 +337,9 @@ class Receiver:
     def _wait_for_fragment(self, incoming: Incoming, begin: int, stream: torch.cuda.Stream | None) -> None:
         """For the next fragment of the lane, which starts at byte ``begin`` of ``incoming``."""
         self._fragments += 1
-        self.channel.wait_for(_DATA + self.lane, self._fragments, peer=self.peer, chunk=incoming.message, stream=stream)
+        self.channel.wait_for(
+            _DATA + self.lane, self._fragments, peer=self.peer, chunk=incoming.message, stream=stream
+        )
 
     def _borrow(self, incoming: Incoming, slot: int, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         self._wait_for_fragment(incoming, 0, stream)

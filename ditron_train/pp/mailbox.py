@@ -1,9 +1,9 @@
 """``Mailbox``: host memory that the ranks of one node share: flags, message headers, and the record of a failure.
 
-Headers are written by the sender's host when it enqueues a message, so the receiver's host can compare what was sent with
-what it expects, or learn a shape, without a device sync. Flags are 32-bit words that streams write and wait for; lying in
-host memory that every process has registered with CUDA, they can also be read and released by a host without any
-CUDA call, whatever the device's queues are blocked on.
+Headers are written by the sender's host when it enqueues a message, so the receiver's host can compare what was sent
+with what it expects, or learn a shape, without a device sync. Flags are 32-bit words that streams write and wait for;
+lying in host memory that every process has registered with CUDA, they can also be read and released by a host without
+any CUDA call, whatever the device's queues are blocked on.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class Mailbox:
         return sequence - self._int64[self._row(rank, _OFFSET_READ + lane * _LINE_BYTES)] <= HEADER_DEPTH
 
     def write_header(self, rank: int, lane: int, sequence: int, words: list[int]) -> None:
-        """Publishes the header of message ``sequence`` to ``rank``; the checksum makes a half-written one invisible."""
+        """Publishes the header of message ``sequence`` to ``rank``; the checksum makes a half-written one
+        invisible."""
         assert len(words) == HEADER_WORDS - 2
         place = self._header(rank, lane, sequence)
         self._int64[place] = 0
@@ -190,7 +191,8 @@ class Mailbox:
     def post_fault(self, fields: list[int], text: str = "") -> None:
         """Makes a failure known to all ranks of the node: ``_FAULT_WORDS - 2`` numbers and a text.
 
-        Ranks often fail at the same moment; who creates the claim file writes, and the others wait for what was written.
+        Ranks often fail at the same moment; who creates the claim file writes, and the others wait for what was
+        written.
         """
         words = self._int64
         try:

@@ -74,9 +74,10 @@ def disagreement(group: str, lane: int, message: int, sent: tuple[int, str], exp
 def fragment_ends(num_bytes: int) -> list[int]:
     """Where the fragments of a message of ``num_bytes`` end.
 
-    A fragment is taken out of its slot while the next one is on the wire. The local copy is at least three times as fast as
-    a link, so every fragment is three quarters of what remains: each is copied out before the next has arrived, and
-    only the last, small one is waited for. Up to 8 MiB the gap between two copies costs more than that saves.
+    A fragment is taken out of its slot while the next one is on the wire. The local copy is at least three times as
+    fast as a link, so every fragment is three quarters of what remains: each is copied out before the next has
+    arrived, and only the last, small one is waited for. Up to 8 MiB the gap between two copies costs more than that
+    saves.
     """
     ends = []
     begin = 0

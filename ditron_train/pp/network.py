@@ -1,8 +1,9 @@
 """Messages to a neighbour whose memory cannot be addressed (another node), and messages larger than a slot.
 
 They go through point-to-point operations of ``torch.distributed`` on groups of their own, one a lane so that the two
-directions between the same two ranks never match each other's messages, limited to one block of NCCL where torch offers
-the option. All operations that one call makes on a lane go out as one batch, so a ring of stages cannot deadlock.
+directions between the same two ranks never match each other's messages, limited to one block of NCCL where torch
+offers the option. All operations that one call makes on a lane go out as one batch, so a ring of stages cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -78,10 +79,7 @@ class NetworkLanes:
         log_once("pp network", f"pp: communicators of their own for the network, {_MAX_CTAS} block each", name="pp")
 
     def batch(
-        self,
-        lane: int,
-        send: tuple[torch.Tensor, int] | None,
-        receive: tuple[torch.Tensor, int] | None,
+        self, lane: int, send: tuple[torch.Tensor, int] | None, receive: tuple[torch.Tensor, int] | None
     ) -> NetworkWork:
         """Starts a send to and a receive from group ranks on a lane; what is sent is kept until it is out."""
         group = self.groups[lane]
@@ -106,9 +104,7 @@ class NetworkLanes:
         while self._held and self._held[0].is_completed():
             self._held.popleft()
 
-    def exchange_headers(
-        self, lane: int, send: tuple[Header, int] | None, receive_from: int | None
-    ) -> Header | None:
+    def exchange_headers(self, lane: int, send: tuple[Header, int] | None, receive_from: int | None) -> Header | None:
         """Tells a neighbour on another node what is coming and learns the same; blocks the host."""
 
         def words_of(header: Header | None) -> torch.Tensor:

@@ -45,9 +45,10 @@ class Handle:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """What is received, None for a send. Before ``wait`` it has a shape and type but no memory of its own; ``wait`` gives it
-        the memory that the message lies in, with the contents there for what the current stream does from then on. Streams
-        other than that one must be done with it when its last user lets go of it (``record_stream`` does nothing).
+        """What is received, None for a send. Before ``wait`` it has a shape and type but no memory of its own;
+        ``wait`` gives it the memory that the message lies in, with the contents there for what the current stream does
+        from then on. Streams other than that one must be done with it when its last user lets go of it
+        (``record_stream`` does nothing).
         """
         if self._tensor is None and self._incoming is not None:
             self._tensor = torch.empty_like(self._placeholder)
@@ -98,24 +99,25 @@ def exchange(
 ) -> dict[str, Handle]:
     """Sends tensors to the next and the previous stage and receives from them; all four are optional.
 
-    Sends start at once, in the order next, previous; they follow what the current stream has done and do not hold it up.
-    Receives are tensors that get their contents when their handle's ``wait`` is called (see ``lanes`` for why not before).
-    The tensors that are sent must not be written to until their handle's ``wait``; they may be freed.
+    Sends start at once, in the order next, previous; they follow what the current stream has done and do not hold it
+    up. Receives are tensors that get their contents when their handle's ``wait`` is called (see ``lanes`` for why not
+    before). The tensors that are sent must not be written to until their handle's ``wait``; they may be freed.
 
     Args:
         context: Of the pipeline group; ``context.reserve`` must have made room for the messages.
         recv_prev, recv_next: Header of what is expected.
-        variable_shapes: Take the shape that the sender has instead of the expected one. Blocks the host until the sender
-            has enqueued the message, but never syncs the device inside a node. The same on all stages.
-        lend: Whether what is sent may stay in the slot at the receiver; otherwise the receiver copies it into memory of
-            torch's allocator, for users that work on it on other streams or resize its storage.
+        variable_shapes: Take the shape that the sender has instead of the expected one. Blocks the host until the
+            sender has enqueued the message, but never syncs the device inside a node. The same on all stages.
+        lend: Whether what is sent may stay in the slot at the receiver; otherwise the receiver copies it into memory
+            of torch's allocator, for users that work on it on other streams or resize its storage.
 
     Returns:
         Handles by the names of the arguments that were given.
 
     Raises:
         PeerTimeoutError, MismatchError: Recorded by any rank of the node since the last call.
-        NotSupportedError: A message is larger than a slot and the context has no network; a CUDA graph is being captured.
+        NotSupportedError: A message is larger than a slot and the context has no network; a CUDA graph is being
+            captured.
     """
     if is_capturing(context.device):
         raise NotSupportedError("messages between pipeline stages cannot be captured in a CUDA graph")
@@ -186,7 +188,9 @@ def _receive(context: PipelineContext, lane: int, header: Header, batch: _Batch)
 
 def _require_network(context: PipelineContext, num_bytes: int) -> None:
     if context.network is None:
-        raise NotSupportedError(f"a message of {num_bytes} bytes is larger than the slots of {context.slot_bytes} bytes")
+        raise NotSupportedError(
+            f"a message of {num_bytes} bytes is larger than the slots of {context.slot_bytes} bytes"
+        )
     words = f"messages of more than {context.slot_bytes} bytes, the largest that the first step began with, take the network"
     log_once(f"pp large {context.slot_bytes}", f"pp: {words}", name="pp")
 

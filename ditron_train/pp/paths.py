@@ -1,7 +1,9 @@
-"""Which path messages between neighbours take: chosen once a context, for neighbours of a node and for those beyond it.
+"""Which path messages between neighbours take: chosen once a context, for neighbours of a node and for those beyond
+it.
 
-A ring of 64 MB on 2 H200s while other jobs kept the host busy: copy 208 us, NVSHMEM 374, kernel 515, NCCL with one block 3193. All
-but NCCL's were bound by the host then (175, 376, 518 us a message): a Triton launch takes longer than a driver's call.
+A ring of 64 MB on 2 H200s while other jobs kept the host busy: copy 208 us, NVSHMEM 374, kernel 515, NCCL with one
+block 3193. All but NCCL's were bound by the host then (175, 376, 518 us a message): a Triton launch takes longer than
+a driver's call.
 """
 
 from __future__ import annotations

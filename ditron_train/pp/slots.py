@@ -32,7 +32,8 @@ class Slots:
         self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Collective: makes every slot hold ``num_bytes``; no message may be under way. What is lent stays where it is."""
+        """Collective: makes every slot hold ``num_bytes``; no message may be under way. What is lent stays where it
+        is."""
         total = len(LANE_NAMES) * self.count + sum(self.loans)
         if self.num_bytes:  # other memory, even if the arena has that much: tensors are lent out of the present one
             num_bytes = max(num_bytes, self._arena.capacity_bytes(_NAME) // total + 1)
@@ -53,8 +54,8 @@ class Slots:
     def lend(self, lane: int, loan: int, num_bytes: int, on_return: Callable[[], None]) -> torch.Tensor:
         """A uint8 tensor ``[num_bytes]`` (above 0) with a storage of its own over this rank's slot ``loan``.
 
-        ``on_return`` is called when nobody holds that storage any more, by whichever thread lets go last: it must not call
-        CUDA. The memory stays, though the slots may grow meanwhile.
+        ``on_return`` is called when nobody holds that storage any more, by whichever thread lets go last: it must not
+        call CUDA. The memory stays, though the slots may grow meanwhile.
         """
         device = self._arena.device
         address = self.to_lend(self._arena.rank, lane, loan)

@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -36,26 +36,28 @@ def is_interpreter() -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is enqueued now goes into a CUDA graph. Replays see the addresses of now and none of the host's work."""
+    """Whether what is enqueued now goes into a CUDA graph. Replays see the addresses of now and none of the host's
+    work."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def replays_compiled_graphs(device: torch.device) -> bool:
-    """Whether ``torch.compile(mode="reduce-overhead")`` has made CUDA graphs on ``device``, which has an index: what one of them
-    returned is overwritten by a later replay, whoever still holds it."""
+    """Whether ``torch.compile(mode="reduce-overhead")`` has made CUDA graphs on ``device``, which has an index: what
+    one of them returned is overwritten by a later replay, whoever still holds it."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")  # loaded by the first of them
     return trees is not None and device.type == "cuda" and trees.get_manager(device.index, False) is not None
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """The device; of CUDA without an index, the current GPU: what is kept for a device is found by the one that is meant."""
+    """The device; of CUDA without an index, the current GPU: what is kept for a device is found by the one that is
+    meant."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cuda_target(index: int) -> str:
     if torch.version.hip:
         return "hip"
@@ -84,11 +86,13 @@ def kernel_target(device: torch.device) -> str:
     if device.type == "cpu" and is_interpreter():
         return "interpreter"
     if device.type == "cpu":
-        raise NotSupportedError("CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before ditron_train is imported")
+        raise NotSupportedError(
+            "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before ditron_train is imported"
+        )
     raise NotSupportedError(f"no kernels for device type {device.type!r}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cuda_num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
@@ -99,7 +103,7 @@ def num_sms(device: torch.device) -> int:
     return _cuda_num_sms(device.index) if device.type == "cuda" else 1
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_name(device: torch.device) -> str:
     """Returns the GPU's name, such as ``NVIDIA H200``, or ``CPU x86_64``."""
     device = torch.device(device)

@@ -38,7 +38,8 @@ class MismatchError(DitronError):
 
 
 class ArenaError(DitronError, MemoryError):
-    """Symmetric memory could not be had: too large for its cap, for the device, or the peers cannot reach each other."""
+    """Symmetric memory could not be had: too large for its cap, for the device, or the peers cannot reach each
+    other."""
 
 
 class PeerTimeoutError(DitronError):

@@ -15,7 +15,9 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OSError: The folder cannot be written, or the disk is full; nothing is left behind.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a process on another node may have this one's number
+    partial = path.with_name(
+        f".{path.name}.{secrets.token_hex(8)}"
+    )  # a process on another node may have this one's number
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)

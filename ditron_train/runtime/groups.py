@@ -1,8 +1,9 @@
 """What is kept for process groups, and let go of once they have been destroyed.
 
-A plain dictionary would keep a destroyed group for ever, with its communicators and all the memory that was made for it. Nobody
-says when a group is destroyed, and freeing must not wait for a finaliser; so what belongs to destroyed groups goes when
-something is kept for another group: a job that makes and destroys groups holds at most the last one's.
+A plain dictionary would keep a destroyed group for ever, with its communicators and all the memory that was made for
+it. Nobody says when a group is destroyed, and freeing must not wait for a finaliser; so what belongs to destroyed
+groups goes when something is kept for another group: a job that makes and destroys groups holds at most the last
+one's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _owners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 
 
 def belongs_to(group: dist.ProcessGroup, owner: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Says that ``group`` was made for the sake of ``owner`` and is as good as destroyed once that is; returns ``group``."""
+    """Says that ``group`` was made for the sake of ``owner`` and is as good as destroyed once that is; returns
+    ``group``."""
     if group is not owner:
         _owners[group] = weakref.ref(owner)
     return group
@@ -46,8 +48,9 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
 class GroupCache(dict[_Key, _Value]):
     """A dictionary whose keys are process groups, or tuples with process groups in them.
 
-    Setting an item first drops every entry, here and in all other such dictionaries, of which a group has been destroyed.
-    (By ``cache[key] = value``; not by ``update`` or ``setdefault``. Reading costs what it costs in a dictionary.)
+    Setting an item first drops every entry, here and in all other such dictionaries, of which a group has been
+    destroyed. (By ``cache[key] = value``; not by ``update`` or ``setdefault``. Reading costs what it costs in a
+    dictionary.)
 
     Args:
         release: Called with each value that is dropped for that reason, without the peers: it must not communicate.
@@ -83,7 +86,9 @@ def forget_destroyed_groups() -> None:
     """
     _caches[:] = [cache for cache in _caches if cache() is not None]
     num_dropped = 0
-    for reference in reversed(_caches):  # what is made of something else was imported after it: contexts before their arenas
+    for reference in reversed(
+        _caches
+    ):  # what is made of something else was imported after it: contexts before their arenas
         cache = reference()
         if cache is not None:
             num_dropped += cache._drop_destroyed()

@@ -1,8 +1,8 @@
 """Keeps the device waiting in front of what is timed, until the host has launched all of it.
 
-In training the host is ahead of the device. A timing in which it is not measures the host: with 8 ranks of one machine,
-0.2 ms of head start was too short for contenders that took turns with one of a millisecond of launches, and AG-GEMM of
-0.21 ms seemed to take 0.34 ms in every second pass (spread 0.98).
+In training the host is ahead of the device. A timing in which it is not measures the host: with 8 ranks of one
+machine, 0.2 ms of head start was too short for contenders that took turns with one of a millisecond of launches, and
+AG-GEMM of 0.21 ms seemed to take 0.34 ms in every second pass (spread 0.98).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class HeadStart:
 
     @property
     def length_us(self) -> float:
-        """How long the device waits, in us: as long for each call, since a device that rested is quicker afterwards."""
+        """How long the device waits, in us: as long for each call, since a device that rested is quicker
+        afterwards."""
         return min(_LONGEST_US, max(_SHORTEST_US, 2 * max(self._launches_us.values(), default=0.0)))
 
     def wait(self) -> None:

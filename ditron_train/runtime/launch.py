@@ -5,9 +5,10 @@ Triton binds, specialises and hashes every argument at every launch, and compare
 kernel directly: what the specialisation depended on is remembered and compared.
 
 That still encodes every descriptor and looks at every pointer. Who can name a launch by what its arguments depend on
-(``key``: addresses and strides) calls ``repeat`` first: the arguments as the driver takes them are kept, and a launch is one
-lookup and one call. Host time of a whole op, H200, with that and without: AG-GEMM by copy engines 50 instead of 127 us, by
-pushes 30 instead of 103, GEMM-RS in four chunks 82 instead of 275, by stores 18 instead of 68 (NCCL and cuBLAS: 61).
+(``key``: addresses and strides) calls ``repeat`` first: the arguments as the driver takes them are kept, and a launch
+is one lookup and one call. Host time of a whole op, H200, with that and without: AG-GEMM by copy engines 50 instead of
+127 us, by pushes 30 instead of 103, GEMM-RS in four chunks 82 instead of 275, by stores 18 instead of 68 (NCCL and
+cuBLAS: 61).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same add
 
 
 def _specialization(arguments: tuple) -> tuple:
-    """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value itself)."""
+    """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value
+    itself)."""
     key = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
@@ -53,7 +55,13 @@ class KernelLaunch:
     """
 
     def __init__(
-        self, kernel: Callable, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
+        self,
+        kernel: Callable,
+        num_programs: int,
+        constants: dict[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
     ) -> None:
         names = list(kernel.arg_names)
         assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"
@@ -66,7 +74,8 @@ class KernelLaunch:
         self._repeated: dict[Hashable, tuple[Callable, tuple]] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:
-        """Launches on the stream of this handle what was launched with ``key`` before; False where that is not known."""
+        """Launches on the stream of this handle what was launched with ``key`` before; False where that is not
+        known."""
         kept = self._repeated.get(key)
         if kept is None:
             return False
@@ -77,7 +86,8 @@ class KernelLaunch:
     def __call__(self, *arguments: Any, stream: torch.cuda.Stream | None = None, key: Hashable = None) -> None:
         """Launches on ``stream`` (default: the current stream of the current device).
 
-        ``key``: says for ``repeat`` what these arguments are; everything that can differ between two calls must be in it.
+        ``key``: says for ``repeat`` what these arguments are; everything that can differ between two calls must be in
+            it.
         """
         specialization = (_current_device(), *_specialization(arguments))  # compiled code is loaded on one device
         compiled = self._compiled.get(specialization)
@@ -106,7 +116,8 @@ class KernelLaunch:
 
     @property
     def identity(self) -> tuple:
-        """Kernel, constants and options: launches with the same one run the same code, but for what Triton specialises on."""
+        """Kernel, constants and options: launches with the same one run the same code, but for what Triton specialises
+        on."""
         return (self._kernel.__name__, *self._constants.items(), *self._options.items())
 
     def _first(self, key: tuple, arguments: tuple, stream: torch.cuda.Stream | None) -> None:
@@ -125,8 +136,9 @@ class KernelLaunch:
 
 @contextmanager
 def compiled_together(device: torch.device) -> Iterator[None]:
-    """What ``KernelLaunch.compile`` is asked for inside is compiled several kernels at a time; at the end all is there, and loaded
-    on ``device``, for which Triton compiles a launcher each (1 s). A kernel that does not compile raises when it is launched."""
+    """What ``KernelLaunch.compile`` is asked for inside is compiled several kernels at a time; at the end all is
+    there, and loaded on ``device``, for which Triton compiles a launcher each (1 s). A kernel that does not compile
+    raises when it is launched."""
     from triton import AsyncCompileMode
 
     def load(future: Any) -> None:
@@ -161,7 +173,8 @@ def _runs_directly(compiled: Any) -> bool:
 
 
 def _direct_call(compiled: Any, arguments: tuple) -> tuple[Callable, tuple] | None:
-    """The launcher behind this Triton's wrappers, and what it takes behind grid and stream; None where they are others.
+    """The launcher behind this Triton's wrappers, and what it takes behind grid and stream; None where they are
+    others.
 
     Descriptors are encoded once, and tensors are given as their addresses: nothing here keeps memory alive.
     """

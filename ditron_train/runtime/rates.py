@@ -37,8 +37,8 @@ class MachineRates:
         return self.gemm_tflops * 1e6
 
 
-# The first is measured (4 GPUs, NVLink); of the others no machine was there: dense bf16 and memory rates of the data sheets
-# times 0.75, links by the same ratio of measured to stated speed. ``python -m ditron_train tune`` measures.
+# The first is measured (4 GPUs, NVLink); of the others no machine was there: dense bf16 and memory rates of the data
+# sheets times 0.75, links by the same ratio of measured to stated speed. ``python -m ditron_train tune`` measures.
 _HOPPER = MachineRates(
     gemm_tflops=750, link_gbps=370, nccl_gbps=288, nccl_latency_us=16, memory_gbps=3600, push_sm_gbps=42
 )

@@ -1,8 +1,9 @@
-"""The last calls of every rank, kept where the death of the process cannot take them: for ``python -m ditron_train postmortem``.
+"""The last calls of every rank, kept where the death of the process cannot take them: for ``python -m ditron_train
+postmortem``.
 
-Each rank writes one record for each op it calls into a ring in a file that it has mapped: some 0.6 us, no system call. What
-is written stays, whatever ends the process: an error, a signal, ``kill -9``. At a normal end a file in the default
-folder is removed. See ``DITRON_POSTMORTEM``.
+Each rank writes one record for each op it calls into a ring in a file that it has mapped: some 0.6 us, no system call.
+What is written stays, whatever ends the process: an error, a signal, ``kill -9``. At a normal end a file in the
+default folder is removed. See ``DITRON_POSTMORTEM``.
 """
 
 from __future__ import annotations
@@ -28,23 +29,14 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 
-__all__ = [
-    "CAPACITY",
-    "FILE_PATTERN",
-    "HEADER_BYTES",
-    "MAGIC",
-    "SLOT",
-    "OpRecords",
-    "note_error",
-    "records_of",
-]
+__all__ = ["CAPACITY", "FILE_PATTERN", "HEADER_BYTES", "MAGIC", "SLOT", "OpRecords", "note_error", "records_of"]
 
 CAPACITY = 1000
 MAGIC = b"ditron_train records 1\n"
 HEADER_BYTES = 1 << 15
 FILE_PATTERN = "rank*.records"
-#: Position in the whole run (from 1; 0: empty), number within the group among calls that are compared or among those that are not
-#: (from 1), time in ns, group, compared, text.
+#: Position in the whole run (from 1; 0: empty), number within the group among calls that are compared or among those
+#: that are not (from 1), time in ns, group, compared, text.
 SLOT = struct.Struct("<QQQHB133s")
 
 _TEXT_BYTES = 133
@@ -65,7 +57,9 @@ class _Ring:
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             with open(partial, "w+b") as file:  # a new file: of an earlier run's, another process may hold a map
-                os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + CAPACITY * SLOT.size)  # a full disk: here, not by SIGBUS later
+                os.posix_fallocate(
+                    file.fileno(), 0, HEADER_BYTES + CAPACITY * SLOT.size
+                )  # a full disk: here, not by SIGBUS later
                 self.memory = mmap.mmap(file.fileno(), 0)
             os.replace(partial, self.path)
         except OSError:
@@ -136,7 +130,10 @@ class OpRecords:
     def __init__(self, ring: _Ring | None, group_id: int) -> None:
         self._ring = ring
         self._group_id = group_id
-        self._numbers = (itertools.count(1), itertools.count(1))  # own calls, of which ranks make different ones, and compared ones
+        self._numbers = (
+            itertools.count(1),
+            itertools.count(1),
+        )  # own calls, of which ranks make different ones, and compared ones
         self._texts: dict[tuple, bytes] = {}
 
     def record(self, op: str, *details: Hashable) -> None:
@@ -183,7 +180,11 @@ def _rank() -> int:
 def _world_size() -> int:
     import torch.distributed as dist
 
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    return (
+        dist.get_world_size()
+        if dist.is_available() and dist.is_initialized()
+        else int(os.environ.get("WORLD_SIZE", 1))
+    )
 
 
 def _spans(ranks: Sequence[int]) -> list[Any]:

@@ -49,7 +49,8 @@ def _some_of(*choices: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def _number(kind: Callable[[str], Any], allowed: Callable[[Any], bool], words: str) -> Callable[[str], Any]:
-    """Parses a number of a ``kind`` (``float`` or ``int``); what is none gets the same ``words`` as one that is not allowed."""
+    """Parses a number of a ``kind`` (``float`` or ``int``); what is none gets the same ``words`` as one that is not
+    allowed."""
 
     def parse(text: str) -> Any:
         with suppress(ValueError):
@@ -263,7 +264,8 @@ def get_settings() -> Settings:
 
 
 def unknown_variables(names: Iterable[str] | None = None) -> list[str]:
-    """``DITRON_*`` variables (of ``names``, else of the environment) that no setting reads: most likely misspelt ones."""
+    """``DITRON_*`` variables (of ``names``, else of the environment) that no setting reads: most likely misspelt
+    ones."""
     known = {setting.variable for setting in SETTINGS}
     names = os.environ if names is None else names
     return sorted(n for n in names if n.startswith("DITRON_") and n not in known and not n.startswith("DITRON_TEST_"))

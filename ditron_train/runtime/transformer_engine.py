@@ -20,8 +20,8 @@ def _takes_quantizers(function: Callable[..., Any]) -> bool:
 def grouped_gemm(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], out: list[torch.Tensor], dtype: torch.dtype, **options: Any
 ) -> None:
-    """``general_grouped_gemm`` without quantization, as ``GroupedLinear`` calls it: from 2.11 on it wants a quantizer for each
-    GEMM between ``out`` and the type.
+    """``general_grouped_gemm`` without quantization, as ``GroupedLinear`` calls it: from 2.11 on it wants a quantizer
+    for each GEMM between ``out`` and the type.
 
     Args:
         a: Weights (for weight gradients: inputs), one for each expert.

@@ -5,8 +5,8 @@ One readable JSON file a device, written by ``python -m ditron_train tune``:
     {"format": ..., "device": "NVIDIA H200", "made_with": {...}, "rates": {...},
      "choices": {"4 ranks": {"ag_gemm nt": {"8192x3072x4096": {"tile": "128x256x64", ...}}}}}
 
-What an entry's fields mean is for the op's room to say (``tp.tuning``). A shape class is the GEMM's m, n and k as one rank
-sees them, each rounded up to the next 2^i or 3 * 2^(i - 1).
+What an entry's fields mean is for the op's room to say (``tp.tuning``). A shape class is the GEMM's m, n and k as one
+rank sees them, each rounded up to the next 2^i or 3 * 2^(i - 1).
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from ditron_train.runtime.files import replace_file
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["TuningTable", "active_table", "check_table", "forget_tables", "named_table", "read_table", "shape_class", "shipped_name"]
+__all__ = [
+    "TuningTable",
+    "active_table",
+    "check_table",
+    "forget_tables",
+    "named_table",
+    "read_table",
+    "shape_class",
+    "shipped_name",
+]
 
 _FORMAT = "ditron_train tuning 1"
 
@@ -73,7 +82,8 @@ class TuningTable:
             blocks = []
             for op, shapes in sorted(ops.items()):
                 lines = [
-                    f'    "{shape}": {json.dumps(entry)}' for shape, entry in sorted(shapes.items(), key=lambda i: _sizes(i[0]))
+                    f'    "{shape}": {json.dumps(entry)}'
+                    for shape, entry in sorted(shapes.items(), key=lambda i: _sizes(i[0]))
                 ]
                 blocks.append(f'   "{op}": {{\n' + ",\n".join(lines) + "\n   }")
             sections.append(f'  "{ranks}": {{\n' + ",\n".join(blocks) + "\n  }")
@@ -116,7 +126,9 @@ def _parse(text: str, name: str) -> TuningTable:
             raise TypeError
         return TuningTable(content["device"], content["made_with"], rates and MachineRates(**rates), choices)
     except (KeyError, TypeError, AttributeError):
-        raise SettingError(f"the tuning table {name} cannot be read: make it anew with python -m ditron_train tune") from None
+        raise SettingError(
+            f"the tuning table {name} cannot be read: make it anew with python -m ditron_train tune"
+        ) from None
 
 
 def _is_rate(value: object) -> bool:
@@ -127,7 +139,9 @@ def _read(path: Path) -> TuningTable:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"cannot read the tuning table {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise SettingError(
+            f"cannot read the tuning table {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return _parse(text, str(path))
 
 
@@ -139,7 +153,9 @@ def read_table(path: Path, device: str) -> TuningTable:
     """
     table = _read(path)
     if table.device != device:
-        raise SettingError(f"the tuning table {path} was made on {table.device}, this is {device}: make one here, or name another")
+        raise SettingError(
+            f"the tuning table {path} was made on {table.device}, this is {device}: make one here, or name another"
+        )
     return table
 
 

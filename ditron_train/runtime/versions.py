@@ -1,7 +1,7 @@
 """The versions that this package works with, stated once.
 
-``SUPPORTED`` is read by the packaging (``setup.py`` makes the dependencies from it), by ``check_versions()`` at run time
-and by ``python -m ditron_train doctor``. Nothing but the standard library is imported at module level, so that
+``SUPPORTED`` is read by the packaging (``setup.py`` makes the dependencies from it), by ``check_versions()`` at run
+time and by ``python -m ditron_train doctor``. Nothing but the standard library is imported at module level, so that
 ``setup.py`` can run this file before anything is installed.
 """
 
@@ -50,8 +50,17 @@ class Supported(NamedTuple):
 
 SUPPORTED: tuple[Supported, ...] = (
     Supported("python", ">=3.10,<3.13", True, "", (), "3.11 and 3.12 are tested; the code parses on 3.10"),
-    Supported("torch", ">=2.11,<2.14", True, "torch", ("torch",), "symmetric memory as of 2.11; 2.13 is the newest one tried"),
-    Supported("triton", ">=3.6,<3.7", True, "triton", ("triton",), "memory order of the kernels was checked in the code of 3.6"),
+    Supported(
+        "torch", ">=2.11,<2.14", True, "torch", ("torch",), "symmetric memory as of 2.11; 2.13 is the newest one tried"
+    ),
+    Supported(
+        "triton",
+        ">=3.6,<3.7",
+        True,
+        "triton",
+        ("triton",),
+        "memory order of the kernels was checked in the code of 3.6",
+    ),
     Supported(
         "numpy",
         ">=1.26,<3",
@@ -61,7 +70,9 @@ SUPPORTED: tuple[Supported, ...] = (
         "without a GPU below 2.4, which breaks range() in Triton 3.6's interpreter",
         interpreted=">=1.26,<2.4",
     ),
-    Supported("megatron-core", ">=0.16.1,<0.17", False, "megatron.core", ("megatron-core",), "0.16.1 is the reference"),
+    Supported(
+        "megatron-core", ">=0.16.1,<0.17", False, "megatron.core", ("megatron-core",), "0.16.1 is the reference"
+    ),
     Supported("nvshmem4py", ">=0.4,<0.5", False, "nvshmem", ("nvshmem4py-cu13", "nvshmem4py-cu12"), "0.4.1 was tried"),
     Supported(
         "nvidia-nvshmem",
@@ -103,8 +114,8 @@ def find_versions() -> dict[str, str | None]:
 
 
 def is_supported(entry: Supported, version: str, specifier: str | None = None) -> bool:
-    """Whether ``version`` lies in the range of ``entry`` that holds here, or in ``specifier``; a local part such as ``+cu130`` does
-    not matter."""
+    """Whether ``version`` lies in the range of ``entry`` that holds here, or in ``specifier``; a local part such as
+    ``+cu130`` does not matter."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
@@ -121,7 +132,8 @@ def specifier_here(entry: Supported) -> str:
 
 
 def pip_command(name: str, specifier: str | None = None) -> str:
-    """How ``name`` is installed: one of ``SUPPORTED``, in the range that holds here (or ``specifier``), or what pip calls it."""
+    """How ``name`` is installed: one of ``SUPPORTED``, in the range that holds here (or ``specifier``), or what pip
+    calls it."""
     entry = next((entry for entry in SUPPORTED if entry.name == name), None)
     if entry is None:
         return f"pip install {name}"
@@ -146,7 +158,9 @@ def version_problems(versions: dict[str, str | None] | None = None) -> list[str]
             continue
         if not is_supported(entry, version):
             fix = f"; {pip_command(entry.name)}" if entry.distributions else ""
-            problems.append(f"{entry.name} {version} is outside the supported range {specifier_here(entry)} ({entry.why}){fix}")
+            problems.append(
+                f"{entry.name} {version} is outside the supported range {specifier_here(entry)} ({entry.why}){fix}"
+            )
     return problems
 
 

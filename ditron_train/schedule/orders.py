@@ -9,8 +9,8 @@ tile that straddles ranks comes after all whole tiles of the last of them.
 Scatter mode (results leave): rows of the farthest rank first, own rows last; a tile that straddles ranks comes before
 all whole tiles of the first of them, since several ranks wait for it.
 
-Several nodes: node ``n`` holds ranks ``n * ranks_per_node`` up to ``(n + 1) * ranks_per_node``. Gather starts in the own
-node, scatter in the next one. Inside another node, gather starts with the rank of the same local index, since data
+Several nodes: node ``n`` holds ranks ``n * ranks_per_node`` up to ``(n + 1) * ranks_per_node``. Gather starts in the
+own node, scatter in the next one. Inside another node, gather starts with the rank of the same local index, since data
 crosses nodes between equal local indices and is forwarded to neighbours from there.
 
 The order of a whole shape is a small int32 table which a kernel loads (``ordered_tile``); for row counts that divide
@@ -90,11 +90,12 @@ def delivery_order(rank: int, world_size: int, ranks_per_node: int | None = None
 def chunk_order(rank: int, world_size: int, mode: ChunkMode, ranks_per_node: int | None = None) -> np.ndarray:
     """The order in which ``rank`` moves chunks so that they arrive in the order in which they are consumed.
 
-    * ``gather_push``: destinations of the own chunk. A consumer wants the ranks after it first, so rank - 1 comes first.
+    * ``gather_push``: destinations of the own chunk. A consumer wants the ranks after it first, so rank - 1 comes
+    first.
     * ``gather_pull``: sources, in the own order of consumption.
     * ``scatter_push``: destinations of results, in the order in which they are computed.
-    * ``sum_push``: destinations of partial sums. NCCL's ring order, in which they are added up, begins with the rank after the
-      owner, so rank - 1 comes first, as for ``gather_push``.
+    * ``sum_push``: destinations of partial sums. NCCL's ring order, in which they are added up, begins with the rank
+      after the owner, so rank - 1 comes first, as for ``gather_push``.
 
     Returns:
         int32 [world_size - 1], every rank but the own one.
@@ -143,7 +144,8 @@ def row_tile_owners(row_starts: Sequence[int] | np.ndarray, block_m: int) -> tup
     num_rows = int(starts[-1])
     first_row = np.arange(0, num_rows, block_m)
     last_row = np.minimum(first_row + block_m, num_rows) - 1
-    # side="right" skips the empty ranks in front of the owner: the owner is the last rank that starts at or before the row
+    # side="right" skips the empty ranks in front of the owner: the owner is the last rank that starts at or before the
+    # row
     first = np.searchsorted(starts, first_row, side="right") - 1
     last = np.searchsorted(starts, last_row, side="right") - 1
     return first.astype(np.int32), last.astype(np.int32)
@@ -152,7 +154,8 @@ def row_tile_owners(row_starts: Sequence[int] | np.ndarray, block_m: int) -> tup
 def _positions_of_owners(
     row_starts: Sequence[int] | np.ndarray, block_m: int, order: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each row tile: earliest and latest position in ``order`` of the ranks with rows in it, and whether it straddles."""
+    """For each row tile: earliest and latest position in ``order`` of the ranks with rows in it, and whether it
+    straddles."""
     starts = _checked_row_starts(row_starts, block_m)
     if starts.size - 1 != order.size:
         raise ValueError(f"row_starts is for {starts.size - 1} ranks, the group has {order.size}")
@@ -168,11 +171,7 @@ def _positions_of_owners(
 
 
 def gather_row_tile_order(
-    row_starts: Sequence[int] | np.ndarray,
-    block_m: int,
-    rank: int,
-    world_size: int,
-    ranks_per_node: int | None = None,
+    row_starts: Sequence[int] | np.ndarray, block_m: int, rank: int, world_size: int, ranks_per_node: int | None = None
 ) -> np.ndarray:
     """Row tiles in gather mode: own rows, then as data arrives; straddling tiles after whole tiles of their last rank.
 
@@ -188,13 +187,10 @@ def gather_row_tile_order(
 
 
 def scatter_row_tile_order(
-    row_starts: Sequence[int] | np.ndarray,
-    block_m: int,
-    rank: int,
-    world_size: int,
-    ranks_per_node: int | None = None,
+    row_starts: Sequence[int] | np.ndarray, block_m: int, rank: int, world_size: int, ranks_per_node: int | None = None
 ) -> np.ndarray:
-    """Row tiles in scatter mode: farthest rank first, own rows last; straddling tiles before whole tiles of their first rank.
+    """Row tiles in scatter mode: farthest rank first, own rows last; straddling tiles before whole tiles of their
+    first rank.
 
     Returns:
         int32 [ceil(M / block_m)], a permutation: entry ``slot`` is the row tile to compute in that slot.
@@ -212,8 +208,8 @@ def grouped_tile_order(
 ) -> np.ndarray:
     """All tiles in the order in which programs take them: ``group_m`` slots of rows at a time, column by column.
 
-    A wave of programs then shares few rows of both operands, which stay in L2. Groups are made over slots, not rows, so
-    a reordering by ``row_order`` (one of the two functions above) keeps that reuse.
+    A wave of programs then shares few rows of both operands, which stay in L2. Groups are made over slots, not rows,
+    so a reordering by ``row_order`` (one of the two functions above) keeps that reuse.
 
     Returns:
         int32 [num_tiles_m * num_tiles_n, 2] of (row tile, column tile).
@@ -231,8 +227,8 @@ def grouped_tile_order(
 def lower_triangle_tile_order(size: int, block_m: int, block_n: int, group_m: int) -> np.ndarray:
     """Tiles of a symmetric [size, size] result that touch its lower triangle, in an order that is kind to L2.
 
-    ``group_m`` row tiles are walked together, column by column, as in ``grouped_tile_order``: both operands are the same
-    matrix, so a wave of programs shares the panels of few rows and few columns.
+    ``group_m`` row tiles are walked together, column by column, as in ``grouped_tile_order``: both operands are the
+    same matrix, so a wave of programs shares the panels of few rows and few columns.
 
     Returns:
         int32 [num_tiles, 2] of (row tile, column tile).

@@ -32,7 +32,13 @@ def ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M: tl.const
 
 @triton.jit
 def gather_tile(
-    tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr, GROUP_M: tl.constexpr
+    tile_id,
+    rank,
+    num_tiles_m,
+    num_tiles_n,
+    WORLD_SIZE: tl.constexpr,
+    RANKS_PER_NODE: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """Gather order without a table, where every rank owns the same whole number of row tiles.
 
@@ -51,7 +57,13 @@ def gather_tile(
 
 @triton.jit
 def scatter_tile(
-    tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr, GROUP_M: tl.constexpr
+    tile_id,
+    rank,
+    num_tiles_m,
+    num_tiles_n,
+    WORLD_SIZE: tl.constexpr,
+    RANKS_PER_NODE: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """Scatter order without a table, where every rank owns the same whole number of row tiles.
 

@@ -1,4 +1,5 @@
-"""Floor 3: Ulysses sequence parallelism (Megatron's context parallelism with ``a2a``), its projections fused with its exchanges."""
+"""Floor 3: Ulysses sequence parallelism (Megatron's context parallelism with ``a2a``), its projections fused with its
+exchanges."""
 
 from ditron_train.sp.context import SPContext, get_context
 from ditron_train.sp.functions import (

@@ -16,9 +16,9 @@ __all__ = ["SPContext", "get_context"]
 class SPContext(OpContext):
     """Buffers and channels of one sequence parallel (Megatron: context parallel) group; collective to make.
 
-    All layers share three buffers: ``to_heads`` (what an exchange sends to the attention), ``staged`` (the same where a GEMM
-    makes it) and ``to_sequence`` (what the output projection multiplies, or the projected q, k, v's gradient). What ops return
-    lies outside of them.
+    All layers share three buffers: ``to_heads`` (what an exchange sends to the attention), ``staged`` (the same where
+    a GEMM makes it) and ``to_sequence`` (what the output projection multiplies, or the projected q, k, v's gradient).
+    What ops return lies outside of them.
 
     Args:
         group: The process group (``None``: WORLD).
@@ -26,13 +26,26 @@ class SPContext(OpContext):
         first_epoch: For tests of the epoch's wrap.
 
     Attributes:
-        by_arrival: Whether an A2A-GEMM adds up what the ranks sent in the order of their arrival (``DITRON_SP_ORDER``).
+        by_arrival: Whether an A2A-GEMM adds up what the ranks sent in the order of their arrival
+            (``DITRON_SP_ORDER``).
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
         super().__init__(group, device, first_epoch=first_epoch)
         self.by_arrival = _adds_by_arrival()
-        fields = ("operation", "rows", "groups", "width0", "width1", "width2", "k", "dtype", "block_m", "block_n", "packed")
+        fields = (
+            "operation",
+            "rows",
+            "groups",
+            "width0",
+            "width1",
+            "width2",
+            "k",
+            "dtype",
+            "block_m",
+            "block_n",
+            "packed",
+        )
         self.heads_channel = self.add_channel("sp.to_heads", self.world_size * 1024, fields)
         self.sequence_channel = self.add_channel("sp.to_sequence", self.world_size * 1024, fields)
 

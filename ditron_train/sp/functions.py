@@ -1,7 +1,7 @@
 """Autograd of Ulysses sequence parallelism.
 
-With P the exchange before attention (local rows, all heads -> all rows, own heads: a permutation over the group), so that
-P^T is the exchange after it:
+With P the exchange before attention (local rows, all heads -> all rows, own heads: a permutation over the group), so
+that P^T is the exchange after it:
 
 =====================  ==========================  =================================  ====================
 ..                     forward                     dgrad                              wgrad
@@ -12,13 +12,14 @@ P^T is the exchange after it:
 ``sequence_exchange``  P^T(o)                      P(do)
 =====================  ==========================  =================================  ====================
 
-An attention that has both projections may leave the output projection's dW to the other one's backward (``late_wgrad``): there it
-hides the exchange of dq, dk and dv, for which nothing else stands ready, and dx is a plain GEMM. dy and P^T(o) live that much
-longer. A whole layer forward + backward, in us (4 H200, 64 heads, 8 groups, 32768 and 16384 tokens, contenders in turn): native
-43971 and 14798, without that 41891 and 13408, with it 41354 and 13369, with no exchange at all 40858 and 13229.
+An attention that has both projections may leave the output projection's dW to the other one's backward
+(``late_wgrad``): there it hides the exchange of dq, dk and dv, for which nothing else stands ready, and dx is a plain
+GEMM. dy and P^T(o) live that much longer. A whole layer forward + backward, in us (4 H200, 64 heads, 8 groups, 32768
+and 16384 tokens, contenders in turn): native 43971 and 14798, without that 41891 and 13408, with it 41354 and 13369,
+with no exchange at all 40858 and 13229.
 
-wgrad is one GEMM over all local rows in order, as native computes it; the bias c is added after the product was rounded,
-and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does.
+wgrad is one GEMM over all local rows in order, as native computes it; the bias c is added after the product was
+rounded, and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ __all__ = [
     "sequence_exchange",
 ]
 
+
 class InputShards(Protocol):
     """How a tensor parallel rank holds the input of its QKV projection: what stands between ``x`` and the GEMM."""
 
@@ -56,7 +58,8 @@ class InputShards(Protocol):
         """Starts to make ``x``'s gradient from that of the whole input; the result waits for it."""
 
 
-#: Takes grad_output [rows, N] and input [rows, K]; returns the weight's gradient [N, K] (None where it kept it itself).
+#: Takes grad_output [rows, N] and input [rows, K]; returns the weight's gradient [N, K] (None where it kept it
+#: itself).
 Wgrad = Callable[[torch.Tensor, torch.Tensor], "torch.Tensor | None"]
 
 
@@ -85,7 +88,8 @@ class LateWgrad:
 
 @eager
 def late_wgrad(weight_qkv: torch.Tensor, weight_out: torch.Tensor) -> LateWgrad | None:
-    """For the two projections of one attention, where both are trained and the gradient takes longer than what it hides."""
+    """For the two projections of one attention, where both are trained and the gradient takes longer than what it
+    hides."""
     if not (torch.is_grad_enabled() and weight_qkv.requires_grad and weight_out.requires_grad):
         return None
     if weight_out.is_cuda and not hides_gather(*weight_out.shape, weight_qkv.shape[0], weight_qkv.element_size()):
@@ -252,8 +256,8 @@ def qkv_projection(
         bias: [world * layout.num_columns], or None.
         row_table: As ``gemm_a2a``.
         wgrad: Computes the weight's gradient; ``grad.T @ x`` where None.
-        shards: How x is held by the ranks of a tensor parallel group; None where this rank has all of it and no other needs its
-            gradient.
+        shards: How x is held by the ranks of a tensor parallel group; None where this rank has all of it and no other
+            needs its gradient.
         late: What the output projection of the same attention is given, too: its weight's gradient is computed here.
 
     Returns:
@@ -263,7 +267,9 @@ def qkv_projection(
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
     if bias is not None and bias.shape != (context.world_size * layout.num_columns,):
-        raise NotSupportedError(f"qkv_projection: bias {tuple(bias.shape)} for {context.world_size * layout.num_columns} columns")
+        raise NotSupportedError(
+            f"qkv_projection: bias {tuple(bias.shape)} for {context.world_size * layout.num_columns} columns"
+        )
     late_weight = None if late is None else late.weight
     return _QkvProjection.apply(
         x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, late_weight

@@ -14,11 +14,11 @@ from ditron_train.sp.kernels import next_work, push_item, start_epoch
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
 
 
-# Tried (4 H200, m x n x k a rank 8192 x 10240 x 8192, the GEMM alone 1.76 ms, as this kernel; with the last pulls by 4 SMs 1.88
-# to 1.97 ms, by all of them behind the GEMM 1.84): tiles stored to the peers by the epilogue, whose bursts stall the loop at
-# every tile: 2.03 ms, flattened 2.51 ms; local stores in a loop that is not flattened 2.03 ms; pulls by small programs (4
-# warps, 64 registers) that share all SMs with the GEMM: 1.91 ms, no better than 4 SMs, and the GEMM's programs may find no
-# registers left.
+# Tried (4 H200, m x n x k a rank 8192 x 10240 x 8192, the GEMM alone 1.76 ms, as this kernel; with the last pulls by 4
+# SMs 1.88 to 1.97 ms, by all of them behind the GEMM 1.84): tiles stored to the peers by the epilogue, whose bursts
+# stall the loop at every tile: 2.03 ms, flattened 2.51 ms; local stores in a loop that is not flattened 2.03 ms; pulls
+# by small programs (4 warps, 64 registers) that share all SMs with the GEMM: 1.91 ms, no better than 4 SMs, and the
+# GEMM's programs may find no registers left.
 @triton.jit(do_not_specialize=["M", "slot_rows"])
 def gemm_a2a_kernel(
     a_desc,
@@ -46,11 +46,12 @@ def gemm_a2a_kernel(
 ):
     """Own slot[d] [M, N] = A [M, K] @ B[:, d * columns_per_rank :][:, :N], for every rank d; persistent.
 
-    Rank d pulls its slot. Order: all tiles of rank + 1, then of rank + 2, ..., own ones last, so that at any time every
-    rank is pulled from by another one. Before the first store: the start signals of all ranks, which have then read what
-    the last op left here. A tile is signalled to rank d one tile later, when its asynchronous stores are complete
-    (``bulk_store_wait``), by a release after a block barrier; tiles and K blocks are one flattened, pipelined loop all the
-    same (``dl.notify_stored``). Waits for nothing but start signals, which every rank sends first: all launches make progress.
+    Rank d pulls its slot. Order: all tiles of rank + 1, then of rank + 2, ..., own ones last, so that at any time
+    every rank is pulled from by another one. Before the first store: the start signals of all ranks, which have then
+    read what the last op left here. A tile is signalled to rank d one tile later, when its asynchronous stores are
+    complete (``bulk_store_wait``), by a release after a block barrier; tiles and K blocks are one flattened, pipelined
+    loop all the same (``dl.notify_stored``). Waits for nothing but start signals, which every rank sends first: all
+    launches make progress.
     """
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)
@@ -65,7 +66,9 @@ def gemm_a2a_kernel(
         tile_m, tile_n = grouped_tile(tile_id % tiles_per_rank, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = tile_product(a_desc, b_desc, row, peer * columns_per_rank + col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        acc = tile_product(
+            a_desc, b_desc, row, peer * columns_per_rank + col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B
+        )
         if pending != 0:
             dl.notify_stored(pending, epoch, True, TARGET)
         else:
@@ -120,12 +123,15 @@ def _push_drawn(
 
 @triton.jit
 def _deal(num_tiles, num_early_tiles, num_push):
-    """A program's early turns and how their tiles are counted (first, step), its first late tile and the number of all turns."""
+    """A program's early turns and how their tiles are counted (first, step), its first late tile and the number of all
+    turns."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     num_early = num_programs - num_push
     first_early = program - num_push
-    early_turns = tl.where(first_early >= 0, tl.cdiv(tl.maximum(num_early_tiles - first_early, 0), tl.maximum(num_early, 1)), 0)
+    early_turns = tl.where(
+        first_early >= 0, tl.cdiv(tl.maximum(num_early_tiles - first_early, 0), tl.maximum(num_early, 1)), 0
+    )
     first_late = num_early_tiles + program
     num_turns = early_turns + tl.cdiv(tl.maximum(num_tiles - first_late, 0), num_programs)
     return early_turns, first_early, num_early, first_late, num_turns
@@ -136,8 +142,11 @@ def _place_of_turn(
     turn, early_turns, first_early, num_early, first_late, num_programs, num_tiles_m, num_tiles_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """First row and column of a program's tile in its turn ``turn``: see ``a2a_gemm_kernel``; twin: ``tuning.tiles_of_program``."""
-    tile_id = tl.where(turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs)
+    """First row and column of a program's tile in its turn ``turn``: see ``a2a_gemm_kernel``; twin:
+    ``tuning.tiles_of_program``."""
+    tile_id = tl.where(
+        turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs
+    )
     tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
     return tile_m * BLOCK_M, tile_n * BLOCK_N
 
@@ -147,8 +156,8 @@ def _add_by_arrival(
     acc, a_desc, b_desc, row, col, first_k_tile, last_k_tile, k_tiles_per_rank, rank,
     BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """``tile_product``'s sum, continued, over K blocks counted in the order in which sources send to this rank: rank - 1, rank - 2,
-    ..., own; each source's in ascending order."""
+    """``tile_product``'s sum, continued, over K blocks counted in the order in which sources send to this rank: rank -
+    1, rank - 2, ..., own; each source's in ascending order."""
     for k_tile in range(first_k_tile, last_k_tile):
         source = (rank + 2 * WORLD_SIZE - 1 - k_tile // k_tiles_per_rank) % WORLD_SIZE
         k = (source * k_tiles_per_rank + k_tile % k_tiles_per_rank) * BLOCK_K
@@ -164,8 +173,8 @@ def _product_of_granule(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr,
     WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, BY_ARRIVAL: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """A tile's product, behind waits (acquire, then a fence for the descriptor loads) for the flags of all sources of its granule;
-    BY_ARRIVAL: for each source's before its columns are multiplied."""
+    """A tile's product, behind waits (acquire, then a fence for the descriptor loads) for the flags of all sources of
+    its granule; BY_ARRIVAL: for each source's before its columns are multiplied."""
     if BY_ARRIVAL:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         k_tiles_per_rank = num_k_tiles // WORLD_SIZE
@@ -193,7 +202,8 @@ def _multiply_arriving(
     TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, GRANULE_ROWS: tl.constexpr,
     WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, BY_ARRIVAL: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Takes turns, each behind a wait for its granule, until all granules of all ranks were seen; returns the next turn."""
+    """Takes turns, each behind a wait for its granule, until all granules of all ranks were seen; returns the next
+    turn."""
     turn = tl.cast(0, tl.int32)
     behind = tl.cast(1, tl.int32)
     while (turn < num_turns) & (behind > 0):
@@ -213,15 +223,15 @@ def _multiply_arriving(
     return turn
 
 
-# Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.43 to 1.48 ms, this kernel 1.60 to 1.62): a push kernel
-# beside the GEMM, with SMs of its own to the end, 1.68 ms, and with less room than it needs, ranks that wait for one another;
-# a push by small programs (4 warps, 64 registers) that share SMs with the GEMM's: they can take the registers that a program
-# of the GEMM needs, and then ranks hang; the copy of what arrived by the pushing programs, 1.81 to 2.37 ms (a program of 8
-# warps moves 13 GB/s, of 32 warps 45): it is made behind the GEMM. A push by copy engines, one 2-D copy (4 KB rows, 200 GB/s
-# a rank while all send; 80 GB/s at 256 B) for each peer and 1, 2, 4 or 8 granules of a half, bits equal: 1613, 1558, 1534 and
-# 1588 us at m = 8192 where this kernel took 1618 to 1757 us in the same run; at m = 4096 841, 809, 858 and 940 against 813 to
-# 822; at 32768 x 2048 x 2048 565 at best against 519 to 544. It takes 32 driver calls, fits one part without a table only,
-# and is not worth a second way yet.
+# Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.43 to 1.48 ms, this kernel 1.60 to 1.62): a push
+# kernel beside the GEMM, with SMs of its own to the end, 1.68 ms, and with less room than it needs, ranks that wait
+# for one another; a push by small programs (4 warps, 64 registers) that share SMs with the GEMM's: they can take the
+# registers that a program of the GEMM needs, and then ranks hang; the copy of what arrived by the pushing programs,
+# 1.81 to 2.37 ms (a program of 8 warps moves 13 GB/s, of 32 warps 45): it is made behind the GEMM. A push by copy
+# engines, one 2-D copy (4 KB rows, 200 GB/s a rank while all send; 80 GB/s at 256 B) for each peer and 1, 2, 4 or 8
+# granules of a half, bits equal: 1613, 1558, 1534 and 1588 us at m = 8192 where this kernel took 1618 to 1757 us in
+# the same run; at m = 4096 841, 809, 858 and 940 against 813 to 822; at 32768 x 2048 x 2048 565 at best against 519 to
+# 544. It takes 32 driver calls, fits one part without a table only, and is not worth a second way yet.
 @triton.jit(do_not_specialize=["num_push", "num_early_tiles"])
 def a2a_gemm_kernel(
     a_desc, b_desc, c_desc, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, signals_ptr,
@@ -235,21 +245,22 @@ def a2a_gemm_kernel(
     HAS_TABLE: tl.constexpr, BY_ARRIVAL: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
-    """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it arrived.
+    """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it
+    arrived.
 
-    The first ``num_push`` programs push this rank's share to every rank (``push_item``) before they multiply. They draw
-    their work from a counter (ticket slots 2 and 3 by epoch parity; the other one is reset for the next launch), so those
-    that run do it all; and programs start in their order: no program waits for one that finds no SM, because another
-    stream's kernel holds it.
+    The first ``num_push`` programs push this rank's share to every rank (``push_item``) before they multiply. They
+    draw their work from a counter (ticket slots 2 and 3 by epoch parity; the other one is reset for the next launch),
+    so those that run do it all; and programs start in their order: no program waits for one that finds no SM, because
+    another stream's kernel holds it.
 
-    The sums run over K in order, so a tile needs every source. It waits for the flags of its granule, which is one row tile
-    or several. BY_ARRIVAL changes bits: sums run over the sources in the order in which they send to this rank, a fixed
-    one, and a tile waits for one source at a time; a source's columns have to be whole K blocks. Once a program has seen
-    that everything is there, it goes on without waits, in one flattened loop of tiles and K blocks: there the loads of a
-    tile run under the stores of the one before.
+    The sums run over K in order, so a tile needs every source. It waits for the flags of its granule, which is one row
+    tile or several. BY_ARRIVAL changes bits: sums run over the sources in the order in which they send to this rank, a
+    fixed one, and a tile waits for one source at a time; a source's columns have to be whole K blocks. Once a program
+    has seen that everything is there, it goes on without waits, in one flattened loop of tiles and K blocks: there the
+    loads of a tile run under the stores of the one before.
 
-    The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push takes its
-    SMs for as long as it lasts.
+    The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push
+    takes its SMs for as long as it lasts.
     """
     epoch = dl.next_epoch(tickets_ptr)
     dl.next_epoch(tickets_ptr + 1)  # the exchange's receiving kernel counts there: in step
@@ -267,7 +278,9 @@ def a2a_gemm_kernel(
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
-    early_turns, first_early, num_early, first_late, num_turns = _deal(num_tiles_m * num_tiles_n, num_early_tiles, num_push)
+    early_turns, first_early, num_early, first_late, num_turns = _deal(
+        num_tiles_m * num_tiles_n, num_early_tiles, num_push
+    )
     turn = _multiply_arriving(
         a_desc, b_desc, c_desc, signals_ptr, control_ptr, epoch, rank, num_granules,
         early_turns, first_early, num_early, first_late, num_turns, num_tiles_m, num_tiles_n, num_k_tiles,

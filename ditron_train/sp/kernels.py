@@ -1,17 +1,18 @@
 """Kernels of Ulysses sequence parallelism that move data (those that multiply: ``gemm_kernels``).
 
-Rows are (position, batch) pairs. Rank r of a group of W holds two of the 2 W chunks of the sequence (or of each of several
-packed ones), r and 2 W - 1 - r: its rows before attention ("local rows"); around attention it holds all positions, in order
-("global rows"), of its heads.
+Rows are (position, batch) pairs. Rank r of a group of W holds two of the 2 W chunks of the sequence (or of each of
+several packed ones), r and 2 W - 1 - r: its rows before attention ("local rows"); around attention it holds all
+positions, in order ("global rows"), of its heads.
 Columns of one rank's heads: ``num_groups`` groups, each with one slice of every part (q, k, v; or one part).
 
-Three single buffers a rank: ``to_heads`` [W * slot_rows, columns] (slot: source rank, its local rows), ``staged`` of the same
-shape (slot: destination rank), which the peers read, and ``to_sequence`` [local rows, W * columns] (what the projection
-multiplies). A rank writes into a peer's buffer, or over what a peer has read, only after the peer's start signal of this
-epoch (``dl.announce``: everything that its stream had before is done). Arrival is told by flags that hold the epoch, one for
-each (source rank, granule of rows) or (source rank, tile).
+Three single buffers a rank: ``to_heads`` [W * slot_rows, columns] (slot: source rank, its local rows), ``staged`` of
+the same shape (slot: destination rank), which the peers read, and ``to_sequence`` [local rows, W * columns] (what the
+projection multiplies). A rank writes into a peer's buffer, or over what a peer has read, only after the peer's start
+signal of this epoch (``dl.announce``: everything that its stream had before is done). Arrival is told by flags that
+hold the epoch, one for each (source rank, granule of rows) or (source rank, tile).
 
-Ticket roles of a channel: 0 for the kernel that sends, 1 for the kernel that waits; 2 and 3 count work, by epoch parity.
+Ticket roles of a channel: 0 for the kernel that sends, 1 for the kernel that waits; 2 and 3 count work, by epoch
+parity.
 """
 
 import triton
@@ -19,21 +20,15 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = [
-    "arrived_kernel",
-    "next_work",
-    "push_item",
-    "push_kernel",
-    "receive_kernel",
-    "start_epoch",
-]
+__all__ = ["arrived_kernel", "next_work", "push_item", "push_kernel", "receive_kernel", "start_epoch"]
 
 
 @triton.jit
 def start_epoch(
     ready_addresses, signature_ptr, tickets_ptr, epoch, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
 ):
-    """The first program sends this rank's start signals and clears the counter on which the next launch counts its work."""
+    """The first program sends this rank's start signals and clears the counter on which the next launch counts its
+    work."""
     if tl.program_id(0) == 0:
         dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
         tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
@@ -65,7 +60,8 @@ def _copy_columns(
     BLOCK_G: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """For every group: ``width`` columns of a block of rows; the pointers are [ROWS] and point at column 0 of the part.
+    """For every group: ``width`` columns of a block of rows; the pointers are [ROWS] and point at column 0 of the
+    part.
 
     BLOCK_G groups at a time where they are narrow: what one program has in flight decides its rate.
     """
@@ -84,12 +80,17 @@ def _copy_part(
     part_ptr, buffer_ptr, first_col, rows, rows_mask, part_groups, first_group, num_groups, width, group_stride,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, INTO_PART: tl.constexpr,
 ):  # fmt: skip
-    """Between ``rows`` of a part, [rows, part_groups * width], and its columns, from ``first_col``, of rows of a buffer."""
+    """Between ``rows`` of a part, [rows, part_groups * width], and its columns, from ``first_col``, of rows of a
+    buffer."""
     part = part_ptr + rows * (part_groups * width) + first_group * width
     if INTO_PART:
-        _copy_columns(part, buffer_ptr + first_col, rows_mask, num_groups, width, width, group_stride, BLOCK_G, BLOCK_W)
+        _copy_columns(
+            part, buffer_ptr + first_col, rows_mask, num_groups, width, width, group_stride, BLOCK_G, BLOCK_W
+        )
     else:
-        _copy_columns(buffer_ptr + first_col, part, rows_mask, num_groups, width, group_stride, width, BLOCK_G, BLOCK_W)
+        _copy_columns(
+            buffer_ptr + first_col, part, rows_mask, num_groups, width, group_stride, width, BLOCK_G, BLOCK_W
+        )
 
 
 @triton.jit
@@ -201,15 +202,16 @@ def receive_kernel(
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """Takes the parts apart that arrive in this rank's buffer (``push_kernel``'s inverse), or, with PULL, in the peers'.
+    """Takes the parts apart that arrive in this rank's buffer (``push_kernel``'s inverse), or, with PULL, in the
+    peers'.
 
-    It runs beside the kernel that sends, on SMs that one leaves free. With PULL the work is drawn from a counter (ticket slot 2
-    or 3 by epoch parity; the sender resets the other one), so that a second launch on all SMs BEHIND the sender can join in
-    for what is left: the few SMs beside a GEMM of 0.9 ms were 0.12 ms behind it.
+    It runs beside the kernel that sends, on SMs that one leaves free. With PULL the work is drawn from a counter
+    (ticket slot 2 or 3 by epoch parity; the sender resets the other one), so that a second launch on all SMs BEHIND
+    the sender can join in for what is left: the few SMs beside a GEMM of 0.9 ms were 0.12 ms behind it.
 
-    TO_HEADS: part [W * M, num_groups * width], global rows of own heads, from the slots (with PULL each source's slot of
-    this rank, in its own memory). Else: part [M, W * num_groups * width], local rows of all heads, from the columns of the
-    sources.
+    TO_HEADS: part [W * M, num_groups * width], global rows of own heads, from the slots (with PULL each source's slot
+    of this rank, in its own memory). Else: part [M, W * num_groups * width], local rows of all heads, from the columns
+    of the sources.
 
     Waits (acquire), for every block of ROWS rows of one source, for the ``flags_per_granule <= FLAGS`` flags of its
     granule. Sources in the order rank - 1, rank - 2, ..., own: those that send to this rank first come first.
@@ -233,7 +235,8 @@ def receive_kernel(
 def arrived_kernel(
     signals_ptr, tickets_ptr, control_ptr, num_granules, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
 ):
-    """One program behind a push whose rows are read where they arrive: waits (acquire) for all granules of all sources.
+    """One program behind a push whose rows are read where they arrive: waits (acquire) for all granules of all
+    sources.
 
     What follows on the stream reads them plainly.
     """
@@ -315,13 +318,14 @@ def push_kernel(
 ):
     """Pushes to every rank its share of the parts, granule by granule of M local rows.
 
-    TO_HEADS: the parts hold local rows of all heads, [M, W * num_groups * width]; rank d gets its groups of every row, in
-    slot ``rank``. Else: they hold global rows of this rank's heads, [W * M, num_groups * width]; rank d gets the rows of
-    its two chunks, in its columns ``rank * num_groups * (width0 + width1 + width2)``, since it multiplies them.
+    TO_HEADS: the parts hold local rows of all heads, [M, W * num_groups * width]; rank d gets its groups of every row,
+    in slot ``rank``. Else: they hold global rows of this rank's heads, [W * M, num_groups * width]; rank d gets the
+    rows of its two chunks, in its columns ``rank * num_groups * (width0 + width1 + width2)``, since it multiplies
+    them.
 
-    All ranks send a granule to everybody before the next (a consumer needs it from all sources), starting with rank + 1,
-    so no two send to the same one. Before the first store: all start signals. A granule's flag is released once its rows are
-    stored.
+    All ranks send a granule to everybody before the next (a consumer needs it from all sources), starting with rank +
+    1, so no two send to the same one. Before the first store: all start signals. A granule's flag is released once its
+    rows are stored.
     """
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)

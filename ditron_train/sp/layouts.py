@@ -14,7 +14,8 @@ __all__ = ["HeadsLayout", "chunks_of_rank", "global_rows", "output_layout", "pac
 
 
 def chunks_of_rank(rank: int, world_size: int) -> tuple[int, int]:
-    """The two of the sequence's ``2 * world_size`` chunks that ``rank`` holds: causal attention costs every rank the same."""
+    """The two of the sequence's ``2 * world_size`` chunks that ``rank`` holds: causal attention costs every rank the
+    same."""
     return rank, 2 * world_size - 1 - rank
 
 
@@ -36,12 +37,12 @@ def global_rows(rank: int, world_size: int, num_local_rows: int) -> np.ndarray:
 def packed_rows(cu_seqlens: torch.Tensor, world_size: int, num_local_rows: int) -> torch.Tensor:
     """Row in the whole of each rank's local rows where several sequences are packed one behind the other.
 
-    Each sequence is cut into ``2 * world_size`` chunks, of which a rank holds its two, sequence after sequence. What lies
-    behind the last sequence is one more. No host sync.
+    Each sequence is cut into ``2 * world_size`` chunks, of which a rank holds its two, sequence after sequence. What
+    lies behind the last sequence is one more. No host sync.
 
     Args:
-        cu_seqlens: int [sequences + 1], first row of each sequence in the whole (with padding), every length a multiple of
-            ``2 * world_size``.
+        cu_seqlens: int [sequences + 1], first row of each sequence in the whole (with padding), every length a
+            multiple of ``2 * world_size``.
         world_size: Ranks of the group.
         num_local_rows: Rows of one rank.
 
@@ -65,8 +66,8 @@ def packed_rows(cu_seqlens: torch.Tensor, world_size: int, num_local_rows: int) 
 class HeadsLayout:
     """Columns of the heads that one rank attends with: groups, each with one slice of every part.
 
-    Megatron's mixed QKV is [group: q heads of the group, k head, v head], so with 3 parts this is a column slice of it;
-    an attention output is 1 part. Every rank of a group has the same layout.
+    Megatron's mixed QKV is [group: q heads of the group, k head, v head], so with 3 parts this is a column slice of
+    it; an attention output is 1 part. Every rank of a group has the same layout.
 
     Attributes:
         num_groups: Groups of one rank.

@@ -1,8 +1,9 @@
 """``gemm_a2a``, ``a2a_gemm`` and the exchanges without a GEMM: plain functions on tensors.
 
-They enqueue on the current stream (all but ``a2a_gemm`` on the context's communication stream too), never wait for the device but
-at the first call of a new shape, and give the bits of GEMM, all-to-all and reorder wherever the tile GEMM gives cuBLAS's
-(``gemm.known_bits``): rows and columns are only moved, and every sum runs over all of K in order (but for ``by_arrival``).
+They enqueue on the current stream (all but ``a2a_gemm`` on the context's communication stream too), never wait for the
+device but at the first call of a new shape, and give the bits of GEMM, all-to-all and reorder wherever the tile GEMM
+gives cuBLAS's (``gemm.known_bits``): rows and columns are only moved, and every sum runs over all of K in order (but
+for ``by_arrival``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import tuning
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
-from ditron_train.sp.prepared import DTYPES, PreparedA2AGemm, PreparedExchange, PreparedGather, PreparedGemmA2A, WeightLayout
+from ditron_train.sp.prepared import (
+    DTYPES,
+    PreparedA2AGemm,
+    PreparedExchange,
+    PreparedGather,
+    PreparedGemmA2A,
+    WeightLayout,
+)
 
 __all__ = ["WeightLayout", "a2a_gemm", "gather_sequence", "gemm_a2a", "to_heads", "to_sequence"]
 
@@ -84,7 +92,13 @@ def _check_rows(
 
 
 def _check_gemm(
-    name: str, context: SPContext, x: torch.Tensor, k: int, num_columns: int, weight: torch.Tensor, weight_layout: WeightLayout
+    name: str,
+    context: SPContext,
+    x: torch.Tensor,
+    k: int,
+    num_columns: int,
+    weight: torch.Tensor,
+    weight_layout: WeightLayout,
 ) -> None:
     """Checks that ``x`` and ``weight`` make [.., K=k] times [k, num_columns]; ``num_columns`` of -1 allows any."""
     if weight_layout not in ("nt", "nn"):
@@ -114,9 +128,11 @@ def gemm_a2a(
     config: GemmConfig | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Projects ``x`` and gives every rank its heads of the whole sequence: QKV's forward, the output projection's dgrad.
+    """Projects ``x`` and gives every rank its heads of the whole sequence: QKV's forward, the output projection's
+    dgrad.
 
-    The bits are those of ``x @ weight.T``, split into parts, then for each part an all-to-all and the reorder of chunks.
+    The bits are those of ``x @ weight.T``, split into parts, then for each part an all-to-all and the reorder of
+    chunks.
 
     Args:
         x: [s / world, ..., K], this rank's two chunks of the sequence; bf16 or fp16 (on CPU fp32 too), any strides.
@@ -124,11 +140,11 @@ def gemm_a2a(
         context: The group's context.
         layout: Columns of one rank.
         weight_layout: How ``weight`` lies.
-        row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its two
-            chunks of one sequence.
+        row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its
+            two chunks of one sequence.
         config: Tile sizes; chosen by the shape where None. They do not change bits.
-        meanwhile: Called when all is enqueued; what it enqueues runs beside the last transfers, and may use what is given here
-            but not what is returned.
+        meanwhile: Called when all is enqueued; what it enqueues runs beside the last transfers, and may use what is
+            given here but not what is returned.
 
     Returns:
         One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -173,8 +189,8 @@ def a2a_gemm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gives every rank all heads of its chunks and projects them: the output projection's forward, QKV's dgrad.
 
-    The bits are those of the reorder and all-to-all of each part, then the GEMM over all heads; with ``by_arrival`` those of that
-    GEMM with the columns and the weight's rows of all ranks in the order rank - 1, rank - 2, ..., own.
+    The bits are those of the reorder and all-to-all of each part, then the GEMM over all heads; with ``by_arrival``
+    those of that GEMM with the columns and the weight's rows of all ranks in the order rank - 1, rank - 2, ..., own.
 
     Args:
         parts: One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -182,12 +198,12 @@ def a2a_gemm(
         context: The group's context.
         layout: Columns of one rank.
         weight_layout: How ``weight`` lies.
-        return_gathered: ``copy``: also return what was multiplied, [local rows, world * layout.num_columns]; ``borrow``: the
-            same, which may lie in the context's buffer: until the next op of the context.
+        return_gathered: ``copy``: also return what was multiplied, [local rows, world * layout.num_columns];
+            ``borrow``: the same, which may lie in the context's buffer: until the next op of the context.
         row_table: As ``gemm_a2a``.
         config: Tile sizes; chosen by the shape where None. They do not change bits.
-        by_arrival: Multiply what one rank sent when it is there, instead of waiting for all. The context's choice where None; K in
-            order nevertheless where a rank's columns are not whole K blocks.
+        by_arrival: Multiply what one rank sent when it is there, instead of waiting for all. The context's choice
+            where None; K in order nevertheless where a rank's columns are not whole K blocks.
 
     Returns:
         [s / world, ..., N], and the gathered rows if asked for.
@@ -210,7 +226,9 @@ def a2a_gemm(
         dtype = parts[0].dtype
         chosen = config or choose_config(m, n, k, dtype, context.target, context.num_sms)
         by_arrival = by_arrival and layout.num_columns % chosen.block_k == 0
-        prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen, row_table is not None, by_arrival)
+        prepared = PreparedA2AGemm(
+            context, layout, m, n, dtype, weight_layout, chosen, row_table is not None, by_arrival
+        )
         context.prepared[key] = prepared
     out, gathered = prepared(parts, weight, return_gathered == "copy", row_table)
     if return_gathered == "borrow":
@@ -279,8 +297,8 @@ def to_heads(
     """The exchange before attention: all heads of this rank's chunks become this rank's heads of the whole sequence.
 
     Args:
-        parts: One tensor a part, [s / world, ..., world * heads of a rank, head size]; fp32, bf16 or fp16, any strides.
-        context: The group's context.
+        parts: One tensor a part, [s / world, ..., world * heads of a rank, head size]; fp32, bf16 or fp16, any
+        strides. context: The group's context.
         layout: Columns of one rank.
         row_table: As ``gemm_a2a``.
 

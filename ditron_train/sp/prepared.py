@@ -58,9 +58,13 @@ class _Transfer:
         self.channel.reserve_signals(world * self.num_granules * self.flags_per_granule)
         self.slot_rows = self.num_granules * granule_rows
         if operation == _GEMM_A2A:
-            self.buffer = context.staged_buffer(world * self.slot_rows, padded_columns(layout.num_columns, dtype), dtype)
+            self.buffer = context.staged_buffer(
+                world * self.slot_rows, padded_columns(layout.num_columns, dtype), dtype
+            )
         elif self.towards_heads:
-            self.buffer = context.heads_buffer(world * self.slot_rows, padded_columns(layout.num_columns, dtype), dtype)
+            self.buffer = context.heads_buffer(
+                world * self.slot_rows, padded_columns(layout.num_columns, dtype), dtype
+            )
         else:
             self.buffer = context.sequence_buffer(m, padded_columns(world * layout.num_columns, dtype), dtype)
 
@@ -97,21 +101,26 @@ class _Transfer:
 
 
 class _Receiver:
-    """``receive_kernel`` of a transfer: beside the kernel that sends, and where that multiplies, once more behind it."""
+    """``receive_kernel`` of a transfer: beside the kernel that sends, and where that multiplies, once more behind
+    it."""
 
     def __init__(self, transfer: _Transfer, num_programs: int, *, pull: bool = False) -> None:
         self._transfer = transfer
         flags = next_power_of_2(transfer.flags_per_granule)
         constants = dict(FLAGS=flags, TO_HEADS=transfer.towards_heads, PULL=pull)
         self._launch = transfer.copy_kernel(receive_kernel, num_programs, **constants, BEHIND=False)
-        self._behind = transfer.copy_kernel(receive_kernel, transfer.context.num_sms, **constants, BEHIND=True) if pull else None
+        self._behind = (
+            transfer.copy_kernel(receive_kernel, transfer.context.num_sms, **constants, BEHIND=True) if pull else None
+        )
 
     def empty(self, lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """The parts, [*lead, heads, head size] each, not yet filled."""
         transfer, layout = self._transfer, self._transfer.layout
         factor = 1 if transfer.towards_heads else transfer.context.world_size
         return tuple(
-            torch.empty(*lead, layout.num_heads(part) * factor, head_dim, dtype=transfer.dtype, device=transfer.context.device)
+            torch.empty(
+                *lead, layout.num_heads(part) * factor, head_dim, dtype=transfer.dtype, device=transfer.context.device
+            )
             for part, head_dim in enumerate(layout.head_dims)
         )
 
@@ -250,7 +259,8 @@ class PreparedGemmA2A:
         self, rows: torch.Tensor, weight: torch.Tensor, lead: Sequence[int], table: torch.Tensor | None,
         meanwhile: Callable[[], object] | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """``rows`` [m, k]; ``lead``: leading dimensions of the parts; ``meanwhile``: enqueued while the last ones arrive."""
+        """``rows`` [m, k]; ``lead``: leading dimensions of the parts; ``meanwhile``: enqueued while the last ones
+        arrive."""
         transfer, config = self._transfer, self.config
         context, channel = transfer.context, transfer.channel
         parts = self._receive.empty(lead)
@@ -321,7 +331,8 @@ class PreparedA2AGemm:
         )
 
     def borrowed(self) -> torch.Tensor:
-        """What the last call multiplied [m, k]; where rows are not padded, where it lies: until the next op of the context."""
+        """What the last call multiplied [m, k]; where rows are not padded, where it lies: until the next op of the
+        context."""
         return self._transfer.buffer.local[:, : self.k].contiguous()
 
     def __call__(

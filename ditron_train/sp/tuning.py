@@ -31,7 +31,9 @@ class CopyShape:
 
 
 PUSH = CopyShape(rows=128, width=256)  # 64 KB in flight
-PULL = CopyShape(rows=128, width=512)  # reads from a peer take longer; spills a little, and is faster (2.41 against 2.56 ms)
+PULL = CopyShape(
+    rows=128, width=512
+)  # reads from a peer take longer; spills a little, and is faster (2.41 against 2.56 ms)
 
 GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
 EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives
@@ -40,8 +42,8 @@ PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole
 
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
 _GEMM_FLOP_PER_US = 750e6
-# A2A-GEMM by 16 and 24 programs that push, in us (4 H200, rows x heads of 128: 8192 x 64, 4096 x 64, 16384 x 32, 32768 x 16):
-# 1757, 822, 860, 519 and 1772, 842, 871, 541; 8: 1841, 907, 957, 832; 32: 1710, 872, 872, 558.
+# A2A-GEMM by 16 and 24 programs that push, in us (4 H200, rows x heads of 128: 8192 x 64, 4096 x 64, 16384 x 32, 32768
+# x 16): 1757, 822, 860, 519 and 1772, 842, 871, 541; 8: 1841, 907, 957, 832; 32: 1710, 872, 872, 558.
 _NUM_PUSH = 16
 _PUSH_BYTES_PER_US = 14e3  # one program of a GEMM, which has 8 warps
 _PULL_BYTES_PER_US = 24e3
@@ -62,7 +64,9 @@ def granule_rows(m: int, block_m: int, row_bytes: int) -> int:
     return rows
 
 
-def tiles_of_program(program: int, num_push: int, num_programs: int, num_early_tiles: int, num_tiles: int) -> list[int]:
+def tiles_of_program(
+    program: int, num_push: int, num_programs: int, num_early_tiles: int, num_tiles: int
+) -> list[int]:
     """Twin of the deal in ``a2a_gemm_kernel``: the tiles of one program, in order."""
     early = range(program - num_push, num_early_tiles, num_programs - num_push) if program >= num_push else range(0)
     return [*early, *range(num_early_tiles + program, num_tiles, num_programs)]
@@ -73,8 +77,8 @@ def deal_of(
 ) -> tuple[int, int]:
     """(programs that push first, tiles dealt to the others alone) of an A2A-GEMM [m, k] @ [k, n].
 
-    The programs that push come to the GEMM when the push is done. All numbers of whole waves without them are weighed: the last
-    tile should be done early.
+    The programs that push come to the GEMM when the push is done. All numbers of whole waves without them are weighed:
+    the last tile should be done early.
     """
     num_tiles = config.num_tiles(m, n)
     row_bytes = m * k * element_bytes
@@ -104,5 +108,6 @@ def receive_programs(m: int, n: int, k: int, element_bytes: int) -> int:
 
 
 def hides_gather(n: int, k: int, num_columns: int, element_bytes: int) -> bool:
-    """Whether a weight gradient [n, k] takes longer than the push of as many rows of ``num_columns`` by GATHER_PROGRAMS."""
+    """Whether a weight gradient [n, k] takes longer than the push of as many rows of ``num_columns`` by
+    GATHER_PROGRAMS."""
     return _gemm_us(1, n, k) >= num_columns * element_bytes / _GATHER_BYTES_PER_US

@@ -13,8 +13,9 @@ __all__ = ["CallOrder"]
 class CallOrder:
     """Orders calls on the device as the host makes them: behind a call on the same stream that costs nothing.
 
-    Calls that a CUDA graph captures are ordered among themselves: a capture may not wait for a stream outside of it, nor a stream
-    for a capture. A graph is no call: who replays it orders the replay with what is called before and behind.
+    Calls that a CUDA graph captures are ordered among themselves: a capture may not wait for a stream outside of it,
+    nor a stream for a capture. A graph is no call: who replays it orders the replay with what is called before and
+    behind.
 
     Args:
         device: Whose streams they are. On the CPU calls are over when they return, and nothing is done.
@@ -27,14 +28,17 @@ class CallOrder:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._index = device.index
-        self._handle = -1  # of the last call's stream: comparing it takes a third of the time that finding the stream does
+        self._handle = (
+            -1
+        )  # of the last call's stream: comparing it takes a third of the time that finding the stream does
         self._stream: torch.cuda.Stream | None = None
         self._last: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
         self.is_capturing = False
 
     def enter(self) -> torch.cuda.Stream | None:
-        """Start of a call: the current stream, from now on behind all that the last call's stream has; None on the CPU.
+        """Start of a call: the current stream, from now on behind all that the last call's stream has; None on the
+        CPU.
 
         Raises:
             NotSupportedError: Another GPU is the current one: kernels would be launched there.

@@ -36,7 +36,8 @@ class Fan:
 
 
 def copy_bytes(destination: int, source: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
-    """``put`` by addresses, for hot paths: by a copy engine on ``stream``, or at once where ``stream`` is None (CPU)."""
+    """``put`` by addresses, for hot paths: by a copy engine on ``stream``, or at once where ``stream`` is None
+    (CPU)."""
     if stream is None:
         ctypes.memmove(destination, source, num_bytes)
     else:
@@ -46,8 +47,9 @@ def copy_bytes(destination: int, source: int, num_bytes: int, stream: torch.cuda
 def copy_with_flags(
     chunks: Iterable[tuple[int, int, int, int, int]], source: int, stream: torch.cuda.Stream | None
 ) -> None:
-    """Chunks of the memory at ``source`` in order, each (destination, offset, bytes, its flag, a word of the flag's value), the
-    flag written behind its chunk. A copy takes 2.6 us of the host's time, nearly all of it the driver's (H200)."""
+    """Chunks of the memory at ``source`` in order, each (destination, offset, bytes, its flag, a word of the flag's
+    value), the flag written behind its chunk. A copy takes 2.6 us of the host's time, nearly all of it the driver's
+    (H200)."""
     if stream is None:
         for destination, offset, num_bytes, flag, word in chunks:
             ctypes.memmove(destination, source + offset, num_bytes)
@@ -59,8 +61,9 @@ def copy_with_flags(
 def copy_fans(fans: Iterable[Fan], stream: torch.cuda.Stream | None) -> None:
     """One after another, by a copy engine on ``stream``, or at once where it is None (CPU).
 
-    A command of a copy engine takes 2 to 3 us beside its bytes: seven copies of 8 MiB to a peer took 175 us, 191 with a flag behind
-    each; as one command 156, as two, of four and three, each with one for its flags, 164 (2 H200s, both sending)."""
+    A command of a copy engine takes 2 to 3 us beside its bytes: seven copies of 8 MiB to a peer took 175 us, 191 with
+    a flag behind each; as one command 156, as two, of four and three, each with one for its flags, 164 (2 H200s, both
+    sending)."""
     for fan in fans:
         if stream is None:
             for i in range(fan.count):
@@ -80,8 +83,8 @@ def _in_order(chunks: Iterable[tuple[int, int, int, int, int]], source: int) -> 
 def put(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """Copies ``source`` into ``destination`` (often a peer's memory): same number of bytes, both contiguous.
 
-    On a GPU it is enqueued on ``stream`` (default: the current one) and costs no SM between devices; on the CPU it is done
-    when the call returns.
+    On a GPU it is enqueued on ``stream`` (default: the current one) and costs no SM between devices; on the CPU it is
+    done when the call returns.
 
     Raises:
         NotSupportedError: Sizes differ or a side is not contiguous.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -47,7 +47,7 @@ _OPERATIONS = {"wait": 1, "write": 2}  # CU_STREAM_MEM_OP_{WAIT,WRITE}_VALUE_32
 _PARAMETERS = struct.Struct("<IIQQIIQQ")  # CUstreamBatchMemOpParams: operation, -, address, value, flags, -, alias, -
 
 
-@lru_cache(maxsize=None)
+@cache
 def _driver() -> ModuleType | None:
     try:
         from cuda.bindings import driver
@@ -74,7 +74,8 @@ def _check(result: tuple) -> None:
 
 
 def call_beside_captures() -> None:
-    """From now on calls of this thread neither break a CUDA graph's capture on another one nor are refused because of it.
+    """From now on calls of this thread neither break a CUDA graph's capture on another one nor are refused because of
+    it.
 
     In CUDA's default mode ("global") a call that could be unsafe in a capture does both, whichever thread makes it."""
     driver = _require()
@@ -96,7 +97,8 @@ def memcpys_async(copies: Iterable[tuple[int, int, int]], stream: int) -> None:
 def memcpy_2d_async(
     destination: int, destination_pitch: int, source: int, source_pitch: int, num_bytes: int, count: int, stream: int
 ) -> None:
-    """``count`` pieces of ``num_bytes`` in one command, piece i at ``i * pitch`` of each side; as ``memcpy_async`` else."""
+    """``count`` pieces of ``num_bytes`` in one command, piece i at ``i * pitch`` of each side; as ``memcpy_async``
+    else."""
     driver = _require()
     copy = driver.CUDA_MEMCPY2D()
     copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -107,8 +109,9 @@ def memcpy_2d_async(
 
 
 def map_side_by_side(addresses: Sequence[int], num_bytes: int) -> tuple[int, int, int]:
-    """Maps the allocations that the addresses lie in once more, one behind another, for the current device: (where the first
-    one begins, how large each is, where in each the address is). One that is named several times is mapped as often.
+    """Maps the allocations that the addresses lie in once more, one behind another, for the current device: (where the
+    first one begins, how large each is, where in each the address is). One that is named several times is mapped as
+    often.
 
     Its memory is not free before ``unmap``. ``num_bytes``: what is used of each, from the address on.
 
@@ -242,10 +245,10 @@ def graph_destroy(graph: Any) -> None:
     _require().cuGraphExecDestroy(graph)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pointer_attribute() -> Any:
-    """``cuPointerGetAttribute`` of the driver's library: 1 us; through ``cuda.bindings``, which asks what kind of object to
-    make, several. None where the library is not there."""
+    """``cuPointerGetAttribute`` of the driver's library: 1 us; through ``cuda.bindings``, which asks what kind of
+    object to make, several. None where the library is not there."""
     try:
         function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
     except (OSError, AttributeError):
@@ -255,7 +258,8 @@ def _pointer_attribute() -> Any:
 
 
 def allocation_of(address: int) -> int | None:
-    """Number of the driver's allocation that the address lies in, never given twice; None where the driver does not say."""
+    """Number of the driver's allocation that the address lies in, never given twice; None where the driver does not
+    say."""
     ask, number = _pointer_attribute(), ctypes.c_uint64()
     return None if ask is None or ask(ctypes.byref(number), _BUFFER_ID, address) else number.value
 
@@ -267,10 +271,10 @@ def stream_create() -> int:
     return int(result[1])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _batch_function() -> Any:
-    """``cuStreamBatchMemOp`` of the driver's library: filling in the parameters through ``cuda.bindings`` would take longer
-    than the calls that a batch saves. None where the library does not have it.
+    """``cuStreamBatchMemOp`` of the driver's library: filling in the parameters through ``cuda.bindings`` would take
+    longer than the calls that a batch saves. None where the library does not have it.
     """
     try:
         function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
@@ -284,8 +288,8 @@ def stream_memory_ops(stream: int, operations: list[tuple[str, int, int]]) -> No
     """Enqueues ``("write" | "wait", address, value)`` on 32-bit words, in this order.
 
     A write is ordered behind everything before it in the stream and fenced at system scope; a wait holds the stream
-    until ``word - value >= 0`` (cyclic). A wait has no timeout of its own: go through ``stream.waits``. Several are one call:
-    write, wait, write took 4.8 us of the device's time instead of 8.1 (H200).
+    until ``word - value >= 0`` (cyclic). A wait has no timeout of its own: go through ``stream.waits``. Several are
+    one call: write, wait, write took 4.8 us of the device's time instead of 8.1 (H200).
     """
     driver = _require()
     batch = _batch_function() if len(operations) > 1 else None

@@ -1,4 +1,5 @@
-"""Events between streams, straight from the driver: 1.5 us to record one and wait for it, where ``torch.cuda.Event`` takes 5."""
+"""Events between streams, straight from the driver: 1.5 us to record one and wait for it, where ``torch.cuda.Event``
+takes 5."""
 
 from __future__ import annotations
 
@@ -30,15 +31,16 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
     """The stream of a GPU that the driver knows by ``handle``.
 
-    The default stream's is 0, for which ``torch.cuda.ExternalStream`` gives some stream of torch's pool: without ``cuda-bindings``
-    the ops were ordered behind and before that one instead, and results were wrong wherever the GPU was late (H200s that other
-    processes used, too: 140 of 160 tensors).
+    The default stream's is 0, for which ``torch.cuda.ExternalStream`` gives some stream of torch's pool: without
+    ``cuda-bindings`` the ops were ordered behind and before that one instead, and results were wrong wherever the GPU
+    was late (H200s that other processes used, too: 140 of 160 tensors).
     """
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of a GPU that nobody else has. torch has 32 of each priority, and deals them out again and again, to NCCL, too.
+    """A stream of a GPU that nobody else has. torch has 32 of each priority, and deals them out again and again, to
+    NCCL, too.
 
     Raises:
         NotSupportedError: ``cuda-bindings`` is missing.

@@ -13,9 +13,9 @@ __all__ = ["KeptTensor"]
 class KeptTensor:
     """A tensor that the current stream makes, for users on any stream, and for as long as somebody keeps it.
 
-    A user on another stream comes behind what made it; and the allocator, which knows only the stream that it was made on, is
-    told of the other, so that it may be let go of at any time. In a CUDA graph's capture, which begins behind all that is
-    there, neither.
+    A user on another stream comes behind what made it; and the allocator, which knows only the stream that it was made
+    on, is told of the other, so that it may be let go of at any time. In a CUDA graph's capture, which begins behind
+    all that is there, neither.
 
     Args:
         tensor: What the current stream has been given to make.

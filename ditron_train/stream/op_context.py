@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,15 +23,16 @@ from ditron_train.symm.channel import Channel
 
 __all__ = ["MAX_KNOWN_SHAPES", "OpContext", "context_of"]
 
-#: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new lengths
-#: must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
+#: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
+#: lengths must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
 MAX_KNOWN_SHAPES = 1024
 
 
 class OpContext:
     """Arena, channels and communication stream of one group (collective to make).
 
-    Ops of one context run one after another, on whichever streams they are called: the context orders them (``CallOrder``).
+    Ops of one context run one after another, on whichever streams they are called: the context orders them
+    (``CallOrder``).
 
     Args:
         group: The process group (``None``: WORLD).
@@ -96,12 +97,13 @@ class OpContext:
         return self._follow()
 
     def resume(self, started_on: torch.cuda.Stream | None, *used: torch.Tensor) -> None:
-        """Where what an op started is waited for: orders this stream behind the last op's, and the next op's behind this one.
+        """Where what an op started is waited for: orders this stream behind the last op's, and the next op's behind
+        this one.
 
         Args:
             started_on: What the op's ``enter`` gave.
-            used: Memory that the op works on. On another stream than that one it may be given away once this stream is past the
-                wait, and has to be told: the one that it was started on does not wait.
+            used: Memory that the op works on. On another stream than that one it may be given away once this stream is
+                past the wait, and has to be told: the one that it was started on does not wait.
         """
         stream = self._follow()
         if stream is not started_on:
@@ -138,8 +140,8 @@ class OpContext:
             driver.stream_wait_event(second, event)
 
     def run_again(self, key: Hashable, enqueue: Callable[[], None], copied: Sequence[int]) -> None:
-        """Runs what ``enqueue`` puts onto the communication stream, which is the same whenever it comes with ``key``; what comes
-        often is recorded. ``copied``: as for ``stream.recorded.RecordedSequences.repeat``."""
+        """Runs what ``enqueue`` puts onto the communication stream, which is the same whenever it comes with ``key``;
+        what comes often is recorded. ``copied``: as for ``stream.recorded.RecordedSequences.repeat``."""
         if not self._records_sequences or self._is_capturing:
             enqueue()
         elif not self._recorded.repeat(key, self.comm_handle, copied):
@@ -147,22 +149,28 @@ class OpContext:
             self._recorded.remember(key, enqueue, self.comm_handle, copied)
 
     def repeat_op(self, key: Hashable, copied: Sequence[int]) -> bool:
-        """Runs on the current stream the op that is recorded for ``key``, its part on the communication stream included.
+        """Runs on the current stream the op that is recorded for ``key``, its part on the communication stream
+        included.
 
-        To other streams it is ordered as without a recording. Behind the communication stream it is since the current stream
-        is; while that one has yet to wait for an op that was started (``start_all_gather``), nothing is repeated.
+        To other streams it is ordered as without a recording. Behind the communication stream it is since the current
+        stream is; while that one has yet to wait for an op that was started (``start_all_gather``), nothing is
+        repeated.
         """
         if not self._records_sequences or self._is_capturing or not self._is_joined:
             return False
         return self._recorded.repeat(key, current_handle(self.device), copied)
 
     def remember_op(self, key: Hashable, enqueue: Callable[[], object], copied: Sequence[int]) -> None:
-        """After an op that was not repeated: ``enqueue`` puts it onto the current stream, and forks and joins the communication
-        stream; it allocates nothing, and does the same whenever it comes with ``key``."""
+        """After an op that was not repeated: ``enqueue`` puts it onto the current stream, and forks and joins the
+        communication stream; it allocates nothing, and does the same whenever it comes with ``key``."""
         if self._records_sequences and not self._is_capturing:
             captured = _recording_stream(self.device)
             self._recorded.remember(
-                key, lambda: self._enqueue_on(captured, enqueue), current_handle(self.device), copied, captured.cuda_stream
+                key,
+                lambda: self._enqueue_on(captured, enqueue),
+                current_handle(self.device),
+                copied,
+                captured.cuda_stream,
             )
 
     def _enqueue_on(self, stream: torch.cuda.Stream, enqueue: Callable[[], object]) -> None:
@@ -197,7 +205,9 @@ class OpContext:
         if key in self._agreed:
             return signature
         if self.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise NotSupportedError(f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}")
+            raise NotSupportedError(
+                f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}"
+            )
         agree_kernel[(1,)](
             channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
             NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, num_warps=1,
@@ -211,8 +221,8 @@ class OpContext:
     def forget_shapes(self) -> None:
         """Lets go of what is kept for the shapes seen so far; each is agreed on anew when it comes again.
 
-        All ranks at the same point between two ops (new signatures are counted alike everywhere), with the device idle and no
-        graph captured: what is let go of may be in use by what is enqueued, and by graphs for ever.
+        All ranks at the same point between two ops (new signatures are counted alike everywhere), with the device idle
+        and no graph captured: what is let go of may be in use by what is enqueued, and by graphs for ever.
         """
         self._agreed.clear()
         self._forget_prepared()
@@ -220,7 +230,7 @@ class OpContext:
             channel.forget_signatures()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Where ops are recorded; nothing runs on it."""
     return own_stream(device)

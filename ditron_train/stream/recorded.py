@@ -1,19 +1,21 @@
-"""Stream operations that come again and again in one order, recorded as a CUDA graph: one call of the driver for all of them.
+"""Stream operations that come again and again in one order, recorded as a CUDA graph: one call of the driver for all
+of them.
 
-Sends of an AG-GEMM by copy engines (a kernel, then a copy and a flag for each of 3 peers; 4 H200s): 9.5 instead of 19.8 us of the
-host's time, the whole op 35 instead of 46 (in another run, at three shapes, 42 to 69 instead of 61 to 87); on the device as before
-within 1 %. A recording takes 51 us, and 84 KB of the GPU.
+Sends of an AG-GEMM by copy engines (a kernel, then a copy and a flag for each of 3 peers; 4 H200s): 9.5 instead of
+19.8 us of the host's time, the whole op 35 instead of 46 (in another run, at three shapes, 42 to 69 instead of 61 to
+87); on the device as before within 1 %. A recording takes 51 us, and 84 KB of the GPU.
 
-Whole ops as one graph, their GEMMs too (``OpContext.repeat_op``), on 2 H200s at 2048x2048x1024, 4096x2048x2048, 8192x4096x1376:
-AG-GEMM takes the host 22, 41, 51 us instead of 43, 68, 82, GEMM-RS by copies 36, 42, 47 instead of 62, 64, 103; on the device as
-before within 2 us. Recording one takes 0.6 ms, and 245 KB of the GPU. In another run, with the launch of the graph in it, AG-GEMM
-22, 21, 37 us, GEMM-RS 23, 34, 38; the launch alone 7, 7, 11 and 8, 11, 13, so without it 15 to 27.
+Whole ops as one graph, their GEMMs too (``OpContext.repeat_op``), on 2 H200s at 2048x2048x1024, 4096x2048x2048,
+8192x4096x1376: AG-GEMM takes the host 22, 41, 51 us instead of 43, 68, 82, GEMM-RS by copies 36, 42, 47 instead of 62,
+64, 103; on the device as before within 2 us. Recording one takes 0.6 ms, and 245 KB of the GPU. In another run, with
+the launch of the graph in it, AG-GEMM 22, 21, 37 us, GEMM-RS 23, 34, 38; the launch alone 7, 7, 11 and 8, 11, 13, so
+without it 15 to 27.
 
-A copy in a graph is bound to the allocation that its address lay in when it was recorded. Once the driver had that memory back
-(``torch.cuda.empty_cache``, or torch's allocator when memory runs out) and another allocation lay at the address, launching the
-graph was a segmentation fault in the driver or a launch failure on the GPU (H200, driver 580; with expandable segments it went
-well). So a recording knows the numbers of the allocations its copies touch, which the driver gives once (1 us to ask). Kernels in
-a graph take addresses as they come.
+A copy in a graph is bound to the allocation that its address lay in when it was recorded. Once the driver had that
+memory back (``torch.cuda.empty_cache``, or torch's allocator when memory runs out) and another allocation lay at the
+address, launching the graph was a segmentation fault in the driver or a launch failure on the GPU (H200, driver 580;
+with expandable segments it went well). So a recording knows the numbers of the allocations its copies touch, which the
+driver gives once (1 us to ask). Kernels in a graph take addresses as they come.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ __all__ = ["RecordedSequences"]
 _CALLS_BEFORE = 2  # a recording takes as long as five calls: not for what comes once or twice
 _MOST_RECORDED = 256
 _MOST_COUNTED = 4096
-_IDLE_RUNS = 4096  # a recording that has not run in so many may go for another; a training step comes by its own in fewer
+_IDLE_RUNS = (
+    4096  # a recording that has not run in so many may go for another; a training step comes by its own in fewer
+)
 
 
 class _Recording:
@@ -45,13 +49,13 @@ class RecordedSequences:
     """Sequences by keys that say all that they depend on: ``repeat``, or run them and ``remember``.
 
     Bounded: where there are many, the one that has not run for longest goes, but only if it is idle. A step with more
-    sequences than are kept would else record each of them anew whenever it comes; so the first stay, and the others run as they
-    are. What is freed while it runs ends first (``cuGraphExecDestroy``).
+    sequences than are kept would else record each of them anew whenever it comes; so the first stay, and the others
+    run as they are. What is freed while it runs ends first (``cuGraphExecDestroy``).
 
-    A recording holds addresses, no memory: one whose copies' memory is another allocation by now is forgotten. A key that names
-    the addresses of tensors is right as long as whoever runs it holds tensors at these addresses, and orders the stream it gives
-    behind their last writers and before the next ones, just as for the operations themselves: on the device the graph is one
-    more entry of that stream.
+    A recording holds addresses, no memory: one whose copies' memory is another allocation by now is forgotten. A key
+    that names the addresses of tensors is right as long as whoever runs it holds tensors at these addresses, and
+    orders the stream it gives behind their last writers and before the next ones, just as for the operations
+    themselves: on the device the graph is one more entry of that stream.
     """
 
     def __init__(self) -> None:
@@ -97,7 +101,8 @@ class RecordedSequences:
             enqueue: Puts the sequence onto the stream; it must do the same whenever it comes with ``key``.
             stream: Where it will be repeated.
             copied: As for ``repeat``; where the driver does not know one of them, nothing is recorded.
-            captured: Onto which stream ``enqueue`` puts it (None: ``stream``). The legacy default stream cannot be captured.
+            captured: Onto which stream ``enqueue`` puts it (None: ``stream``). The legacy default stream cannot be
+                captured.
         """
         if key in self._recordings:  # one that could not be repeated this time
             return
@@ -131,7 +136,9 @@ class RecordedSequences:
             graph = driver.graph_record(captured, enqueue)
             self._recordings[key] = _Recording(graph, allocations, self._num_runs)
             driver.graph_upload(graph, stream)  # else the first launch does
-        except DitronError as error:  # the GPU's memory is full, for instance; what this call asked for has been enqueued
+        except (
+            DitronError
+        ) as error:  # the GPU's memory is full, for instance; what this call asked for has been enqueued
             self._most_recorded = 0
             log_once("recorded sequences", f"stream operations that come again are no longer recorded: {error}")
 

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from ditron_train.runtime.errors import DitronError
@@ -21,11 +21,14 @@ _PROT_NONE = 0
 _MAY_MOVE_TO_FIXED = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 
 
-@lru_cache(maxsize=None)
+@cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     size, address = ctypes.c_size_t, ctypes.c_void_p
-    libc.mmap.argtypes, libc.mmap.restype = [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long], address
+    libc.mmap.argtypes, libc.mmap.restype = (
+        [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long],
+        address,
+    )
     libc.mremap.argtypes, libc.mremap.restype = [address, size, size, ctypes.c_int, address], address
     libc.munmap.argtypes = [address, size]
     return libc

@@ -1,12 +1,12 @@
 """Signals between kernels: a flag written or waited for by the stream itself, with a deadline.
 
-A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory, wait
-for the flag, write "done"; where the flag lies in host memory it says itself that the wait is over, and the last write is
-left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call while all is
-well); when a wait has begun and is not done within the deadline, it records the failure in the channel and releases the wait
-by writing the flag itself: from the host where the flag lies in host memory, else from a stream of its own, whatever CUDA
-graph another thread captures meanwhile. The host then raises at the next ``Channel.check``, also where the driver refuses
-the release.
+A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory,
+wait for the flag, write "done"; where the flag lies in host memory it says itself that the wait is over, and the last
+write is left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call
+while all is well); when a wait has begun and is not done within the deadline, it records the failure in the channel
+and releases the wait by writing the flag itself: from the host where the flag lies in host memory, else from a stream
+of its own, whatever CUDA graph another thread captures meanwhile. The host then raises at the next ``Channel.check``,
+also where the driver refuses the release.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ _SLOTS = 4096
 def waits_can_be_released() -> bool:
     """Whether a stream that waits for a flag in device memory can be released from another stream.
 
-    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` it cannot: every kernel, copy and flag write of the process, on whatever stream,
-    queues behind the wait (seen on H200). There only flags in host memory (``host_address``) can be waited for.
+    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` it cannot: every kernel, copy and flag write of the process, on whatever
+    stream, queues behind the wait (seen on H200). There only flags in host memory (``host_address``) can be waited
+    for.
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
 
-def stream_notify(
-    channel: Channel, signal_address: int, epoch: int, stream: torch.cuda.Stream | None = None
-) -> None:
-    """Sets the 32-bit flag at ``signal_address`` (here or at a peer) to ``epoch`` once the stream has got there; what the
-    stream did before is visible to whoever sees it. On the CPU it is set at once."""
+def stream_notify(channel: Channel, signal_address: int, epoch: int, stream: torch.cuda.Stream | None = None) -> None:
+    """Sets the 32-bit flag at ``signal_address`` (here or at a peer) to ``epoch`` once the stream has got there; what
+    the stream did before is visible to whoever sees it. On the CPU it is set at once."""
     if channel.arena.device.type != "cuda":
         _flag(signal_address).value = cyclic_difference(epoch, 0)
         return
@@ -63,12 +62,13 @@ def stream_wait(
     stream: torch.cuda.Stream | None = None,
     host_address: int | None = None,
 ) -> None:
-    """Holds the stream until the local flag at ``signal_address`` is ``epoch`` or later, at most the channel's deadline.
+    """Holds the stream until the local flag at ``signal_address`` is ``epoch`` or later, at most the channel's
+    deadline.
 
     ``peer`` and ``chunk`` name what is missing. On the CPU it blocks the caller. Enqueue the producing kernel of this
-    process, if any, before the wait: with one hardware queue the wait would sit in front of it. ``host_address``: where the
-    host can write the same flag, if it can; a release then needs nothing of the device, whose only hardware queue
-    (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the wait may be blocking.
+    process, if any, before the wait: with one hardware queue the wait would sit in front of it. ``host_address``:
+    where the host can write the same flag, if it can; a release then needs nothing of the device, whose only hardware
+    queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the wait may be blocking.
 
     Raises:
         PeerTimeoutError: On the CPU at once; on a GPU at the channel's next ``check``.
@@ -123,9 +123,9 @@ class _Wait:
 class _Watchdog:
     """Releases stream waits that pass their deadline. One daemon thread a process, started at the first wait.
 
-    The thread never lets go of an entry, which may be the last to hold a channel and its symmetric memory: freeing that waits
-    for the device, and so for a wait that this very thread has to release (seen: nothing was released any more). Who enqueues
-    the next wait lets go of what is over.
+    The thread never lets go of an entry, which may be the last to hold a channel and its symmetric memory: freeing
+    that waits for the device, and so for a wait that this very thread has to release (seen: nothing was released any
+    more). Who enqueues the next wait lets go of what is over.
     """
 
     def __init__(self) -> None:

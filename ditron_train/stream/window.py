@@ -1,13 +1,14 @@
-"""Windows: ranks' copies of symmetric memory mapped once more, side by side, so that one command of a copy engine reaches several.
+"""Windows: ranks' copies of symmetric memory mapped once more, side by side, so that one command of a copy engine
+reaches several.
 
-A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too: of a gather of 8192 x 4096 by 8
-ranks, seven copies of 8 MiB with their flags, 35 of 191 us. A copy of pieces at equal distances is one command, also where they
-lie on different GPUs; the driver's virtual memory management puts them there (2 H200s: windows of two buffers for 8 ranks took
-2.5 ms to map). Between CPU processes ``stream.shared_mappings`` does it.
+A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too: of a gather of 8192 x
+4096 by 8 ranks, seven copies of 8 MiB with their flags, 35 of 191 us. A copy of pieces at equal distances is one
+command, also where they lie on different GPUs; the driver's virtual memory management puts them there (2 H200s:
+windows of two buffers for 8 ranks took 2.5 ms to map). Between CPU processes ``stream.shared_mappings`` does it.
 
-Memory is the same by every address. The owner of a window writes or reads through it by copy engines alone, and its own kernels
-use the other addresses in operations that the stream orders before or behind, as aliases of memory require (CUDA C++ Programming
-Guide, "Virtual Aliasing Support").
+Memory is the same by every address. The owner of a window writes or reads through it by copy engines alone, and its
+own kernels use the other addresses in operations that the stream orders before or behind, as aliases of memory require
+(CUDA C++ Programming Guide, "Virtual Aliasing Support").
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _MAX_PITCH_BYTES = (1 << 31) - 1  # of copies of pieces (CU_DEVICE_ATTRIBUTE_MAX
 
 @dataclass(frozen=True)
 class Window:
-    """``count`` copies of a buffer, ``pitch`` bytes from one to the next, each ``offset`` bytes into its mapping, of which
-    ``take_back`` undoes all."""
+    """``count`` copies of a buffer, ``pitch`` bytes from one to the next, each ``offset`` bytes into its mapping, of
+    which ``take_back`` undoes all."""
 
     base: int
     pitch: int
@@ -56,9 +57,9 @@ class Window:
 
 
 def window(tensor: SymmetricTensor, ranks: Sequence[int]) -> Window | None:
-    """The copies of these group ranks, in this order, each as often as it is named; mapped at the first call for them, until the
-    memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without ``cuda-bindings``; while a CUDA graph is
-    captured that is not tried."""
+    """The copies of these group ranks, in this order, each as often as it is named; mapped at the first call for them,
+    until the memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without ``cuda-bindings``;
+    while a CUDA graph is captured that is not tried."""
     segment, device = tensor.segment, tensor.local.device
     if not segment.is_mappable or (device.type == "cuda" and not driver.has_driver()):
         return None
@@ -67,7 +68,9 @@ def window(tensor: SymmetricTensor, ranks: Sequence[int]) -> Window | None:
         if is_capturing(device):  # not a time for the driver to map memory
             return None
         addresses = [segment.addresses[rank] for rank in ranks]
-        segment.mappings[key] = _map(driver if device.type == "cuda" else shared_mappings, addresses, segment.num_bytes)
+        segment.mappings[key] = _map(
+            driver if device.type == "cuda" else shared_mappings, addresses, segment.num_bytes
+        )
     return cast("Window | None", segment.mappings[key])
 
 
@@ -78,7 +81,8 @@ def ring_window(tensor: SymmetricTensor) -> Window | None:
 
 
 def send_fans(fans: Sequence[Fan], stream: torch.cuda.Stream | None) -> bool:
-    """``copy_fans`` through windows; False where the driver does not take them: then nothing, or a part, has been sent."""
+    """``copy_fans`` through windows; False where the driver does not take them: then nothing, or a part, has been
+    sent."""
     try:
         copy_fans(fans, stream)
     except _REFUSALS as error:

@@ -41,7 +41,9 @@ class SymmetricTensor:
         self.local = self._view(segment.local)
 
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
-        if torch.is_inference_mode_enabled():  # what an evaluation is the first to ask for is kept for training, which writes to it
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # what an evaluation is the first to ask for is kept for training, which writes to it
             with torch.inference_mode(False):
                 return self._view(storage)
         num_bytes = math.prod(self._shape) * self._dtype.itemsize
@@ -131,8 +133,9 @@ class SymmetricArena:
         return SymmetricTensor(segment, shape, dtype, addresses)
 
     def before_freeing(self, let_go: Callable[[], None]) -> None:
-        """Calls the method ``let_go``, as long as its object lives, before buffers are freed, at ``close`` and where one has to
-        move: whoever holds views drops them, so that memory is free then and an old and a new buffer are never held at once."""
+        """Calls the method ``let_go``, as long as its object lives, before buffers are freed, at ``close`` and where
+        one has to move: whoever holds views drops them, so that memory is free then and an old and a new buffer are
+        never held at once."""
         self._let_go.append(weakref.WeakMethod(let_go))
 
     def capacity_bytes(self, name: str) -> int:
@@ -144,7 +147,9 @@ class SymmetricArena:
     def _grow(self, name: str, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if is_capturing(self.device):
-            raise ArenaError(f"buffer {name!r} must grow while a CUDA graph is captured: run the op once before capture")
+            raise ArenaError(
+                f"buffer {name!r} must grow while a CUDA graph is captured: run the op once before capture"
+            )
         cap = get_settings().arena_bytes
         size_after = self.num_bytes + num_bytes - (0 if self.graph_captured else self.capacity_bytes(name))
         requests = exchange(self.group, (name, num_bytes, cap, size_after))
@@ -195,7 +200,8 @@ class SymmetricArena:
     def close(self) -> None:
         """Frees everything; collective, explicit, never from a finaliser. The arena must not be used afterwards.
 
-        It is freed once the devices of all ranks are done with what they were given, so no peer writes into it any more.
+        It is freed once the devices of all ranks are done with what they were given, so no peer writes into it any
+        more.
         """
         if self.closed:
             return
@@ -235,8 +241,8 @@ def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> Symmetri
 
 
 def close_all_arenas() -> None:
-    """Closes every arena that ``get_arena`` made, in the order in which they were first made: a call of every rank of their groups,
-    which that order keeps from waiting for each other in a circle, since making them did not."""
+    """Closes every arena that ``get_arena`` made, in the order in which they were first made: a call of every rank of
+    their groups, which that order keeps from waiting for each other in a circle, since making them did not."""
     forget_destroyed_groups()
     for arena in list(_arenas.values()):
         arena.close()

@@ -54,10 +54,10 @@ class Channel:
 
     Attributes:
         signals: int32 ``SymmetricTensor`` of data-arrival flags; peers write, this rank waits.
-        ready: int32 ``SymmetricTensor`` ``[2, world_size, READY_WORDS]``: start signals with signatures, by epoch parity.
-        control: int64 control block on the device (see ``symm.control``).
-        tickets: int64 ``[TICKET_ROLES]``: launch counters in slots 0 and 1, one for each kernel role of the op; slots 2 and 3
-            are zero at first and free for the op's own counters.
+        ready: int32 ``SymmetricTensor`` ``[2, world_size, READY_WORDS]``: start signals with signatures, by epoch
+        parity. control: int64 control block on the device (see ``symm.control``).
+        tickets: int64 ``[TICKET_ROLES]``: launch counters in slots 0 and 1, one for each kernel role of the op; slots
+            2 and 3 are zero at first and free for the op's own counters.
 
     Args:
         signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``); the values
@@ -66,7 +66,8 @@ class Channel:
         by_address: Kernels write the peers' flags; False where NVSHMEM's calls do, on whichever node they are.
 
     Raises:
-        NotSupportedError: Ranks of the group lie on other nodes, where kernels cannot write flags; on every rank alike.
+        NotSupportedError: Ranks of the group lie on other nodes, where kernels cannot write flags; on every rank
+            alike.
     """
 
     def __init__(
@@ -86,8 +87,12 @@ class Channel:
         self.timeout_s = get_settings().timeout_s
         device = arena.device
         self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
-        if by_address and 0 in self.signals.host_addresses:  # so it is on every rank: each lacks the ranks of the other nodes
-            raise NotSupportedError(f"{op_name}: the group has ranks on other nodes, whose memory cannot be addressed from here")
+        if (
+            by_address and 0 in self.signals.host_addresses
+        ):  # so it is on every rank: each lacks the ranks of the other nodes
+            raise NotSupportedError(
+                f"{op_name}: the group has ranks on other nodes, whose memory cannot be addressed from here"
+            )
         self.ready = self._filled(f"{op_name}/ready", (2, arena.world_size, READY_WORDS), first_epoch)
         self.tickets = torch.zeros(TICKET_ROLES, dtype=torch.int64, device=device)
         self.tickets[:2] = first_epoch << TICKET_UNIT_LOG2
@@ -117,7 +122,8 @@ class Channel:
         """Makes room for ``num_signals`` flags (collective when it must grow; syncs then).
 
         Raises:
-            ArenaError: There is no room, on every rank alike; there are as many flags as before, if there is room for those.
+            ArenaError: There is no room, on every rank alike; there are as many flags as before, if there is room for
+                those.
         """
         before = self.signals.local.numel()
         if before >= num_signals:
@@ -135,7 +141,8 @@ class Channel:
         """The int32 ``[READY_WORDS]`` device tensor that travels with the start signal; cached by its values.
 
         Raises:
-            NotSupportedError: New values while a CUDA graph is being captured, whose copy of them would be made at each replay.
+            NotSupportedError: New values while a CUDA graph is being captured, whose copy of them would be made at
+                each replay.
         """
         key = tuple(values)
         tensor = self._signatures.get(key)
@@ -173,7 +180,8 @@ class Channel:
         self.check()
 
     def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
-        """Records from the host that a wait passed its deadline (first record wins); waits of kernels have their own deadlines."""
+        """Records from the host that a wait passed its deadline (first record wins); waits of kernels have their own
+        deadlines."""
         if self._record_words[RECORD_STATE] == 0:
             self._record_words[RECORD_KIND] = KIND_TIMEOUT
             self._record_words[RECORD_PEER] = peer
@@ -200,8 +208,8 @@ class Channel:
         return self._timeout_error(peer, words[RECORD_CHUNK], words[RECORD_EXPECTED], words[RECORD_SEEN])
 
     def _timeout_error(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> PeerTimeoutError:
-        """Names the rank that is really missing: a peer that has begun the call may itself be waiting for one that has not, and
-        both waits end at about the same time, so that either may be the one that was recorded."""
+        """Names the rank that is really missing: a peer that has begun the call may itself be waiting for one that has
+        not, and both waits end at about the same time, so that either may be the one that was recorded."""
         epochs = [words[0] for words in self._start_signals(expected_epoch)]
         absent = [rank for rank, epoch in enumerate(epochs) if cyclic_difference(epoch, expected_epoch) < 0]
         if absent and peer not in absent and self.arena.rank not in absent:
@@ -220,14 +228,14 @@ class Channel:
     def _start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:
         """The start signal of every rank, [epoch, signature...], as this rank's pad for ``epoch`` holds it now.
 
-        Read beside the current stream, which may be held up by anything (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` so is what is
-        beside it); zeros where that takes too long, or is not allowed since a CUDA graph is being captured: then the error
-        names the rank that was recorded, and of a mismatch no rank's arguments.
+        Read beside the current stream, which may be held up by anything (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` so is
+        what is beside it); zeros where that takes too long, or is not allowed since a CUDA graph is being captured:
+        then the error names the rank that was recorded, and of a mismatch no rank's arguments.
 
         Args:
             epoch: Of the call.
-            patient: Reads again, for a while, until all ranks have begun the call: a difference is recorded as soon as two have,
-                and every rank is to give the same words.
+            patient: Reads again, for a while, until all ranks have begun the call: a difference is recorded as soon as
+                two have, and every rank is to give the same words.
         """
         deadline_s = time.monotonic() + _READY_READ_S
         signals = self._read_start_signals(epoch, deadline_s)
@@ -273,7 +281,8 @@ def check_all() -> None:
 
 
 def forget_failed() -> None:
-    """Takes channels that failed out of ``check_all``: for a caller that has handled their errors and is done with them."""
+    """Takes channels that failed out of ``check_all``: for a caller that has handled their errors and is done with
+    them."""
     for channel in list(_channels):
         if channel.failed:
             _channels.discard(channel)

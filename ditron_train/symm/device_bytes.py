@@ -6,7 +6,8 @@ __all__ = ["DeviceBytes"]
 
 
 class DeviceBytes:
-    """``torch.as_tensor`` of it is a uint8 tensor over the memory; the tensor's storage holds this object until it is freed."""
+    """``torch.as_tensor`` of it is a uint8 tensor over the memory; the tensor's storage holds this object until it is
+    freed."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,12 +1,13 @@
 """What the ranks of a group tell each other on the host, with a deadline.
 
-Through the group's store, not its communicator: a rank that does not come, since it died or was given another group, is named
-after the deadline, where a collective would hold the others until torch ends the process.
+Through the group's store, not its communicator: a rank that does not come, since it died or was given another group,
+is named after the deadline, where a collective would hold the others until torch ends the process.
 
-One store serves all ranks of a job, so who waits looks at one key: the *outcome* of an exchange. Each rank sets its value and
-counts itself; the last to come reads all values and publishes them as the outcome; who gives up publishes that. The store takes
-the first, so an exchange succeeds for all of its ranks or for none. With 256 clients of one TCPStore, the last of them 3 s late,
-that is 16,000 keys looked up instead of 3,200,000 where each waits for all values: 0.3 instead of 0.9 s of the store's time.
+One store serves all ranks of a job, so who waits looks at one key: the *outcome* of an exchange. Each rank sets its
+value and counts itself; the last to come reads all values and publishes them as the outcome; who gives up publishes
+that. The store takes the first, so an exchange succeeds for all of its ranks or for none. With 256 clients of one
+TCPStore, the last of them 3 s late, that is 16,000 keys looked up instead of 3,200,000 where each waits for all
+values: 0.3 instead of 0.9 s of the store's time.
 """
 
 from __future__ import annotations
@@ -54,14 +55,17 @@ _heard: dict[str, str] = {}
 class _Meeting:
     """The exchanges of one group: numbered, since all ranks make the same ones in the same order.
 
-    A group that is made anew may get the name, and so the part of the store, of one that was destroyed. The store counts, for
-    these members, the groups that have met: all were there, so all find the same count when the next is made. What was given up
-    in a group that never met is told from what is given up in this one by the mark of the rank's meeting.
+    A group that is made anew may get the name, and so the part of the store, of one that was destroyed. The store
+    counts, for these members, the groups that have met: all were there, so all find the same count when the next is
+    made. What was given up in a group that never met is told from what is given up in this one by the mark of the
+    rank's meeting.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         members = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
-        self._members = dist.PrefixStore(f"ditron_train exchange {members}", distributed_c10d._get_process_group_store(group))
+        self._members = dist.PrefixStore(
+            f"ditron_train exchange {members}", distributed_c10d._get_process_group_store(group)
+        )
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._num_before = int(self._members.compare_set("groups that met", "", "0"))
         self.store = dist.PrefixStore(str(self._num_before), self._members)
@@ -100,7 +104,9 @@ class _Meeting:
             if not missing:  # the last one is about to settle it, or has died before it could
                 return self._settle_with_all(keys)
             return self._settle(_GivenUp(self._rank, self._mark, missing[0], timeout_s))
-        except BaseException:  # an interrupt: the others are neither to wait for this rank nor to take what it said for an answer
+        except (
+            BaseException
+        ):  # an interrupt: the others are neither to wait for this rank nor to take what it said for an answer
             with suppress(RuntimeError):
                 self._settle(_GivenUp(self._rank, self._mark, self._rank, round(time.monotonic() - begun_s, 1)))
             raise
@@ -128,8 +134,8 @@ class _Meeting:
         return pickle.loads(self.store.compare_set(f"{self._number}/outcome", "", pickle.dumps(outcome)))
 
     def _is_past(self, outcome: _GivenUp) -> bool:
-        """Whether that was given up in a group before this one. Who was not in it waits a moment: the rank that gave up shows
-        that it has left that group when it comes to this one."""
+        """Whether that was given up in a group before this one. Who was not in it waits a moment: the rank that gave
+        up shows that it has left that group when it comes to this one."""
         if _heard.setdefault(outcome.meeting, self._mark) != self._mark:
             return True
         deadline_s = time.monotonic() + (0.0 if self._has_met else _GRACE_S)
@@ -160,14 +166,15 @@ def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
     """Returns ``value`` of every rank, by group rank (collective, host side, blocking).
 
     Raises:
-        PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``, 30 s at least; also on that rank, where it comes later.
+        PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``, 30 s at least; also on that rank, where it
+            comes later.
     """
     return _meeting_of(group).exchange(value)
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The group's own part of its store, once its ranks have exchanged something: nothing in it is of a destroyed group that had
-    its name."""
+    """The group's own part of its store, once its ranks have exchanged something: nothing in it is of a destroyed
+    group that had its name."""
     return dist.PrefixStore("others", _meeting_of(group).store)
 
 
@@ -178,7 +185,10 @@ def _meeting_of(group: dist.ProcessGroup) -> _Meeting:
 
 
 def on_all_ranks(
-    group: dist.ProcessGroup, what: str, step: Callable[[], _Result], errors: tuple[type[Exception], ...] = (Exception,)
+    group: dist.ProcessGroup,
+    what: str,
+    step: Callable[[], _Result],
+    errors: tuple[type[Exception], ...] = (Exception,),
 ) -> _Result:
     """``step()``, behind which every rank knows that all ranks have done it (collective).
 

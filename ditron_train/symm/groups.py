@@ -1,8 +1,8 @@
 """Process groups that only their members make.
 
-``torch.distributed.new_group`` wants every rank of the job, or, with ``use_local_synchronization``, names the group by how
-many groups a rank is in, which differs between the stages of a pipeline (some are in embedding groups), so that members
-wait for each other under different names. Here the members agree on a name first.
+``torch.distributed.new_group`` wants every rank of the job, or, with ``use_local_synchronization``, names the group by
+how many groups a rank is in, which differs between the stages of a pipeline (some are in embedding groups), so that
+members wait for each other under different names. Here the members agree on a name first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["make_group"]
 def make_group(
     parent: dist.ProcessGroup, members: list[int], description: str, options: Any = None
 ) -> dist.ProcessGroup:
-    """Returns a group of ``members`` (ranks in ``parent``, this one among them), with the backend of ``parent``; it belongs
-    to ``parent``: what is kept for it goes once that is destroyed.
+    """Returns a group of ``members`` (ranks in ``parent``, this one among them), with the backend of ``parent``; it
+    belongs to ``parent``: what is kept for it goes once that is destroyed.
 
     Collective over ``parent``: ranks may name different groups, as long as these do not overlap.
     """
@@ -48,7 +48,8 @@ def make_group(
 
 
 def _do_not_split(group: dist.ProcessGroup) -> None:
-    """Splitting WORLD's communicator, torch's way when WORLD is bound to a device, would take every rank of the job."""
+    """Splitting WORLD's communicator, torch's way when WORLD is bound to a device, would take every rank of the
+    job."""
     if dist.get_backend(group) == "nccl":
         options = group._get_backend(torch.device("cuda")).options
         if getattr(options, "split_from", None) is not None:

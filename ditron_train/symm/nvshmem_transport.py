@@ -1,12 +1,13 @@
 """Symmetric memory through nvshmem4py: peers of one node by address, other nodes by put and signal.
 
 NVSHMEM allocates over all processes at once, and allocation is collective over all of them. So the whole reserve
-(``DITRON_ARENA_BYTES``, else 2 GiB) is taken once over WORLD, and groups carve from it: members agree on an offset that is free
-on all of them, and give it back when their arena lets go of it. nvshmem4py's tensors are whole allocations (slices are refused
-by its own calls), so peers are addressed by ``bindings.ptr``.
+(``DITRON_ARENA_BYTES``, else 2 GiB) is taken once over WORLD, and groups carve from it: members agree on an offset
+that is free on all of them, and give it back when their arena lets go of it. nvshmem4py's tensors are whole
+allocations (slices are refused by its own calls), so peers are addressed by ``bindings.ptr``.
 
-The start is a step of its own (`start_nvshmem`): a group that is not the whole job cannot wait for the other ranks when it needs
-memory. The stages of a pipeline come to that one after the other, each with what the stage before it has computed.
+The start is a step of its own (`start_nvshmem`): a group that is not the whole job cannot wait for the other ranks
+when it needs memory. The stages of a pipeline come to that one after the other, each with what the stage before it has
+computed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _DEFAULT_RESERVE_BYTES = 2 << 30
 def start_nvshmem(device: torch.device | str = "cuda") -> None:
     """Starts NVSHMEM on all ranks of the job, for groups that are only a part of it; again, it does nothing.
 
-    Collective over WORLD: called at a point to which all ranks come without waiting for each other. Megatron's runs do it by
-    themselves; a group of all ranks does not need it.
+    Collective over WORLD: called at a point to which all ranks come without waiting for each other. Megatron's runs do
+    it by themselves; a group of all ranks does not need it.
 
     Raises:
-        ArenaError: nvshmem4py is missing or does not start on a rank, or a rank did not come within ``DITRON_TIMEOUT_S``; on every
-            rank alike.
+        ArenaError: nvshmem4py is missing or does not start on a rank, or a rank did not come within
+            ``DITRON_TIMEOUT_S``; on every rank alike.
     """
     NvshmemTransport.get(dist.group.WORLD, with_index(device))
 
@@ -59,8 +60,8 @@ class NvshmemTransport:
         """The process's transport, which the first group of all ranks starts.
 
         Raises:
-            ArenaError: It is not started and ``group`` is not the whole job, or as `start_nvshmem`; on every rank of the group
-                alike.
+            ArenaError: It is not started and ``group`` is not the whole job, or as `start_nvshmem`; on every rank of
+                the group alike.
         """
         if cls._instance is None:
             world_size, num_ranks = dist.get_world_size(), dist.get_world_size(group)
@@ -91,7 +92,10 @@ class NvshmemTransport:
         self._reserve.take(offset, size)
         try:
             return on_all_ranks(
-                group, "mapping the peers' NVSHMEM memory", lambda: self._map(group, device, offset, num_bytes), (ArenaError,)
+                group,
+                "mapping the peers' NVSHMEM memory",
+                lambda: self._map(group, device, offset, num_bytes),
+                (ArenaError,),
             )
         except ArenaError:  # of every rank alike
             self._reserve.give_back(offset)
@@ -120,7 +124,8 @@ class NvshmemTransport:
 
 
 def _start(device: torch.device) -> torch.Tensor:
-    """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve; a rank that fails fails all."""
+    """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve; a rank that fails fails
+    all."""
     world = dist.group.WORLD
     on_all_ranks(world, "loading NVSHMEM", _load)
     reserve_bytes = _agreed_reserve_bytes(world)

@@ -1,10 +1,10 @@
 """torch's rendezvous of symmetric memory, for ranks that have been through different ones before.
 
-``torch.distributed._symmetric_memory`` (2.11 to 2.13: ``StoreExchange``) names what a rendezvous exchanges by one counter of the
-process, whatever the group. Ranks of a group whose processes have been through another number of rendezvous by then wait for
-each other's keys until the store gives up: the stages of a pipeline do that, since the first one needs the memory of tensor
-parallelism before that of the pipeline, and the last one after it (seen on 4 GPUs with tensor and pipeline parallelism, TP 2 x
-PP 2). Such ranks rendezvous over a store of their group that counts anew.
+``torch.distributed._symmetric_memory`` (2.11 to 2.13: ``StoreExchange``) names what a rendezvous exchanges by one
+counter of the process, whatever the group. Ranks of a group whose processes have been through another number of
+rendezvous by then wait for each other's keys until the store gives up: the stages of a pipeline do that, since the
+first one needs the memory of tensor parallelism before that of the pipeline, and the last one after it (seen on 4 GPUs
+with tensor and pipeline parallelism, TP 2 x PP 2). Such ranks rendezvous over a store of their group that counts anew.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class RenumberedStore(dist.Store):
 
 
 def _alias_of(group: dist.ProcessGroup) -> _Alias:
-    """The group's alias in this process; where torch looks for a store differs between 2.11 and 2.13, so it is known at both."""
+    """The group's alias in this process; where torch looks for a store differs between 2.11 and 2.13, so it is known
+    at both."""
     if group not in _aliases:
         name, rank, world_size = next(_names), dist.get_rank(group), dist.get_world_size(group)
         store = RenumberedStore(dist.PrefixStore("rendezvous", store_of(group)))

@@ -1,4 +1,5 @@
-"""Which bytes of one reserve are taken: groups that overlap carve from it, each at an offset that is free on all its ranks."""
+"""Which bytes of one reserve are taken: groups that overlap carve from it, each at an offset that is free on all its
+ranks."""
 
 from __future__ import annotations
 

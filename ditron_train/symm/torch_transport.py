@@ -20,8 +20,9 @@ __all__ = ["TorchTransport"]
 class TorchTransport:
     """``symm_mem.empty`` plus a rendezvous (`symm.rendezvous`).
 
-    Where one fails on some rank, its ranks have come to different points of it, and torch's count of them is out of step from then
-    on: the next one would wait for keys that nobody sets. So there is none any more for these ranks, whatever their groups.
+    Where one fails on some rank, its ranks have come to different points of it, and torch's count of them is out of
+    step from then on: the next one would wait for keys that nobody sets. So there is none any more for these ranks,
+    whatever their groups.
     """
 
     name = "torch"
@@ -39,7 +40,9 @@ class TorchTransport:
         local = on_all_ranks(group, f"allocating {num_bytes} bytes of symmetric memory", reserve, (RuntimeError,))
         errors = (RuntimeError, AttributeError, TypeError)  # the last two: a torch without these private functions
         try:
-            handle = on_all_ranks(group, "reaching the peers' symmetric memory", lambda: rendezvous(local, group), errors)
+            handle = on_all_ranks(
+                group, "reaching the peers' symmetric memory", lambda: rendezvous(local, group), errors
+            )
         except ArenaError as error:
             TorchTransport._why_not = str(error)
             raise

@@ -38,8 +38,8 @@ class Segment:
         peers: The same allocation of each group rank, mapped here; ``None`` where a peer's memory cannot be addressed.
         addresses: Base address in this process of each group rank's allocation; 0 where it cannot be addressed.
         release: Gives this rank's mappings and memory back; called once, collectively, by ``free``.
-        is_mappable: Whether each rank's part lies in a mapping of its own, of the driver's or the system's, which can be made
-            once more.
+        is_mappable: Whether each rank's part lies in a mapping of its own, of the driver's or the system's, which can
+            be made once more.
         mappings: What has been mapped once more, by what it is for (None: it cannot be); goes before the memory does.
 
     Raises:
@@ -96,7 +96,8 @@ def node_of_process() -> tuple[str, str, str]:
 
 
 def is_one_node() -> bool:
-    """Whether torchrun started all ranks of the job on one node (no communication; False where it did not start them)."""
+    """Whether torchrun started all ranks of the job on one node (no communication; False where it did not start
+    them)."""
     return os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())
 
 

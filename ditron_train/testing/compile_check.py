@@ -4,8 +4,8 @@ Triton decides at decoration whether a function is interpreted, so a process tha
 ``Compilation`` does it in one process of its own, for a list of specs. On a machine with neither GPU nor driver this
 works for sm_80, sm_90, sm_100 and gfx942.
 
-A room of the package lists its kernels as ``SPECS`` in ``tests/compile/specs_<room>.py``; the tests there compile every
-one for each of its targets and run ``check_report``.
+A room of the package lists its kernels as ``SPECS`` in ``tests/compile/specs_<room>.py``; the tests there compile
+every one for each of its targets and run ``check_report``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["TARGETS", "Compilation", "CompileReport", "KernelSpec", "check_report", "compile_specs", "unguarded_releases"]
+__all__ = [
+    "TARGETS",
+    "Compilation",
+    "CompileReport",
+    "KernelSpec",
+    "check_report",
+    "compile_specs",
+    "unguarded_releases",
+]
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "hip")
 _NO_SPILL_TARGETS = ("sm_90",)
@@ -51,8 +59,8 @@ class KernelSpec:
         num_warps: As the launch; a dict by target where it differs, with ``default``.
         num_stages: As the launch; likewise.
         targets: Which of ``TARGETS`` to compile for.
-        aligned: Arguments whose address or value is a multiple of 16; None for all pointers, and all integers that the kernel
-            specialises on.
+        aligned: Arguments whose address or value is a multiple of 16; None for all pointers, and all integers that the
+            kernel specialises on.
         signals: Whether it must hold a release and an acquire on CUDA targets (a kernel with neither states False;
             None checks only that every release it has comes after a barrier).
         max_spill_bytes: Allowed on sm_90.
@@ -122,7 +130,9 @@ def check_report(spec: KernelSpec, report: CompileReport) -> None:
     where = f"{report.name} for {report.target}"
     assert report.error is None, f"{where} does not compile: {report.error}"
     limit = _SHARED_LIMIT_BYTES[report.target]
-    assert report.shared_bytes <= limit, f"{where}: {report.shared_bytes} bytes of shared memory, the device has {limit}"
+    assert report.shared_bytes <= limit, (
+        f"{where}: {report.shared_bytes} bytes of shared memory, the device has {limit}"
+    )
     if report.target in _NO_SPILL_TARGETS:
         assert report.spill_bytes is not None, f"{where}: the assembler reported no spills at all"
         assert report.spill_bytes <= spec.max_spill_bytes, f"{where} spills {report.spill_bytes} bytes"
@@ -134,8 +144,12 @@ def check_report(spec: KernelSpec, report: CompileReport) -> None:
     assert not unguarded, f"{where}: no barrier between the last global write and {unguarded}"
     if spec.signals is not None:
         releases, acquires = bool(_RELEASE.search(report.asm)), bool(_ACQUIRE.search(report.asm))
-        assert releases == spec.signals, f"{where}: a release is {'missing' if spec.signals else 'there but not stated'}"
-        assert acquires == spec.signals, f"{where}: an acquire is {'missing' if spec.signals else 'there but not stated'}"
+        assert releases == spec.signals, (
+            f"{where}: a release is {'missing' if spec.signals else 'there but not stated'}"
+        )
+        assert acquires == spec.signals, (
+            f"{where}: an acquire is {'missing' if spec.signals else 'there but not stated'}"
+        )
 
 
 class Compilation:
@@ -168,7 +182,9 @@ class Compilation:
         try:
             if self._process.wait(timeout_s) != 0:
                 with open(self._said) as said:
-                    raise RuntimeError(f"the compiling process ended with {self._process.returncode}: {said.read()[-2000:]}")
+                    raise RuntimeError(
+                        f"the compiling process ended with {self._process.returncode}: {said.read()[-2000:]}"
+                    )
             with open(self._answer) as file:
                 found = [CompileReport(**entry) for entry in json.load(file)]
         finally:
@@ -239,7 +255,9 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
     for index, name in enumerate(kernel.arg_names):
         if name in spec.signature:
             signature[name] = spec.signature[name]
-            can_align = signature[name].startswith("*") or (signature[name] in ("i32", "i64") and name not in unspecialised)
+            can_align = signature[name].startswith("*") or (
+                signature[name] in ("i32", "i64") and name not in unspecialised
+            )
             if can_align and (spec.aligned is None or name in spec.aligned):
                 attrs[(index,)] = [["tt.divisibility", 16]]
             continue

@@ -1,7 +1,9 @@
-"""Stands in for ``emerging_optimizers`` 0.1.0, which is not on PyPI, so that Megatron's native Muon can be the reference.
+"""Stands in for ``emerging_optimizers`` 0.1.0, which is not on PyPI, so that Megatron's native Muon can be the
+reference.
 
-What megatron-core 0.16.1 takes from it is written here from the published equations, in torch's operators alone. Install
-it before ``megatron.core.optimizer.muon`` is imported; where the real package is installed, nothing is changed.
+What megatron-core 0.16.1 takes from it is written here from the published equations, in torch's operators alone.
+Install it before ``megatron.core.optimizer.muon`` is imported; where the real package is installed, nothing is
+changed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = ["FIXED_ENV", "ForkedProcess", "close_template", "search_path"]
 
@@ -24,8 +25,8 @@ FIXED_ENV = {
 }
 
 
-#: Libraries of other people that are imported once for all workers, if they are imported here. Torch's compiler, which takes
-#: 5 s, is what ``torch.use_deterministic_algorithms`` imports.
+#: Libraries of other people that are imported once for all workers, if they are imported here. Torch's compiler, which
+#: takes 5 s, is what ``torch.use_deterministic_algorithms`` imports.
 _SHARED = ("megatron.core", "torch._dynamo", "torch._inductor")
 
 

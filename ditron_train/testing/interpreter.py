@@ -24,7 +24,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -274,7 +275,9 @@ def _remember_shapes() -> None:
 def _remember_builtins(interpreter: Any) -> None:
     from triton.language import core
 
-    builtins: dict[int, list[tuple[str, Any]]] = {}  # by id of a module or class, all of which live as long as the process
+    builtins: dict[
+        int, list[tuple[str, Any]]
+    ] = {}  # by id of a module or class, all of which live as long as the process
     semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
 
     def interpreted(member: Any) -> Any:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import types
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -129,9 +130,7 @@ def _names_cuda(value: Any) -> bool:
 
 
 def _torch_stand_ins() -> list[tuple[Any, str, Any]]:
-    properties = types.SimpleNamespace(
-        name="CPU", major=0, minor=0, total_memory=0, multi_processor_count=1
-    )
+    properties = types.SimpleNamespace(name="CPU", major=0, minor=0, total_memory=0, multi_processor_count=1)
     cuda = torch.cuda
     return [
         (torch, "compile", leave_uncompiled),
@@ -170,9 +169,7 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
 
-def _new_norm(
-    cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any
-) -> torch.nn.Module:
+def _new_norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
     """torch's own norm, its parameters marked for the all-reduce that sequence parallelism needs."""
     kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
@@ -295,6 +292,4 @@ def seed(value: int) -> None:
 
     torch.manual_seed(value)
     on_cpu = is_installed()  # the CUDA tracker reads CUDA's generators; the inference tracker does not
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        value, inference_rng_tracker=on_cpu, force_reset_rng=True
-    )
+    tensor_parallel.model_parallel_cuda_manual_seed(value, inference_rng_tracker=on_cpu, force_reset_rng=True)

@@ -25,19 +25,13 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 from ditron_train.testing.forking import FIXED_ENV, ForkedProcess, close_template, search_path
 
-__all__ = [
-    "WorkerError",
-    "WorkerOutcome",
-    "WorkerPool",
-    "run_workers",
-    "run_workers_once",
-    "shutdown_pools",
-]
+__all__ = ["WorkerError", "WorkerOutcome", "WorkerPool", "run_workers", "run_workers_once", "shutdown_pools"]
 
 _START_TIMEOUT_S = 120.0
 _GRACE_AFTER_ERROR_S = 5.0
@@ -247,9 +241,7 @@ def _raise_first(outcomes: Sequence[WorkerOutcome], what: str, timeout_s: float)
     if first.error is not None:
         cause = WorkerError(f"in rank {first.rank}{suffix}:\n{first.traceback}")
         raise first.error from cause
-    state = f"did not finish within {timeout_s:g} s" if first.timed_out else (
-        f"exited with code {first.exit_code}"
-    )
+    state = f"did not finish within {timeout_s:g} s" if first.timed_out else (f"exited with code {first.exit_code}")
     raise WorkerError(f"{what}: rank {first.rank} {state}{suffix}\n{first.traceback}")
 
 
@@ -257,11 +249,7 @@ _pools: dict[int, WorkerPool] = {}
 
 
 def run_workers(
-    world_size: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    timeout_s: float = 240.0,
-    env: Mapping[str, str] | None = None,
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0, env: Mapping[str, str] | None = None
 ) -> list[Any]:
     """Run ``fn(*args)`` on `world_size` processes and return its results, indexed by rank.
 
@@ -282,11 +270,7 @@ def run_workers(
 
 
 def run_workers_once(
-    world_size: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    timeout_s: float = 240.0,
-    env: Mapping[str, str] | None = None,
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0, env: Mapping[str, str] | None = None
 ) -> list[WorkerOutcome]:
     """Run ``fn(*args)`` on fresh processes that end with the call; never raises for a worker.
 

@@ -1,7 +1,7 @@
 """Muon as its published equations say, in torch's operators alone: what the fast step must equal bit for bit.
 
-Tests compare with it and the benchmark calls it native: Megatron takes these formulas from ``emerging_optimizers``, which
-is not on PyPI.
+Tests compare with it and the benchmark calls it native: Megatron takes these formulas from ``emerging_optimizers``,
+which is not on PyPI.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def reference_step(
 
 
 def reference_shards(params: Sequence[torch.Tensor], num_ranks: int) -> list[list[int]]:
-    """Indices of each rank's parameters: sorted by size, dealt out back and forth, as layer-wise sharding natively does."""
+    """Indices of each rank's parameters: sorted by size, dealt out back and forth, as layer-wise sharding natively
+    does."""
     back_and_forth = [*range(num_ranks), *reversed(range(num_ranks))]
     shards: list[list[int]] = [[] for _ in range(num_ranks)]
     for place, index in enumerate(sorted(range(len(params)), key=lambda i: params[i].numel())):

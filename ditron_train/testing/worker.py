@@ -21,10 +21,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 __all__ = ["main"]
 
@@ -121,9 +122,7 @@ def _serve(connection: Connection, parent_pid: int) -> None:
     """A worker's life: joins its group, then runs what comes through its pipe, until that closes."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_exit_with_parent, args=(parent_pid,), daemon=True).start()
-    _init_process_group(
-        os.environ["DITRON_TEST_STORE"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    )
+    _init_process_group(os.environ["DITRON_TEST_STORE"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -172,8 +171,8 @@ def _import_all(modules: Sequence[str]) -> None:
 def main() -> None:
     """Import, then fork a worker or report one's exit status for each message of the socket, until it closes.
 
-    Messages are pickled: ``(environment, path)`` with the worker's pipe and log file attached is answered by its process
-    number, ``(number, wait)`` by its exit status or None.
+    Messages are pickled: ``(environment, path)`` with the worker's pipe and log file attached is answered by its
+    process number, ``(number, wait)`` by its exit status or None.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     _import_all(sys.argv[2:])

@@ -1,23 +1,25 @@
 """GEMM-RS in chunks: a GEMM for the rows of each rank, whose partial sums copy engines send while the next one runs.
 
-The GEMM-RS that stores tiles to peers from its epilogue (``prepared.PreparedGemmRs``) loses some 60 to 80 us whatever the
-size: multiprocessors finish a wave of tiles together, share the links fairly, so they finish storing together, too, and
-loads queue behind the stores (4 H200s, 8192x4096x2752: 349 us to peers, 291 us with all stores kept local, cuBLAS alone
-247). Copy engines read what lies in memory and hold no multiprocessor up. In us, native / cuBLAS alone / stores from the
-epilogue / this: 8192x4096x2752 434 / 245 / 332 / 285, 8192x4096x3584 508 / 314 / 406 / 354, 8192x8192x2048 723 / 371 / 516 /
-437, 8192x8192x7168 1619 / 1263 / 1371 / 1292; at 2048x4096x1024 no difference (98 / 30 / 74 / 75).
+The GEMM-RS that stores tiles to peers from its epilogue (``prepared.PreparedGemmRs``) loses some 60 to 80 us whatever
+the size: multiprocessors finish a wave of tiles together, share the links fairly, so they finish storing together,
+too, and loads queue behind the stores (4 H200s, 8192x4096x2752: 349 us to peers, 291 us with all stores kept local,
+cuBLAS alone 247). Copy engines read what lies in memory and hold no multiprocessor up. In us, native / cuBLAS alone /
+stores from the epilogue / this: 8192x4096x2752 434 / 245 / 332 / 285, 8192x4096x3584 508 / 314 / 406 / 354,
+8192x8192x2048 723 / 371 / 516 / 437, 8192x8192x7168 1619 / 1263 / 1371 / 1292; at 2048x4096x1024 no difference (98 /
+30 / 74 / 75).
 
 Tried: GEMMs on two streams, so that one fills the last wave of the other: 1 % less at most, 1 % more at the largest;
 holding copies back until the next GEMM is enqueued: equal; cuBLAS for the chunks: equal within 1 %; chunks of two
-neighbours: 391 us instead of 354 (8192x4096x3584), since the order of a rank whose neighbours wrap around ends with a pair.
-Where the links are last, the sum of all but the last source is made while that one's rows are on their way, which is why rows
-travel so that they arrive in the order of the sum: 216 -> 209 us at 8192x4096x1376, 226 -> 219 at 8192x4096x1792 (4 ranks;
-GEMM alone 137 and 166, NCCL 193). One chunk of them stored to its owner by its GEMM's epilogue, so that a copy less is waited
-for: 235 to 255 and 251 to 274 us, whichever it is, since its stores take the links from the copies. Where the own rows' GEMM
-is last, it could only be made beside that, and what adds needs multiprocessors of the GEMM, which leaves it no registers.
-Where the links are last, the first rows go in halves, too, if that takes fewer waves: 200 -> 180 us at 8192x4096x1376, 218 ->
-207 at 8192x4096x1792 (2 H200s; native 304 and 333). With 8 ranks a chunk is one wave: its halves by smaller tiles made no
-difference (2 H200s, each rank sending what 8 ranks would: 229 and 228 instead of 232 and 227), quarters 253.
+neighbours: 391 us instead of 354 (8192x4096x3584), since the order of a rank whose neighbours wrap around ends with a
+pair. Where the links are last, the sum of all but the last source is made while that one's rows are on their way,
+which is why rows travel so that they arrive in the order of the sum: 216 -> 209 us at 8192x4096x1376, 226 -> 219 at
+8192x4096x1792 (4 ranks; GEMM alone 137 and 166, NCCL 193). One chunk of them stored to its owner by its GEMM's
+epilogue, so that a copy less is waited for: 235 to 255 and 251 to 274 us, whichever it is, since its stores take the
+links from the copies. Where the own rows' GEMM is last, it could only be made beside that, and what adds needs
+multiprocessors of the GEMM, which leaves it no registers. Where the links are last, the first rows go in halves, too,
+if that takes fewer waves: 200 -> 180 us at 8192x4096x1376, 218 -> 207 at 8192x4096x1792 (2 H200s; native 304 and 333).
+With 8 ranks a chunk is one wave: its halves by smaller tiles made no difference (2 H200s, each rank sending what 8
+ranks would: 229 and 228 instead of 232 and 227), quarters 253.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ __all__ = ["PreparedChunkedGemmRs"]
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Rows of one owner, or the first or other part of them, and the GEMM for them; None where there are none. Compared by
-    identity: part of a launch's key. ``position``: the owner's among those that rows are sent to; None: this rank."""
+    """Rows of one owner, or the first or other part of them, and the GEMM for them; None where there are none.
+    Compared by identity: part of a launch's key. ``position``: the owner's among those that rows are sent to; None:
+    this rank."""
 
     rows: slice
     k: int
@@ -58,14 +61,15 @@ class _Chunk:
 class PreparedChunkedGemmRs:
     """[m, k] times a weight, reduce-scattered by rows; collective to make.
 
-    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; own rows last: their GEMM hides the last
-    transfer. Then the sum (``PreparedScatter.finish``), whose order is that of the arrivals: rank + 1 first.
+    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; own rows last: their GEMM
+    hides the last transfer. Then the sum (``PreparedScatter.finish``), whose order is that of the arrivals: rank + 1
+    first.
 
-    Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands, result and
-    partial sums have lain at the same addresses a few times, with the same strides: a training step allocates alike each time.
-    The graph runs on the current stream, from the start signals to the join: who may free or overwrite what it reads, and when,
-    is as without it. Start signals, epochs, deadlines and errors are the kernels' own, so they are in every repetition; what a
-    call does on the host (``OpContext.enter``) is done before.
+    Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands,
+    result and partial sums have lain at the same addresses a few times, with the same strides: a training step
+    allocates alike each time. The graph runs on the current stream, from the start signals to the join: who may free
+    or overwrite what it reads, and when, is as without it. Start signals, epochs, deadlines and errors are the
+    kernels' own, so they are in every repetition; what a call does on the host (``OpContext.enter``) is done before.
     """
 
     def __init__(
@@ -120,7 +124,9 @@ class PreparedChunkedGemmRs:
         if not context.repeat_op(op, copied) and self._enqueue(x, weight, partial, out, key):
             context.remember_op(op, lambda: self._enqueue(x, weight, partial, out, key), copied)
 
-    def _enqueue(self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, out: torch.Tensor, key: tuple) -> bool:
+    def _enqueue(
+        self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, out: torch.Tensor, key: tuple
+    ) -> bool:
         """Whether it reads the operands as given: addresses and strides, ``key``, say all that it does."""
         context, scatter = self.context, self._scatter
         stream = current_handle(context.device)

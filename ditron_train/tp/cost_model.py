@@ -3,14 +3,15 @@
     native   = GEMM + collective, one after the other
     limit    = max(GEMM, bytes on the wire / link rate)
     AG-GEMM  = each program's tiles one after another, in the order of arrival, none before its rows have arrived
-    GEMM-RS  = GEMM, longer by what the stores of each wave of tiles hold it up, and not before its bytes have left; then the
-               fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another, the first's in halves where
-               the links are last; then the fold, of the last source alone where its bytes come long after the others'
+    GEMM-RS  = GEMM, longer by what the stores of each wave of tiles hold it up, and not before its bytes have left;
+               then the fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another, the first's
+               in halves where the links are last; then the fold, of the last source alone where its bytes come long
+               after the others'
 
-A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error at
-every shape. With the table that ships, the speedups of the 24 forward rows committed for 2 and 4 H200s are predicted within 4 %,
-their times within 4 % on the four, and up to 11 % too long on the two, whose long GEMMs by cuBLAS were 8 % quicker than another
-pair's (``tests/tune``).
+A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error
+at every shape. With the table that ships, the speedups of the 24 forward rows committed for 2 and 4 H200s are
+predicted within 4 %, their times within 4 % on the four, and up to 11 % too long on the two, whose long GEMMs by
+cuBLAS were 8 % quicker than another pair's (``tests/tune``).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ _PUSH_OF_LINK = 0.79  # of a copy engine's rate is the most that multiprocessors
 _PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next granule
 _STORE_STALL = 0.45  # of the time that the links take for the stores of one wave, whatever the tile's products take
 _LAUNCH_US = 4.0
-_THROTTLED_FROM_US = 700.0  # a GEMM that runs longer is slowed down by its power: at every doubling by so much of its time
+_THROTTLED_FROM_US = (
+    700.0  # a GEMM that runs longer is slowed down by its power: at every doubling by so much of its time
+)
 _THROTTLE = 0.03
 _SHORT_US = 400.0  # so long an op takes, three times what the host needs to enqueue its parts one by one
 _FEWEST_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
@@ -103,7 +106,8 @@ def _throttled_us(busy_us: float) -> float:
 
 
 def _num_waves(m: int, n: int, config: GemmConfig, num_programs: int) -> float:
-    """In units of a whole tile; a last wave that is computed in halves takes half a tile, at the rate of square ones."""
+    """In units of a whole tile; a last wave that is computed in halves takes half a tile, at the rate of square
+    ones."""
     num_whole = config.num_whole_tiles(m, n, num_programs)
     return -(-num_whole // num_programs) + (0.5 / HOPPER_SQUARE_RATE if num_whole < config.num_tiles(m, n) else 0.0)
 
@@ -151,7 +155,9 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     world_size, plan, config = problem.world_size, choice.gather, choice.config
     by_push = plan.mode == "push"
     num_chunks = _PUSHED_CHUNKS if by_push else plan.num_chunks
-    num_programs = max(1, min(machine.num_sms - (plan.push_programs if by_push else 1), config.num_tiles(problem.m, problem.n)))
+    num_programs = max(
+        1, min(machine.num_sms - (plan.push_programs if by_push else 1), config.num_tiles(problem.m, problem.n))
+    )
     waves = _num_waves(problem.m, problem.n, config, num_programs)
     tile_us = _throttled_us(waves * _tile_us(problem.k, config, machine.num_sms, rates)) / waves
     shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / _send_rate(plan, rates)
@@ -165,14 +171,17 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
 def _last_tile_us(
     problem: Problem, config: GemmConfig, num_programs: int, tile_us: float, arrivals_us: np.ndarray, num_chunks: int
 ) -> float:
-    """When the last tile is done: program p takes tiles p, p + num_programs, ... of the order of arrival, each not before its
-    rows are there (``arrivals_us`` [ranks * chunks]); then the halves of tiles that are left, likewise.
+    """When the last tile is done: program p takes tiles p, p + num_programs, ... of the order of arrival, each not
+    before its rows are there (``arrivals_us`` [ranks * chunks]); then the halves of tiles that are left, likewise.
 
     All row tiles of a group are wanted at its start.
     """
     tiles_n = -(-problem.n // config.block_n)
     shard_tiles_m = problem.m / config.block_m / problem.world_size
-    num_tiles, num_whole = config.num_tiles(problem.m, problem.n), config.num_whole_tiles(problem.m, problem.n, num_programs)
+    num_tiles, num_whole = (
+        config.num_tiles(problem.m, problem.n),
+        config.num_whole_tiles(problem.m, problem.n, num_programs),
+    )
 
     def there_us(tile: np.ndarray) -> np.ndarray:
         step = np.minimum(tile // (shard_tiles_m * tiles_n), problem.world_size - 1)
@@ -192,7 +201,9 @@ def _last_tile_us(
 
 def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     world_size = problem.world_size
-    own_us = problem.m / world_size * problem.n * problem.dtype.itemsize / (rates.memory_gbps * 1e3)  # one pass over own rows
+    own_us = (
+        problem.m / world_size * problem.n * problem.dtype.itemsize / (rates.memory_gbps * 1e3)
+    )  # one pass over own rows
     fold_us = (world_size + 1) * own_us
     if choice.scatter == "store":
         return _stored_us(problem, choice, machine, rates) + fold_us
@@ -220,8 +231,8 @@ def _in_parts(world_size: int, multiplied_us: float, sent_us: float) -> bool:
 
 
 def first_rows(num_rows: int, n: int, config: GemmConfig, machine: Machine) -> int:
-    """Of a chunk of ``num_rows`` rows, those that are multiplied and sent before the others where links are last: half of its
-    row tiles, if that takes fewer waves, else all."""
+    """Of a chunk of ``num_rows`` rows, those that are multiplied and sent before the others where links are last: half
+    of its row tiles, if that takes fewer waves, else all."""
     half = -(-num_rows // config.block_m) // 2 * config.block_m
     waves, of_half = (math.ceil(_num_waves(rows, n, config, machine.num_sms)) for rows in (num_rows, half))
     return half if 0 < of_half < waves else num_rows
@@ -231,7 +242,9 @@ def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: Machin
     config, world_size = choice.config, problem.world_size
     waves = -(-config.num_tiles(problem.m, problem.n) // machine.num_sms)  # all of whole tiles
     tile_us = _throttled_us(waves * _tile_us(problem.k, config, machine.num_sms, rates)) / waves
-    wave_bytes = machine.num_sms * config.block_m * config.block_n * problem.dtype.itemsize * (world_size - 1) / world_size
+    wave_bytes = (
+        machine.num_sms * config.block_m * config.block_n * problem.dtype.itemsize * (world_size - 1) / world_size
+    )
     stall_us = _STORE_STALL * wave_bytes / (rates.link_gbps * 1e3)
     return rates.start_us + max(waves * (tile_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
 
@@ -239,14 +252,16 @@ def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: Machin
 def _chunks_us(
     problem: Problem, choice: Choice, machine: Machine, rates: MachineRates, num_first: int | None = None
 ) -> tuple[float, float]:
-    """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that are sent
-    before its others; None: all at once. One rank transfers nothing."""
+    """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that
+    are sent before its others; None: all at once. One rank transfers nothing."""
     world_size, own_rows = problem.world_size, problem.m // problem.world_size
     rank_bytes = own_rows * problem.n * problem.dtype.itemsize
     waves = _num_waves(own_rows, problem.n, choice.config, machine.num_sms)
     busy_us = world_size * waves * _tile_us(problem.k, choice.config, machine.num_sms, rates)
     rank_us = _LAUNCH_US + _throttled_us(busy_us) / world_size
-    parts = [(float(position), 1.0) for position in range(1, world_size)]  # chunks done by then, and how much of one it is
+    parts = [
+        (float(position), 1.0) for position in range(1, world_size)
+    ]  # chunks done by then, and how much of one it is
     if not parts:
         return rank_us, 0.0
     if num_first is not None and num_first < own_rows:

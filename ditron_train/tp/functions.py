@@ -8,8 +8,8 @@ Shapes: s tokens of the sequence (dimension 0 of activations), W ranks, K inputs
     row:    Y [s/W, N] = RS(X [s, K/W] @ Wt^T)        Wt [N, K/W]
             dX = AG(dY) @ Wt                          dWt = AG(dY)^T @ X
 
-Order of roundings as in Megatron's ``LinearWithGradAccumulationAndAsyncCommunication`` and ``RowParallelLinear``: GEMMs
-round once to the activation dtype, partial sums are folded in ring order with a rounding at every hop, bias is a
+Order of roundings as in Megatron's ``LinearWithGradAccumulationAndAsyncCommunication`` and ``RowParallelLinear``:
+GEMMs round once to the activation dtype, partial sums are folded in ring order with a rounding at every hop, bias is a
 separate addition, wgrad is one GEMM over all rows in canonical order.
 """
 
@@ -72,7 +72,8 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.has_bias = bias is not None
         ctx.context, ctx.wgrad = context, wgrad
         y = ag_gemm(_rows(x), weight, context=context)
-        # As rows, since what a Function returns must not be a view: Megatron's cross entropy edits the logits in place.
+        # As rows, since what a Function returns must not be a view: Megatron's cross entropy edits the logits in
+        # place.
         return y if bias is None else y + bias
 
     @staticmethod
@@ -109,8 +110,8 @@ def _column_gradients(
 
     Where dWt is ``deferred`` dX is the same product by the same kernels: what a policy has compared is what runs.
 
-    What was started is waited for whatever is raised meanwhile: starts and waits are counted, and what the communication stream
-    reads must not be freed under it."""
+    What was started is waited for whatever is raised meanwhile: starts and waits are counted, and what the
+    communication stream reads must not be freed under it."""
     gather = None if deferred else start_all_gather(x, context=ctx.context)
     try:
         partial = grad_output.matmul(weight)
@@ -139,9 +140,7 @@ class _RowLinear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = total_grad = None
         if needs_x:
-            grad_x, total_grad = ag_gemm(
-                grad_output, weight, context=ctx.context, layout="nn", return_gathered=True
-            )
+            grad_x, total_grad = ag_gemm(grad_output, weight, context=ctx.context, layout="nn", return_gathered=True)
         elif needs_weight and grad_output.numel() == 0:
             total_grad = _rows(grad_output)
         elif needs_weight:

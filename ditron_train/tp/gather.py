@@ -1,4 +1,5 @@
-"""Gathers, prepared for one shape: rows of all ranks into this rank's gathered buffer, by SM pushes or copy engines."""
+"""Gathers, prepared for one shape: rows of all ranks into this rank's gathered buffer, by SM pushes or copy
+engines."""
 
 from __future__ import annotations
 
@@ -57,8 +58,9 @@ class PreparedGather:
         dtype: Of the rows.
         plan: SM pushes or copy engines (pushes where ``cuda-bindings`` is missing).
         block_m: Row tile of the consumer: chunks of copy engines are whole tiles.
-        is_awaited: Whether nobody consumes rows before all are there (``wait``): copy engines send them to all peers but the
-            first in one command then, where peers' memory can be mapped side by side. Own rows get their place first.
+        is_awaited: Whether nobody consumes rows before all are there (``wait``): copy engines send them to all peers
+            but the first in one command then, where peers' memory can be mapped side by side. Own rows get their place
+            first.
     """
 
     def __init__(
@@ -120,14 +122,18 @@ class PreparedGather:
             for index, first in enumerate(range(0, count, rows)):
                 num_rows = min(rows, count - first)
                 offset = first * self.row_bytes
-                copies.append((target + offset, offset, num_rows * self.row_bytes, flags + 4 * index, epochs + 4 * index))
+                copies.append(
+                    (target + offset, offset, num_rows * self.row_bytes, flags + 4 * index, epochs + 4 * index)
+                )
         return copies
 
     def _list_fans(self) -> list[Fan]:
-        """Rows to all peers but the first, as one command, and their flags as another; empty where they are sent one by one.
+        """Rows to all peers but the first, as one command, and their flags as another; empty where they are sent one
+        by one.
 
-        The first peer's are sent from where the caller has them, while they are copied to their place in own memory: a window
-        of that has them as often as there are peers. Piece i goes to rank + 1 + i, so no two ranks send to the same one.
+        The first peer's are sent from where the caller has them, while they are copied to their place in own memory: a
+        window of that has them as often as there are peers. Piece i goes to rank + 1 + i, so no two ranks send to the
+        same one.
         """
         context, rank, count = self.context, self.context.rank, self.partition.count(self.context.rank)
         num_others = context.world_size - 2
@@ -142,7 +148,14 @@ class PreparedGather:
         first, flag = rank + 1, 4 * rank * FLAGS_PER_RANK
         words = context.gather_epochs.data_ptr()
         return [
-            Fan(rows.address(first) + offset, rows.pitch, own.address(0) + offset, own.pitch, count * self.row_bytes, num_others),
+            Fan(
+                rows.address(first) + offset,
+                rows.pitch,
+                own.address(0) + offset,
+                own.pitch,
+                count * self.row_bytes,
+                num_others,
+            ),
             Fan(flags.address(first) + flag, flags.pitch, words, 4, 4, num_others),
         ]
 
@@ -162,7 +175,9 @@ class PreparedGather:
         """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``.
 
         Without ``copies_own`` this rank's own rows of the buffer stay as they are."""
-        assert copies_own or not self._fans, "what is sent to several peers at once is sent from its place in the buffer"
+        assert copies_own or not self._fans, (
+            "what is sent to several peers at once is sent from its place in the buffer"
+        )
         context = self.context
         stream = context.fork()
         if self.by_push:
@@ -180,14 +195,15 @@ class PreparedGather:
             context.run_again((self, "fans"), lambda: self._send_to_others(stream), ())
 
     def copy_own(self, x: torch.Tensor) -> None:
-        """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that has been
-        launched, reads own rows elsewhere, and leaves room on its multiprocessors.
+        """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that
+        has been launched, reads own rows elsewhere, and leaves room on its multiprocessors.
 
         Enqueued before the consumer it would keep it waiting for the sends where a device has one connection
         (CUDA_DEVICE_MAX_CONNECTIONS=1: the row layer's backward took 694 us instead of 550, nothing hidden, at
-        8192x4096x11008 on 4 H200s). The driver's copy kernel finds no room beside a GEMM: in front of the sends, on a stream of
-        its own, or behind the GEMM it gained nothing over a copy in front. This one takes dgrad with its gather from 276 / 342 /
-        1341 us to 270 / 335 / 1332 at N x K = 2752x4096 / 3584x4096 / 7168x8192; without any copy it is 267 / 332 / 1322.
+        8192x4096x11008 on 4 H200s). The driver's copy kernel finds no room beside a GEMM: in front of the sends, on a
+        stream of its own, or behind the GEMM it gained nothing over a copy in front. This one takes dgrad with its
+        gather from 276 / 342 / 1341 us to 270 / 335 / 1332 at N x K = 2752x4096 / 3584x4096 / 7168x8192; without any
+        copy it is 267 / 332 / 1322.
         """
         if self._copy is None:
             self._own_rows.copy_(x)
@@ -199,29 +215,29 @@ class PreparedGather:
     def _send_by_copies(self, x: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Each chunk, then its flag, peer after peer on one stream.
 
-        A flag stops the copy engine for 5 us (gather of 8192 x 4096 alone, 4 H200s, 1 / 2 / 4 chunks a shard: 159 / 174 /
-        205 us), yet nothing else was quicker by more than 1 us: flags written by the stream, flags on a stream of their own
-        behind events, peers in turn on two streams, a stream for each peer.
+        A flag stops the copy engine for 5 us (gather of 8192 x 4096 alone, 4 H200s, 1 / 2 / 4 chunks a shard: 159 /
+        174 / 205 us), yet nothing else was quicker by more than 1 us: flags written by the stream, flags on a stream
+        of their own behind events, peers in turn on two streams, a stream for each peer.
 
-        Where the gather takes longer than the GEMM, the rows that come last are waited for, and one tile's time is behind them:
-        8192x1536x4096 took 205 us (gather 159, a tile 47; NCCL and cuBLAS 326). Two chunks of the last peer's rows alone: 211,
-        its last tiles in halves too: 221, in halves without chunks: 209.
+        Where the gather takes longer than the GEMM, the rows that come last are waited for, and one tile's time is
+        behind them: 8192x1536x4096 took 205 us (gather 159, a tile 47; NCCL and cuBLAS 326). Two chunks of the last
+        peer's rows alone: 211, its last tiles in halves too: 221, in halves without chunks: 209.
 
-        With 8 ranks (8192 x 4096: seven copies of 8 MiB, timed on 4 H200s, peers in turn, 205 us beside a GEMM) each copy
-        takes some 5 us more than its bytes, flag or no flag; the last tiles, one wave, come behind it all. Tried: a second
-        stream, 275 whether it has one copy or three (both wait for the same engine, and changing over takes 75);
-        cuMemcpyBatchAsync in batches of 2 to 7, 194 to 224; pulls, 217; SMs instead of copy engines, 209 by 12 and 210 by 16
-        programs of 32 warps, 213 and more by descriptors; SMs that read rows once and store them to all peers before the
-        next, tiles of all peers in turn: 185 by 16 programs. The whole op (8192x1376x4096 and 8192x1792x4096, each rank
-        sending what 8 ranks would): on 4 H200s copy engines 246 and 246, SMs peer after peer 240 and 244 (12 programs), all
-        peers at once 236 and 254; on 2 copy engines 231 and 232, both with a seventh of the rows pushed by 2 to 12 programs
-        240 to 246 and 243 to 250.
+        With 8 ranks (8192 x 4096: seven copies of 8 MiB, timed on 4 H200s, peers in turn, 205 us beside a GEMM) each
+        copy takes some 5 us more than its bytes, flag or no flag; the last tiles, one wave, come behind it all. Tried:
+        a second stream, 275 whether it has one copy or three (both wait for the same engine, and changing over takes
+        75); cuMemcpyBatchAsync in batches of 2 to 7, 194 to 224; pulls, 217; SMs instead of copy engines, 209 by 12
+        and 210 by 16 programs of 32 warps, 213 and more by descriptors; SMs that read rows once and store them to all
+        peers before the next, tiles of all peers in turn: 185 by 16 programs. The whole op (8192x1376x4096 and
+        8192x1792x4096, each rank sending what 8 ranks would): on 4 H200s copy engines 246 and 246, SMs peer after peer
+        240 and 244 (12 programs), all peers at once 236 and 254; on 2 copy engines 231 and 232, both with a seventh of
+        the rows pushed by 2 to 12 programs 240 to 246 and 243 to 250.
 
-        Several peers in one command (``stream.window``), which spares some 5 us each, flag included: where all rows are waited
-        for, all peers but the first (8 ranks' traffic on 2 H200s: 207 -> 182 us). A GEMM that takes rows as they come waits
-        longer for those that come together: peers in groups of 1, 2, 1, 1, 1, 1 / 1, 2, 2, 1, 1 / 1, 3, 1, 1, 1 took 230 / 224 /
-        238 instead of 229 us at 8192x1376x4096, 244 / 245 / 266 instead of 232 at x1792, 688 / 686 / 718 instead of 653 at
-        8192x3584x8192.
+        Several peers in one command (``stream.window``), which spares some 5 us each, flag included: where all rows
+        are waited for, all peers but the first (8 ranks' traffic on 2 H200s: 207 -> 182 us). A GEMM that takes rows as
+        they come waits longer for those that come together: peers in groups of 1, 2, 1, 1, 1, 1 / 1, 2, 2, 1, 1 / 1,
+        3, 1, 1, 1 took 230 / 224 / 238 instead of 229 us at 8192x1376x4096, 244 / 245 / 266 instead of 232 at x1792,
+        688 / 686 / 718 instead of 653 at 8192x3584x8192.
         """
         context, channel = self.context, self.channel
         if not self._start.repeat("start", context.comm_handle):
@@ -233,13 +249,15 @@ class PreparedGather:
         copy_with_flags(self._copies[:1] if self._fans else self._copies, x.data_ptr(), stream)
 
     def _send_to_others(self, stream: torch.cuda.Stream | None) -> None:
-        """To all peers but the first, from this rank's place in the buffer; from now on one by one where the driver wants it so."""
+        """To all peers but the first, from this rank's place in the buffer; from now on one by one where the driver
+        wants it so."""
         if not send_fans(self._fans, stream):
             self._fans = []
             copy_with_flags(self._copies[1:], self._own_rows.data_ptr(), stream)
 
     def wait(self) -> torch.Tensor:
-        """Holds the current stream until all rows have arrived; returns them, [total rows, K], a view of the buffer."""
+        """Holds the current stream until all rows have arrived; returns them, [total rows, K], a view of the
+        buffer."""
         channel = self.channel
         if not self._wait.repeat("wait", current_handle(self.context.device)):
             arguments = (channel.signals.local, self.row_starts, channel.tickets, channel.control, self.granule_rows)

@@ -13,8 +13,8 @@ __all__ = ["copy_rows_kernel", "gather_start_kernel", "gather_wait_kernel", "pus
 
 @triton.jit
 def _in_vectors(num_elements, ptr):
-    """``num_elements``, which are whole 16 bytes, as a number of which the compiler sees that, and moves 16 bytes at a time
-    (``tl.multiple_of`` says nothing of an argument)."""
+    """``num_elements``, which are whole 16 bytes, as a number of which the compiler sees that, and moves 16 bytes at a
+    time (``tl.multiple_of`` says nothing of an argument)."""
     NUM_BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     VECTOR: tl.constexpr = 128 // (8 if NUM_BITS < 8 else NUM_BITS)  # truth values have 1, and take a byte
     return num_elements // VECTOR * VECTOR
@@ -40,9 +40,9 @@ def push_shard_kernel(
 ):
     """Copies this rank's rows x [rows, K] (contiguous) to their place in every peer's gathered buffer.
 
-    First to rank - 1, then rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM consumes,
-    and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a granule's
-    flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
+    First to rank - 1, then rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM
+    consumes, and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a
+    granule's flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
     """
     K = _in_vectors(K, x_ptr)
     epoch = dl.next_epoch(tickets_ptr)
@@ -81,7 +81,8 @@ def gather_start_kernel(
     BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """One program in front of a gather by copy engines: start signals both ways, then ``epochs_ptr[:num_flags] = epoch``.
+    """One program in front of a gather by copy engines: start signals both ways, then ``epochs_ptr[:num_flags] =
+    epoch``.
 
     The copy engines copy those words behind the data onto the peers' flags: the epoch stays in device memory, so a
     captured graph replays with fresh ones.
@@ -119,6 +120,8 @@ def gather_wait_kernel(
 
 @triton.jit
 def copy_rows_kernel(source_ptr, destination_ptr, num_elements, BLOCK: tl.constexpr):
-    """Copies ``num_elements`` inside own memory, both contiguous and whole 16 bytes. Few warps, few registers and no shared
-    memory: it runs on multiprocessors that a GEMM holds."""
-    dl.putmem(destination_ptr, source_ptr, _in_vectors(num_elements, source_ptr), tl.program_id(0), tl.num_programs(0), BLOCK)
+    """Copies ``num_elements`` inside own memory, both contiguous and whole 16 bytes. Few warps, few registers and no
+    shared memory: it runs on multiprocessors that a GEMM holds."""
+    dl.putmem(
+        destination_ptr, source_ptr, _in_vectors(num_elements, source_ptr), tl.program_id(0), tl.num_programs(0), BLOCK
+    )

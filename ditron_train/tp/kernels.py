@@ -1,8 +1,8 @@
 """Kernels of tensor parallelism: AG-GEMM and GEMM-RS (the gather in front: ``gather_kernels``).
 
 Memory: one gathered activation ``[M, K]`` and one set of partials ``[world * slot_rows, N]`` a rank. They are single
-buffers: a rank may write into a peer's only after the peer's start signal of this epoch (``dl.announce``: everything that
-its stream had before is done). Arrival is told by flags that hold the epoch, one for each (source rank, granule).
+buffers: a rank may write into a peer's only after the peer's start signal of this epoch (``dl.announce``: everything
+that its stream had before is done). Arrival is told by flags that hold the epoch, one for each (source rank, granule).
 
 Ticket roles of a channel: 0 for the kernel that sends, 1 for the kernel that waits.
 """
@@ -22,7 +22,14 @@ __all__ = ["ag_gemm_kernel", "gemm_rs_kernel"]
 
 @triton.jit
 def _gather_tile(
-    tile_id, order_ptr, rank, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr
+    tile_id,
+    order_ptr,
+    rank,
+    num_tiles_m,
+    num_tiles_n,
+    GROUP_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Tile ``tile_id`` of a gather's order: own rows first, then in the order of arrival. Returns (tile_m, tile_n).
 
@@ -44,10 +51,11 @@ def _rows_token(
     signals_ptr, row_starts_ptr, epoch, control_ptr, rank, row, last_row, num_rows, granule_rows,
     FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Waits for rows [row, last_row] of the gathered buffer, whichever peers they belong to: a zero, as ``dl.wait_token``.
+    """Waits for rows [row, last_row] of the gathered buffer, whichever peers they belong to: a zero, as
+    ``dl.wait_token``.
 
-    The loops stand under conditions that only the running kernel knows to hold: beside a bare loop the compiler would not
-    flatten the loop of tiles.
+    The loops stand under conditions that only the running kernel knows to hold: beside a bare loop the compiler would
+    not flatten the loop of tiles.
     """
     token = tl.cast(0, tl.int32)
     if EVEN:
@@ -79,7 +87,8 @@ def _gathered_product(
     TRANSPOSE_B: tl.constexpr, FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``part * PART_N`` on, PART_N of them, of tile ``tile_id``, once its rows are there: (product, row, column)."""
+    """Columns ``part * PART_N`` on, PART_N of them, of tile ``tile_id``, once its rows are there: (product, row,
+    column)."""
     tile_m, tile_n = _gather_tile(
         tile_id, order_ptr, rank, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M, WORLD_SIZE, EVEN
     )
@@ -109,24 +118,25 @@ def ag_gemm_kernel(
 ):  # fmt: skip
     """C [M, N] = gathered A [M, K] @ B, persistent; a tile starts when the rows that it reads have arrived.
 
-    It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch, which
-    are enqueued before it and need no SM that this grid could take (the grid leaves theirs free).
+    It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch,
+    which are enqueued before it and need no SM that this grid could take (the grid leaves theirs free).
 
     Program p computes tiles p, p + num_programs, ... of the gather's order, own rows first, as one pipelined loop
-    (``flatten``): the wait of a tile stands where its first loads are issued, under the last products of the tile before,
-    and costs nothing where the rows are there (``dl.wait_token``). With HALVE_TAIL the tiles from ``num_whole_tiles`` on, at
-    most half a wave, are computed in halves of BLOCK_N // 2 columns, as in ``gemm_kernel``.
+    (``flatten``): the wait of a tile stands where its first loads are issued, under the last products of the tile
+    before, and costs nothing where the rows are there (``dl.wait_token``). With HALVE_TAIL the tiles from
+    ``num_whole_tiles`` on, at most half a wave, are computed in halves of BLOCK_N // 2 columns, as in ``gemm_kernel``.
 
-    ``EVEN``: every rank owns the same whole number of row tiles, and own rows are read where the caller has them, through
-    ``own_desc``, so that nobody copies them in front of the GEMM. Else the order is a table, a tile may wait for several
-    ranks, and own rows have been copied to their place.
+    ``EVEN``: every rank owns the same whole number of row tiles, and own rows are read where the caller has them,
+    through ``own_desc``, so that nobody copies them in front of the GEMM. Else the order is a table, a tile may wait
+    for several ranks, and own rows have been copied to their place.
 
-    4 H200s, side by side, at N x K = 2752x4096 / 3584x4096 / 7168x8192 / 7392x8192 and 8192 rows: 262 / 323 / 1282 / 1318 us
-    (cuBLAS alone 252 / 314 / 1277 / 1320); with a loop for every chunk and a wait in front of it 294 / 353 / 1308 / 1339, since
-    each loop fills and drains its pipeline. Without the waits 258 / 321 / 1277 / 1324, without the copies too 253 / 316 / 1274 /
-    1307: what is left is mostly rows that arrive late, so the first case needs two chunks a shard (278 with one).
-    Made no difference: own rows as a loop of their own, 132 programs instead of 131, groups of 4 or 16 row tiles, not joining
-    the communication stream. Slower: three stages (270 in the first case), tiles of 256x128 (292 for the GEMM alone).
+    4 H200s, side by side, at N x K = 2752x4096 / 3584x4096 / 7168x8192 / 7392x8192 and 8192 rows: 262 / 323 / 1282 /
+    1318 us (cuBLAS alone 252 / 314 / 1277 / 1320); with a loop for every chunk and a wait in front of it 294 / 353 /
+    1308 / 1339, since each loop fills and drains its pipeline. Without the waits 258 / 321 / 1277 / 1324, without the
+    copies too 253 / 316 / 1274 / 1307: what is left is mostly rows that arrive late, so the first case needs two
+    chunks a shard (278 with one). Made no difference: own rows as a loop of their own, 132 programs instead of 131,
+    groups of 4 or 16 row tiles, not joining the communication stream. Slower: three stages (270 in the first case),
+    tiles of 256x128 (292 for the GEMM alone).
     """
     epoch = dl.next_epoch(tickets_ptr + 1)
     rank = dl.rank(control_ptr)
@@ -179,9 +189,7 @@ def _fold(
         last_row = tl.minimum(row + FOLD_ROWS, end_row) - 1
         for tile in range(row // BLOCK_M - first_tile, last_row // BLOCK_M - first_tile + 1):
             flag = tile * num_tiles_n + tile_n
-            dl.wait_ranks(
-                signals_ptr + flag, flags_per_rank, epoch, control_ptr, flag, WORLD_SIZE, RANKS_POW2, TARGET
-            )
+            dl.wait_ranks(signals_ptr + flag, flags_per_rank, epoch, control_ptr, flag, WORLD_SIZE, RANKS_POW2, TARGET)
         rows = row + tl.arange(0, FOLD_ROWS)
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (rows[:, None] <= last_row) & (cols[None, :] < N)
@@ -247,7 +255,8 @@ def _store_to_owner(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr, WORLD_SIZE: tl.constexpr,
     USE_DESCRIPTORS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Begins to store a tile to its only owner, first waiting for it unless it is ``ready_owner``: the address of its flag."""
+    """Begins to store a tile to its only owner, first waiting for it unless it is ``ready_owner``: the address of its
+    flag."""
     if owner != ready_owner:
         dl.await_ready(ready_ptr, epoch, control_ptr, owner, WORLD_SIZE, TARGET)
     local_tile = tile_m % (tl.cdiv(M, BLOCK_M) // WORLD_SIZE)
@@ -272,22 +281,22 @@ def gemm_rs_kernel(
 ):  # fmt: skip
     """out [rows of this rank, N] = reduce-scatter over ranks of A [M, K] @ B, persistent, one launch.
 
-    Tiles are computed in scatter order and stored straight into their owner's slots (slot ``rank``, rows aligned down to
-    the tile grid, so a tile that straddles two owners goes whole to both). Before the first store to an owner: its start
-    signal. A tile is signalled one tile later, when its asynchronous stores are complete (``bulk_store_wait``), by a
-    release after a block barrier; so the store of one tile runs under the products of the next. At the end every program
-    folds blocks of its own rank's rows (``_fold``).
+    Tiles are computed in scatter order and stored straight into their owner's slots (slot ``rank``, rows aligned down
+    to the tile grid, so a tile that straddles two owners goes whole to both). Before the first store to an owner: its
+    start signal. A tile is signalled one tile later, when its asynchronous stores are complete (``bulk_store_wait``),
+    by a release after a block barrier; so the store of one tile runs under the products of the next. At the end every
+    program folds blocks of its own rank's rows (``_fold``).
 
-    Programs draw tiles, then blocks to fold, from a counter (ticket slots 2 and 3 by epoch parity; the other one is reset
-    for the next launch). So the programs that run do all the work: one that finds no SM, because another stream's kernel
-    holds it, is not waited for, and two ranks cannot block each other that way.
+    Programs draw tiles, then blocks to fold, from a counter (ticket slots 2 and 3 by epoch parity; the other one is
+    reset for the next launch). So the programs that run do all the work: one that finds no SM, because another
+    stream's kernel holds it, is not waited for, and two ranks cannot block each other that way.
 
-    Tried on 4 H200s, at 8192x4096x2752 / 8192x4096x3584 / 8192x8192x7168 (this kernel: 347 / 412 / 1404 us, cuBLAS alone
-    250 / 319 / 1297): tiles of an owner as one flattened loop, so that stores wait only in front of the next tile's
-    (wait_group.read in the PTX), fold as a launch of its own: 350 / 412 / 1427, of it the fold 25 / 25 / 55, equal with 3
-    stages, whole-tile stores or groups of 4. So it is not the stores' waits: some 65 us are there whatever the size. A barrier
-    of the compiler's inside a flattened loop turns its pipelining off: 764 / 1190 / 4504 us. Folding own tiles in their
-    epilogue, from registers: 255 registers, 728 bytes of spills.
+    Tried on 4 H200s, at 8192x4096x2752 / 8192x4096x3584 / 8192x8192x7168 (this kernel: 347 / 412 / 1404 us, cuBLAS
+    alone 250 / 319 / 1297): tiles of an owner as one flattened loop, so that stores wait only in front of the next
+    tile's (wait_group.read in the PTX), fold as a launch of its own: 350 / 412 / 1427, of it the fold 25 / 25 / 55,
+    equal with 3 stages, whole-tile stores or groups of 4. So it is not the stores' waits: some 65 us are there
+    whatever the size. A barrier of the compiler's inside a flattened loop turns its pipelining off: 764 / 1190 / 4504
+    us. Folding own tiles in their epilogue, from registers: 255 registers, 728 bytes of spills.
     """
     epoch = dl.next_epoch(tickets_ptr)
     rank = dl.rank(control_ptr)

@@ -1,4 +1,5 @@
-"""``ag_gemm``, ``gemm_rs`` and ``all_gather``: plain functions on tensors, not differentiable by themselves (``tp.functions`` is).
+"""``ag_gemm``, ``gemm_rs`` and ``all_gather``: plain functions on tensors, not differentiable by themselves
+(``tp.functions`` is).
 
 They enqueue on the current stream (and the context's communication stream), never wait for the device but at the first
 call of a new shape, and give the bits of NCCL plus cuBLAS wherever the tile GEMM gives cuBLAS's (``gemm.known_bits``).
@@ -45,7 +46,9 @@ def _check(name: str, context: TPContext, x: torch.Tensor, weight: torch.Tensor,
     if x.device != context.device:
         raise NotSupportedError(f"{name}: x is on {x.device}, the context on {context.device}")
     if weight.dim() != 2 or x.dim() < 2:
-        raise NotSupportedError(f"{name}: x must have at least 2 dimensions and weight 2, got {x.dim()} and {weight.dim()}")
+        raise NotSupportedError(
+            f"{name}: x must have at least 2 dimensions and weight 2, got {x.dim()} and {weight.dim()}"
+        )
     check_operands(name, x, weight)
     n, k = weight.shape if layout == "nt" else weight.shape[::-1]
     if x.shape[-1] != k:
@@ -150,7 +153,8 @@ def ag_gemm(
 
 @eager
 class StartedGather:
-    """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are counted.
+    """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are
+    counted.
 
     Args:
         started_on: What ``enter`` gave; ``wait`` may come on another stream.
@@ -173,9 +177,7 @@ class StartedGather:
 
 
 @eager
-def start_all_gather(
-    x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None
-) -> StartedGather:
+def start_all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None) -> StartedGather:
     """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next.
 
     Raises:
@@ -187,7 +189,9 @@ def start_all_gather(
     prepared = context.prepared.get(key)
     if prepared is None:
         if x.device != context.device or x.dim() < 2:
-            raise NotSupportedError(f"all_gather: x {tuple(x.shape)} on {x.device}, the context is on {context.device}")
+            raise NotSupportedError(
+                f"all_gather: x {tuple(x.shape)} on {x.device}, the context is on {context.device}"
+            )
         if x.dtype not in DTYPES:
             raise NotSupportedError(f"all_gather: {x.dtype} is not supported")
         partition = _partition("all_gather", context, x, counts, total=False)
@@ -215,7 +219,8 @@ def gemm_rs(
     row_counts: Sequence[int] | None = None,
     scatter: ScatterMode | None = None,
 ) -> torch.Tensor:
-    """``x`` times ``weight``, reduce-scattered along dimension 0: Megatron's row-linear forward and column-linear dgrad.
+    """``x`` times ``weight``, reduce-scattered along dimension 0: Megatron's row-linear forward and column-linear
+    dgrad.
 
     Partials are folded by their owner in NCCL's ring order, each sum rounded to the dtype.
 
@@ -225,8 +230,8 @@ def gemm_rs(
         context: The group's context.
         layout: How ``weight`` lies.
         row_counts: Rows that each rank gets where they differ.
-        scatter: How to move partial sums; chosen by the shape where None (``tp.tuning``). Without ``cuda-bindings``, or where
-            rows of the result are not whole 16 bytes, they are stored by the GEMM whatever is said here.
+        scatter: How to move partial sums; chosen by the shape where None (``tp.tuning``). Without ``cuda-bindings``,
+            or where rows of the result are not whole 16 bytes, they are stored by the GEMM whatever is said here.
 
     Returns:
         [s / world, ..., N] ([rows of this rank, N] with ``row_counts``).
@@ -280,12 +285,17 @@ class StartedReduceScatter:
     """
 
     def __init__(
-        self, prepared: PreparedScatter, partial: torch.Tensor, shape: tuple[int, ...], started_on: torch.cuda.Stream | None
+        self,
+        prepared: PreparedScatter,
+        partial: torch.Tensor,
+        shape: tuple[int, ...],
+        started_on: torch.cuda.Stream | None,
     ) -> None:
         self._prepared = prepared
         self._partial = partial
         self._started_on = started_on
-        # Allocated before the communication stream forks off: memory that the current stream frees later is not free there.
+        # Allocated before the communication stream forks off: memory that the current stream frees later is not free
+        # there.
         self._out = partial.new_empty(shape)
         prepared.start(partial)
 
@@ -298,8 +308,8 @@ class StartedReduceScatter:
 
 @eager
 def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedReduceScatter:
-    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current stream
-    does next. One at a time: ``wait()`` before the next op of this context.
+    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current
+    stream does next. One at a time: ``wait()`` before the next op of this context.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
@@ -311,7 +321,9 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     prepared = context.prepared.get(key)
     if prepared is None:
         if partial.device != context.device or partial.dim() < 2 or partial.numel() == 0:
-            raise NotSupportedError(f"reduce_scatter: {tuple(partial.shape)} on {partial.device}, context on {context.device}")
+            raise NotSupportedError(
+                f"reduce_scatter: {tuple(partial.shape)} on {partial.device}, context on {context.device}"
+            )
         if partial.dtype not in SUM_DTYPES:
             raise NotSupportedError(f"reduce_scatter: {partial.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
         partition = _partition("reduce_scatter", context, partial, None, total=True)

@@ -38,8 +38,8 @@ class _PreparedGemm:
 class PreparedAgGemm(_PreparedGemm):
     """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make.
 
-    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. Where the op is short and
-    sends by copy engines, it is recorded as ``PreparedChunkedGemmRs`` is."""
+    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. Where the op is
+    short and sends by copy engines, it is recorded as ``PreparedChunkedGemmRs`` is."""
 
     def __init__(
         self,

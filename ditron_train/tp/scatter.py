@@ -1,16 +1,17 @@
 """Reduce-scatters by copy engines, prepared for one shape: they run beside a GEMM and take none of its SMs.
 
 Where the product to be scattered can be complete before something else long enough to hide the transfer runs (column
-linear's backward: dgrad first, wgrad after it), this beats GEMM-RS: the product is cuBLAS's own, the transfer lies under
-the next GEMM, and only the addition at the end is left. Column linear's backward on 4 H200s, six LLM shapes: 1.03 to 1.19x
-native this way; 0.96 to 1.01x with GEMM-RS for dgrad and the gather of the input beside it, since gather and scatter then
-share the links under one GEMM, and native hides its scatter under wgrad too.
+linear's backward: dgrad first, wgrad after it), this beats GEMM-RS: the product is cuBLAS's own, the transfer lies
+under the next GEMM, and only the addition at the end is left. Column linear's backward on 4 H200s, six LLM shapes:
+1.03 to 1.19x native this way; 0.96 to 1.01x with GEMM-RS for dgrad and the gather of the input beside it, since gather
+and scatter then share the links under one GEMM, and native hides its scatter under wgrad too.
 
-A copy engine takes 2 to 3 us for each command beside its bytes, and links decide with 8 ranks: rows and flags of several peers are
-one command where peers' memory can be mapped side by side (``stream.window``). With 8 ranks' traffic on 2 H200s, in us:
-reduce-scatter of 8192x4096 alone 228 -> 202, column linear's backward, whose gather is sent so, too, 432 -> 381 (8192x1376x4096)
-and 434 -> 386 (x1792), 1310 as before where GEMMs are last (8192x3584x8192). In a GEMM-RS in chunks rows leave as they are done,
-but all flags except the last one's can wait: 229 -> 221 (8192x4096x1376), 228 -> 225 (x1792), 696 as before (8192x8192x3584).
+A copy engine takes 2 to 3 us for each command beside its bytes, and links decide with 8 ranks: rows and flags of
+several peers are one command where peers' memory can be mapped side by side (``stream.window``). With 8 ranks' traffic
+on 2 H200s, in us: reduce-scatter of 8192x4096 alone 228 -> 202, column linear's backward, whose gather is sent so,
+too, 432 -> 381 (8192x1376x4096) and 434 -> 386 (x1792), 1310 as before where GEMMs are last (8192x3584x8192). In a
+GEMM-RS in chunks rows leave as they are done, but all flags except the last one's can wait: 229 -> 221
+(8192x4096x1376), 228 -> 225 (x1792), 696 as before (8192x8192x3584).
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _FOLD_BLOCK = 4096
 class PreparedScatter:
     """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (collective to make).
 
-    ``start`` enqueues the sends behind what the current stream has done, or ``begin`` and then ``send`` for rows as they
-    are done; ``finish`` adds up on the current stream. ``peers``: in the order of delivery, so that rows arrive in the order
-    of the sum.
+    ``start`` enqueues the sends behind what the current stream has done, or ``begin`` and then ``send`` for rows as
+    they are done; ``finish`` adds up on the current stream. ``peers``: in the order of delivery, so that rows arrive
+    in the order of the sum.
 
     Args:
         context: Whose buffers and streams are used.
@@ -53,7 +54,13 @@ class PreparedScatter:
     """
 
     def __init__(
-        self, context: TPContext, partition: RowPartition, num_columns: int, dtype: torch.dtype, *, in_parts: bool = False
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        num_columns: int,
+        dtype: torch.dtype,
+        *,
+        in_parts: bool = False,
     ) -> None:
         self.context = context
         self.channel = channel = context.reduce_channel
@@ -90,8 +97,8 @@ class PreparedScatter:
         ]
 
     def _list_fans(self) -> list[tuple[Fan, Fan]]:
-        """For the ranks above this one, and those below: their rows to their slots in one command, whose source is as of a partial
-        at 0, and their flags in another; empty where they are sent one by one."""
+        """For the ranks above this one, and those below: their rows to their slots in one command, whose source is as
+        of a partial at 0, and their flags in another; empty where they are sent one by one."""
         context, partition, rank, world_size = self.context, self.partition, self.context.rank, self.context.world_size
         if world_size < _FEWEST_FOR_FANS or not partition.is_even(1):
             return []
@@ -108,12 +115,15 @@ class PreparedScatter:
         return fans
 
     def _fan_of_first_flags(self) -> Fan | None:
-        """The flags of all peers but the last one of ``peers``, as one command; None where they are sent one by one."""
+        """The flags of all peers but the last one of ``peers``, as one command; None where they are sent one by
+        one."""
         flags, rank = ring_window(self.channel.signals), self.context.rank
         if flags is None:
             return None
         words, count = self.context.reduce_epochs.data_ptr(), self.context.world_size - 2
-        return Fan(flags.address(rank + 2) + 4 * rank, flags.pitch, words, 4, 4, count)  # from rank + 2 around to rank - 1
+        return Fan(
+            flags.address(rank + 2) + 4 * rank, flags.pitch, words, 4, 4, count
+        )  # from rank + 2 around to rank - 1
 
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
@@ -146,8 +156,9 @@ class PreparedScatter:
             )  # fmt: skip
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
-        """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals`` behind the last
-        of them. Peers that add up in parts wait for all sources but one: so long flags can wait, to be one command."""
+        """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals``
+        behind the last of them. Peers that add up in parts wait for all sources but one: so long flags can wait, to be
+        one command."""
         stream = self.context.comm_stream
         destination, offset, _, flag, word = self._copies[position]
         skipped = rows.start * self._row_bytes - offset
@@ -161,12 +172,14 @@ class PreparedScatter:
             copy_bytes(destination + skipped, partial.data_ptr() + source, num_bytes, stream)
         if signals and num_behind == 1 and not send_fans((self._first_flags,), stream):
             self._first_flags = None
-            flags_alone = [(destination, offset, 0, flag, word) for destination, offset, _, flag, word in self._copies[:-1]]
+            flags_alone = [
+                (destination, offset, 0, flag, word) for destination, offset, _, flag, word in self._copies[:-1]
+            ]
             copy_with_flags(flags_alone, partial.data_ptr(), stream)
 
     def give_up(self) -> None:
-        """Behind ``begin`` instead of ``finish``, where not all can be sent: the next call adds up what is sent with its own
-        epoch. Peers that did not give up as well wait for the rest until their deadline."""
+        """Behind ``begin`` instead of ``finish``, where not all can be sent: the next call adds up what is sent with
+        its own epoch. Peers that did not give up as well wait for the rest until their deadline."""
         self.context.join()
         self.channel.tickets[1:2].copy_(self.channel.tickets[:1])
 
@@ -175,8 +188,8 @@ class PreparedScatter:
 
         ``beside``: as soon as the own sends are done, beside what the current stream has been given since ``start``
         (``partial`` must be whole by then). Column linear's backward on 4 H200s took 533 instead of 559 us that way
-        (8192x2752x4096), 2643 instead of 2677 (8192x7168x8192), with both GEMMs alone 507 and 2598. With fewer programs, so
-        that fewer multiprocessors are taken from the GEMM, it took longer: 96: 571, 48: 674 us.
+        (8192x2752x4096), 2643 instead of 2677 (8192x7168x8192), with both GEMMs alone 507 and 2598. With fewer
+        programs, so that fewer multiprocessors are taken from the GEMM, it took longer: 96: 571, 48: 674 us.
         """
         context, channel = self.context, self.channel
         key = (partial.data_ptr(), out.data_ptr())

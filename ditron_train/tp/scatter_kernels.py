@@ -13,8 +13,9 @@ def _add_up(
     blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank,
     FIRST: tl.constexpr, LAST: tl.constexpr, GOES_ON: tl.constexpr, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sources ``rank + FIRST`` to ``rank + LAST``, in this order; ``rank + WORLD_SIZE`` is this one's own. The sum so far is
-    read from ``out_ptr`` if it GOES_ON: it has been rounded there as it would be here, and each thread reads what it wrote."""
+    """Adds the sources ``rank + FIRST`` to ``rank + LAST``, in this order; ``rank + WORLD_SIZE`` is this one's own.
+    The sum so far is read from ``out_ptr`` if it GOES_ON: it has been rounded there as it would be here, and each
+    thread reads what it wrote."""
     lanes = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         offsets = tl.cast(block, tl.int64) * BLOCK + lanes
@@ -52,11 +53,12 @@ def fold_rows_kernel(
 ):
     """out = ((x[rank + 1] + x[rank + 2]) + ...) + x[rank] for this rank's rows, each + in fp32, rounded at every hop.
 
-    ``x[rank]`` is read from ``partial_ptr`` [total rows, N], the others from slots [world, slot_rows, N] in own memory,
-    once the flag of their source holds this epoch (acquire). Elementwise over one contiguous range, since rows of a
-    slot follow each other.
+    ``x[rank]`` is read from ``partial_ptr`` [total rows, N], the others from slots [world, slot_rows, N] in own
+    memory, once the flag of their source holds this epoch (acquire). Elementwise over one contiguous range, since rows
+    of a slot follow each other.
 
-    FIRST_PART: so many sources are added up, into ``out``, while the others are still on their way (0: all when all are there).
+    FIRST_PART: so many sources are added up, into ``out``, while the others are still on their way (0: all when all
+        are there).
     """
     epoch = dl.next_epoch(tickets_ptr + 1)
     rank = dl.rank(control_ptr)
@@ -68,7 +70,18 @@ def fold_rows_kernel(
     if FIRST_PART > 0:
         dl.wait_peers(signals_ptr, 1, epoch, control_ptr, rank, 0, 1, FIRST_PART, WORLD_SIZE, TARGET)
         _add_up(
-            blocks, num_elements, own_ptr, slots_ptr, out_ptr, slot_elements, rank, 1, FIRST_PART, False, BLOCK, WORLD_SIZE
+            blocks,
+            num_elements,
+            own_ptr,
+            slots_ptr,
+            out_ptr,
+            slot_elements,
+            rank,
+            1,
+            FIRST_PART,
+            False,
+            BLOCK,
+            WORLD_SIZE,
         )
     if WORLD_SIZE > 1:
         dl.wait_peers(signals_ptr, 1, epoch, control_ptr, rank, 0, FIRST_PART + 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)

@@ -1,7 +1,7 @@
 """How an AG-GEMM or GEMM-RS runs at a shape: the one place where tile sizes and ways of moving data are looked up.
 
-First a table (the user's, ``DITRON_TUNING``, or the one that ships for this GPU), else the cost model. Every rank reads the
-same table and computes the same model, so all choose alike without talking.
+First a table (the user's, ``DITRON_TUNING``, or the one that ships for this GPU), else the cost model. Every rank
+reads the same table and computes the same model, so all choose alike without talking.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ __all__ = [
 
 Op = Literal["ag_gemm", "gemm_rs"]
 Layout = Literal["nt", "nn"]
-# How partial sums of a GEMM-RS travel: stored by its epilogue, or by copy engines behind a GEMM for the rows of each rank.
+# How partial sums of a GEMM-RS travel: stored by its epilogue, or by copy engines behind a GEMM for the rows of each
+# rank.
 ScatterMode = Literal["store", "copy"]
 
 
@@ -97,8 +98,8 @@ class Choice:
         gather: Of an AG-GEMM: how rows travel.
         fold_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
         scatter: Of a GEMM-RS: how partial sums travel.
-        use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not ask.
-        source: ``table``, ``model`` or ``default``.
+        use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
+        ask. source: ``table``, ``model`` or ``default``.
     """
 
     config: GemmConfig
@@ -113,7 +114,8 @@ def default_choice(problem: Problem, machine: Machine) -> Choice:
     """Where every search starts: the tile of fewest waves, copy engines, one chunk a shard."""
     config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
     gather = GatherPlan("push", push_programs=1) if machine.target == "interpreter" else GatherPlan("copy")
-    # 4 H200s: blocks of 64 rows 331 us, of 32 338 us, of 16 357 us (8192x4096x2752); with 8 ranks 64 rows spill registers.
+    # 4 H200s: blocks of 64 rows 331 us, of 32 338 us, of 16 357 us (8192x4096x2752); with 8 ranks 64 rows spill
+    # registers.
     fold_rows = 64 if problem.world_size <= 4 else 32
     return Choice(config, gather, fold_rows=min(fold_rows, config.block_m))
 
@@ -122,10 +124,17 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
     """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks, rows of a fold."""
     if problem.op == "gemm_rs":
         rows = (16, 32, 64) if machine.target != "interpreter" else (16, 32)
-        variants = [replace(base, fold_rows=count) for count in rows if count <= base.config.block_m and count != base.fold_rows]
+        variants = [
+            replace(base, fold_rows=count)
+            for count in rows
+            if count <= base.config.block_m and count != base.fold_rows
+        ]
         return [*variants, replace(base, scatter="copy")] if problem.world_size > 1 else variants
     plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
-    plans += [GatherPlan("push", push_programs=programs) for programs in ((1,) if machine.target == "interpreter" else (8, 12, 16))]
+    plans += [
+        GatherPlan("push", push_programs=programs)
+        for programs in ((1,) if machine.target == "interpreter" else (8, 12, 16))
+    ]
     return [replace(base, gather=plan) for plan in plans if plan != base.gather]
 
 
@@ -182,7 +191,9 @@ def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice
     return replace(best, source="model")
 
 
-def prefers_native(op: Op, m: int, n: int, k: int, layout: Layout, dtype: torch.dtype, world_size: int, device: str) -> bool:
+def prefers_native(
+    op: Op, m: int, n: int, k: int, layout: Layout, dtype: torch.dtype, world_size: int, device: str
+) -> bool:
     """Whether the table says that native is quicker than every choice that was tried at this shape."""
     table = active_table(device)
     problem = Problem(op, m, n, k, layout, dtype, world_size)
@@ -228,7 +239,12 @@ def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
     try:
         block_m, block_n, block_k = (_power_of_two(int(size), 16) for size in entry["tile"].split("x"))
         config = GemmConfig(
-            block_m, block_n, block_k, _power_of_two(entry["warps"], 1), _count(entry["stages"]), _count(entry["group_m"])
+            block_m,
+            block_n,
+            block_k,
+            _power_of_two(entry["warps"], 1),
+            _count(entry["stages"]),
+            _count(entry["group_m"]),
         )
         choice = Choice(config, use_native=bool(entry.get("native")), source="table")
         if problem.op == "gemm_rs":

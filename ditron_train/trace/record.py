@@ -1,7 +1,7 @@
 """Records one call of an op, or of a layer, natively and with ours: Chrome traces and a picture.
 
-The host is ahead of the device, as in training, and the ranks begin together: the device waits a little in front of the call,
-then for all ranks. Neither is shown.
+The host is ahead of the device, as in training, and the ranks begin together: the device waits a little in front of
+the call, then for all ranks. Neither is shown.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path) -> int:
     Rank 0 is recorded while all ranks run. Collective; returns the exit status.
 
     Raises:
-        SettingError: A shape that does not divide over the ranks or that the op does not take, or a folder that cannot be
-            written.
+        SettingError: A shape that does not divide over the ranks or that the op does not take, or a folder that cannot
+            be written.
         NotSupportedError: What the op needs (a GPU, megatron-core, Transformer Engine) is not there.
     """
     make, needs, takes_shape = OPS[op]
@@ -138,7 +138,10 @@ def _message(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str,
     num_bytes = _MESSAGE_BYTES if session.device.type == "cuda" else 4096
     context = get_pipeline_context(dist.group.WORLD, session.device)
     context.reserve(num_bytes)
-    yield f"a message of {num_bytes} bytes round the ring", transfer_contenders(session, context, "ring", num_bytes, {})
+    yield (
+        f"a message of {num_bytes} bytes round the ring",
+        transfer_contenders(session, context, "ring", num_bytes, {}),
+    )
 
 
 #: By name: what makes the contenders, what it needs, and whether it takes a shape.

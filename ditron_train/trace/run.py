@@ -1,5 +1,5 @@
-"""Draws when what runs in one call of an op, natively and with ours (under torchrun), or lays out the order in which tiles run and
-chunks travel (anywhere)."""
+"""Draws when what runs in one call of an op, natively and with ours (under torchrun), or lays out the order in which
+tiles run and chunks travel (anywhere)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--op", choices=OPS, help="run it: traces and a picture")
     what.add_argument("--schedule", choices=_SHAPES, help="lay it out: a table and a picture, nothing runs")
-    add_shape_argument(parser, "of ag_gemm and gemm_rs (default: LLaMA-70B's; a run without a GPU: 256 each)", repeated=False)
+    add_shape_argument(
+        parser, "of ag_gemm and gemm_rs (default: LLaMA-70B's; a run without a GPU: 256 each)", repeated=False
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("trace"), metavar="DIR", help="where the files go (default %(default)s)"
     )
@@ -57,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise SettingError(f"{options}: of --schedule; --op runs on the ranks that are there")
         return record_op(arguments.op, arguments.shape, arguments.output)
     m, n, k = arguments.shape or _SHAPES[arguments.schedule]
-    layout = {name: default if getattr(arguments, name) is None else getattr(arguments, name) for name, default in _LAYOUT.items()}
+    layout = {
+        name: default if getattr(arguments, name) is None else getattr(arguments, name)
+        for name, default in _LAYOUT.items()
+    }
     request = ScheduleRequest(op=arguments.schedule, m=m, n=n, k=k, row_counts=layout.pop("rows"), **layout)
     check_folder(arguments.output)
     schedules = [plan_rank(request, rank) for rank in range(request.world_size)]

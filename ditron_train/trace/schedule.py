@@ -1,8 +1,8 @@
 """The order in which tiles run and chunks travel on every rank, for any shape, world size and number of nodes.
 
-Everything comes from ``schedule/``, whose functions the kernels follow (GEMM-RS: the one that stores from its epilogue; in
-chunks rank - 1 comes first, ``sum_push``): nothing is run and no GPU is needed. A *wave* is as many tiles as there are SMs: in
-the time of one wave each SM computes one tile.
+Everything comes from ``schedule/``, whose functions the kernels follow (GEMM-RS: the one that stores from its
+epilogue; in chunks rank - 1 comes first, ``sum_push``): nothing is run and no GPU is needed. A *wave* is as many tiles
+as there are SMs: in the time of one wave each SM computes one tile.
 """
 
 from __future__ import annotations

@@ -22,17 +22,23 @@ def _title(request: ScheduleRequest) -> str:
     return f"{request.op} {request.m} x {request.n} x {request.k}, {where}, {tiles}"
 
 
-def show_schedules(request: ScheduleRequest, schedules: Sequence[RankSchedule], console: Console | None = None) -> None:
+def show_schedules(
+    request: ScheduleRequest, schedules: Sequence[RankSchedule], console: Console | None = None
+) -> None:
     """Prints one line for each rank to ``console`` (default: the terminal)."""
     gathers = request.op == "ag_gemm"
     table = Table(title=_title(request), title_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("waves", justify="right")
-    table.add_column("chunks arrive from (first wave that needs them)" if gathers else "chunks leave for (complete after wave)")
+    table.add_column(
+        "chunks arrive from (first wave that needs them)" if gathers else "chunks leave for (complete after wave)"
+    )
     table.add_column("row tiles of two ranks", justify="right")
     for schedule in schedules:
         waves = schedule.first_wave if gathers else schedule.last_wave
-        chunks = "  ".join(f"{rank} ({waves[rank]})" if rank in waves else f"{rank} (no rows)" for rank in schedule.chunks)
+        chunks = "  ".join(
+            f"{rank} ({waves[rank]})" if rank in waves else f"{rank} (no rows)" for rank in schedule.chunks
+        )
         table.add_row(str(schedule.rank), str(schedule.num_waves), chunks, str(schedule.num_straddling))
     (console or terminal()).print(table)
 
@@ -40,8 +46,8 @@ def show_schedules(request: ScheduleRequest, schedules: Sequence[RankSchedule], 
 def draw_schedules(request: ScheduleRequest, schedules: Sequence[RankSchedule], path: Path) -> None:
     """Writes one picture with a panel for each rank: every tile of the output, coloured by the wave in which it runs.
 
-    Needs matplotlib (extra ``bench``). White lines part the rows of different ranks; at the left of each part stands the
-    rank that owns it and the place of its chunk in the order of arrival or departure.
+    Needs matplotlib (extra ``bench``). White lines part the rows of different ranks; at the left of each part stands
+    the rank that owns it and the place of its chunk in the order of arrival or departure.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -63,7 +69,9 @@ def draw_schedules(request: ScheduleRequest, schedules: Sequence[RankSchedule], 
 
 
 def _draw_rank(axis: object, request: ScheduleRequest, schedule: RankSchedule, last_wave: int) -> object:
-    image = axis.imshow(schedule.wave, aspect="auto", cmap="viridis", vmin=0, vmax=max(last_wave, 1), interpolation="nearest")
+    image = axis.imshow(
+        schedule.wave, aspect="auto", cmap="viridis", vmin=0, vmax=max(last_wave, 1), interpolation="nearest"
+    )
     borders = request.row_starts / request.config.block_m
     for border in borders[1:-1]:
         axis.axhline(border - 0.5, color="white", linewidth=1.2)

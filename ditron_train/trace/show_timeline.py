@@ -16,14 +16,17 @@ _COLOURS = {"compute": "#2a6fb0", "communication": "#e0a030"}
 
 
 def summary(name: str, intervals: Sequence[Interval], computation_us: float | None = None) -> str:
-    """One sentence: how long it took, how much communication nothing covered, and how much longer than computation it was.
+    """One sentence: how long it took, how much communication nothing covered, and how much longer than computation it
+    was.
 
     ``computation_us``: what the native run's computation takes, which shows what is lost inside fused kernels, too.
     """
     if not intervals:
         return f"{name}: nothing was recorded"
     length = max(interval.end_us for interval in intervals)
-    text = f"{name}: {length:.0f} us, of which {total_us(exposed(intervals)):.0f} us are communication that is not hidden"
+    text = (
+        f"{name}: {length:.0f} us, of which {total_us(exposed(intervals)):.0f} us are communication that is not hidden"
+    )
     if computation_us:
         text += f"; {length - computation_us:.0f} us above the {computation_us:.0f} us of native's computation"
     return text
@@ -52,7 +55,9 @@ def draw_timelines(title: str, timelines: Mapping[str, Sequence[Interval]], path
         axis.set_title(summary(name, intervals, computation), fontsize="small", loc="left")
     axes[-1].set_xlabel("us")
     marks = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
-    figure.legend(handles=[*marks, Patch(color="#c0392b", alpha=0.25, label="not hidden")], loc="outside lower center", ncols=3)
+    figure.legend(
+        handles=[*marks, Patch(color="#c0392b", alpha=0.25, label="not hidden")], loc="outside lower center", ncols=3
+    )
     figure.suptitle(title, fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -68,6 +73,8 @@ def _mark_exposed(axis: Any, spans: Sequence[tuple[float, float]]) -> None:
             labels[-1][1] += end - start
         else:
             labels.append([(start + end) / 2, end - start])
-    place = dict(transform=axis.get_xaxis_transform(), ha="center", va="top", fontsize=6, color="#7b241c", clip_on=True)
+    place = dict(
+        transform=axis.get_xaxis_transform(), ha="center", va="top", fontsize=6, color="#7b241c", clip_on=True
+    )
     for middle, length in sorted(labels, key=lambda label: -label[1])[:_LABELLED]:
         axis.text(middle, 0.99, f"{length:.0f}", **place)

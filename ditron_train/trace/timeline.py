@@ -1,7 +1,8 @@
 """Reads a Chrome trace of ``torch.profiler`` and finds the communication that nothing covers.
 
-A fused kernel counts as computation from its start to its end: waits inside it do not show here, only in its time. Lanes are
-streams, split into copy engines, kernels that compute, and kernels that communicate, by the number of SMs that they take.
+A fused kernel counts as computation from its start to its end: waits inside it do not show here, only in its time.
+Lanes are streams, split into copy engines, kernels that compute, and kernels that communicate, by the number of SMs
+that they take.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _COMMUNICATION = re.compile(
     r"|agree_kernel|return_rows|sum_returned|Memcpy PtoP",
     re.IGNORECASE,
 )
-# cuBLAS's and CUTLASS's, ours alone or fused with communication, the optimizer's; attention is made of CUTLASS, too, and is none.
+# cuBLAS's and CUTLASS's, ours alone or fused with communication, the optimizer's; attention is made of CUTLASS, too,
+# and is none.
 _GEMM = re.compile(
     r"^(?!.*(flash|fmha|sdpa|attn)).*(nvjet|gemm|gemv|splitKreduce|wgrad_kernel|addmm_kernel|symmetric_kernel|aten::\w*mm\b)",
     re.IGNORECASE,
@@ -37,7 +39,8 @@ _CPU_COMPUTE = re.compile(r"^(aten::(mm|addmm|bmm|baddbmm)|ditron_train)\b")
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that ran on one lane, in microseconds from the start of the trace; a kernel on ``sms`` multiprocessors.
+    """Something that ran on one lane, in microseconds from the start of the trace; a kernel on ``sms``
+    multiprocessors.
 
     ``launched_us``: when the host had handed it to the device; None where the trace does not tell.
     """
@@ -63,7 +66,9 @@ def read_chrome_trace(path: Path) -> list[Interval]:
         raise ValueError(f"{path} is no Chrome trace: {error!r}") from error
     complete = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     calls = {_correlation(event): event for event in complete if event.get("cat") in ("cuda_runtime", "cuda_driver")}
-    found = [_gpu_interval(event, calls) for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    found = [
+        _gpu_interval(event, calls) for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
     if not found:
         found = [_cpu_interval(event) for event in complete if event.get("cat") in ("cpu_op", "user_annotation")]
     intervals = _without_head_start([interval for interval in found if interval is not None])
@@ -97,7 +102,11 @@ def _without_head_start(intervals: list[Interval]) -> list[Interval]:
 
 def _lane_with_sms(interval: Interval, most: dict[str, int]) -> str:
     if interval.kind == "communication":
-        return interval.lane if interval.sms is None else f"{interval.lane}, {interval.sms} SM{'s' if interval.sms > 1 else ''}"
+        return (
+            interval.lane
+            if interval.sms is None
+            else f"{interval.lane}, {interval.sms} SM{'s' if interval.sms > 1 else ''}"
+        )
     return f"{interval.lane}, up to {most[interval.lane]} SMs" if interval.lane in most else interval.lane
 
 
@@ -174,9 +183,11 @@ def idle(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
 
 
 def not_launched(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
-    """Returns the part of ``idle`` in which the host had not handed over yet what ran next: the device waited for the host.
+    """Returns the part of ``idle`` in which the host had not handed over yet what ran next: the device waited for the
+    host.
 
-    In the rest of ``idle`` it waited for something else: another rank, by a wait between kernels, or its own next launch.
+    In the rest of ``idle`` it waited for something else: another rank, by a wait between kernels, or its own next
+    launch.
     """
     launched: dict[float, float] = {}  # by start
     for interval in intervals:

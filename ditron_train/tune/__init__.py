@@ -1,1 +1,2 @@
-"""Tool: measures which tile sizes and transfers are quickest on this machine, and writes the table that ops choose by."""
+"""Tool: measures which tile sizes and transfers are quickest on this machine, and writes the table that ops choose
+by."""

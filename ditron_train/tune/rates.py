@@ -15,7 +15,8 @@ __all__ = ["Observed", "fit_rates"]
 
 @dataclass(frozen=True)
 class Observed:
-    """Times of a problem's parts, in us; ``link_us`` of a gather by copy engines alone, None where it was not timed."""
+    """Times of a problem's parts, in us; ``link_us`` of a gather by copy engines alone, None where it was not
+    timed."""
 
     problem: Problem
     gemm_us: float
@@ -45,7 +46,9 @@ def _gemm_tflops(observed: Sequence[Observed], machine: Machine, rates: MachineR
         ratios = []
         for seen in observed:
             p = seen.problem
-            expected = gemm_us(p.m, p.n, p.k, default_choice(p, machine).config, machine.num_sms, machine.num_sms, rates)
+            expected = gemm_us(
+                p.m, p.n, p.k, default_choice(p, machine).config, machine.num_sms, machine.num_sms, rates
+            )
             ratios.append(expected / seen.gemm_us)
         rates = replace(rates, gemm_tflops=rates.gemm_tflops * statistics.median(ratios))
     return rates.gemm_tflops

@@ -1,8 +1,8 @@
 """Times the ways to run each tensor-parallel op on this machine and writes the quickest into a table (under torchrun).
 
-For every shape class it first tries ways of moving data, then tile sizes with the two best of them, beside native (cuBLAS
-and NCCL). Candidates whose bits differ from native's are thrown out. Times are medians of the maximum over ranks, so all ranks
-see the same and choose alike. Point DITRON_TUNING to the file to use it.
+For every shape class it first tries ways of moving data, then tile sizes with the two best of them, beside native
+(cuBLAS and NCCL). Candidates whose bits differ from native's are thrown out. Times are medians of the maximum over
+ranks, so all ranks see the same and choose alike. Point DITRON_TUNING to the file to use it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``tune``."""
     on_gpu = torch.cuda.is_available()
     parser.add_argument(
-        "--op", action="append", choices=_OPS, help=f"op and layout, may be repeated (default: {', '.join(_DEFAULT_OPS)})"
+        "--op",
+        action="append",
+        choices=_OPS,
+        help=f"op and layout, may be repeated (default: {', '.join(_DEFAULT_OPS)})",
     )
     parser.add_argument(
-        "--model", action="append", metavar="NAME", help="shapes published for this model (may be repeated; default: all, and a LLaMA-70B layer)"
+        "--model",
+        action="append",
+        metavar="NAME",
+        help="shapes published for this model (may be repeated; default: all, and a LLaMA-70B layer)",
     )
     add_shape_argument(parser, "global sizes of one linear layer, tried as column and as row layer (may be repeated)")
     add_model_arguments(parser)
@@ -64,10 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="table to write; what it holds of other classes and group sizes stays (default %(default)s)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=4 if on_gpu else 1, metavar="N", help="how often candidates take turns (default %(default)s)"
+        "--rounds",
+        type=int,
+        default=4 if on_gpu else 1,
+        metavar="N",
+        help="how often candidates take turns (default %(default)s)",
     )
     parser.add_argument(
-        "--repetitions", type=int, default=4 if on_gpu else 1, metavar="N", help="timed calls of each turn (default %(default)s)"
+        "--repetitions",
+        type=int,
+        default=4 if on_gpu else 1,
+        metavar="N",
+        help="timed calls of each turn (default %(default)s)",
     )
 
 
@@ -75,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Tunes what the command line asks for and writes the table; returns 1 where bits of a candidate differed.
 
     Raises:
-        SettingError: The output exists and is no table of this device, or cannot be written; or a shape does not divide over the
-            ranks.
+        SettingError: The output exists and is no table of this device, or cannot be written; or a shape does not
+            divide over the ranks.
     """
     with bench_session("tune", arguments) as session:
         context = get_context(dist.group.WORLD, session.device)
@@ -100,7 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if any(shape_class.differing for shape_class in classes) else 0
 
 
-def _save(table: TuningTable, classes: list[ShapeClass], path: Path, session: BenchSession, context: TPContext) -> None:
+def _save(
+    table: TuningTable, classes: list[ShapeClass], path: Path, session: BenchSession, context: TPContext
+) -> None:
     """Writes what is known so far."""
     observed = [result.observed for shape_class in classes for result in shape_class.results if result.observed]
     table.rates = fit_rates(observed, context.machine)
@@ -133,7 +149,8 @@ def _agreed_table(path: Path, session: BenchSession, context: TPContext) -> Tuni
 
 
 def _cases(arguments: argparse.Namespace, session: BenchSession, dtype: torch.dtype) -> list[Case]:
-    """Layers by their global sizes: what ``--shape``, ``--model`` and a model's sizes name, or all that is published."""
+    """Layers by their global sizes: what ``--shape``, ``--model`` and a model's sizes name, or all that is
+    published."""
     cases = []
     names_layer = arguments.hidden_size is not None
     names_shapes = bool(arguments.shape or arguments.model)
@@ -142,7 +159,9 @@ def _cases(arguments: argparse.Namespace, session: BenchSession, dtype: torch.dt
     if names_layer or not names_shapes:
         for layer in model_cases(model_sizes(arguments, session.device.type == "cuda"), dtype):
             layer.local_shapes(session.world_size)  # raises where it does not divide
-            cases.append(Case("ag_gemm" if layer.kind == "column" else "gemm_rs", layer.name, layer.m, layer.n, layer.k))
+            cases.append(
+                Case("ag_gemm" if layer.kind == "column" else "gemm_rs", layer.name, layer.m, layer.n, layer.k)
+            )
     return cases
 
 

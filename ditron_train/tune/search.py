@@ -1,4 +1,5 @@
-"""The search: for each shape class first ways of moving data and what the cost model takes, then tiles with the two best ways."""
+"""The search: for each shape class first ways of moving data and what the cost model takes, then tiles with the two
+best ways."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _WORTH = 0.99  # of the default's time; what gains less may be noise, and the de
 
 @dataclass(frozen=True)
 class Turns:
-    """How long candidates are timed: in ``rounds`` they take turns, ``repetitions`` calls each, so drift hits all alike."""
+    """How long candidates are timed: in ``rounds`` they take turns, ``repetitions`` calls each, so drift hits all
+    alike."""
 
     rounds: int
     repetitions: int
@@ -38,7 +40,8 @@ class Result:
 
 
 class ShapeClass:
-    """All shapes of one class of one op; they share the candidates and get the choice that is best over all of them."""
+    """All shapes of one class of one op; they share the candidates and get the choice that is best over all of
+    them."""
 
     def __init__(self, trials: Sequence[Trial], context: TPContext) -> None:
         self.trials = list(trials)
@@ -61,14 +64,15 @@ class ShapeClass:
         return list(dict.fromkeys([*ways, *(variant for way in ways for variant in tile_variants(self.machine, way))]))
 
     def _best_other_way(self, best: Choice) -> list[Choice]:
-        """The quickest that moves data otherwise: what it loses to ``best`` with one tile it may win with another, since SMs that
-        push are missing in the GEMM's last wave or are not."""
+        """The quickest that moves data otherwise: what it loses to ``best`` with one tile it may win with another,
+        since SMs that push are missing in the GEMM's last wave or are not."""
         tried = dict.fromkeys(choice for result in self.results for choice in result.times_us)
         others = [choice for choice in tried if _way(choice) != _way(best) and self.score(choice) < math.inf]
         return sorted(others, key=self.score)[:1]
 
     def score(self, choice: Choice) -> float:
-        """Geometric mean over the shapes of time over the default's, or over native's where the default has other bits."""
+        """Geometric mean over the shapes of time over the default's, or over native's where the default has other
+        bits."""
         logs = []
         for result in self.results:
             if choice not in result.times_us:
@@ -89,13 +93,18 @@ class ShapeClass:
         """The line of the table; times are those of the class's first shape."""
         best, result = self.best(), self.results[0]
         if best is None:
-            return {**entry_of(self.problem, replace(self.default, use_native=True)), "native_us": round(result.native_us, 1)}
+            return {
+                **entry_of(self.problem, replace(self.default, use_native=True)),
+                "native_us": round(result.native_us, 1),
+            }
         slower = sum(math.log(r.times_us[best] / r.native_us) for r in self.results) >= 0
         return {
             **entry_of(self.problem, replace(best, use_native=slower)),
             "shape": "x".join(str(size) for size in (self.problem.m, self.problem.n, self.problem.k)),
             "ditron_us": round(result.times_us[best], 1),
-            "default_us": round(result.times_us.get(self.default, math.inf), 1) if self.default in result.times_us else None,
+            "default_us": round(result.times_us.get(self.default, math.inf), 1)
+            if self.default in result.times_us
+            else None,
             "native_us": round(result.native_us, 1),
             "tried": len(result.times_us),
         }
@@ -116,8 +125,8 @@ def search(
 ) -> None:
     """Tries everything (collective).
 
-    ``advance`` is told what was done after each shape of each stage; ``keep`` is called after each stage, so that what was
-    found survives whatever ends the run.
+    ``advance`` is told what was done after each shape of each stage; ``keep`` is called after each stage, so that what
+    was found survives whatever ends the run.
     """
     for stage in STAGES:
         planned = [
@@ -154,12 +163,7 @@ def _time(
             contenders["link"] = trial.link
     contenders.update({choice: trial.candidate(choice) for choice in choices})
     timings = measure(
-        contenders,
-        group=None,
-        device=session.device,
-        repetitions=turns.repetitions,
-        warmup=1,
-        passes=turns.rounds,
+        contenders, group=None, device=session.device, repetitions=turns.repetitions, warmup=1, passes=turns.rounds
     )
     times = {name: timing.median_us for name, timing in timings.items()}
     # Drift between the stages is taken out by what both have timed: native.

@@ -70,8 +70,8 @@ class Trial:
         return self.gemm(index)
 
     def link(self, index: int) -> torch.Tensor:
-        """A gather by copy engines alone, of an AG-GEMM's rows; with fewer commands than there, so it tells a rate, not what
-        commands cost."""
+        """A gather by copy engines alone, of an AG-GEMM's rows; with fewer commands than there, so it tells a rate,
+        not what commands cost."""
         return start_all_gather(self._pick(index)[0], context=self.context).wait()
 
     def prepare(self, choice: Choice) -> PreparedAgGemm | PreparedChunkedGemmRs | PreparedGemmRs:

@@ -100,7 +100,9 @@ class Case:
         Raises:
             SettingError: A size is not above 0, or does not divide over the ranks.
         """
-        check_divides(f"{self.name} {self.kind}", (self.m, self.n, self.k), "N" if self.kind == "column" else "K", world_size)
+        check_divides(
+            f"{self.name} {self.kind}", (self.m, self.n, self.k), "N" if self.kind == "column" else "K", world_size
+        )
         if self.kind == "column":
             return (self.m // world_size, self.k), (self.n // world_size, self.k)
         return (self.m, self.k // world_size), (self.n, self.k // world_size)
@@ -108,8 +110,17 @@ class Case:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """A model in Megatron's own words."""
-    model = parser.add_argument_group("model", "Megatron's arguments; default: a LLaMA-70B-like layer (CPU: a small one)")
-    for name in ("hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels", "seq-length"):
+    model = parser.add_argument_group(
+        "model", "Megatron's arguments; default: a LLaMA-70B-like layer (CPU: a small one)"
+    )
+    for name in (
+        "hidden-size",
+        "ffn-hidden-size",
+        "num-attention-heads",
+        "num-query-groups",
+        "kv-channels",
+        "seq-length",
+    ):
         model.add_argument(f"--{name}", type=int, metavar="N")
     model.add_argument("--micro-batch-size", type=int, default=1, metavar="N")
     model.add_argument("--no-swiglu", dest="swiglu", action="store_false", help="fc1 without a gate")
@@ -119,14 +130,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and the alternatives."""
     add_model_arguments(parser)
-    experts = parser.add_argument_group("its experts", "of --rooms ep; default: 128 of a published layer (CPU: a small one)")
+    experts = parser.add_argument_group(
+        "its experts", "of --rooms ep; default: 128 of a published layer (CPU: a small one)"
+    )
     for name in ("num-experts", "moe-router-topk", "moe-ffn-hidden-size"):
         experts.add_argument(f"--{name}", type=int, metavar="N")
     other = parser.add_argument_group("instead of a model")
-    other.add_argument("--column", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one column layer")
+    other.add_argument(
+        "--column", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one column layer"
+    )
     other.add_argument("--row", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one row layer")
     other.add_argument("--random", type=int, default=0, metavar="N", help="N random shapes")
-    other.add_argument("--largest", type=int, metavar="N", help="largest size of a random shape (default 8192, CPU: 160)")
+    other.add_argument(
+        "--largest", type=int, metavar="N", help="largest size of a random shape (default 8192, CPU: 160)"
+    )
     other.add_argument("--seed", type=int, default=0, metavar="N", help="of the random shapes and of all data")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
 
@@ -152,7 +169,9 @@ def model_sizes(arguments: argparse.Namespace, on_gpu: bool) -> ModelSizes:
     if min(*size.values(), arguments.micro_batch_size, *(number for number in others if number is not None)) < 1:
         raise SettingError("sizes of a model have to be above 0")
     if size["hidden_size"] % size["num_attention_heads"] and arguments.kv_channels is None:
-        raise SettingError(f"hidden size {size['hidden_size']} does not divide into {size['num_attention_heads']} heads")
+        raise SettingError(
+            f"hidden size {size['hidden_size']} does not divide into {size['num_attention_heads']} heads"
+        )
     return ModelSizes(
         hidden=size["hidden_size"],
         ffn=size["ffn_hidden_size"],
@@ -186,9 +205,16 @@ def shape_cases(arguments: argparse.Namespace, dtype: torch.dtype) -> list[Case]
 
 
 def random_cases(
-    count: int, seed: int, world_size: int, on_gpu: bool, *, largest: int | None = None, dtype: torch.dtype | None = None
+    count: int,
+    seed: int,
+    world_size: int,
+    on_gpu: bool,
+    *,
+    largest: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[Case]:
-    """Shapes from small to large (about ``largest``), aligned and not, the same on every rank; of one dtype or of all."""
+    """Shapes from small to large (about ``largest``), aligned and not, the same on every rank; of one dtype or of
+    all."""
     generator = np.random.default_rng(seed)
     dtypes = (dtype,) if dtype else (torch.bfloat16, torch.float16) if on_gpu else (torch.float32,)
     largest = largest or (8192 if on_gpu else 160)

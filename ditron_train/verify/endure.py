@@ -1,7 +1,7 @@
 """``verify --ops N``: the same few ops again and again, every result compared, memory watched.
 
-Cheap ops come often (a message round the ring of ranks), ops that are kernels seldom, so that a million fit into an hour
-without a GPU.
+Cheap ops come often (a message round the ring of ranks), ops that are kernels seldom, so that a million fit into an
+hour without a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def endure(session: BenchSession, soak: Soak, context: TPContext, *, seed: int, 
         meter.sample()
     context.synchronize()
     _read(num_different, soak)
-    meter.finish(max(int(channel.tickets[0]) for channel in (context.gather_channel, context.scatter_channel)) >> TICKET_UNIT_LOG2)
+    meter.finish(
+        max(int(channel.tickets[0]) for channel in (context.gather_channel, context.scatter_channel))
+        >> TICKET_UNIT_LOG2
+    )
 
 
 def _read(num_different: torch.Tensor, soak: Soak) -> None:
@@ -72,7 +75,10 @@ def _inputs(session: BenchSession, seed: int) -> list[tuple[torch.Tensor, torch.
     sets = []
     for index in range(_SETS):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * index + session.rank)
-        draw = [torch.randint(-1, 2, shape, generator=generator) for shape in ((rows, k), (rows * session.world_size, k), (n, k))]
+        draw = [
+            torch.randint(-1, 2, shape, generator=generator)
+            for shape in ((rows, k), (rows * session.world_size, k), (n, k))
+        ]
         sets.append(tuple(tensor.to(session.dtype).to(session.device) for tensor in draw))
     return sets
 
@@ -112,7 +118,9 @@ def _expected(session: BenchSession, name: str, seed: int) -> list[torch.Tensor]
             dist.all_gather(parts, rows)
             gathered = torch.cat(parts)
             previous = parts[(session.rank - 1) % session.world_size]
-            results.append({"pp exchange": previous, "tp all_gather": gathered, "tp ag_gemm": gathered @ weight.T}[name])
+            results.append(
+                {"pp exchange": previous, "tp all_gather": gathered, "tp ag_gemm": gathered @ weight.T}[name]
+            )
             continue
         total = all_rows @ weight.T if name == "tp gemm_rs" else all_rows.clone()
         dist.all_reduce(total)

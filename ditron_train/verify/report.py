@@ -23,8 +23,8 @@ __all__ = ["Report"]
 class Report:
     """What ``verify`` found so far: named cases, rows of the other rooms' benchmarks, long runs.
 
-    Named cases and rows are in ``verify.json`` from the moment they are added, so that a run that is cut short leaves what it
-    has compared.
+    Named cases and rows are in ``verify.json`` from the moment they are added, so that a run that is cut short leaves
+    what it has compared.
 
     Attributes:
         outcomes: Of the named cases.
@@ -91,7 +91,18 @@ class Report:
 
     @cached_property
     def _stamp(self) -> Stamp:
-        names = ("rooms", "repeat", "straggler_ms", "poison", "random", "largest", "ops", "seed", "repetitions", "warmup")
+        names = (
+            "rooms",
+            "repeat",
+            "straggler_ms",
+            "poison",
+            "random",
+            "largest",
+            "ops",
+            "seed",
+            "repetitions",
+            "warmup",
+        )
         settings = {name: getattr(self._arguments, name) for name in names}
         return collect_stamp(self._session.device, self._session.world_size, **settings)
 
@@ -102,7 +113,9 @@ def _print_line(text: str) -> None:
 
 def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row], repeat: int) -> None:
     """One line a case and one for each of the other rooms' ``rows``, on rank 0."""
-    title = _count(session.world_size, "rank") + (f", {_count(repeat, 'comparison')} of each layer" if outcomes else "")
+    title = _count(session.world_size, "rank") + (
+        f", {_count(repeat, 'comparison')} of each layer" if outcomes else ""
+    )
     table = Table(title=title, title_justify="left")
     for name in ("layer", "op", "shape", "dtype", *RESULTS, "native ms", "ditron ms", "verdict"):
         table.add_column(name)
@@ -114,7 +127,9 @@ def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row
         times = _times(outcome.native_us, outcome.ditron_us)
         table.add_row(case.name, case.kind, sizes, dtype, *bits, *times, outcome.verdict, style=style)
     for row in rows:
-        bits = [("equal" if row.bitwise_equal else "DIFFERENT") if result in _results_of(row) else "" for result in RESULTS]
+        bits = [
+            ("equal" if row.bitwise_equal else "DIFFERENT") if result in _results_of(row) else "" for result in RESULTS
+        ]
         slower = "ours, slower" if row.ditron_us > row.native_us else "ours"
         style = None if row.bitwise_equal else "bold red"
         times = _times(row.native_us, row.ditron_us)

@@ -1,4 +1,5 @@
-"""The other rooms' ops against native: their benchmarks compare every bit before they time, so a short run of each is the check."""
+"""The other rooms' ops against native: their benchmarks compare every bit before they time, so a short run of each is
+the check."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
 
 def _pp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
     if world_size % 2:
-        raise SettingError(f"--rooms pp takes an even number of ranks, not {world_size}: name the others, --rooms sp,ep,muon")
+        raise SettingError(
+            f"--rooms pp takes an even number of ranks, not {world_size}: name the others, --rooms sp,ep,muon"
+        )
     parts = ("--part", "send_recv", "--part", "pipeline_step")
     return ["--no-limited", *parts, "--mb", str(2 * model.tokens * model.hidden / 1e6)]
 
@@ -89,7 +92,8 @@ def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu:
 
 
 class _UnderStress:
-    """A benchmark's sink: compares what is measured again and again, and gives its rows to the report with what that found."""
+    """A benchmark's sink: compares what is measured again and again, and gives its rows to the report with what that
+    found."""
 
     def __init__(self, report: Report, stress: Stress, seed: int) -> None:
         self._report, self._stress = report, stress
@@ -97,7 +101,8 @@ class _UnderStress:
         self._equal, self._compared = True, 0
 
     def meet(self, session: BenchSession, contenders: Mapping[str, Contender]) -> None:
-        """Compares ``native`` and ``ditron``, as often as the command line asks for beyond the benchmark's own comparison."""
+        """Compares ``native`` and ``ditron``, as often as the command line asks for beyond the benchmark's own
+        comparison."""
         extra = self._stress.repeat if self._stress.straggler_ms else self._stress.repeat - 1
         if not {"native", "ditron"} <= contenders.keys():
             return
@@ -123,7 +128,8 @@ def _tensors(result: object) -> Iterable[torch.Tensor]:
 
 
 def verify_rooms(words: Mapping[str, Sequence[str]], report: Report, stress: Stress, seed: int) -> None:
-    """Runs the rooms' benchmarks shortly (collective), compares under ``stress``, and adds their rows to ``report``."""
+    """Runs the rooms' benchmarks shortly (collective), compares under ``stress``, and adds their rows to
+    ``report``."""
     for room, options in words.items():
         module = importlib.import_module(f"ditron_train.bench.{room}")
         parser = argparse.ArgumentParser()

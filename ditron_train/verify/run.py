@@ -1,4 +1,5 @@
-"""Compares every op with native, forward and backward, on every rank: one table, exit status 1 where a single bit differs."""
+"""Compares every op with native, forward and backward, on every rank: one table, exit status 1 where a single bit
+differs."""
 
 from __future__ import annotations
 
@@ -47,16 +48,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the ops of these, too, timed briefly: sp, ep, pp, muon, or all (default: tensor parallel only)",
     )
     parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="decide as strict does, and keep it: a job with --ditron-plan FILE asks no more"
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="decide as strict does, and keep it: a job with --ditron-plan FILE asks no more",
     )
     stress = parser.add_argument_group("stress")
-    stress.add_argument("--repeat", type=int, default=1, metavar="N", help="compare each op N times, layers on new data")
-    stress.add_argument("--straggler-ms", type=float, default=0.0, metavar="MS", help="a random rank is up to this late")
-    stress.add_argument("--poison", action="store_true", help="fill the layers' symmetric buffers with NaN in front of every op")
-    stress.add_argument("--ops", type=int, default=0, metavar="N", help="N small ops, all compared, and memory watched")
-    stress.add_argument("--seconds", type=float, metavar="S", help="begin no random shape and none of --ops after S seconds")
     stress.add_argument(
-        "--first-epoch", type=int, default=_FIRST_EPOCH, metavar="N", help="where epochs begin (default %(default)s: near the wrap)"
+        "--repeat", type=int, default=1, metavar="N", help="compare each op N times, layers on new data"
+    )
+    stress.add_argument(
+        "--straggler-ms", type=float, default=0.0, metavar="MS", help="a random rank is up to this late"
+    )
+    stress.add_argument(
+        "--poison", action="store_true", help="fill the layers' symmetric buffers with NaN in front of every op"
+    )
+    stress.add_argument(
+        "--ops", type=int, default=0, metavar="N", help="N small ops, all compared, and memory watched"
+    )
+    stress.add_argument(
+        "--seconds", type=float, metavar="S", help="begin no random shape and none of --ops after S seconds"
+    )
+    stress.add_argument(
+        "--first-epoch",
+        type=int,
+        default=_FIRST_EPOCH,
+        metavar="N",
+        help="where epochs begin (default %(default)s: near the wrap)",
     )
     add_common_arguments(parser.add_argument_group("timing"), model_option=False, writes_results=False)
 
@@ -75,13 +93,17 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from ditron_train.bench.megatron_tp import megatron_world
     except ImportError as error:
-        raise NotSupportedError(f"verify compares with megatron-core: {error}; {pip_command('megatron-core')}") from None
+        raise NotSupportedError(
+            f"verify compares with megatron-core: {error}; {pip_command('megatron-core')}"
+        ) from None
     if arguments.plan is not None:
         load_plan(arguments.plan)  # raises for one that cannot be used, before anything is launched
         os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
     # Whatever is proven equal is verified, be it faster on this machine or not.
     os.environ.setdefault("DITRON_POLICY", "bits")
-    get_logger("policy").setLevel(logging.WARNING)  # what becomes ours stands in the table; of random shapes that is thousands
+    get_logger("policy").setLevel(
+        logging.WARNING
+    )  # what becomes ours stands in the table; of random shapes that is thousands
     with bench_session("verify", arguments) as session:
         on_gpu = session.device.type == "cuda"
         model = model_sizes(arguments, on_gpu)
@@ -119,7 +141,9 @@ def _check(arguments: argparse.Namespace) -> list[str]:
 class _Verification:
     """One run of the command."""
 
-    def __init__(self, session: BenchSession, arguments: argparse.Namespace, model: ModelSizes, report: Report) -> None:
+    def __init__(
+        self, session: BenchSession, arguments: argparse.Namespace, model: ModelSizes, report: Report
+    ) -> None:
         from ditron_train.tp import get_context
 
         self.session, self.arguments, self.model, self.report = session, arguments, model, report
@@ -177,7 +201,9 @@ class _Verification:
                 break
             outcome = compare(session, case, self.stress, seed=arguments.seed + 100 * soak.done, timed=False)
             soak.count(
-                f"{case.kind} {str(case.dtype).removeprefix('torch.')}", self._num_compared(outcome), native=not outcome.is_ours
+                f"{case.kind} {str(case.dtype).removeprefix('torch.')}",
+                self._num_compared(outcome),
+                native=not outcome.is_ours,
             )
             if not outcome.equal:
                 soak.differs(f"{case} {outcome.num_different}")
@@ -203,7 +229,13 @@ class _Verification:
         return not self.session.agree(drift_bytes < MAX_DRIFT_BYTES)
 
     def _progress(self, cases: Iterable[Case], total: int) -> Iterator[Case]:
-        columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        columns = (
+            TextColumn("verify"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
         console = terminal()
         with Progress(*columns, console=console, disable=self.session.rank != 0 or total == 0) as progress:
             task = progress.add_task("", total=total)

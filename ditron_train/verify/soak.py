@@ -39,8 +39,8 @@ class Soak:
         by_kind: ``done`` by op and dtype.
         seconds: Of the whole run.
         first_epoch: Epoch in front of the first launch.
-        last_epoch: The largest that an op has reached; above ``2**31 - 1`` where the run has crossed the wrap; 0 until its end.
-        host_bytes: Resident memory of this rank, sampled through the run after its first tenth.
+        last_epoch: The largest that an op has reached; above ``2**31 - 1`` where the run has crossed the wrap; 0 until
+        its end. host_bytes: Resident memory of this rank, sampled through the run after its first tenth.
         device_bytes: Memory that torch holds for tensors on this rank's GPU, sampled alike.
     """
 
@@ -107,7 +107,12 @@ class SoakMeter:
     _AGREE_EVERY = 16
 
     def __init__(
-        self, soak: Soak, device: torch.device, limit_s: float | None, *, before_reading: Callable[[], None] = lambda: None
+        self,
+        soak: Soak,
+        device: torch.device,
+        limit_s: float | None,
+        *,
+        before_reading: Callable[[], None] = lambda: None,
     ) -> None:
         self._soak = soak
         self._before_reading = before_reading

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,8 @@ class Job:
         context_parallel: Ranks that share every sequence, exchanging heads for tokens around attention (a2a).
         expert_parallel: Ranks that share the experts.
         num_experts: Experts of every MLP, two of them a token; None: dense.
-        distributed_optimizer: Adam's state sharded over the data-parallel ranks; gradients are reduced beside the backward
-            pass and parameters gathered beside the forward pass.
+        distributed_optimizer: Adam's state sharded over the data-parallel ranks; gradients are reduced beside the
+            backward pass and parameters gathered beside the forward pass.
         same_data: Every data-parallel rank trains on the same samples.
         seed: Of parameters and samples.
         optimizer: ``adam``, or Megatron's ``muon`` or ``dist_muon`` (Adam for what is no matrix).
@@ -109,7 +110,8 @@ _groups_of: list[tuple[int, ...]] = []
 
 
 def set_groups(job: Job) -> None:
-    """Makes megatron-core's process groups for `job`, unless those of the same sizes are there already (collective)."""
+    """Makes megatron-core's process groups for `job`, unless those of the same sizes are there already
+    (collective)."""
     sizes = (job.tensor_parallel, job.pipeline_parallel, job.context_parallel, job.expert_parallel)
     if _groups_of == [sizes]:
         return
@@ -186,7 +188,10 @@ def _build_model(job: Job, config: TransformerConfig) -> Any:
         model = Float16Module(config, model)
     sharded = job.distributed_optimizer
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=sharded, overlap_param_gather=sharded
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=sharded,
+        overlap_param_gather=sharded,
     )
     model = DistributedDataParallel(config, ddp_config, model)
     config.no_sync_func = model.no_sync if sharded else None
@@ -204,7 +209,9 @@ def _build_optimizer(job: Job, model: Any) -> Any:
         params_dtype=job.dtype,
         use_distributed_optimizer=job.distributed_optimizer,
         overlap_param_gather=job.distributed_optimizer,
-        muon_fp32_matmul_prec="medium" if job.dtype == torch.bfloat16 else "highest",  # bf16 products, or fp32 on a CPU
+        muon_fp32_matmul_prec="medium"
+        if job.dtype == torch.bfloat16
+        else "highest",  # bf16 products, or fp32 on a CPU
     )
     if job.optimizer == "adam":
         return get_megatron_optimizer(config, [model])
@@ -229,7 +236,8 @@ def _forward_step(mask: torch.Tensor | None, batches: Iterator[dict[str, torch.T
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         reported = mean.detach().clone() / group.size()
         dist.all_reduce(reported, group=group)
-        # The schedule multiplies by the context parallel size, for losses that are divided by all tokens of a sequence.
+        # The schedule multiplies by the context parallel size, for losses that are divided by all tokens of a
+        # sequence.
         return mean / parallel_state.get_context_parallel_world_size(), {"loss": reported}
 
     return losses, mean_loss
@@ -247,7 +255,8 @@ def _loss_of_step(losses: list[dict[str, torch.Tensor]], device: torch.device) -
 def _digest(gradient: torch.Tensor) -> int:
     """64 bits of a tensor's bits: any single changed element changes them, others all but certainly.
 
-    Each 32-bit pattern is multiplied by an odd pseudo-random number made from its index, and all are added modulo 2**64.
+    Each 32-bit pattern is multiplied by an odd pseudo-random number made from its index, and all are added modulo
+    2**64.
     """
     total = 0
     for part_index, part in enumerate(gradient.detach().reshape(-1).split(1 << 24)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from byte_gpt import StepResult
@@ -61,7 +62,11 @@ def median_time_ms(results: Sequence[StepResult]) -> float:
 
 
 def print_table(
-    console: Console, native: Sequence[StepResult], ditron: Sequence[StepResult], times_ms: tuple[float, float], note: str
+    console: Console,
+    native: Sequence[StepResult],
+    ditron: Sequence[StepResult],
+    times_ms: tuple[float, float],
+    note: str,
 ) -> None:
     """Losses side by side (at most 20 rows), and the time per step, with ``note`` behind it."""
     table = Table(title="loss of every step, same seed, same data")
@@ -73,7 +78,9 @@ def print_table(
             difference = "0" if a.loss == b.loss else f"{b.loss - a.loss:+.1e}"
             table.add_row(str(step + 1), f"{a.loss:.6f}", f"{b.loss:.6f}", difference)
     console.print(table)
-    console.print(f"time per step: native {times_ms[0]:.1f} ms, ditron_train {times_ms[1]:.1f} ms{note}", soft_wrap=True)
+    console.print(
+        f"time per step: native {times_ms[0]:.1f} ms, ditron_train {times_ms[1]:.1f} ms{note}", soft_wrap=True
+    )
 
 
 def plot_losses(path: Path, native: Sequence[StepResult], ditron: Sequence[StepResult], title: str) -> None:
@@ -95,7 +102,9 @@ def plot_losses(path: Path, native: Sequence[StepResult], ditron: Sequence[StepR
     pyplot.close(figure)
 
 
-def write_json(path: Path, summary: dict[str, Any], native: Sequence[StepResult], ditron: Sequence[StepResult]) -> None:
+def write_json(
+    path: Path, summary: dict[str, Any], native: Sequence[StepResult], ditron: Sequence[StepResult]
+) -> None:
     """Writes the losses of both runs and `summary`."""
     content = {**summary, "native_loss": [r.loss for r in native], "ditron_loss": [r.loss for r in ditron]}
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -53,7 +53,9 @@ def load_corpus(path: str | None, sequence_length: int) -> Corpus:
     """
     data, problem = _read(path)
     if problem is None and len(data) < 2 * (sequence_length + 1):
-        problem = f"the text ({path or 'of Python itself'}) has {len(data)} bytes, {2 * (sequence_length + 1)} are needed"
+        problem = (
+            f"the text ({path or 'of Python itself'}) has {len(data)} bytes, {2 * (sequence_length + 1)} are needed"
+        )
     found: list[tuple[str | None, int, int]] = [(None, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(found, (problem, len(data), zlib.crc32(data)))
     failed = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(found) if entry[0]]

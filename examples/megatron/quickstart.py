@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 examples/megatron/quickstart.py [--data FILE]
 
-With GPUs: bf16, Megatron's deterministic settings; every loss and every gradient has to be equal bit for bit, else the exit
-status is 1. Native is run twice first, and what it does not repeat itself is named and left out. Without a GPU: fp32 on
-gloo with Triton's interpreter, where a GEMM adds in another order than torch's: losses have to agree within 1e-3.
+With GPUs: bf16, Megatron's deterministic settings; every loss and every gradient has to be equal bit for bit, else the
+exit status is 1. Native is run twice first, and what it does not repeat itself is named and left out. Without a GPU:
+fp32 on gloo with Triton's interpreter, where a GEMM adds in another order than torch's: losses have to agree within
+1e-3.
 """
 
 from __future__ import annotations
@@ -31,27 +32,39 @@ import torch.distributed as dist  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 
-_CPU_TOLERANCE = 1e-3  # of a loss: GEMMs round in another order, and Adam amplifies that from step to step (2e-4 was seen)
+_CPU_TOLERANCE = (
+    1e-3  # of a loss: GEMMs round in another order, and Adam amplifies that from step to step (2e-4 was seen)
+)
 
 
 def _arguments() -> argparse.Namespace:
     from ditron_train.megatron import add_ditron_args
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", metavar="FILE", help="text to train on (default: sources and documentation of this Python)")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("quickstart_results"), help="where loss.png goes")
+    parser.add_argument(
+        "--data", metavar="FILE", help="text to train on (default: sources and documentation of this Python)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("quickstart_results"), help="where loss.png goes"
+    )
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
     parser.add_argument("--tp", type=int, help="tensor parallel size (default: what the other sizes leave)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--sp", type=int, default=1, help="context parallel size, heads exchanged for tokens (Ulysses)")
+    parser.add_argument(
+        "--sp", type=int, default=1, help="context parallel size, heads exchanged for tokens (Ulysses)"
+    )
     parser.add_argument("--experts", type=int, help="experts of every MLP (default: a dense model)")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel size")
     parser.add_argument("--layers", type=int, help="transformer layers")
     parser.add_argument("--hidden", type=int, help="width of the model")
     parser.add_argument("--sequence", type=int, help="bytes of a sample")
     parser.add_argument("--batch", type=int, help="samples of a step on each data-parallel rank")
-    parser.add_argument("--spec", choices=("auto", "local", "te"), default="auto", help="layers: megatron-core's or TE's")
-    parser.add_argument("--optimizer", choices=("adam", "muon", "dist_muon"), default="adam", help="Megatron's optimizer")
+    parser.add_argument(
+        "--spec", choices=("auto", "local", "te"), default="auto", help="layers: megatron-core's or TE's"
+    )
+    parser.add_argument(
+        "--optimizer", choices=("adam", "muon", "dist_muon"), default="adam", help="Megatron's optimizer"
+    )
     parser.add_argument("--distributed-optimizer", action="store_true", help="Adam sharded over data-parallel ranks; "
                         "gradients reduced and parameters gathered beside the layers")  # fmt: skip
     add_ditron_args(parser)
@@ -69,7 +82,12 @@ def _arguments() -> argparse.Namespace:
         arguments.out.mkdir(parents=True, exist_ok=True)  # now: not after two trainings
     except OSError as error:
         raise SystemExit(f"error: cannot write into {arguments.out}: {error.strerror}") from None
-    chosen = {"sp": arguments.sp > 1, "ep": arguments.ep > 1, "pp": arguments.pp > 1, "muon": arguments.optimizer != "adam"}
+    chosen = {
+        "sp": arguments.sp > 1,
+        "ep": arguments.ep > 1,
+        "pp": arguments.pp > 1,
+        "muon": arguments.optimizer != "adam",
+    }
     arguments.ditron = arguments.ditron or ("tp", *(name for name, is_used in chosen.items() if is_used))
     return arguments
 
@@ -125,7 +143,9 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
         batch_size=size["batch"],
         num_steps=size["steps"],
         learning_rate=1e-4 if on_gpu else 2e-3,
-        warmup_steps=10 if on_gpu else 0,  # Adam's first steps move every weight alike, which a wide model does not bear
+        warmup_steps=10
+        if on_gpu
+        else 0,  # Adam's first steps move every weight alike, which a wide model does not bear
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         use_te=HAVE_TE and on_gpu and arguments.spec != "local",
         optimizer=arguments.optimizer,
@@ -152,12 +172,19 @@ def _native_job(job, console: Console):
     """The job whose native run is the reference: the same one wherever megatron-core itself can run it."""
     if job.context_parallel == 1 or job.use_te:
         return job
-    console.print("native: megatron-core's own layers know no context parallelism; whole sequences on every rank instead")
+    console.print(
+        "native: megatron-core's own layers know no context parallelism; whole sequences on every rank instead"
+    )
     return dataclasses.replace(job, context_parallel=1, same_data=True)
 
 
 def _sizes(job) -> str:
-    sizes = {"TP": job.tensor_parallel, "PP": job.pipeline_parallel, "SP": job.context_parallel, "EP": job.expert_parallel}
+    sizes = {
+        "TP": job.tensor_parallel,
+        "PP": job.pipeline_parallel,
+        "SP": job.context_parallel,
+        "EP": job.expert_parallel,
+    }
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "TP")
 
 
@@ -186,7 +213,9 @@ def _verdict(comparison, on_gpu: bool, console: Console) -> int:
         console.print(f"every loss and every gradient of {comparison.compared_steps} steps is equal bit for bit")
         return 0
     step, name = comparison.different[0]
-    console.print(f"error: {len(comparison.different)} losses or gradients differ from native; the first: {name}, step {step + 1}")
+    console.print(
+        f"error: {len(comparison.different)} losses or gradients differ from native; the first: {name}, step {step + 1}"
+    )
     return 1
 
 

@@ -45,7 +45,9 @@ def test_grouped_gemms_that_a_layer_leaves_native_have_no_rows(tmp_path: Path) -
     (path,) = tmp_path.glob("*/ep.json")
     rows = read_results(path)[1]
     ops = ["group_gemm", "group_dgrad", "group_wgrad"]
-    assert [(row.model, row.op) for row in rows] == [(model, op) for model in ("small", "small, Zipf 1") for op in 2 * ops]
+    assert [(row.model, row.op) for row in rows] == [
+        (model, op) for model in ("small", "small, Zipf 1") for op in 2 * ops
+    ]
     assert all(row.bitwise_equal and row.native_us > 0 for row in rows)
     path.unlink()
     assert run_workers(2, _run_as_with_rows, 256, *options) == [0, 0]
@@ -55,7 +57,11 @@ def test_grouped_gemms_that_a_layer_leaves_native_have_no_rows(tmp_path: Path) -
 def test_a_wgrad_of_many_tiles_is_measured_whatever_the_rows() -> None:
     assert products_of_native_bits(256, 4096, 1408) == ("wgrad",)
     assert products_of_native_bits(256, 1408, 2048) == ()
-    assert products_of_native_bits(257, 1408, 2048) == products_of_native_bits(None, 1, 1) == ("forward", "dgrad", "wgrad")
+    assert (
+        products_of_native_bits(257, 1408, 2048)
+        == products_of_native_bits(None, 1, 1)
+        == ("forward", "dgrad", "wgrad")
+    )
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""``bench gemm`` in a CPU process: both layouts of a product, bits equal; which products a rank's share of the layers has."""
+"""``bench gemm`` in a CPU process: both layouts of a product, bits equal; which products a rank's share of the layers
+has."""
 
 from __future__ import annotations
 

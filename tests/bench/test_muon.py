@@ -32,7 +32,10 @@ def test_rows_of_both_parts(world_size: int, tmp_path: Path) -> None:
     if world_size == 1:
         assert rows[0].shape == {"m": 48, "n": 32} and rows[0].tflops > 0
         assert rows[0].native_us / rows[0].limit_us == pytest.approx((2 * 48 + 32) / (1.5 * 48 + 0.5 * 32), rel=1e-3)
-    assert rows[-1].shape == {"num_layers": 1, "num_matrices": 1 if world_size == 1 else 4} and rows[-1].world_size == world_size
+    assert (
+        rows[-1].shape == {"num_layers": 1, "num_matrices": 1 if world_size == 1 else 4}
+        and rows[-1].world_size == world_size
+    )
 
 
 def test_the_roofline_is_drawn_from_rows(tmp_path: Path) -> None:

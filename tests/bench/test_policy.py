@@ -47,11 +47,9 @@ def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, st
 
 def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
     for times, natively, seen, left, mode in run_workers(2, _modes):
-        assert sorted(times) == ["force", "native", "strict"] and {name: len(values) for name, values in times.items()} == {
-            "strict": 3,
-            "force": 3,
-            "native": 1,
-        }
+        assert sorted(times) == ["force", "native", "strict"] and {
+            name: len(values) for name, values in times.items()
+        } == {"strict": 3, "force": 3, "native": 1}
         assert natively == {"strict": 0, "force": 0}
         assert seen == ["decides"] * 2 + ["knows"] * (2 * 2 * 4)  # two modes, two calls, three rounds and a warm-up
         assert left == 0 and mode == "bits"

@@ -97,7 +97,9 @@ def test_round_trip(tmp_path: Path) -> None:
     assert "peer" not in json.loads(path.read_text())["rows"][1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"stamp": {"device": 1}, "rows": []}', '{"stamp": {}, "rows": [{}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"rows": []}', '{"stamp": {"device": 1}, "rows": []}', '{"stamp": {}, "rows": [{}]}']
+)
 def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "foreign.json"
     path.write_text(text)
@@ -106,7 +108,10 @@ def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
 
 
 def test_paths_hold_no_odd_characters() -> None:
-    assert result_path(Path(), stamp(device="NVIDIA H100 80GB HBM3", count=2), "pp").as_posix() == "H100-80GB-HBM3x2/pp.json"
+    assert (
+        result_path(Path(), stamp(device="NVIDIA H100 80GB HBM3", count=2), "pp").as_posix()
+        == "H100-80GB-HBM3x2/pp.json"
+    )
 
 
 def test_stamp_tells_what_it_ran_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +138,9 @@ def test_tables() -> None:
 
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw_speedups([dataclasses.replace(FULL, model_native_us=374.0, model_us=190.0), SHORT], stamp(), tmp_path / "sub" / "tp.png")
+    draw_speedups(
+        [dataclasses.replace(FULL, model_native_us=374.0, model_us=190.0), SHORT], stamp(), tmp_path / "sub" / "tp.png"
+    )
     assert (tmp_path / "sub" / "tp.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -152,12 +159,22 @@ def test_every_result_file_reads_and_has_equal_bits() -> None:
     for path in (ROOT / RESULTS).glob("*/*.json"):
         _, rows = read_results(path)
         assert rows and all(row.bitwise_equal for row in rows), path
-        assert path.stem == TRAINING or (ROOT / picture_path(path.relative_to(ROOT))).exists(), "python scripts/readme.py"
+        assert path.stem == TRAINING or (ROOT / picture_path(path.relative_to(ROOT))).exists(), (
+            "python scripts/readme.py"
+        )
 
 
 def test_sizes_of_a_training_in_words() -> None:
-    sizes = dict(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_experts=8, moe_ffn_hidden_size=32, moe_router_topk=2)
-    batch = dict(global_batch_size=32, micro_batch_size=2, seq_length=4096, expert_model_parallel_size=4, pipeline_model_parallel_size=1)
+    sizes = dict(
+        num_layers=2, hidden_size=64, ffn_hidden_size=96, num_experts=8, moe_ffn_hidden_size=32, moe_router_topk=2
+    )
+    batch = dict(
+        global_batch_size=32,
+        micro_batch_size=2,
+        seq_length=4096,
+        expert_model_parallel_size=4,
+        pipeline_model_parallel_size=1,
+    )
     row = dataclasses.replace(SHORT, shape={**sizes, **batch})
     said = "2 layers, hidden 64, 8 experts of 32, top-2; EP 4; 32 sequences of 4096 tokens a step, 2 at a time"
     assert model_words(row) == said
@@ -166,7 +183,9 @@ def test_sizes_of_a_training_in_words() -> None:
 
 def test_readme_shows_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
-    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "steps", "settings", "versions"))
+    marks = "".join(
+        f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "steps", "settings", "versions")
+    )
     text = render(f"intro\n{marks}outro", tmp_path)
     assert text.startswith("intro") and text.endswith("outro") and "\nold\n" not in text
     page = render_results(tmp_path)
@@ -177,11 +196,29 @@ def test_readme_shows_results(tmp_path: Path) -> None:
     assert markdown_table([FULL, SHORT]) in page
     assert render(text, tmp_path) == text
     assert "No training step of a GPU machine" in text
-    shape = {"num_layers": 6, "hidden_size": 8192, "tensor_model_parallel_size": 2, "context_parallel_size": 1, "micro_batch_size": 1}
-    steps = [dataclasses.replace(SHORT, op=f"training_step {features}", model="some", shape=shape) for features in ("ep", "tp,pp", "tp")]
-    write_results(tmp_path / RESULTS, "training", stamp(device="NVIDIA H200"), [steps[0], dataclasses.replace(steps[1], commit="abc"), steps[2]])
+    shape = {
+        "num_layers": 6,
+        "hidden_size": 8192,
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "micro_batch_size": 1,
+    }
+    steps = [
+        dataclasses.replace(SHORT, op=f"training_step {features}", model="some", shape=shape)
+        for features in ("ep", "tp,pp", "tp")
+    ]
+    write_results(
+        tmp_path / RESULTS,
+        "training",
+        stamp(device="NVIDIA H200"),
+        [steps[0], dataclasses.replace(steps[1], commit="abc"), steps[2]],
+    )
     text = render(text, tmp_path)
-    lines = [line for line in text.splitlines() if "| some: 6 layers, hidden 8192; TP 2; 1 at a time | 8 x NVIDIA H200 |" in line]
+    lines = [
+        line
+        for line in text.splitlines()
+        if "| some: 6 layers, hidden 8192; TP 2; 1 at a time | 8 x NVIDIA H200 |" in line
+    ]
     assert [line.split("`")[1] for line in lines] == ["tp", "tp,pp", "ep"]
     assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)
     with pytest.raises(ValueError, match="begin gains"):

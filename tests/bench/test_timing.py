@@ -21,7 +21,11 @@ def _slow_on_rank_one() -> tuple[float, float, list[int]]:
         time.sleep(0.03 if dist.get_rank() == 1 else 0.0)
 
     timings = measure(
-        {"slow": contender, "quick": lambda index: None}, group=None, device=torch.device("cpu"), repetitions=3, warmup=1
+        {"slow": contender, "quick": lambda index: None},
+        group=None,
+        device=torch.device("cpu"),
+        repetitions=3,
+        warmup=1,
     )
     return timings["slow"].median_us, timings["quick"].median_us, calls
 
@@ -73,7 +77,9 @@ def test_the_host_is_eight_calls_ahead_of_the_device(monkeypatch: pytest.MonkeyP
     for name in ("_sleep", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda argument: None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
-    times_us = timing._time_cuda([lambda index: None] * 2, None, torch.device("cpu"), repetitions=6, warmup=4, inside=False)
+    times_us = timing._time_cuda(
+        [lambda index: None] * 2, None, torch.device("cpu"), repetitions=6, warmup=4, inside=False
+    )
     assert _Event.waited == [7] * 12  # calls behind the one that is waited for
     assert [round(time_us) for time_us in times_us[0]] == [18, 22, 26, 30, 34, 38]  # of the fifth to the tenth turn
 

@@ -83,7 +83,9 @@ def script(megatron_training):
 
 
 def _compare(tmp_path, *words):
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), TRITON_INTERPRET="1")
+    env = dict(
+        os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), TRITON_INTERPRET="1"
+    )
     command = [sys.executable, "-m", "ditron_train", "compare", "--ditron", "tp", "--output", tmp_path / "out", *words]
     return subprocess.run(list(map(str, command)), check=False, env=env, capture_output=True, text=True, timeout=200)
 
@@ -130,7 +132,9 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     words = (*traced, "--again", "--results", results, "--model", "tiny", "--skip", 2)
     done = _compare(tmp_path, *words, "--", *_torchrun(2, script))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal: all 20 figures of 4 steps on 2 ranks" in done.stdout  # a loss and a norm a step, two digests, two ranks
+    assert (
+        "equal: all 20 figures of 4 steps on 2 ranks" in done.stdout
+    )  # a loss and a norm a step, two digests, two ranks
     assert "time of a step, behind the first 2: natively" in done.stdout
     (path,) = results.glob("*x2/training.json")
     stamp, (row,) = read_results(path)
@@ -139,7 +143,11 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     assert row.bitwise_equal and row.native_us > 0 and row.ditron_us > 0
     assert "rank 1 in step 3, ms" in done.stdout and "addmm" in done.stdout
     for name in ("native", "ditron"):
-        assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == ["rank0.jsonl", "rank1.jsonl", "trace-rank1.json"]
+        assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == [
+            "rank0.jsonl",
+            "rank1.jsonl",
+            "trace-rank1.json",
+        ]
         assert [step.number for step in read_job(tmp_path / "out" / name).ranks[0] if step.seconds is None] == [1, 3]
     again = read_job(tmp_path / "out" / "native-again")
     assert "natively once more, behind ours: " in done.stdout and (len(again), len(again.ranks)) == (4, 2)
@@ -220,7 +228,14 @@ def test_under_torchrun_every_rank_would_start_jobs(monkeypatch):
 
 
 def test_where_the_launcher_goes():
-    assert with_launcher(["torchrun", "-x", __file__, "--a.py"]) == ["torchrun", "-x", "-m", LAUNCHER, __file__, "--a.py"]
+    assert with_launcher(["torchrun", "-x", __file__, "--a.py"]) == [
+        "torchrun",
+        "-x",
+        "-m",
+        LAUNCHER,
+        __file__,
+        "--a.py",
+    ]
     there = ["torchrun", "-m", LAUNCHER, __file__]
     assert with_launcher(there) == there
 
@@ -238,7 +253,9 @@ from ditron_train.compare.launch import run_job
 run_job(["sh", "-c", "echo $$ > {tmp_path}/pid; exec sleep 60"], pathlib.Path("{tmp_path}/log"), lambda: None)
 """
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    started = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=path), stderr=subprocess.DEVNULL)
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=path), stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
         assert time.monotonic() < deadline and started.poll() is None
@@ -250,12 +267,26 @@ run_job(["sh", "-c", "echo $$ > {tmp_path}/pid; exec sleep 60"], pathlib.Path("{
 
 
 STAMP = {name: None for name in ("driver", "nccl", "nvshmem", "megatron_core", "transformer_engine", "commit")}
-STAMP |= {"device": "NVIDIA H200", "count": 1, "torch": "2", "triton": "3", "ditron_train": "0", "date": "2026-01-01", "settings": {}}
+STAMP |= {
+    "device": "NVIDIA H200",
+    "count": 1,
+    "torch": "2",
+    "triton": "3",
+    "ditron_train": "0",
+    "date": "2026-01-01",
+    "settings": {},
+}
 
 
 def _write(folder, rank, world_size, losses, sizes=None, stamp=STAMP, **others):
     folder.mkdir(exist_ok=True)
-    header = {"world_size": world_size, "features": [], "train_iters": len(losses), "dtype": "torch.bfloat16", "sizes": sizes or {}}
+    header = {
+        "world_size": world_size,
+        "features": [],
+        "train_iters": len(losses),
+        "dtype": "torch.bfloat16",
+        "sizes": sizes or {},
+    }
     header |= {} if stamp is None else {"stamp": stamp}
     steps = [
         {
@@ -343,7 +374,12 @@ def test_rows_of_other_models_stay(tmp_path):
 
 
 def test_rows_are_stamped_with_the_machine_that_trained(tmp_path):
-    for name, stamp in (("old", None), ("job", STAMP), ("later", {**STAMP, "commit": "abc"}), ("other", {**STAMP, "torch": "3"})):
+    for name, stamp in (
+        ("old", None),
+        ("job", STAMP),
+        ("later", {**STAMP, "commit": "abc"}),
+        ("other", {**STAMP, "torch": "3"}),
+    ):
         _write(tmp_path / name, 0, 1, [1.0, 2.0, 3.0], stamp=stamp)
     old, job, later, other = (read_job(tmp_path / name) for name in ("old", "job", "later", "other"))
     path = write_row(tmp_path, "a", job, later, 1, is_equal=True)

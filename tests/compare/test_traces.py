@@ -1,4 +1,5 @@
-"""Traces of one step of two jobs: what goes on in them, and what is refused; made traces, with names as GPUs gave them."""
+"""Traces of one step of two jobs: what goes on in them, and what is refused; made traces, with names as GPUs gave
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import pytest
 
 from ditron_train.compare.run import add_arguments, run
 from ditron_train.compare.steps import read_job
-from ditron_train.compare.traces import StepTrace, alike_us, kernel_differences, phases_us, read_step_trace, short_name, show_traces
+from ditron_train.compare.traces import (
+    StepTrace,
+    alike_us,
+    kernel_differences,
+    phases_us,
+    read_step_trace,
+    short_name,
+    show_traces,
+)
 from ditron_train.megatron.arguments import options_from_argv
 from ditron_train.megatron.record_trace import TraceRequest, parse_trace_request
 from ditron_train.megatron.switch import apply_options
@@ -24,7 +33,14 @@ def ran(name, start, length, stream=7, launched=None, category="kernel"):
     event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "args": details}
     if launched is None:
         return [event]
-    call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": launched - 5, "dur": 5, "args": details}
+    call = {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": "cudaLaunchKernel",
+        "ts": launched - 5,
+        "dur": 5,
+        "args": details,
+    }
     return [event, call]
 
 
@@ -33,7 +49,13 @@ NATIVE = [
     *ran("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", 1100, 300, 7, 910),
     *ran("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 1350, 100, 20, 920),
     # From 1450 nothing runs; the host hands the next over at 1490.
-    *ran("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>(int, X)", 1500, 40, 7, 1490),
+    *ran(
+        "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>(int, X)",
+        1500,
+        40,
+        7,
+        1490,
+    ),
     *ran("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", 1540, 60, 7, 1500),
 ]
 OURS = [
@@ -49,9 +71,22 @@ def job(folder, events=None, step=2, rank=0, features=(), **header):
     """Notes of three steps, and a trace where there are events."""
     folder.mkdir(parents=True)
     trace = None if events is None else {"step": step, "rank": rank}
-    header = {"world_size": 1, "features": list(features), "train_iters": 3, "dtype": "", "sizes": {}, "trace": trace, **header}
+    header = {
+        "world_size": 1,
+        "features": list(features),
+        "train_iters": 3,
+        "dtype": "",
+        "sizes": {},
+        "trace": trace,
+        **header,
+    }
     steps = [
-        {"losses": {"lm loss": (1.0).hex()}, "grad_norm": None, "step": n, "seconds": None if n in (1, step) else n / 10}
+        {
+            "losses": {"lm loss": (1.0).hex()},
+            "grad_norm": None,
+            "step": n,
+            "seconds": None if n in (1, step) else n / 10,
+        }
         for n in (1, 2, 3)
     ]
     (folder / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, *steps)))
@@ -67,7 +102,9 @@ def compare(*words):
 
 
 def test_what_goes_on_in_a_step(tmp_path):
-    native, ours = (read_chrome_trace(job(tmp_path / n, events) / "trace-rank0.json") for n, events in (("a", NATIVE), ("b", OURS)))
+    native, ours = (
+        read_chrome_trace(job(tmp_path / n, events) / "trace-rank0.json") for n, events in (("a", NATIVE), ("b", OURS))
+    )
     assert list(phases_us(native).values()) == [600, 360, 40, 200, 150, 50, 40]
     assert list(phases_us(ours).values()) == [500, 420, 40, 100, 20, 20, 0]
 
@@ -78,14 +115,17 @@ def test_the_clock_shows_in_what_both_ran_alike(tmp_path):
         read_chrome_trace(job(tmp_path / name, events) / "trace-rank0.json")
         for name, events in (("a", NATIVE), ("b", slow), ("c", OURS))
     )
-    # The first GEMM has a reduce-scatter beside it: the addition and the second GEMM are left, of which the names and numbers agree.
+    # The first GEMM has a reduce-scatter beside it: the addition and the second GEMM are left, of which the names and
+    # numbers agree.
     assert alike_us(native, native) == (100, 100)
     assert alike_us(native, slower) == pytest.approx((100, 105))
     assert alike_us(native, ours) is None
 
 
 def test_kernels_whose_time_differs_most(tmp_path):
-    native, ours = (read_chrome_trace(job(tmp_path / n, events) / "trace-rank0.json") for n, events in (("a", NATIVE), ("b", OURS)))
+    native, ours = (
+        read_chrome_trace(job(tmp_path / n, events) / "trace-rank0.json") for n, events in (("a", NATIVE), ("b", OURS))
+    )
     first, second, *others = kernel_differences(native, ours)
     assert (first.name, first.counts, first.us) == ("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", (2, 0), (360, 0))
     assert (second.name, second.counts, second.us) == ("ag_gemm_kernel", (0, 1), (0, 320))
@@ -99,7 +139,10 @@ def test_kernels_whose_time_differs_most(tmp_path):
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_AllGather_RING_LL"),
         ("Memcpy PtoP (Device -> Device)", "Memcpy PtoP (Device -> Device)"),
         ("at::cuda::(anonymous namespace)::spin_kernel(long)", "spin_kernel"),
-        ("void at::native::elementwise_kernel<4, at::f(at::T&)::{lambda()#3}>(int, X)", "elementwise_kernel<4, f(T&)::{lambda()#3}>"),
+        (
+            "void at::native::elementwise_kernel<4, at::f(at::T&)::{lambda()#3}>(int, X)",
+            "elementwise_kernel<4, f(T&)::{lambda()#3}>",
+        ),
         ("ag_gemm_kernel", "ag_gemm_kernel"),
         ("k" * 80, "k" * 53 + "..."),
     ],
@@ -124,7 +167,11 @@ def test_traces_that_are_not_there(tmp_path):
         compare("--trace", "--notes", native, without)
     ours = job(tmp_path / "ours", OURS, features=["tp"])
     trace = ours / "trace-rank0.json"
-    for text, says in (("{", "is no Chrome trace"), ("\xff", "is no Chrome trace"), ('{"traceEvents": []}', "holds nothing that ran")):
+    for text, says in (
+        ("{", "is no Chrome trace"),
+        ("\xff", "is no Chrome trace"),
+        ('{"traceEvents": []}', "holds nothing that ran"),
+    ):
         trace.write_bytes(text.encode("latin-1"))
         with pytest.raises(SettingError, match=f"trace-rank0.json {says}"):
             compare("--notes", native, ours)

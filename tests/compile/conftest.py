@@ -1,4 +1,5 @@
-"""Kernels compile while other tests run, in two processes that take what time those leave over; their tests come last."""
+"""Kernels compile while other tests run, in two processes that take what time those leave over; their tests come
+last."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def room_specs() -> list[KernelSpec]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"spec", "target"} <= {*metafunc.fixturenames}:
-        cases = [pytest.param(spec, target, id=f"{spec.name}-{target}") for spec in room_specs() for target in spec.targets]
+        cases = [
+            pytest.param(spec, target, id=f"{spec.name}-{target}") for spec in room_specs() for target in spec.targets
+        ]
         metafunc.parametrize("spec, target", cases)
 
 

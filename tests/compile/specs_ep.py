@@ -85,7 +85,10 @@ SPECS = [
             signature=_signature(
                 ("routing_map", "*u8"),
                 ("probs", "*fp32"),
-                ("chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots expert_ids", _INT),
+                (
+                    "chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots expert_ids",
+                    _INT,
+                ),
                 ("token_places", _INT),
                 ("num_tokens chunk_tokens num_places rank", "i32"),
             ),  # fmt: skip

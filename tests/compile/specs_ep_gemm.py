@@ -19,7 +19,14 @@ def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
             "N": "i32",
             "K": "i32",
         },  # fmt: skip
-        constexprs={"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "TRANSPOSE_B": transpose_b, "SPLIT_STORE": split},
+        constexprs={
+            "BLOCK_M": m,
+            "BLOCK_N": n,
+            "BLOCK_K": k,
+            "GROUP_M": 8,
+            "TRANSPOSE_B": transpose_b,
+            "SPLIT_STORE": split,
+        },
         num_warps=8,
         num_stages=stages,
         targets=targets,
@@ -41,7 +48,15 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
             "N": "i32",
             "K": "i32",
         },  # fmt: skip
-        constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "SPLIT_STORE": split},
+        constexprs={
+            "NUM_EXPERTS": 15,
+            "EXPERTS": 16,
+            "BLOCK_M": m,
+            "BLOCK_N": n,
+            "BLOCK_K": k,
+            "GROUP_M": 8,
+            "SPLIT_STORE": split,
+        },
         num_warps=8,
         num_stages=stages,
         targets=targets,

@@ -46,11 +46,29 @@ SPECS = [
     for layout, transpose_a, transpose_b in (("nt", False, True), ("nn", False, False), ("tn", True, False))
     for spec in (
         _gemm(f"gemm_{layout}_wide", transpose_a, transpose_b, 128, 256, 64, 4),
-        _gemm(f"gemm_{layout}_wide_halved_tail", transpose_a, transpose_b, 128, 256, 64, 4, halve_tail=True,
-              targets=_ONCE_ELSEWHERE[layout == "nn"]),
+        _gemm(
+            f"gemm_{layout}_wide_halved_tail",
+            transpose_a,
+            transpose_b,
+            128,
+            256,
+            64,
+            4,
+            halve_tail=True,
+            targets=_ONCE_ELSEWHERE[layout == "nn"],
+        ),
         _gemm(f"gemm_{layout}_square", transpose_a, transpose_b, 128, 128, 64, 4),
-        _gemm(f"gemm_{layout}_square_fp16", transpose_a, transpose_b, 128, 128, 64, 4, dtype="fp16",
-              targets=_ONCE_ELSEWHERE[layout == "tn"]),
+        _gemm(
+            f"gemm_{layout}_square_fp16",
+            transpose_a,
+            transpose_b,
+            128,
+            128,
+            64,
+            4,
+            dtype="fp16",
+            targets=_ONCE_ELSEWHERE[layout == "tn"],
+        ),
         _gemm(f"gemm_{layout}_ampere", transpose_a, transpose_b, 128, 128, 32, 3, targets=("sm_80",)),
         _gemm(f"gemm_{layout}_cdna", transpose_a, transpose_b, 128, 128, 64, 2, targets=("hip",)),
     )  # fmt: skip

@@ -70,7 +70,10 @@ def _addmm(name, block_m, block_n, block_k, stages, targets, halve_tail=False, n
 
 _FP32 = ("param_ptr", "momentum_ptr", "grad_ptr", "direction_ptr")
 
-_ONCE_ELSEWHERE = {True: ("sm_90", "sm_100"), False: ("sm_90",)}  # with and without a summand on sm_90, one of them on sm_100
+_ONCE_ELSEWHERE = {
+    True: ("sm_90", "sm_100"),
+    False: ("sm_90",),
+}  # with and without a summand on sm_90, one of them on sm_100
 
 SPECS = [
     *(
@@ -79,7 +82,17 @@ SPECS = [
         for spec in (
             _symmetric(f"symmetric_wide_add{add:d}", add, 128, 256, 64, 3, ("sm_90", "sm_100")),
             _symmetric(f"symmetric_square_add{add:d}", add, 128, 128, 64, 4, _ONCE_ELSEWHERE[not add], num_warps=4),
-            _symmetric(f"symmetric_quarters_add{add:d}", add, 128, 128, 64, 4, _ONCE_ELSEWHERE[add], quarters=True, num_warps=4),
+            _symmetric(
+                f"symmetric_quarters_add{add:d}",
+                add,
+                128,
+                128,
+                64,
+                4,
+                _ONCE_ELSEWHERE[add],
+                quarters=True,
+                num_warps=4,
+            ),
             _symmetric(f"symmetric_small_add{add:d}", add, 64, 64, 128, 3, _ONCE_ELSEWHERE[add], num_warps=4),
             _symmetric(f"symmetric_ampere_add{add:d}", add, 128, 128, 32, 3, ("sm_80",)),
             _symmetric(f"symmetric_cdna_add{add:d}", add, 128, 128, 64, 2, ("hip",)),

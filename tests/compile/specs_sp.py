@@ -5,7 +5,9 @@ from ditron_train.testing.compile_check import TARGETS, KernelSpec
 _CHANNEL = {"tickets_ptr": "*i64", "control_ptr": "*i64"}
 _READY = {"ready_addresses": "*i64", "ready_ptr": "*i32", "signature_ptr": "*i32"}
 _PARTS = {"part0_ptr": "*bf16", "part1_ptr": "*bf16", "part2_ptr": "*bf16"}
-_SHAPE = dict.fromkeys(("M", "half_rows", "slot_rows", "buffer_stride", "num_groups", "width0", "width1", "width2"), "i32")
+_SHAPE = dict.fromkeys(
+    ("M", "half_rows", "slot_rows", "buffer_stride", "num_groups", "width0", "width1", "width2"), "i32"
+)
 
 
 def _store(block_m, block_n):

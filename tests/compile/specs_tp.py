@@ -158,7 +158,11 @@ SPECS = [
     ),
     *(
         build(
-            f"tp_{build.__name__[1:]}_{layout}_{size}_{'even' if even else 'uneven'}", layout == "nt", even, block, stages,
+            f"tp_{build.__name__[1:]}_{layout}_{size}_{'even' if even else 'uneven'}",
+            layout == "nt",
+            even,
+            block,
+            stages,
             targets if even == (layout == "nt") else ("sm_90",),  # all combinations there, elsewhere each choice
         )  # fmt: skip
         for build in (_ag_gemm, _gemm_rs)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ditron_train.testing.compile_check import CompileReport, KernelSpec, check_report, compile_specs, unguarded_releases
+from ditron_train.testing.compile_check import (
+    CompileReport,
+    KernelSpec,
+    check_report,
+    compile_specs,
+    unguarded_releases,
+)
 
 
 @pytest.fixture(scope="module")

@@ -138,16 +138,24 @@ def test_what_is_said_of_all_reduces_alone_says_nothing_of_reduce_scatters() -> 
 
 def test_eight_gpus_in_islands() -> None:
     def report(*islands: tuple[int, ...]) -> Report:
-        reach = tuple(tuple(any({i, j} <= set(island) for island in islands) or i == j for j in range(8)) for i in range(8))
+        reach = tuple(
+            tuple(any({i, j} <= set(island) for island in islands) or i == j for j in range(8)) for i in range(8)
+        )
         return examine(machine(gpus=(H200,) * 8, peer_access=reach))
 
     assert state(report(tuple(range(8))), "tp")[1].startswith("8 GPUs, where")
     two = report((0, 1, 2, 3), (4, 5, 6, 7))
-    assert two.healthy and ("peer access", "GPUs reach each other's memory in islands only: 0, 1, 2, 3 and 4, 5, 6, 7") in findings(
-        two, "warning"
+    assert two.healthy and (
+        "peer access",
+        "GPUs reach each other's memory in islands only: 0, 1, 2, 3 and 4, 5, 6, 7",
+    ) in findings(two, "warning")
+    assert (
+        state(two, "ep") == ("ours", state(two, "ep")[1])
+        and "groups inside GPUs 0, 1, 2, 3 and 4, 5, 6, 7" in state(two, "ep")[1]
     )
-    assert state(two, "ep") == ("ours", state(two, "ep")[1]) and "groups inside GPUs 0, 1, 2, 3 and 4, 5, 6, 7" in state(two, "ep")[1]
-    assert "groups inside GPUs 0, 1, 2, 3, 4, 5, 6," in state(report(tuple(range(7))), "tp")[1]  # the eighth reaches none
+    assert (
+        "groups inside GPUs 0, 1, 2, 3, 4, 5, 6," in state(report(tuple(range(7))), "tp")[1]
+    )  # the eighth reaches none
     ring = report(*((i, (i + 1) % 8) for i in range(8)))  # each reaches its neighbours: no set of more than two
     assert not ring.healthy and state(ring, "tp")[0] == "native"
 
@@ -239,7 +247,10 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     report = examine(machine(**bare, environment={}, versions={**GOOD_VERSIONS, "numpy": "2.4.6"}))
     (finding,) = [finding for finding in report.findings if finding.level == "warning"]
-    assert "numpy 2.4.6 is too new for Triton's interpreter" in finding.text and finding.fix == "pip install 'numpy>=1.26,<2.4'"
+    assert (
+        "numpy 2.4.6 is too new for Triton's interpreter" in finding.text
+        and finding.fix == "pip install 'numpy>=1.26,<2.4'"
+    )
 
 
 def test_topology_is_parsed() -> None:

@@ -14,10 +14,11 @@ from ditron_train.ep import (
     combine_rows,
     dispatch_tokens,
     fewest_rows_before,
+    fused,
     get_ep_context,
     get_rail_context,
+    ops,
 )
-from ditron_train.ep import fused, ops
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.group_gemm import group_gemm, group_linear
 from ditron_train.ep.launching import compiling
@@ -91,9 +92,13 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
     rows_of_experts = sum(routed.sum(0) for routed in maps)
     assert layout.fewest_rows == min(rows_of_experts[rows_of_experts > 0].tolist(), default=2**31 - 1)
     assert layout.ragged == padded and (not padded or int(maps[rank].sum(1).max()) > topk)
-    assert np.array_equal(layout.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets)
+    assert np.array_equal(
+        layout.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets
+    )
     assert np.array_equal(layout.dest_slots[:, :world_size].numpy(), plan.dest_slots)
-    assert np.array_equal(layout.expert_ids[..., :topk].numpy() if not padded else layout.expert_ids.numpy(), plan.expert_ids)
+    assert np.array_equal(
+        layout.expert_ids[..., :topk].numpy() if not padded else layout.expert_ids.numpy(), plan.expert_ids
+    )
     rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
     context.check()
     assert np.array_equal(layout.entries[:, :3].numpy(), plan.entries)
@@ -271,7 +276,8 @@ def overflowing_capacity():
 def fused_forms(
     kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype, order, seed, capacity=None, expert_capacity=None
 ):
-    """Fused kernels against dispatch, grouped GEMM and combine one after the other: the same tiles, so the same bits."""
+    """Fused kernels against dispatch, grouped GEMM and combine one after the other: the same tiles, so the same
+    bits."""
     world_size, rank, maps, x, probs = _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
     generator = torch.Generator().manual_seed(rank)
@@ -288,7 +294,9 @@ def fused_forms(
             y, rows, row_probs = fused.dispatch_gemm(x, layout, context, weights, zero_probs=zero)
             out, _ = fused.gemm_combine(y, layout, context, back, order=order)
             dy, again, none = fused.dispatch_gemm(out, layout, context, back, transpose=False)
-            dx, grads = fused.gemm_combine(dy, layout, context, weights, order=order, transpose=False, row_grads=row_probs)
+            dx, grads = fused.gemm_combine(
+                dy, layout, context, weights, order=order, transpose=False, row_grads=row_probs
+            )
         else:
             tiles = fused.layout_tiles(layout)
             rows, row_probs = ops.dispatch(x, layout, context, zero_probs=zero)
@@ -322,7 +330,9 @@ def compiling_alone():
     if rank == 0:
         with compiling(context):
             fused.dispatch_gemm(x, layout, context, weights)
-            fused.gemm_combine(torch.zeros(layout.num_rows, 24), layout, context, weights, order="ascending", transpose=False)
+            fused.gemm_combine(
+                torch.zeros(layout.num_rows, 24), layout, context, weights, order="ascending", transpose=False
+            )
             ops.begin_combine(rows, layout, context, order="ascending", row_grads=row_probs).finish()
             ops.dispatch(x, layout, context)
     now = (context.dispatch_channel.tickets, context.combine_channel.tickets)
@@ -333,7 +343,8 @@ def compiling_alone():
 
 
 def expert_functions(tokens_by_rank, dtype, order):
-    """Both linear layers of the experts as autograd functions, fused and not, against the movement and layers apart."""
+    """Both linear layers of the experts as autograd functions, fused and not, against the movement and layers
+    apart."""
     world_size, rank, maps, x, probs = _case("random", tokens_by_rank, 6, 2, 16, dtype, 8)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 6, 2)
     generator = torch.Generator().manual_seed(rank)

@@ -29,7 +29,12 @@ def integers(*shape, dtype, seed):
 COUNTS = st.lists(st.sampled_from([0, 0, 1, 5, 31, 32, 33, 70]), min_size=1, max_size=7)
 
 
-@given(COUNTS, st.sampled_from([8, 40, 136]), st.sampled_from([8, 72, 128]), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    COUNTS,
+    st.sampled_from([8, 40, 136]),
+    st.sampled_from([8, 72, 128]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
 @settings(max_examples=25, deadline=None)
 def test_forward_and_all_gradients_are_exact(counts, n, k, dtype):
     rows = sum(counts)
@@ -49,9 +54,12 @@ def test_forward_and_all_gradients_are_exact(counts, n, k, dtype):
         assert torch.equal(weight.grad, (g_part.float().t() @ x_part.float()).to(dtype))
 
 
-@pytest.mark.parametrize("counts, room", [([0, 80], 50), ([40, 0, 3, 60], 41), ([300, 5], 64), ([5, 9], 0), ([1, 2], 3)])
+@pytest.mark.parametrize(
+    "counts, room", [([0, 80], 50), ([40, 0, 3, 60], 41), ([300, 5], 64), ([5, 9], 0), ([1, 2], 3)]
+)
 def test_rows_for_which_there_is_no_room_are_left_out(counts, room):
-    """A fixed capacity that was too small is an error, which others raise; by then nothing was written outside the result."""
+    """A fixed capacity that was too small is an error, which others raise; by then nothing was written outside the
+    result."""
     x, block_m = integers(room, 24, dtype=torch.float32, seed=9), row_tiles(torch.tensor(counts), room).block_m
     weights = [integers(40, 24, dtype=torch.float32, seed=i) for i in range(len(counts))]
     behind, empty = [], torch.empty

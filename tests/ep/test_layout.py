@@ -1,4 +1,5 @@
-"""The plan's NumPy twin by property, against the native order computed as megatron-core computes it; shapes that are refused."""
+"""The plan's NumPy twin by property, against the native order computed as megatron-core computes it; shapes that are
+refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def routings(draw):
 
 
 def native_rows(maps, shape):
-    """(source, token, expert) of every row at each rank: permute by expert, all-to-all by rank, sort chunks by expert."""
+    """(source, token, expert) of every row at each rank: permute by expert, all-to-all by rank, sort chunks by
+    expert."""
     local = shape.experts_per_rank
     sent = [
         [
@@ -59,7 +61,9 @@ def test_the_plan_is_a_bijection_in_native_order(case):
             assert slot == (token if source == rank else plans[source].dest_slots[token, rank])
             assert (place // shape.topk, plans[source].expert_ids[token, place % shape.topk]) == (token, expert)
     places = {
-        (rows[entry[0]][0], entry[2]) for plan, rows in zip(plans, native_rows(maps, shape)) for entry in plan.entries.tolist()
+        (rows[entry[0]][0], entry[2])
+        for plan, rows in zip(plans, native_rows(maps, shape))
+        for entry in plan.entries.tolist()
     }
     assert len(places) == sum(int(routed.sum()) for routed in maps)
 

@@ -1,4 +1,5 @@
-"""Which ops of expert parallelism are ordered among each other, and what may be sent ahead; on streams see ``tests/gpu``."""
+"""Which ops of expert parallelism are ordered among each other, and what may be sent ahead; on streams see
+``tests/gpu``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep import EPContext, Layout, PendingLayout, begin_layout, fewest_rows_before, fused, get_ep_context, ops
+from ditron_train.ep import (
+    EPContext,
+    Layout,
+    PendingLayout,
+    begin_layout,
+    fewest_rows_before,
+    fused,
+    get_ep_context,
+    ops,
+)
 from ditron_train.testing.processes import run_workers
 
 _TOKENS, _HIDDEN = 6, 16
@@ -150,5 +160,6 @@ def _what_ends_with_an_error() -> list[tuple[str, int]]:
 
 
 def test_what_is_sent_ahead_does_not_outlive_its_memory_where_there_is_none_for_more() -> None:
-    """Who catches the error lets go of the layout, and the current stream would have its memory again under the side stream."""
+    """Who catches the error lets go of the layout, and the current stream would have its memory again under the side
+    stream."""
     assert run_workers(2, _what_ends_with_an_error) == [[("finish", 1), ("dispatch", 1)]] * 2

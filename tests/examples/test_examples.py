@@ -43,16 +43,29 @@ def train_valid_test_datasets_provider(): pass
 def _run(*words: str | Path, **variables: str) -> str:
     path = os.pathsep.join([os.getcwd(), *(variables.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""))])
     env = dict(
-        os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo"
+        os.environ,
+        PYTHONPATH=path,
+        OMP_NUM_THREADS="1",
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+        GLOO_SOCKET_IFNAME="lo",
     )
-    done = subprocess.run([str(word) for word in words], env={**env, **variables}, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [str(word) for word in words], env={**env, **variables}, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
 def test_a_spec_rewritten_by_one_call() -> None:
     output = _run(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "spec_example.py"
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        EXAMPLES / "spec_example.py",
     )
     native, ours = map(float, re.search(r"loss: native ([\d.]+), with ditron_train ([\d.]+)", output).groups())
     assert 1 < native < 10 and abs(native - ours) < 1e-4
@@ -60,7 +73,15 @@ def test_a_spec_rewritten_by_one_call() -> None:
 
 def test_two_agents_as_two_nodes(tmp_path: Path) -> None:
     small = "--layers 1 --hidden 64 --sequence 16 --batch 1 --steps 1".split()
-    output = _run("bash", EXAMPLES / "two_nodes.sh", *small, "--out", tmp_path / "out", PYTHON=sys.executable, MASTER_PORT="29547")
+    output = _run(
+        "bash",
+        EXAMPLES / "two_nodes.sh",
+        *small,
+        "--out",
+        tmp_path / "out",
+        PYTHON=sys.executable,
+        MASTER_PORT="29547",
+    )
     assert "largest difference of a loss" in output and (tmp_path / "out" / "losses.json").exists()
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditron_train.gemm import GemmConfig, aligned_operand, make_descriptor, matmul_nn, matmul_nt, matmul_tn
-from ditron_train.gemm.ops import launch_gemm
 from ditron_train.gemm.operands import empty_aligned, is_aligned
+from ditron_train.gemm.ops import launch_gemm
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.testing import interpreter
@@ -74,7 +74,8 @@ def test_any_shape_and_stride_is_exact(layout, dtype, m, n, k, a_kind, b_kind):
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize(
-    "config", [GemmConfig(16, 16, 16, 4, 1), GemmConfig(32, 256, 32, 4, 1, group_m=2), GemmConfig(64, 32, 128, 4, 1, group_m=3)]
+    "config",
+    [GemmConfig(16, 16, 16, 4, 1), GemmConfig(32, 256, 32, 4, 1, group_m=2), GemmConfig(64, 32, 128, 4, 1, group_m=3)],
 )
 def test_tile_sizes_do_not_change_bits(layout, config):
     op, _, shapes = LAYOUTS[layout]
@@ -91,9 +92,7 @@ def test_a_halved_tail_covers_every_element_once(layout, num_programs):
     m, n, k = 40, 600, 48  # 3 x 3 tiles
     a, b = (integers(*shape, dtype=torch.float32, seed=seed) for seed, shape in enumerate(shapes(m, n, k)))
     out = torch.full((m, n), float("nan"))
-    launch_gemm(
-        a, b, out, config, transpose_a=layout == "tn", transpose_b=layout == "nt", num_programs=num_programs
-    )
+    launch_gemm(a, b, out, config, transpose_a=layout == "tn", transpose_b=layout == "nt", num_programs=num_programs)
     assert torch.equal(out, reference(a, b))
     tail = 9 % num_programs
     assert config.num_whole_tiles(m, n, num_programs) == (9 - tail if 2 * tail <= num_programs else 9)

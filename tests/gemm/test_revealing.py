@@ -1,4 +1,5 @@
-"""Values that show the order of sums: they cancel along every contraction of a linear layer, and orders differ everywhere."""
+"""Values that show the order of sums: they cancel along every contraction of a linear layer, and orders differ
+everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every rank of torchrun runs pytest on the same tests, rank 0 reports; skipped with a reason without GPUs or torchrun.
+"""Every rank of torchrun runs pytest on the same tests, rank 0 reports; skipped with a reason without GPUs or
+torchrun.
 
 With more ranks than GPUs see ``shared_gpus``.
 """
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 
 sys.path.insert(0, str(Path(__file__).parent))
 import shared_gpus  # noqa: E402
@@ -75,8 +75,8 @@ def own_gpus(shares_gpus: bool) -> None:
 def device() -> torch.device:
     """This rank's GPU, with NCCL (gloo where ranks share GPUs) initialised over all ranks.
 
-    As Megatron does without a ``device_id``: with one every group connects when it is made, and each of Megatron's forty groups
-    then takes a second to be torn down at exit.
+    As Megatron does without a ``device_id``: with one every group connects when it is made, and each of Megatron's
+    forty groups then takes a second to be torn down at exit.
     """
     if not torch.cuda.is_available():
         pytest.skip("needs GPUs")

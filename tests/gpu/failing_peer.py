@@ -1,9 +1,10 @@
 """One process of a job in which the last rank fails: started by ``test_faults``, with its own rendezvous.
 
-    failing_peer.py RANK WORLD_SIZE PORT killed|stalled "ag_gemm copy" | "ag_gemm push" | "gemm_rs copy" | "gemm_rs store"
+    failing_peer.py RANK WORLD_SIZE PORT killed|stalled "ag_gemm copy" | "ag_gemm push" | "gemm_rs copy" | "gemm_rs
+    store"
 
-PORT is that of a store which outlives the job. The last rank dies, or stays away, while its fifth call waits on the device; every
-other prints what it saw as JSON.
+PORT is that of a store which outlives the job. The last rank dies, or stays away, while its fifth call waits on the
+device; every other prints what it saw as JSON.
 """
 
 from __future__ import annotations

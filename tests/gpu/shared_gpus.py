@@ -1,11 +1,13 @@
 """More ranks than GPUs: several processes on each GPU, which takes turns between them, and gloo instead of NCCL.
 
-NCCL refuses two ranks on one GPU, so what the tests compare with moves through host memory here. Movement is movement. Of sums the
-order matters: NCCL's is known from runs with a GPU for every rank, on 2, 4 and 8 GPUs the one that ``ring_fold`` follows, and
-``reduce_scatter_tensor`` adds in it. So a sum that has the bits of these tests has those of the *recorded* order; that NCCL adds
-in it, too, only runs with a GPU for every rank can show (``test_policy``'s ``test_order_of_nccl_is_revealed``).
+NCCL refuses two ranks on one GPU, so what the tests compare with moves through host memory here. Movement is movement.
+Of sums the order matters: NCCL's is known from runs with a GPU for every rank, on 2, 4 and 8 GPUs the one that
+``ring_fold`` follows, and ``reduce_scatter_tensor`` adds in it. So a sum that has the bits of these tests has those of
+the *recorded* order; that NCCL adds in it, too, only runs with a GPU for every rank can show (``test_policy``'s
+``test_order_of_nccl_is_revealed``).
 
-Nothing here is about time: a kernel that waits for a rank on the same GPU waits until the GPU turns to that one, milliseconds each.
+Nothing here is about time: a kernel that waits for a rank on the same GPU waits until the GPU turns to that one,
+milliseconds each.
 """
 
 from __future__ import annotations

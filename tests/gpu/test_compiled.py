@@ -1,4 +1,5 @@
-"""Transformer layers and pipeline messages in code that torch.compile has compiled: native's bits, forward and backward."""
+"""Transformer layers and pipeline messages in code that torch.compile has compiled: native's bits, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 pytest.importorskip("megatron.core")
 
-#: So few tokens that native's attention scores, [b * heads, s, s], fit into the buffer that native's gather has made: in a graph
-#: it would be made of the graph's memory, and native's next gather into it is an error.
+#: So few tokens that native's attention scores, [b * heads, s, s], fit into the buffer that native's gather has made:
+#: in a graph it would be made of the graph's memory, and native's next gather into it is an error.
 HIDDEN, TOKENS = 1024, 256
 STEPS = 4  # of CUDA graphs: one to warm up, one that is captured, replays
 NUM_MESSAGES = 20  # more than there are slots: the last ones are copied when the receiver has taken the first
@@ -73,8 +74,9 @@ def _layer(use_te: bool, ours: bool) -> torch.nn.Module:
 def _end_graphs_at_parallel_layers(layer: torch.nn.Module) -> None:
     """As ours and Transformer Engine's do: what lies between is the same compiled code then.
 
-    Compiled themselves, native's take their collectives into graphs, of which each rank decides for itself what it computes anew
-    in backward: on 2 GPUs one rank gathered twice more than the other, which waited for it for ever (torch 2.11).
+    Compiled themselves, native's take their collectives into graphs, of which each rank decides for itself what it
+    computes anew in backward: on 2 GPUs one rank gathered twice more than the other, which waited for it for ever
+    (torch 2.11).
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -126,11 +128,18 @@ def test_messages_that_later_replays_overwrite(device, all_equal, own_gpus):
     from ditron_train.pp import close_pipeline_contexts
 
     config = TransformerConfig(
-        num_layers=2, hidden_size=128, num_attention_heads=2, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16
+        num_layers=2,
+        hidden_size=128,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
     )
     communicator = DitronP2PCommunicator(dist.group.WORLD, config)
     make = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
-    start, received = torch.arange(1 << 20, device="cuda").remainder(64).bfloat16(), []  # exact, and no two messages are alike
+    start, received = (
+        torch.arange(1 << 20, device="cuda").remainder(64).bfloat16(),
+        [],
+    )  # exact, and no two messages are alike
     for _ in range(STEPS):
         make(start)
     torch.cuda.synchronize()
@@ -140,7 +149,11 @@ def test_messages_that_later_replays_overwrite(device, all_equal, own_gpus):
             time.sleep(0.3)
         sent = make(start + index) if dist.get_rank() == 0 else None
         tensor, _, _ = communicator._communicate(
-            tensor_send_next=sent, tensor_send_prev=None, recv_prev=dist.get_rank() == 1, recv_next=False, tensor_shape=start.shape
+            tensor_send_next=sent,
+            tensor_send_prev=None,
+            recv_prev=dist.get_rank() == 1,
+            recv_next=False,
+            tensor_shape=start.shape,
         )
         received.append(tensor)
     for index, tensor in enumerate(received):

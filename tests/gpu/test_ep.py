@@ -1,4 +1,5 @@
-"""Expert parallelism on GPUs under torchrun: ``torch.equal`` with megatron-core's alltoall dispatcher and MoE layer."""
+"""Expert parallelism on GPUs under torchrun: ``torch.equal`` with megatron-core's alltoall dispatcher and MoE
+layer."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 pytest.importorskip("megatron.core")
 
+from megatron.core.activations import squared_relu  # noqa: E402
+
 from ditron_train.bench.megatron_ep import (  # noqa: E402
     HAVE_TE,
     DispatcherPair,
@@ -23,7 +26,6 @@ from ditron_train.bench.megatron_ep import (  # noqa: E402
     moe_config,
     zipf_routing,
 )
-from megatron.core.activations import squared_relu  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from ep_workers import COMBINED, combined_steps, gpt  # noqa: E402
@@ -93,8 +95,8 @@ def assert_equal_passes(pair, x, routed, probs, grad):
         assert a.shape == b.shape and torch.equal(a, b), name
 
 
-# experts of a rank, top-k, hidden, type, fused: each is a set of kernels to compile (fused: and of TE's to tune, by hidden),
-# 5 s and more, so other tests use those of the first two
+# experts of a rank, top-k, hidden, type, fused: each is a set of kernels to compile (fused: and of TE's to tune, by
+# hidden), 5 s and more, so other tests use those of the first two
 SHAPES = [
     (16, 8, 512, torch.bfloat16, False),
     (1, 1, 64, torch.bfloat16, False),
@@ -130,7 +132,8 @@ def test_one_expert_gets_everything_and_others_nothing():
 
 @pytest.mark.parametrize("fused", FUSED)
 def test_padded_to_capacity(fused):
-    """Every expert gets as many tokens of each rank, some of them of probability 0; one token has nearly all experts."""
+    """Every expert gets as many tokens of each rank, some of them of probability 0; one token has nearly all
+    experts."""
     experts, topk, hidden = 16 * dist.get_world_size(), 8, 512
     options = dict(moe_expert_capacity_factor=1.5, moe_pad_expert_input_to_capacity=True)
     pair = DispatcherPair(config(experts, topk, hidden, fused=fused, **options))
@@ -289,8 +292,9 @@ def test_the_policy_finds_equal_bits(monkeypatch, fused):
 def test_first_calls_in_poisoned_memory(monkeypatch, capacity):
     """Ours first, with nothing known and everything that is not initialised full of NaN; then native; then ours again.
 
-    With a fixed capacity the activation gets another number of rows than natively, and torch.compile's choice of how to add up
-    depends on the sizes that it met before, of earlier tests too: there it is not compiled. Of weights [512, 256] and 3072 rows cuBLAS splits the sums of the gradient, and ours (of "force") differ; of [512, 512] not.
+    With a fixed capacity the activation gets another number of rows than natively, and torch.compile's choice of how
+    to add up depends on the sizes that it met before, of earlier tests too: there it is not compiled. Of weights [512,
+    256] and 3072 rows cuBLAS splits the sums of the gradient, and ours (of "force") differ; of [512, 512] not.
     """
     if capacity:
         monkeypatch.setenv("DITRON_EP_CAPACITY", capacity)
@@ -335,7 +339,9 @@ def test_the_compiled_activation_gets_what_it_gets_natively(monkeypatch, name):
         compiled = getattr(fused_bias_swiglu, function)
 
         def recorded(*tensors, function=function, compiled=compiled):
-            facts = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.requires_grad, t.data_ptr() % 16) for t in tensors]
+            facts = [
+                (t.shape, t.stride(), t.storage_offset(), t.dtype, t.requires_grad, t.data_ptr() % 16) for t in tensors
+            ]
             seen.setdefault(kind, []).append((function, facts))
             return compiled(*tensors)
 
@@ -350,8 +356,8 @@ def test_the_compiled_activation_gets_what_it_gets_natively(monkeypatch, name):
 
 @NEEDS_TE
 def test_moe_layer_in_a_graph(monkeypatch):
-    """Router, dispatch, experts and combine captured once, replayed with other tokens: routed anew on the device. The buffers that
-    it knows stay, though other calls make larger ones."""
+    """Router, dispatch, experts and combine captured once, replayed with other tokens: routed anew on the device. The
+    buffers that it knows stay, though other calls make larger ones."""
     monkeypatch.setenv("DITRON_EP_CAPACITY", "4")
     options = config(4 * dist.get_world_size(), 3, 512, fused=True)
     layer = layer_pair(options, torch.device("cuda"))["ditron"]
@@ -425,7 +431,8 @@ def test_two_posed_nodes(monkeypatch):
 
 @NEEDS_TE
 def test_combined_schedule(monkeypatch):
-    """overlap_moe_expert_parallel_comm: MoE layers in pieces on two streams, beside the backward pass of another microbatch."""
+    """overlap_moe_expert_parallel_comm: MoE layers in pieces on two streams, beside the backward pass of another
+    microbatch."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     options = config(4 * dist.get_world_size(), 3, 512, fused=True, num_attention_heads=8, **COMBINED)
     native = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
@@ -474,7 +481,8 @@ def assert_equal_layers(options):
 @pytest.mark.parametrize("in_any_place", [1, 2])
 @pytest.mark.parametrize("fused", FUSED)
 def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused, in_any_place):
-    """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by megatron-core."""
+    """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by
+    megatron-core."""
     from ditron_train.megatron import ep_tensor
 
     monkeypatch.setattr(ep_tensor, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows lie where native's do
@@ -488,7 +496,12 @@ def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused, in_any_pla
     "sizes",
     [
         dict(expert_model_parallel_size=2),
-        dict(expert_model_parallel_size=4, tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True),
+        dict(
+            expert_model_parallel_size=4,
+            tensor_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+            sequence_parallel=True,
+        ),
     ],
     ids=["ep2_dp2", "ep4_tp2"],
 )

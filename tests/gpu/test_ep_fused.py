@@ -1,4 +1,5 @@
-"""Fused kernels of expert parallelism on GPUs under torchrun: equal bits to dispatch, grouped GEMM and combine in turn."""
+"""Fused kernels of expert parallelism on GPUs under torchrun: equal bits to dispatch, grouped GEMM and combine in
+turn."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_fused_forms_equal_their_parts(case):
 
 
 def test_replays_in_a_graph_with_other_tokens():
-    """With a capacity nothing depends on the host: dispatch, GEMMs and combine replay with the tokens of that moment."""
+    """With a capacity nothing depends on the host: dispatch, GEMMs and combine replay with the tokens of that
+    moment."""
     rank, experts, topk, hidden, ffn, tokens = dist.get_rank(), 4 * dist.get_world_size(), 2, 512, 256, 512
     context = get_ep_context(dist.group.WORLD, torch.device("cuda"), experts, topk)
     weights = [normals(ffn, hidden, dtype=torch.bfloat16, seed=i) for i in range(4)]

@@ -11,7 +11,10 @@ from ditron_train.ep import group_gemm as host_side
 from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
 from ditron_train.gemm.configs import GemmConfig
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("own_gpus")]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("own_gpus"),
+]
 
 
 def normals(*shape, dtype=torch.bfloat16, seed=0):
@@ -49,7 +52,9 @@ def test_any_counts_are_exact_on_integers(monkeypatch, dtype, wide):
     if wide:
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("such tiles are for Hopper and newer")
-        monkeypatch.setattr(host_side, "choose_config", lambda *arguments: GemmConfig(128, 256, 64, num_warps=8, num_stages=4))
+        monkeypatch.setattr(
+            host_side, "choose_config", lambda *arguments: GemmConfig(128, 256, 64, num_warps=8, num_stages=4)
+        )
     draw = random.Random(1)
     for index in range(25):
         counts = [draw.choice([0, 0, 1, 7, 63, 64, 65, 128, 129, 400]) for _ in range(draw.randint(1, 40))]
@@ -58,8 +63,14 @@ def test_any_counts_are_exact_on_integers(monkeypatch, dtype, wide):
         x, grad = (torch.randint(-2, 3, (rows, c), generator=generator, device="cuda").to(dtype) for c in (k, n))
         weights = [torch.randint(-2, 3, (n, k), generator=generator, device="cuda").to(dtype) for _ in counts]
         tiles = row_tiles(torch.tensor(counts, device="cuda"), rows)
-        y, dx, dw = group_gemm(x, weights, tiles), group_gemm(grad, weights, tiles, transpose=False), group_wgrad(grad, x, tiles)
-        for e, (part, x_part, dx_part, g_part) in enumerate(zip(*(t.double().split(counts) for t in (y, x, dx, grad)))):
+        y, dx, dw = (
+            group_gemm(x, weights, tiles),
+            group_gemm(grad, weights, tiles, transpose=False),
+            group_wgrad(grad, x, tiles),
+        )
+        for e, (part, x_part, dx_part, g_part) in enumerate(
+            zip(*(t.double().split(counts) for t in (y, x, dx, grad)))
+        ):
             weight = weights[e].double()
             assert torch.equal(part, (x_part @ weight.t()).to(dtype).double()), (index, e)
             assert torch.equal(dx_part, (g_part @ weight).to(dtype).double()), (index, e)

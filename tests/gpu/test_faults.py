@@ -1,6 +1,8 @@
-"""A peer that dies or stays away in the middle of an op of TP, on GPUs: the others raise within deadline + 5 s and end.
+"""A peer that dies or stays away in the middle of an op of TP, on GPUs: the others raise within deadline + 5 s and
+end.
 
-torchrun's agent would end the survivors, so the jobs are made of processes of their own, all at once; rank 0 starts them.
+torchrun's agent would end the survivors, so the jobs are made of processes of their own, all at once; rank 0 starts
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPU
 
 TIMEOUT_S = 5
 END_S = 50  # to start, to fail and to end, four jobs side by side
-JOBS = [("killed", "ag_gemm copy"), ("killed", "gemm_rs store"), ("stalled", "ag_gemm push"), ("stalled", "gemm_rs copy")]
+JOBS = [
+    ("killed", "ag_gemm copy"),
+    ("killed", "gemm_rs store"),
+    ("stalled", "ag_gemm push"),
+    ("stalled", "gemm_rs copy"),
+]
 SCRIPT = Path(__file__).parent / "failing_peer.py"
 
 

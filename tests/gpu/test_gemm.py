@@ -10,7 +10,10 @@ import torch
 from ditron_train.ep.group_gemm import group_gemm, row_tiles
 from ditron_train.gemm import GemmConfig, known_bits, matmul_nn, matmul_nt, matmul_tn, probe_bits
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("own_gpus")]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("own_gpus"),
+]
 
 # (N, K) of column linears and of row linears, at TP 1; 8192 tokens
 COLUMN = [(11008, 4096), (14336, 4096), (28672, 8192), (53248, 16384), (29568, 8192)]
@@ -82,7 +85,10 @@ def test_odd_shapes_and_strides_agree_with_their_aligned_copies():
 
 
 def test_integer_data_is_exact():
-    a, b = torch.randint(-3, 4, (333, 217), device="cuda").bfloat16(), torch.randint(-3, 4, (129, 217), device="cuda").bfloat16()
+    a, b = (
+        torch.randint(-3, 4, (333, 217), device="cuda").bfloat16(),
+        torch.randint(-3, 4, (129, 217), device="cuda").bfloat16(),
+    )
     assert torch.equal(matmul_nt(a, b), (a.double() @ b.double().t()).bfloat16())
 
 

@@ -1,8 +1,8 @@
 """Our tensor parallel layers against Megatron's own, local and Transformer Engine, bit for bit.
 
 Outputs and every gradient: published shapes, random ones, bias, weight gradients into ``main_grad``, recomputation, a
-whole GPT, and CUDA graph replay. Whatever the routing decides, bits must equal; where an op is expected to run, that it
-did is asserted too.
+whole GPT, and CUDA graph replay. Whatever the routing decides, bits must equal; where an op is expected to run, that
+it did is asserted too.
 """
 
 from __future__ import annotations
@@ -131,7 +131,18 @@ def _assert_same(all_equal, native, ours, what):
 
 
 def _compare(
-    all_equal, kind, m, n, k, *, dtype=torch.bfloat16, bias=False, skip_bias_add=False, is_frozen=False, seed=0, **options
+    all_equal,
+    kind,
+    m,
+    n,
+    k,
+    *,
+    dtype=torch.bfloat16,
+    bias=False,
+    skip_bias_add=False,
+    is_frozen=False,
+    seed=0,
+    **options,
 ):
     from ditron_train.megatron.routing import forget_routes
 
@@ -201,7 +212,9 @@ def test_te_weight_gradient_into_main_grad(tensor_parallel, all_equal, kind, nor
             step = _forward_backward(kind, layer, 2048, 1024, torch.bfloat16, microbatch)
             if "flag" in flags and "zero" not in flags:  # the dummy is uninitialised memory
                 step["dweight"] = torch.tensor(step["dweight"].shape, device="cuda")
-            results.update({f"{microbatch} {name}": value if value is None else value.clone() for name, value in step.items()})
+            results.update(
+                {f"{microbatch} {name}": value if value is None else value.clone() for name, value in step.items()}
+            )
         found.append(results)
     _assert_same(all_equal, *found, (kind, flags))
 
@@ -217,13 +230,16 @@ def test_recomputation_and_several_forwards_before_backward(tensor_parallel, all
         outputs = [megatron_tp.checkpoint(lambda x: row(column(x)[0])[0], False, x) for x in inputs]  # noqa: B023
         for y in reversed(outputs):
             y.backward(_normals(*y.shape, seed=9))
-        found.append({**{f"dx{i}": x.grad for i, x in enumerate(inputs)}, "dc": column.weight.grad, "dr": row.weight.grad})
+        found.append(
+            {**{f"dx{i}": x.grad for i, x in enumerate(inputs)}, "dc": column.weight.grad, "dr": row.weight.grad}
+        )
     _assert_same(all_equal, *found, "recompute")
 
 
 @pytest.mark.parametrize("kinds", [("column", "row"), ("te_column", "te_row")], ids=["local", "te"])
 def test_shared_experts_beside_the_dispatcher(tensor_parallel, all_equal, kinds):
-    """--moe-shared-expert-overlap: rows are gathered and sums are scattered by the dispatcher's calls, not by these layers."""
+    """--moe-shared-expert-overlap: rows are gathered and sums are scattered by the dispatcher's calls, not by these
+    layers."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -246,7 +262,9 @@ def test_shared_experts_beside_the_dispatcher(tensor_parallel, all_equal, kinds)
         y = experts.get_output()
         y.backward(_normals(*y.shape, seed=80))
         torch.cuda.synchronize()
-        found.append({"y": y.detach(), "dx": x.grad, **{name: weight.grad for name, weight in experts.named_parameters()}})
+        found.append(
+            {"y": y.detach(), "dx": x.grad, **{name: weight.grad for name, weight in experts.named_parameters()}}
+        )
     _assert_same(all_equal, *found, kinds)
 
 

@@ -1,4 +1,5 @@
-"""Muon on a GPU: products, Newton-Schulz and whole steps have the bits of the published equations run by cuBLAS and torch."""
+"""Muon on a GPU: products, Newton-Schulz and whole steps have the bits of the published equations run by cuBLAS and
+torch."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def equal_to_reference(shape, seed, mode="strict"):
     return torch.equal(x.to(torch.float32), reference.reference_newton_schulz(grad))
 
 
-@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 11008), (11008, 4096), (6144, 4096), (8192, 8192), (2048, 8192)])
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096), (4096, 11008), (11008, 4096), (6144, 4096), (8192, 8192), (2048, 8192)]
+)
 def test_newton_schulz_by_our_products_alone(shape):
     assert equal_to_reference(shape, 1, "force")
 
@@ -67,7 +70,9 @@ def test_newton_schulz_at_200_random_shapes():
     assert not different
 
 
-@pytest.mark.parametrize("shape", [(1024, 1024), (2816, 1024), (2048, 2048), (512, 2048), (8, 4096), (4096, 8), (37, 53), (1, 9)])
+@pytest.mark.parametrize(
+    "shape", [(1024, 1024), (2816, 1024), (2048, 2048), (512, 2048), (8, 4096), (4096, 8), (37, 53), (1, 9)]
+)
 def test_a_graph_of_small_steps_has_the_bits_of_single_launches(shape):
     m, n = sorted(shape)
     for uses in ((False, False, False), (True, True, True)):
@@ -102,7 +107,8 @@ def test_graphs_do_not_write_into_workspaces_that_were_let_go_of():
 
 
 def test_without_cuda_bindings_small_steps_are_single_launches(monkeypatch):
-    """A graph would be captured on one of torch's streams, which shares cuBLAS's workspace with whoever else has it."""
+    """A graph would be captured on one of torch's streams, which shares cuBLAS's workspace with whoever else has
+    it."""
     monkeypatch.setattr(graphs, "has_driver", lambda: False)
     monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(graphs, "_graphs", {})
@@ -231,7 +237,10 @@ def test_sharded_memory_stays_within_two_matrices_of_the_native_peak(device):
     optimizer = Muon(params, lr=0.02, shard_group=group)
     optimizer.step()  # measures the shapes once
     ours = peak_bytes(optimizer.step)
-    copies, shards = [param.detach().clone() for param in params], reference.reference_shards(params, dist.get_world_size())
+    copies, shards = (
+        [param.detach().clone() for param in params],
+        reference.reference_shards(params, dist.get_world_size()),
+    )
     momenta = {index: torch.zeros_like(copies[index]) for index in shards[dist.get_rank()]}
 
     def native_one(index):

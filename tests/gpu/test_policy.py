@@ -1,4 +1,5 @@
-"""The policy on GPUs: NCCL's order, injected wrong bits and a slow variant, plans, what a probe costs and leaves behind."""
+"""The policy on GPUs: NCCL's order, injected wrong bits and a slow variant, plans, what a probe costs and leaves
+behind."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from ditron_train.policy import decide, forget_plans
 from ditron_train.policy.order import reduction_order, reveal_order
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"), pytest.mark.usefixtures("own_gpus")]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"),
+    pytest.mark.usefixtures("own_gpus"),
+]
 pytest.importorskip("megatron.core")
 
 PROBE_LIMIT_S = 60.0
@@ -156,7 +160,9 @@ def test_one_wrong_bit_on_one_rank_falls_back(session, monkeypatch, tmp_path, ki
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_other_bits_of_transformer_engines_products_on_one_rank_fall_back(session, monkeypatch, tmp_path, kind):
-    te_ops = pytest.importorskip("transformer_engine.pytorch.cpp_extensions", reason="Transformer Engine is not installed")
+    te_ops = pytest.importorskip(
+        "transformer_engine.pytorch.cpp_extensions", reason="Transformer Engine is not installed"
+    )
     right, calls = te_ops.general_gemm, []
 
     def wrong(*args, **options):
@@ -207,7 +213,9 @@ def test_a_plan_saves_the_probe(session, device, monkeypatch, tmp_path):
     num_calls = len(calls)
     second = once()
     assert first == second and len(calls) == num_calls + int(first.use_ditron)
-    assert list(json.loads(open(paths[0]).read())["decisions"]) == [f"tp op on {session.world_size} ranks, ring (strict)"]
+    assert list(json.loads(open(paths[0]).read())["decisions"]) == [
+        f"tp op on {session.world_size} ranks, ring (strict)"
+    ]
 
 
 def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):

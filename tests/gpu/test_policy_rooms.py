@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"), pytest.mark.usefixtures("own_gpus")]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"),
+    pytest.mark.usefixtures("own_gpus"),
+]
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))

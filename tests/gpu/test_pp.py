@@ -1,7 +1,8 @@
-"""Pipeline messages on GPUs, under torchrun: the bits that were sent, whatever the timing; the schedules of megatron-core.
+"""Pipeline messages on GPUs, under torchrun: the bits that were sent, whatever the timing; the schedules of
+megatron-core.
 
-Run with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` and with it unset: with one hardware queue every stream wait blocks all that is
-enqueued after it.
+Run with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` and with it unset: with one hardware queue every stream wait blocks all that
+is enqueued after it.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def test_every_size_arrives_on_both_lanes(device, new_context, num_slots):
 
 
 def _late_and_freed(context, mebibytes: tuple[float, ...], device: torch.device) -> bool:
-    """60 messages round the ring while the device is late here and there and what was sent is freed; whether all came right."""
+    """60 messages round the ring while the device is late here and there and what was sent is freed; whether all came
+    right."""
     from ditron_train.pp import exchange
 
     rank = dist.get_rank()
@@ -129,13 +131,15 @@ def _late_and_freed(context, mebibytes: tuple[float, ...], device: torch.device)
         del handles
     torch.cuda.synchronize()
     context.check()
-    return all(torch.equal(seen, _payload(previous, 0, index, seen.numel(), device)) for index, seen in enumerate(received))
+    return all(
+        torch.equal(seen, _payload(previous, 0, index, seen.numel(), device)) for index, seen in enumerate(received)
+    )
 
 
 @pytest.mark.parametrize("mebibytes", [(12,), (0.0625, 1, 12)], ids=["large", "mixed"])
 def test_late_producers_slow_consumers_and_freed_storage(device, new_context, mebibytes):
-    """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused; small
-    messages and large ones stay in order."""
+    """No host sync between messages: the GPU may be late anywhere, and what is sent is freed and its memory reused;
+    small messages and large ones stay in order."""
     assert _agree(device, _late_and_freed(new_context(12 << 20), mebibytes, device))
 
 
@@ -208,7 +212,9 @@ def test_no_kernel_runs(device, new_context):
             step()
         torch.cuda.synchronize()
     names = {event.name for event in profiled.events() if event.device_type == DeviceType.CUDA}
-    on_device = {name for name in names if not name.startswith(("Memcpy", "Memset", "cuda", "cu", "Activity", "Context"))}
+    on_device = {
+        name for name in names if not name.startswith(("Memcpy", "Memset", "cuda", "cu", "Activity", "Context"))
+    }
     assert not on_device, on_device
 
 
@@ -223,10 +229,11 @@ def _spin_kernel(nanoseconds):
 
 @pytest.mark.usefixtures("own_gpus")
 def test_messages_arrive_while_no_multiprocessor_has_room(device, new_context):
-    """Two blocks of 1,024 threads on each multiprocessor are all it holds: what needs one waits for them. A local copy does.
+    """Two blocks of 1,024 threads on each multiprocessor are all it holds: what needs one waits for them. A local copy
+    does.
 
-    They stay so long that a host which other jobs keep busy is done with the message in their first half. The GPUs have to be
-    this job's alone: beside kernels of another process a message was seen to come after 496 ms.
+    They stay so long that a host which other jobs keep busy is done with the message in their first half. The GPUs
+    have to be this job's alone: beside kernels of another process a message was seen to come after 496 ms.
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         pytest.skip("with one hardware queue the receiving stream is behind whatever kernel was enqueued before")
@@ -261,7 +268,8 @@ def test_messages_arrive_while_no_multiprocessor_has_room(device, new_context):
 
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_silent_neighbour_becomes_an_error_within_the_deadline(device, new_context, monkeypatch, announced):
-    """Its host never comes; or it has said what it sends, and the stream that waits for the data has to be released."""
+    """Its host never comes; or it has said what it sends, and the stream that waits for the data has to be
+    released."""
     from ditron_train.pp import exchange
     from ditron_train.runtime.errors import PeerTimeoutError
 
@@ -290,7 +298,8 @@ def test_a_silent_neighbour_becomes_an_error_within_the_deadline(device, new_con
 
 
 def _disagree(context, device: torch.device, between: Callable[[], None]) -> Exception | None:
-    """Rank 1 expects another size than is sent to it; the error that this rank raises, ``between`` called after each message."""
+    """Rank 1 expects another size than is sent to it; the error that this rank raises, ``between`` called after each
+    message."""
     from ditron_train.pp import exchange
     from ditron_train.runtime.errors import DitronError
 
@@ -366,7 +375,8 @@ def test_flags_in_device_memory(device, new_context, monkeypatch):
 
 
 def test_received_tensors_lie_in_their_slots_until_let_go_of(device, new_context):
-    """No copy: what arrives is used in place, behind slow kernels, and its slot is not written again before they are done."""
+    """No copy: what arrives is used in place, behind slow kernels, and its slot is not written again before they are
+    done."""
     from ditron_train.pp import exchange
 
     rank = dist.get_rank()
@@ -446,8 +456,9 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, ten
         pytest.skip("native mixes up the shapes of the two directions between two ranks")
     monkeypatch.setenv("DITRON_POLICY", "bits")  # messages this small are faster natively
     with _megatron(stages, tensor, chunks) as workers:
-        import ditron_train.megatron
         from megatron.core import parallel_state
+
+        import ditron_train.megatron
 
         case = workers.Case(
             stages, 2 * stages, chunks=chunks, tensor=tensor, dtype=torch.bfloat16, device="cuda",
@@ -456,7 +467,9 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, ten
         native = workers.train(case)
         again = workers.train(case)
         assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, again))), "native differs from itself"
-        for overlap, warmup_flush in [(False, False)] if chunks is None else [(False, False), (True, False), (True, True)]:
+        for overlap, warmup_flush in (
+            [(False, False)] if chunks is None else [(False, False), (True, False), (True, True)]
+        ):
             ditron_train.megatron.apply(features="pp")
             before = workers.messages_of_ours()
             ours = workers.train(case, overlap, warmup_flush)

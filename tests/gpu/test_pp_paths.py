@@ -59,7 +59,9 @@ def test_pairs(device, new_context, path):
     context = new_context(8 << 20)
     right = True
     for index, num_bytes in enumerate([1 << 10, 8 << 20, 77, 999_999, 1 << 20] * 3):
-        there, back = (base._payload(rank - rank % 2 + lane, lane, index, num_bytes + 1, device)[lane:] for lane in (0, 1))
+        there, back = (
+            base._payload(rank - rank % 2 + lane, lane, index, num_bytes + 1, device)[lane:] for lane in (0, 1)
+        )
         if rank % 2 == 0:
             exchange(context, send_next=there[:num_bytes])
             handle = exchange(context, recv_next=base._header(num_bytes))["recv_next"]
@@ -126,9 +128,11 @@ def test_neighbours_that_disagree(device, new_context, path, monkeypatch):
 
 
 def _captured_until(is_over, target: torch.Tensor) -> str:
-    """Captures two writes to `target` as a user would, in CUDA's default mode, the second when `is_over()`; what the driver says of
-    it, nothing where the graph runs. Not by torch, whose allocator would still hold to a capture that failed."""
+    """Captures two writes to `target` as a user would, in CUDA's default mode, the second when `is_over()`; what the
+    driver says of it, nothing where the graph runs. Not by torch, whose allocator would still hold to a capture that
+    failed."""
     from cuda.bindings import driver as cuda
+
     from ditron_train.stream import driver
 
     stream, half = driver.stream_create(), target.numel() // 2
@@ -146,7 +150,8 @@ def _captured_until(is_over, target: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("relaxed", [True, False], ids=["as_it_is", "without_relaxed_mode"])
 def test_the_watchdog_releases_while_a_graph_is_captured(device, new_context, monkeypatch, relaxed):
-    """A stream waits for a flag in device memory that nobody writes, and its deadline passes in the middle of a user's capture."""
+    """A stream waits for a flag in device memory that nobody writes, and its deadline passes in the middle of a user's
+    capture."""
     from ditron_train.runtime.errors import PeerTimeoutError
     from ditron_train.stream import driver, waits
 
@@ -216,10 +221,13 @@ def test_megatron_schedules_have_the_bits_of_native(device, path, monkeypatch):
     monkeypatch.setenv("DITRON_POLICY", "bits")
     for chunks in (None, 2):
         with base._megatron(stages, chunks=chunks) as workers:
-            import ditron_train.megatron
             from megatron.core import parallel_state
 
-            case = workers.Case(stages, 2 * stages, chunks=chunks, dtype=torch.bfloat16, device="cuda", batched=chunks is None)
+            import ditron_train.megatron
+
+            case = workers.Case(
+                stages, 2 * stages, chunks=chunks, dtype=torch.bfloat16, device="cuda", batched=chunks is None
+            )
             native = workers.train(case)
             ditron_train.megatron.apply(features="pp")
             before = workers.messages_of_ours()

@@ -1,4 +1,5 @@
-"""Ulysses on GPUs under torchrun: ``torch.equal`` with cuBLAS, NCCL's all-to-all and the reorder, forward and all gradients."""
+"""Ulysses on GPUs under torchrun: ``torch.equal`` with cuBLAS, NCCL's all-to-all and the reorder, forward and all
+gradients."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def test_half_precision_on_real_data(context):
 
 
 def draw_length(draw, world, is_odd):
-    """Of an odd number of rows a chunk, or of a multiple of 16: of one kind, so that a layout needs its kernels once."""
+    """Of an odd number of rows a chunk, or of a multiple of 16: of one kind, so that a layout needs its kernels
+    once."""
     return 2 * world * (2 * draw.randint(0, 150) + 1 if is_odd else 16 * draw.randint(1, 30))
 
 
@@ -95,7 +97,9 @@ def test_random_layouts_on_exact_data(context, head_dim, is_odd):
     )
     cases = [
         layout
-        | dict(length=draw_length(draw, world, is_odd), batch=draw.choice([1, 2, 3]), hidden=draw.choice([64, 136, 520]))
+        | dict(
+            length=draw_length(draw, world, is_odd), batch=draw.choice([1, 2, 3]), hidden=draw.choice([64, 136, 520])
+        )
         for _ in range(5)
     ]
     with compiling(context):
@@ -135,7 +139,13 @@ def _layer(context, seed):
     """One pair of projections: (x, weights) and a function of them."""
     from ditron_train.sp import a2a_gemm, gemm_a2a, output_layout, qkv_layout
 
-    world, hidden, heads, groups, head_dim = context.world_size, 1024, 8 * context.world_size, 2 * context.world_size, 64
+    world, hidden, heads, groups, head_dim = (
+        context.world_size,
+        1024,
+        8 * context.world_size,
+        2 * context.world_size,
+        64,
+    )
     qkv, out = qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)
     x = normals(1024, 1, hidden, dtype=torch.bfloat16, seed=seed + context.rank)
     weight_qkv = normals(world * qkv.num_columns, hidden, dtype=torch.bfloat16, seed=seed + 50)

@@ -115,7 +115,8 @@ CASES = {
     "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, BOTH),
     "norms": ({"qk_layernorm": True}, LAST),
     "norms_recompute": (
-        {"qk_layernorm": True, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, [0, 1, 0]
+        {"qk_layernorm": True, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        [0, 1, 0],
     ),
     "qkv_bias": ({"add_qkv_bias": True}, LAST),
 }
@@ -168,7 +169,9 @@ def test_random_attentions_have_the_bits_of_transformer_engine(world, seed):
         plugin.restore()
 
 
-@pytest.mark.parametrize("options", [{}, {"add_qkv_bias": True}, {"qk_layernorm": True}], ids=["plain", "bias", "norms"])
+@pytest.mark.parametrize(
+    "options", [{}, {"add_qkv_bias": True}, {"qk_layernorm": True}], ids=["plain", "bias", "norms"]
+)
 def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch, set_late):
     import ditron_train.megatron as plugin
     from ditron_train.testing import megatron_cpu
@@ -209,9 +212,13 @@ def test_packed_sequences_have_the_bits_of_transformer_engine(world, name):
         for attention in (ours, native):
             generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
             shape = (sum(lengths) // world, 1, attention.config.hidden_size)
-            x, grad = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+            x, grad = (
+                torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2)
+            )
             x.requires_grad_()
-            out, bias = attention(x, attention_mask=None, rotary_pos_emb=table, packed_seq_params=PackedSeqParams(**packed))
+            out, bias = attention(
+                x, attention_mask=None, rotary_pos_emb=table, packed_seq_params=PackedSeqParams(**packed)
+            )
             out.backward(grad)
             results.append((out.detach(), x.grad, {n: p.grad for n, p in attention.named_parameters()}, bias))
         assert_same_bits(*results)
@@ -238,7 +245,9 @@ REFUSED = {  # options for `world` ranks, and a call of such an attention
     "mask": (lambda world: {}, lambda attention, x: attention(x, None)),
     "bias": (
         lambda world: {},
-        lambda attention, x: attention(x, None, attention_bias=x.new_zeros(1, 1, *(dist.get_world_size() * len(x),) * 2)),
+        lambda attention, x: attention(
+            x, None, attention_bias=x.new_zeros(1, 1, *(dist.get_world_size() * len(x),) * 2)
+        ),
     ),
 }
 
@@ -281,7 +290,10 @@ def test_ranks_together_have_the_bits_of_one(world, use_te, monkeypatch):
         pytest.skip("Transformer Engine is not installed")
     length, rank = 4096, dist.get_rank()
     generator = torch.Generator(device="cuda").manual_seed(9)
-    x, grad = (torch.empty(length, 1, 2048, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+    x, grad = (
+        torch.empty(length, 1, 2048, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
+        for _ in range(2)
+    )
     half = length // world // 2
     mine = torch.cat([torch.arange(half) + half * chunk for chunk in (rank, 2 * world - 1 - rank)]).cuda()
 
@@ -339,7 +351,8 @@ def build_mla(world, ours):
 
 
 def test_multi_latent_attention_has_the_bits_of_all_to_alls(world, monkeypatch):
-    """Transformer Engine's own ``a2a`` refuses heads of two sizes; its attention between native all-to-alls does not."""
+    """Transformer Engine's own ``a2a`` refuses heads of two sizes; its attention between native all-to-alls does
+    not."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     import ditron_train.megatron as plugin
@@ -362,7 +375,8 @@ def test_multi_latent_attention_has_the_bits_of_all_to_alls(world, monkeypatch):
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "local"])
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicas"])
 def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeypatch):
-    """Fused projections in groups of 2 x 2 against native ones; the local spec's exchanges by all-to-alls are its native."""
+    """Fused projections in groups of 2 x 2 against native ones; the local spec's exchanges by all-to-alls are its
+    native."""
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import HAVE_TE
 

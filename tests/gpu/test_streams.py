@@ -130,7 +130,9 @@ def test_a_gather_that_is_waited_for_on_another_stream(tensor_parallel, streams,
 
 
 @pytest.mark.parametrize("start", [start_all_gather, start_reduce_scatter])
-def test_memory_of_a_started_op_that_is_waited_for_on_another_stream(tensor_parallel, streams, device, all_equal, start):
+def test_memory_of_a_started_op_that_is_waited_for_on_another_stream(
+    tensor_parallel, streams, device, all_equal, start
+):
     first, second = streams
     context, x = tensor_parallel, values(128 * dist.get_world_size(), 512, seed=1, device=device)
     expected = start(x, context=context).wait().clone()
@@ -192,7 +194,9 @@ def test_counts_are_exchanged_one_after_another(expert_parallel, streams):
         assert torch.equal(layout.recv_offsets, one.tables["recv_offsets"])
 
 
-def test_counts_do_not_wait_for_the_rows_of_another_microbatch(expert_parallel, streams, device, all_equal, shares_gpus):
+def test_counts_do_not_wait_for_the_rows_of_another_microbatch(
+    expert_parallel, streams, device, all_equal, shares_gpus
+):
     """Nor are its tokens sent ahead then: of which dispatch the layout holds the epoch is not known."""
     context = expert_parallel
     layouts = [_begin(context, seed=seed).finish() for seed in range(2)]
@@ -257,7 +261,9 @@ def test_memory_of_a_combine_that_is_finished_on_another_stream(expert_parallel,
     del pending, out
     with torch.cuda.stream(first):
         shapes = (rows.shape, expected.shape)
-        spoiled = [torch.full(shape, float("nan"), dtype=rows.dtype, device=device) for shape in shapes for _ in range(4)]
+        spoiled = [
+            torch.full(shape, float("nan"), dtype=rows.dtype, device=device) for shape in shapes for _ in range(4)
+        ]
     torch.cuda.synchronize()
     context.check()
     assert all_equal(found, expected)
@@ -265,7 +271,8 @@ def test_memory_of_a_combine_that_is_finished_on_another_stream(expert_parallel,
 
 
 def test_memory_of_messages_that_was_allocated_on_another_stream(group, streams, device, all_equal):
-    """Of more messages than are kept alive: the stream that sends waits for the oldest, the one of its memory does not."""
+    """Of more messages than are kept alive: the stream that sends waits for the oldest, the one of its memory does
+    not."""
     context, (first, second) = PipelineContext(group, device, num_slots=6), streams
     context.reserve(_MESSAGE_BYTES)
     header = Header((_MESSAGE_BYTES,), torch.uint8)
@@ -312,13 +319,16 @@ def test_a_kept_tensor_is_used_behind_what_made_it(streams, device):
 
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_messages_that_are_taken_on_several_streams(group, streams, device, all_equal, prefetched):
-    """A message is not overwritten before it is copied out, nor its memory had again before the taking stream is done with it."""
+    """A message is not overwritten before it is copied out, nor its memory had again before the taking stream is done
+    with it."""
     context = PipelineContext(group, device, num_slots=2)
     context.reserve(_MESSAGE_BYTES)
     first, second = streams
     header = Header((_MESSAGE_BYTES // 2,), torch.bfloat16)
     previous = torch.arange(4, device=device) + 10 * context.previous_rank
-    sent = [torch.full(header.shape, 10 * context.rank + index, dtype=header.dtype, device=device) for index in range(4)]
+    sent = [
+        torch.full(header.shape, 10 * context.rank + index, dtype=header.dtype, device=device) for index in range(4)
+    ]
     settle()
     handles = [exchange(context, send_next=sent[0], recv_prev=header, lend=False)["recv_prev"]]
     if prefetched:  # the first one is copied out when the second is posted, into memory of the current stream

@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"), pytest.mark.usefixtures("own_gpus")]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"),
+    pytest.mark.usefixtures("own_gpus"),
+]
 pytest.importorskip("megatron.core")
 
 MODEL = "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 2048 --num-experts 8".split()
@@ -22,7 +25,8 @@ OPS = {
 
 @pytest.mark.parametrize("room", OPS)
 def test_verify_of_a_room(folder, monkeypatch, room):
-    """Every bit is equal, one row for each op stands in the file beside the layer's, and nothing is written elsewhere."""
+    """Every bit is equal, one row for each op stands in the file beside the layer's, and nothing is written
+    elsewhere."""
     from ditron_train.bench.rows import read_results
     from ditron_train.verify.run import add_arguments, run
 

@@ -1,8 +1,9 @@
-"""TP ops against NCCL and cuBLAS, ``torch.equal``: published shapes, random ones, stragglers, poison, graphs, bad calls, groups.
+"""TP ops against NCCL and cuBLAS, ``torch.equal``: published shapes, random ones, stragglers, poison, graphs, bad
+calls, groups.
 
-Random shapes equal cuBLAS and NCCL, or, where cuBLAS sums in another order (few tiles, long K), one GEMM of ours and NCCL,
-which still proves the movement and the order of the reduction. Where ranks share GPUs the order of sums is the recorded one, not
-that of an NCCL run there (``shared_gpus``).
+Random shapes equal cuBLAS and NCCL, or, where cuBLAS sums in another order (few tiles, long K), one GEMM of ours and
+NCCL, which still proves the movement and the order of the reduction. Where ranks share GPUs the order of sums is the
+recorded one, not that of an NCCL run there (``shared_gpus``).
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ def test_random_shapes(context, all_equal, shares_gpus):
 
 @pytest.mark.parametrize("rows, hidden, width", [(2048, 1024, 2048), (8192, 4096, 11008)])
 def test_linear_layers_repeat_a_hundred_times(context, all_equal, rows, hidden, width):
-    """Column then row linear, forward and all gradients, against NCCL and cuBLAS, with a random straggler and poisoned buffers."""
+    """Column then row linear, forward and all gradients, against NCCL and cuBLAS, with a random straggler and poisoned
+    buffers."""
     world, rank = context.world_size, context.rank
     w1 = normals(width // world // 8 * 8, hidden, seed=5).requires_grad_()
     w2 = normals(hidden, width // world // 8 * 8, seed=6).requires_grad_()
@@ -234,7 +236,8 @@ def test_graph_replay_mixed_with_eager_calls(context, all_equal, plan, scatter):
 
 @pytest.mark.parametrize("plan, scatter", [(GatherPlan("copy"), "copy"), (GatherPlan("push", 16), "store")], ids=str)
 def test_the_same_shape_in_other_memory(context, all_equal, plan, scatter):
-    """What is kept of a launch belongs to addresses and strides, in turn here: other rows, strides, one that is not aligned."""
+    """What is kept of a launch belongs to addresses and strides, in turn here: other rows, strides, one that is not
+    aligned."""
     size, rows = 1024, 512
     memory = normals(3 * rows * size, seed=31)
     xs = [memory[first : first + rows * size].view(rows, size) for first in (0, rows * size, 8, 1)]
@@ -267,7 +270,8 @@ def launched(monkeypatch):
 
 
 def test_recorded_ops_repeat_in_the_same_and_in_other_memory(device, all_equal, launched):
-    """Inputs change in place and lie elsewhere in turn, ranks are late, buffers are poisoned, a captured graph runs in between."""
+    """Inputs change in place and lie elsewhere in turn, ranks are late, buffers are poisoned, a captured graph runs in
+    between."""
     context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
     world, rank = context.world_size, context.rank
     rows, size, plan = 256 * world, 1024, GatherPlan("copy")
@@ -292,7 +296,10 @@ def test_recorded_ops_repeat_in_the_same_and_in_other_memory(device, all_equal, 
             if turn == 0:
                 graph.replay()
             expected = scattered(matmul_nt(x, weight))
-            assert all_equal(total, expected) and all_equal(product, matmul_nt(gathered(expected), weight)), (repeat, turn)
+            assert all_equal(total, expected) and all_equal(product, matmul_nt(gathered(expected), weight)), (
+                repeat,
+                turn,
+            )
             assert turn or all_equal(y, product)
             del total, product
     context.synchronize()
@@ -323,7 +330,8 @@ def test_recordings_that_go_while_they_run(device, all_equal, monkeypatch):
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "all_gather", "reduce_scatter"])
 def test_memory_that_is_given_back_and_had_again(device, all_equal, monkeypatch, launched, op):
-    """As a probe does it, or torch's allocator when memory runs out; graphs of copies from there must not be launched."""
+    """As a probe does it, or torch's allocator when memory runs out; graphs of copies from there must not be
+    launched."""
     numbers, ask = {}, driver.allocation_of
 
     def noted(address):
@@ -381,7 +389,9 @@ def test_a_recorded_op_says_that_a_peer_is_late(device, monkeypatch, launched, o
         del y
     context.synchronize()
     before = launched[0]
-    assert before > 0 and any(isinstance(key[0], _OPS[op]) for key in context._recorded._recordings)  # not its sends alone
+    assert before > 0 and any(
+        isinstance(key[0], _OPS[op]) for key in context._recorded._recordings
+    )  # not its sends alone
     if rank == 0:  # at once: a collective's memory in between may take the address that the result had
         with pytest.raises(PeerTimeoutError, match="tp.gather" if op == "ag_gemm" else "tp.reduce_scatter"):
             y = run()
@@ -407,7 +417,12 @@ def test_without_cuda_bindings(device, all_equal, monkeypatch):
         with torch.no_grad():
             total_x, total_grad = gathered(x), gathered(grad)
             inner, grad_inner = total_x @ w1.t(), total_grad @ w2
-            right = [scattered(inner @ w2.t()), scattered(grad_inner @ w1), grad_inner.t() @ total_x, total_grad.t() @ inner]
+            right = [
+                scattered(inner @ w2.t()),
+                scattered(grad_inner @ w1),
+                grad_inner.t() @ total_x,
+                total_grad.t() @ inner,
+            ]
         assert all(all_equal(*pair) for pair in zip(found, right))
     assert all_equal(ag_gemm(x.detach(), w1.detach(), context=context, plan=GatherPlan("copy")), inner)
     context.arena.close()
@@ -491,9 +506,11 @@ def test_too_little_memory_is_the_same_error_on_every_rank(device, all_equal, mo
 
 @pytest.mark.parametrize("transport", ["torch", "nvshmem"])
 def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch, request):
-    """A rank's groups share its GPU, not their memory or flags: calls of all of them in a row, nobody waits for the host.
+    """A rank's groups share its GPU, not their memory or flags: calls of all of them in a row, nobody waits for the
+    host.
 
-    Not at first: while some compile for one group, the others would wait for them in the next group, up to the deadline.
+    Not at first: while some compile for one group, the others would wait for them in the next group, up to the
+    deadline.
     """
     if transport == "nvshmem":
         pytest.importorskip("nvshmem.core")
@@ -534,7 +551,8 @@ def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch, r
 
 
 def test_groups_that_come_and_go_leave_no_memory(device, all_equal):
-    """Of this process alone: other jobs may share the GPU. What lies behind the buffers is freed, not only forgotten."""
+    """Of this process alone: other jobs may share the GPU. What lies behind the buffers is freed, not only
+    forgotten."""
     world, held = dist.get_world_size(), []
     for number in range(3):
         context = get_context(dist.new_group(list(range(world))), device)

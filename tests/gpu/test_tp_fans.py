@@ -1,4 +1,5 @@
-"""Gathers and reduce-scatters whose copy engines send to several peers in one command: NCCL's bits, and the memory is given back."""
+"""Gathers and reduce-scatters whose copy engines send to several peers in one command: NCCL's bits, and the memory is
+given back."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_late_ranks_and_poison(context, all_equal, rows, columns):
         return total, start_reduce_scatter(partial, context=context).wait()
 
     both()
-    assert [p for p in _prepared(context, PreparedGather) if p._fans] and [p for p in _prepared(context, PreparedScatter) if p._fans]
+    assert [p for p in _prepared(context, PreparedGather) if p._fans] and [
+        p for p in _prepared(context, PreparedScatter) if p._fans
+    ]
     graph, captured = _captured(context, both)
     for repeat in range(12):
         x.copy_(normals(rows, columns, seed=100 + repeat))
@@ -128,7 +131,10 @@ def test_memory_moves_and_is_given_back(device, context, all_equal, monkeypatch)
     monkeypatch.setattr(driver, "unmap", noted_unmap)
     for rows in (64, 2048, 128, 8192):
         for repeat in range(4):
-            x, partial = normals(rows, 1024, seed=rows + repeat), normals(rows * context.world_size, 1024, seed=rows + repeat + 50)
+            x, partial = (
+                normals(rows, 1024, seed=rows + repeat),
+                normals(rows * context.world_size, 1024, seed=rows + repeat + 50),
+            )
             assert all_equal(start_all_gather(x, context=context).wait(), gathered(x))
             assert all_equal(start_reduce_scatter(partial, context=context).wait(), scattered(partial))
     assert len(unmapped) >= 6 and len(mapped) > len(unmapped)

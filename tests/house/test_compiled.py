@@ -18,7 +18,9 @@ def is_marked(node: ast.FunctionDef | ast.ClassDef) -> bool:
 def takes_tensors(function: ast.FunctionDef) -> bool:
     arguments = function.args
     given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return any(argument.annotation is not None and "torch.Tensor" in ast.unparse(argument.annotation) for argument in given)
+    return any(
+        argument.annotation is not None and "torch.Tensor" in ast.unparse(argument.annotation) for argument in given
+    )
 
 
 def stands_in(node: ast.ClassDef) -> bool:
@@ -33,7 +35,9 @@ def unmarked(source: str, public: set[str], *, stand_ins: bool) -> list[str]:
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(base) for base in node.bases]
-            reached = "torch.autograd.Function" in bases or (stand_ins and stands_in(node) and node.name.startswith("Ditron"))
+            reached = "torch.autograd.Function" in bases or (
+                stand_ins and stands_in(node) and node.name.startswith("Ditron")
+            )
         else:
             reached = isinstance(node, ast.FunctionDef) and node.name in public and takes_tensors(node)
         if reached and not is_marked(node):

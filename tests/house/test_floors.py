@@ -96,6 +96,8 @@ def test_the_check_sees_what_is_wrong(room: str, source: str) -> None:
 
 
 def test_the_check_lets_through_what_is_right() -> None:
-    assert violations("gemm", "import ditron_train.lang as dl\nfrom ditron_train.schedule.tiles import gather_tile") == []
+    assert (
+        violations("gemm", "import ditron_train.lang as dl\nfrom ditron_train.schedule.tiles import gather_tile") == []
+    )
     assert violations("megatron", "import megatron.core\nfrom ditron_train.tp import ag_gemm") == []
     assert violations("bench", "import megatron.core\nfrom ditron_train.megatron import apply") == []

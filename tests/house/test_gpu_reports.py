@@ -35,4 +35,9 @@ def test_one_rank_reports_and_the_others_what_failed(tmp_path: Path) -> None:
     assert code == 0 and "test_everywhere PASSED" in out and "2 passed" in out
     assert _report(tmp_path, rank=1, good_rank=1) == (0, "", "")
     code, out, err = _report(tmp_path, rank=1, good_rank=0)
-    assert code == 1 and out == "" and "[rank 1] E       AssertionError: wrong here" in err and "test_everywhere" not in err
+    assert (
+        code == 1
+        and out == ""
+        and "[rank 1] E       AssertionError: wrong here" in err
+        and "test_everywhere" not in err
+    )

@@ -57,7 +57,9 @@ def unbounded_asm(function: ast.FunctionDef) -> list[int]:
             continue
         text = node.value
         for label in re.finditer(r"^\s*([A-Za-z_$][\w$]*):\s*$", text, re.MULTILINE):
-            branches_back = re.search(rf"\b(bra|s_c?branch\w*)\b[^;\n]*\b{re.escape(label.group(1))}\b", text[label.end() :])
+            branches_back = re.search(
+                rf"\b(bra|s_c?branch\w*)\b[^;\n]*\b{re.escape(label.group(1))}\b", text[label.end() :]
+            )
             if branches_back and not re.search(r"globaltimer|s_memrealtime", text):
                 lines.append(node.lineno)
     return lines

@@ -46,7 +46,9 @@ def test_modules_and_public_names_have_docstrings(path: Path) -> None:
     public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
     # What overrides a method of a base class is described there.
     classes = [node for node in public if isinstance(node, ast.ClassDef) and not node.bases]
-    public += [item for node in classes for item in node.body if isinstance(item, kinds) and not item.name.startswith("_")]
+    public += [
+        item for node in classes for item in node.body if isinstance(item, kinds) and not item.name.startswith("_")
+    ]
     assert ast.get_docstring(tree)
     assert [node.name for node in public if not ast.get_docstring(node)] == []
 

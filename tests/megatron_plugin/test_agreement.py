@@ -1,4 +1,5 @@
-"""Settings that differ between ranks: one error on all of them where Megatron makes its groups, instead of a job that stands still."""
+"""Settings that differ between ranks: one error on all of them where Megatron makes its groups, instead of a job that
+stands still."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from ditron_train.testing.processes import run_workers
 pytest.importorskip("megatron.core")
 
 
-def _apply_with(variables: dict[str, str], of_ranks: list[int], early: bool, features: tuple[str, str]) -> tuple[str, float]:
-    """What a rank hears, and after how many seconds; ``variables`` and the second one of ``features`` are of some ranks alone."""
+def _apply_with(
+    variables: dict[str, str], of_ranks: list[int], early: bool, features: tuple[str, str]
+) -> tuple[str, float]:
+    """What a rank hears, and after how many seconds; ``variables`` and the second one of ``features`` are of some
+    ranks alone."""
     import ditron_train.megatron as plugin
     from ditron_train.megatron import meeting
     from ditron_train.testing.megatron_cpu import model_parallel
@@ -51,13 +55,18 @@ _TABLE = '{"format": "ditron_train tuning 1", "device": "CPU", "made_with": {}, 
         ({"DITRON_PLAN": "plan.json"}, "DITRON_PLAN: unset on ranks 0 to 1, a file on rank 2;"),
         ({"DITRON_TUNING": "table.json"}, "DITRON_TUNING: unset on ranks 0 to 1, table 908799e196b1 on rank 2;"),
         ({"DITRON_EP_RAILS": "on"}, "DITRON_EP_RAILS: off on ranks 0 to 1, on on rank 2;"),
-        ({"DITRON_MUON_OPT_INS": "gram,batched"}, "DITRON_MUON_OPT_INS: unset on ranks 0 to 1, gram,batched on rank 2;"),
+        (
+            {"DITRON_MUON_OPT_INS": "gram,batched"},
+            "DITRON_MUON_OPT_INS: unset on ranks 0 to 1, gram,batched on rank 2;",
+        ),
     ],
     ids=["policy", "plan", "table", "rails", "opt_ins"],
 )
 def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
     (tmp_path / "table.json").write_text(_TABLE)
-    variables = {name: str(tmp_path / value) if value.endswith(".json") else value for name, value in variables.items()}
+    variables = {
+        name: str(tmp_path / value) if value.endswith(".json") else value for name, value in variables.items()
+    }
     said = run_workers(3, _apply_with, variables, [2], early, ("tp", "tp"))
     for error, seconds in said:
         assert error == f"ranks differ in {words} set it to one value everywhere" and seconds < 20
@@ -65,7 +74,10 @@ def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
 
 def test_features_too():
     for error, _ in run_workers(3, _apply_with, {}, [0, 2], True, ("tp", "tp,pp")):
-        assert error == "ranks differ in --ditron: pp,tp on 2 ranks from 0 on, tp on rank 1; set it to one value everywhere"
+        assert (
+            error
+            == "ranks differ in --ditron: pp,tp on 2 ranks from 0 on, tp on rank 1; set it to one value everywhere"
+        )
 
 
 def test_what_ranks_may_have_for_themselves(tmp_path):

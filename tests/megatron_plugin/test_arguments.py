@@ -47,7 +47,10 @@ def test_what_has_no_effect_is_said():
     for optimizer in ("adam", "dist_muon"):
         args.optimizer = optimizer
         muon = ["muon: nothing to accelerate where --optimizer is adam"] * (optimizer == "adam")
-        assert options_from_args(args).idle() == ["pp: nothing to accelerate where --pipeline-model-parallel-size is 1", *muon]
+        assert options_from_args(args).idle() == [
+            "pp: nothing to accelerate where --pipeline-model-parallel-size is 1",
+            *muon,
+        ]
 
 
 def test_adding_twice_changes_nothing_and_help_names_every_feature(capsys):

@@ -22,7 +22,8 @@ SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 
 def _two_stages(early: bool, fails: str | None) -> str:
-    """What each rank hears when its tensor parallel group first needs memory: the second stage with the first one's results."""
+    """What each rank hears when its tensor parallel group first needs memory: the second stage with the first one's
+    results."""
     import ditron_train.megatron as plugin
     from ditron_train.megatron import meeting
     from ditron_train.symm.nvshmem_transport import NvshmemTransport

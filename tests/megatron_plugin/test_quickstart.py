@@ -41,7 +41,8 @@ def test_as_the_script_starts_it(tmp_path):
 
 
 def _main(folder, words):
-    """The example's own ``main`` in a worker, which has joined its group already; returns its exit status or last words."""
+    """The example's own ``main`` in a worker, which has joined its group already; returns its exit status or last
+    words."""
     sys.path.insert(0, str(FOLDER))
     dist.init_process_group = lambda *arguments, **options: None
     sys.argv = ["quickstart.py", *SMALL, "--out", folder, *words]
@@ -74,7 +75,8 @@ def test_losses_agree_and_files_are_written(tmp_path, capsys, words, patched):
 
 
 def test_three_parallelisms_at_once(tmp_path, capsys):
-    """Groups of different ranks come to their ops in different orders, and wait for each other only where they have to."""
+    """Groups of different ranks come to their ops in different orders, and wait for each other only where they have
+    to."""
     words = ["--tp", "2", "--pp", "2", "--experts", "4", "--ep", "2", "--ditron", "tp,ep,pp"]
     assert _run(tmp_path, words, world_size=4) == [0, 0, 0, 0]
     output = capsys.readouterr().out

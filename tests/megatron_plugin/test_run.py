@@ -1,6 +1,7 @@
 """The launcher runs an unedited script: flags in its help, features on once its arguments are parsed, clear errors.
 
-A small stand-in for ``megatron.training`` (which is not in the wheel) is put beside the script; megatron-core is the real one.
+A small stand-in for ``megatron.training`` (which is not in the wheel) is put beside the script; megatron-core is the
+real one.
 """
 
 import os
@@ -68,14 +69,18 @@ def _run(*words):
 
 
 def test_as_torchrun_starts_it(script, tmp_path):
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), TRITON_INTERPRET="1")
+    env = dict(
+        os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), TRITON_INTERPRET="1"
+    )
     command = [sys.executable, "-W", "ignore", "-m", "ditron_train.megatron.run"]
     words = [script, "--num-layers", "3", "--ditron", "tp", "--ditron-timeout-s", "5"]
     done = subprocess.run([*command, *map(str, words)], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "RESULT 3 ('tp',) True True" in done.stdout
     assert "\nditron_train: tp: on for models built from now on" in "\n" + done.stderr
-    done = subprocess.run([*command, str(tmp_path / "missing.py")], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, str(tmp_path / "missing.py")], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and done.stderr == f"error: cannot read the script {tmp_path / 'missing.py'}\n"
 
 
@@ -98,7 +103,9 @@ def test_help_shows_the_group(script, capsys):
 def test_help_of_the_launcher_itself(capsys):
     main(["--help"])
     said = capsys.readouterr().out
-    assert said.startswith("usage: torchrun ... -m ditron_train.megatron.run SCRIPT.py") and "--ditron-plan FILE" in said
+    assert (
+        said.startswith("usage: torchrun ... -m ditron_train.megatron.run SCRIPT.py") and "--ditron-plan FILE" in said
+    )
 
 
 def test_unknown_names_are_an_error(script, capsys):

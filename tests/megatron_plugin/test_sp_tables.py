@@ -40,7 +40,9 @@ def test_the_table_of_several_nodes_is_whole_when_it_is_returned() -> None:
     assert mode.names == [] and table.shape == (2, 12) and table.dtype == torch.int32 and table.is_contiguous()
     context.node.device, context._tables = CPU, {}
     chunks = [[0, 7, 2, 5], [1, 6, 3, 4]]  # of each rank of a node: its own, then those of its rail's other rank
-    assert context._table(6, None).tolist() == [[3 * chunk + row for chunk in of_rank for row in range(3)] for of_rank in chunks]
+    assert context._table(6, None).tolist() == [
+        [3 * chunk + row for chunk in of_rank for row in range(3)] for of_rank in chunks
+    ]
 
 
 def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,9 @@ def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sp.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(sp.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])
     local, starts = torch.arange(8.0).view(4, 2), torch.tensor([0, 8, 16])
-    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
+    packed = SimpleNamespace(
+        cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None
+    )
     sp._kept_causal_mask.cache_clear()
     try:
         makers = (

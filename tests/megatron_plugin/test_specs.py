@@ -85,7 +85,9 @@ def test_modules_that_are_named_by_where_they_are_imported_from():
 
 def test_block_spec_layers_partials_tuples_and_params():
     classes = {_Native: _Ours}
-    block = _Submodules(linear=functools.partial(_Native, 1, kind=_Native), layers=[_Native, (_Native, _Other), {"a": _Native}])
+    block = _Submodules(
+        linear=functools.partial(_Native, 1, kind=_Native), layers=[_Native, (_Native, _Other), {"a": _Native}]
+    )
     rewritten = rewrite_spec(block, classes)
     assert rewritten.linear.func is _Ours
     assert rewritten.linear.args == (1,)

@@ -130,7 +130,10 @@ def _lines_of_groups_of_one_rank():
 
 
 def test_a_feature_whose_groups_have_one_rank_is_said_to_do_nothing():
-    assert run_workers(1, _lines_of_groups_of_one_rank)[0][0] == "sp: nothing to accelerate where --context-parallel-size is 1"
+    assert (
+        run_workers(1, _lines_of_groups_of_one_rank)[0][0]
+        == "sp: nothing to accelerate where --context-parallel-size is 1"
+    )
 
 
 def _lines_of_specs(spec):
@@ -172,7 +175,10 @@ def _one_log_line_a_reason():
         layer.float().sequence_parallel = False
         layer(torch.ones(4, 1, 16))
         native = [line for line in lines if "native" in line]
-        expected = ["tp column: native, torch.float64 is not covered", "tp column: native, sequence parallelism is off"]
+        expected = [
+            "tp column: native, torch.float64 is not covered",
+            "tp column: native, sequence parallelism is off",
+        ]
         assert native == (expected if dist.get_rank() == 0 else [])
 
 
@@ -231,7 +237,8 @@ def _too_many_shapes():
                 equal = torch.equal(native(x)[0], ours(x)[0])
                 assert equal or tokens < 4  # beyond the limit it is the native path itself
             assert len(routing._routes) == 2
-            # A rank that is in another group, too, counts as those do that are not: what one group decides its ranks know alike.
+            # A rank that is in another group, too, counts as those do that are not: what one group decides its ranks
+            # know alike.
             others = {(name, object()): None for name in "abc"}
             before = routing.swap_routes(others)
             ours(torch.ones(6, 1, 16))
@@ -246,11 +253,13 @@ def test_ever_new_shapes_run_natively_after_a_while():
 
 
 def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
-    """It swaps the kernels that native multiplies by, on and off in one process: what is decided with one holds for it alone."""
+    """It swaps the kernels that native multiplies by, on and off in one process: what is decided with one holds for it
+    alone."""
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
     import ditron_train.megatron as plugin
     from ditron_train.megatron import routing, sp_routing
     from ditron_train.policy import switches
-    from megatron.core.transformer.custom_layers import batch_invariant_kernels
 
     plugin.apply(features="tp")
     plugin.restore()

@@ -17,7 +17,8 @@ ROWS, WEIGHT = 96, torch.empty(64, 128)
 
 
 def _general_gemm(split_k: bool):
-    """As Transformer Engine's, of whose arguments the first is the second operand of ``@``: at once, or in two parts."""
+    """As Transformer Engine's, of whose arguments the first is the second operand of ``@``: at once, or in two
+    parts."""
 
     def general_gemm(w, x, *, layout="TN", grad=False, out_dtype=None):
         w = w.t() if layout == "TN" else w

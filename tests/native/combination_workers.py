@@ -1,12 +1,13 @@
-"""Bodies of the tests of several features in one job: a small GPT with megatron-core's schedules, wrappers and optimizers, trained
-natively and with ours, evaluated between the steps."""
+"""Bodies of the tests of several features in one job: a small GPT with megatron-core's schedules, wrappers and
+optimizers, trained natively and with ours, evaluated between the steps."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +95,9 @@ def _models(case: Case, config: Any) -> list[Any]:
             post_process=parallel_state.is_pipeline_last_stage(**options),
             position_embedding_type="rope",
             share_embeddings_and_output_weights=case.tied,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage) if case.mtp else None,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage)
+            if case.mtp
+            else None,
             **stage,
         )
         if config.fp16 or config.bf16:
@@ -128,7 +131,12 @@ def _batches(case: Case, step: int, number: int) -> Iterator[dict[str, torch.Ten
         length = SEQUENCE - 4 * (index % 3) if case.variable else SEQUENCE
         tokens = torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=generator)
         positions = torch.arange(length).expand(BATCH, length)
-        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions, "loss_mask": torch.ones(BATCH, length)}
+        batch = {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "positions": positions,
+            "loss_mask": torch.ones(BATCH, length),
+        }
         mask = torch.ones(length, length).triu(1).bool()[None, None]
         yield {**get_batch_on_this_cp_rank({name: value.contiguous() for name, value in batch.items()}), "mask": mask}
 
@@ -147,7 +155,8 @@ def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
 
 
 def train(case: Case, ours: bool, steps: int = 2) -> dict[str, torch.Tensor]:
-    """Losses, gradients and norms of every step, losses of evaluations before and between them, and the parameters at the end."""
+    """Losses, gradients and norms of every step, losses of evaluations before and between them, and the parameters at
+    the end."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -179,8 +188,8 @@ def train(case: Case, ours: bool, steps: int = 2) -> dict[str, torch.Tensor]:
     def evaluate(step: int) -> None:
         for model in models:
             model.eval()
-        # Native's tensors that are kept are of the mode that comes first, RoPE's tables among them, which recomputation saves; ours
-        # must not be.
+        # Native's tensors that are kept are of the mode that comes first, RoPE's tables among them, which
+        # recomputation saves; ours must not be.
         with torch.inference_mode() if ours and config.recompute_granularity is None else torch.no_grad():
             run(1000 + step, f"evaluation {step}", forward_only=True)
 
@@ -191,7 +200,9 @@ def train(case: Case, ours: bool, steps: int = 2) -> dict[str, torch.Tensor]:
             model.zero_grad_buffer()
         optimizer.zero_grad()
         run(step, f"step {step}", forward_only=False)
-        parameters = [(f"{chunk}.{name}", p) for chunk, model in enumerate(models) for name, p in model.named_parameters()]
+        parameters = [
+            (f"{chunk}.{name}", p) for chunk, model in enumerate(models) for name, p in model.named_parameters()
+        ]
         seen.update({f"step {step} gradient of {name}": p.main_grad.clone() for name, p in parameters})
         stepped, norm, _ = optimizer.step()
         seen[f"step {step} norm"] = torch.tensor([float(stepped), float(norm or 0.0)])
@@ -202,8 +213,8 @@ def train(case: Case, ours: bool, steps: int = 2) -> dict[str, torch.Tensor]:
 
 
 def differences(case: Case, bound: float) -> tuple[list[str], list[str], bool]:
-    """What differs between the native run and ours by more than ``bound`` of its largest element; what ours logged; whether a
-    step was skipped, as after an overflow in fp16."""
+    """What differs between the native run and ours by more than ``bound`` of its largest element; what ours logged;
+    whether a step was skipped, as after an overflow in fp16."""
     import ditron_train.megatron as plugin
     from ditron_train.runtime import logs
     from ditron_train.testing.megatron_cpu import model_parallel
@@ -244,4 +255,3 @@ def _log_lines() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-

@@ -1,4 +1,5 @@
-"""What the workers of the MoE tests run: megatron-core's MoE layer, native and with ``ep``, the same weights and tokens."""
+"""What the workers of the MoE tests run: megatron-core's MoE layer, native and with ``ep``, the same weights and
+tokens."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def groups(**sizes):
 
 
 def groups_of_layers():
-    """Layers of a caller with groups of its own, while Megatron's know no expert parallelism: native, patched, by a spec; whether
-    each has the caller's groups, and its local experts."""
+    """Layers of a caller with groups of its own, while Megatron's know no expert parallelism: native, patched, by a
+    spec; whether each has the caller's groups, and its local experts."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
@@ -48,7 +49,9 @@ def groups_of_layers():
     with groups():
         own = ProcessGroupCollection.use_mpu_process_groups()
         own.ep = own.tp_ep = dist.new_group(list(range(dist.get_world_size())))
-        config = TransformerConfig(**{**megatron_cpu.CPU_CONFIG, **BASE, "expert_model_parallel_size": dist.get_world_size()})
+        config = TransformerConfig(
+            **{**megatron_cpu.CPU_CONFIG, **BASE, "expert_model_parallel_size": dist.get_world_size()}
+        )
         for how in ("native", "patched", "spec"):
             spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
             if how != "native":
@@ -141,7 +144,8 @@ def uneven_collectives():
 
 
 def sliced_layers_agree(options, tokens_by_rank, dtype, in_any_place=2):
-    """``layers_agree`` where experts are split over tensor parallel ranks; of more than ``in_any_place`` rows lie as natively."""
+    """``layers_agree`` where experts are split over tensor parallel ranks; of more than ``in_any_place`` rows lie as
+    natively."""
     from ditron_train.megatron import ep_tensor
 
     before, ep_tensor._RANKS_IN_ANY_PLACE = ep_tensor._RANKS_IN_ANY_PLACE, in_any_place
@@ -223,8 +227,8 @@ def policy_is_asked_once(options=None):
 
 
 def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
-    """A cap, of some ranks only if they are named, that holds the signals but not the rows: the call goes on natively, later
-    ones start natively."""
+    """A cap, of some ranks only if they are named, that holds the signals but not the rows: the call goes on natively,
+    later ones start natively."""
     options = {"params_dtype": torch.float32, "num_moe_experts": 6, **(options or {})}
     if capped_ranks is not None and dist.get_rank() not in capped_ranks:
         os.environ.pop("DITRON_ARENA_BYTES")
@@ -239,7 +243,8 @@ def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
 
 
 def _dispatchers_agree(prepare, steps=2):
-    """Steps of a layer, native and ours, which ``prepare(dispatcher)`` has before each; which contexts ours ran with."""
+    """Steps of a layer, native and ours, which ``prepare(dispatcher)`` has before each; which contexts ours ran
+    with."""
     contexts = []
     with groups(**sizes_of({})):
         native, ours = (build({"params_dtype": torch.bfloat16, "bf16": True}, which) for which in (False, True))
@@ -253,7 +258,8 @@ def _dispatchers_agree(prepare, steps=2):
 
 
 def experts_wrapped_after_their_capacity():
-    """A capacity that was decided for other experts than are there when the layer is called: exact sizes, from then on."""
+    """A capacity that was decided for other experts than are there when the layer is called: exact sizes, from then
+    on."""
     torch.use_deterministic_algorithms(True)
 
     def decide(dispatcher, step):
@@ -309,7 +315,9 @@ def combined_steps(model, num_microbatches, device="cpu"):
         if micro < num_microbatches:
             generator = torch.Generator().manual_seed(10 * micro + dist.get_rank())
             tokens = torch.randint(0, model.vocab_size, (1, sequence), generator=generator).to(device)
-            plan = model.build_schedule_plan(tokens, torch.arange(sequence, device=device)[None], mask, labels=tokens.roll(1))
+            plan = model.build_schedule_plan(
+                tokens, torch.arange(sequence, device=device)[None], mask, labels=tokens.roll(1)
+            )
         grad = None if behind is None else torch.ones(1, sequence, device=device)
         loss = TransformerModelChunkSchedulePlan.run(plan, behind, b_grad=grad)
         losses += [] if plan is None else [loss.detach()]

@@ -1,4 +1,5 @@
-"""Bodies that run on gloo ranks: a tiny GPT with ``--optimizer muon`` and ``dist_muon``, natively and with ditron_train."""
+"""Bodies that run on gloo ranks: a tiny GPT with ``--optimizer muon`` and ``dist_muon``, natively and with
+ditron_train."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def _build(layer_wise, num_experts=None, **options):
 
     megatron_cpu.seed(1)
     model = _model(num_experts, options.get("bf16", False))
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=False), model)
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=False), model
+    )
     config = OptimizerConfig(
         **{**dict(optimizer="muon", lr=0.01, min_lr=0.0, weight_decay=0.1, clip_grad=0.0, bf16=False), **options}
     )
@@ -83,7 +86,8 @@ def _different(weights, others):
 def muon_and_dist_muon_agree(num_experts, sharding):
     """Whole and layer-wise optimizers give equal weights; returns what each rank owns and the losses.
 
-    Gradients are not clipped: the norm of a sharded model sums in another order than that of a whole one, natively too.
+    Gradients are not clipped: the norm of a sharded model sums in another order than that of a whole one, natively
+    too.
     """
     import ditron_train.megatron as plugin
     from ditron_train.megatron.muon import DitronLayerWiseDistributedOptimizer, DitronTensorParallelMuon
@@ -107,9 +111,9 @@ def muon_and_dist_muon_agree(num_experts, sharding):
 
 def restore_brings_native_back():
     """After restore, native refuses again where emerging_optimizers is missing."""
-    import ditron_train.megatron as plugin
     from megatron.core.optimizer import muon as native
 
+    import ditron_train.megatron as plugin
     from ditron_train.testing import megatron_cpu
 
     before = native.TensorParallelMuon, native.HAVE_EMERGING_OPTIMIZERS
@@ -122,7 +126,8 @@ def restore_brings_native_back():
 
 
 def native_and_ours_agree(layer_wise, tensor_parallel, options):
-    """megatron-core's own optimizer on the stand-in of emerging_optimizers, and ours: weights that differ, equal losses."""
+    """megatron-core's own optimizer on the stand-in of emerging_optimizers, and ours: weights that differ, equal
+    losses."""
     from ditron_train.testing import emerging_optimizers, megatron_cpu
 
     assert emerging_optimizers.install()
@@ -149,7 +154,8 @@ def native_and_ours_agree(layer_wise, tensor_parallel, options):
 
 
 def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
-    """Two steps by one implementation, a ``torch_dist`` checkpoint, two by the other: weights that differ, equal losses."""
+    """Two steps by one implementation, a ``torch_dist`` checkpoint, two by the other: weights that differ, equal
+    losses."""
     from megatron.core import dist_checkpointing
 
     import ditron_train.megatron as plugin

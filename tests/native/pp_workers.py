@@ -1,4 +1,5 @@
-"""Bodies of the pipeline tests: a small GPT trained by megatron-core's schedules, natively and with our communicator."""
+"""Bodies of the pipeline tests: a small GPT trained by megatron-core's schedules, natively and with our
+communicator."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def _config(case: Case, overlap: bool, warmup_flush: bool) -> Any:
 
     from ditron_train.testing.megatron_cpu import CPU_CONFIG
 
-    options = dict(CPU_CONFIG) if case.device == "cpu" else {"gradient_accumulation_fusion": False, "deterministic_mode": True}
+    options = (
+        dict(CPU_CONFIG)
+        if case.device == "cpu"
+        else {"gradient_accumulation_fusion": False, "deterministic_mode": True}
+    )
     return TransformerConfig(
         num_layers=2 * case.pipeline * (case.chunks or 1) // (2 if case.chunks else 1),
         hidden_size=32,
@@ -70,11 +75,15 @@ def _models(case: Case, config: Any) -> list[Any]:
     models = []
     for chunk in range(case.chunks or 1):
         stage = {} if case.chunks is None else {"vp_stage": chunk}
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage) if stage else (
-            parallel_state.is_pipeline_first_stage()
+        first = (
+            parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
+            if stage
+            else (parallel_state.is_pipeline_first_stage())
         )
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage) if stage else (
-            parallel_state.is_pipeline_last_stage()
+        last = (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
+            if stage
+            else (parallel_state.is_pipeline_last_stage())
         )
         model = GPTModel(
             config,
@@ -234,7 +243,8 @@ def falls_back(case: Case, change: dict[str, Any]) -> int:
 
 
 def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
-    """Trains with a plan file that is made, and with one that says native; whether ours sent anything and all was equal."""
+    """Trains with a plan file that is made, and with one that says native; whether ours sent anything and all was
+    equal."""
     import json
     import os
 
@@ -289,7 +299,8 @@ def no_memory(case: Case) -> int:
 
 
 def no_memory_on_one_node(case: Case, caps: list[str | None]) -> list[int]:
-    """Two nodes of two ranks, the first with these caps in turn: training goes on, the same on all ranks; messages of ours."""
+    """Two nodes of two ranks, the first with these caps in turn: training goes on, the same on all ranks; messages of
+    ours."""
     import os
 
     import ditron_train.megatron
@@ -317,10 +328,10 @@ def no_memory_on_one_node(case: Case, caps: list[str | None]) -> list[int]:
 
 def bad_input() -> list[str]:
     """What native raises, ours raises."""
-    import ditron_train.megatron
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+    import ditron_train.megatron
     from ditron_train.testing.megatron_cpu import model_parallel
 
     said = []
@@ -333,11 +344,7 @@ def bad_input() -> list[str]:
             config.pipeline_dtype = dtype
             try:
                 P2PCommunicator(group, config)._communicate(
-                    tensor_send_next=None,
-                    tensor_send_prev=None,
-                    recv_prev=True,
-                    recv_next=False,
-                    tensor_shape=shape,
+                    tensor_send_next=None, tensor_send_prev=None, recv_prev=True, recv_next=False, tensor_shape=shape
                 )
             except RuntimeError as error:
                 said.append(str(error))
@@ -345,11 +352,12 @@ def bad_input() -> list[str]:
 
 
 def kept_communicator(lengths: list[int], variable: bool = False) -> int:
-    """One communicator for several steps, whose messages have other sizes (``variable``: than all say); how many were ours."""
-    import ditron_train.megatron
+    """One communicator for several steps, whose messages have other sizes (``variable``: than all say); how many were
+    ours."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+    import ditron_train.megatron
     from ditron_train.testing.megatron_cpu import model_parallel
 
     with model_parallel(pipeline_model_parallel_size=2):
@@ -373,11 +381,12 @@ def kept_communicator(lengths: list[int], variable: bool = False) -> int:
 
 
 def several_sizes_in_a_step() -> int:
-    """Lists of shapes and calls of several sizes, behind a small message, natively and then ours; how many messages were ours."""
-    import ditron_train.megatron
+    """Lists of shapes and calls of several sizes, behind a small message, natively and then ours; how many messages
+    were ours."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+    import ditron_train.megatron
     from ditron_train.testing.megatron_cpu import model_parallel
 
     stages, small, large = 3, (4, BATCH, 8), (20, BATCH, 8)

@@ -1,4 +1,5 @@
-"""Body of the test with batches that bring their own context parallel groups, around a posed attention of Transformer Engine."""
+"""Body of the test with batches that bring their own context parallel groups, around a posed attention of Transformer
+Engine."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 
 def _pose_transformer_engine():
-    """Gives megatron-core, for as long as this process lives, an attention that changes its group as Transformer Engine's does;
-    every row attends to itself alone, so results do not depend on the group. ``asked``: who was called, with which group."""
+    """Gives megatron-core, for as long as this process lives, an attention that changes its group as Transformer
+    Engine's does; every row attends to itself alone, so results do not depend on the group. ``asked``: who was called,
+    with which group."""
     import megatron.core.extensions.transformer_engine as native
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401  looks for Transformer Engine, which is not to be there yet
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -28,7 +30,9 @@ def _pose_transformer_engine():
             self.config, self.attn_mask_type = config, "causal"
             self.cp_group = kwargs["pg_collection"].cp if config.context_parallel_size > 1 else None
 
-        def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
+        def forward(
+            self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None
+        ):
             if packed_seq_params is not None and packed_seq_params.cp_group is not None:
                 self.cp_group = packed_seq_params.cp_group
             elif packed_seq_params is not None and packed_seq_params.local_cp_size is not None:
@@ -48,7 +52,8 @@ def _pose_transformer_engine():
 
 
 def batches_of_other_groups(lengths_of_ranks):
-    """Batches that differ between ranks, in length and number, are native; so are those after them until the group is back."""
+    """Batches that differ between ranks, in length and number, are native; so are those after them until the group is
+    back."""
     posed = _pose_transformer_engine()
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -1,4 +1,5 @@
-"""Bodies of the context parallel tests: a small GPT of the local spec, whole on one rank and with Ulysses on several."""
+"""Bodies of the context parallel tests: a small GPT of the local spec, whole on one rank and with Ulysses on
+several."""
 
 from __future__ import annotations
 
@@ -123,8 +124,11 @@ def assert_same_bits(ours, native):
         assert torch.equal(ours[2][name], gradient), name
 
 
-def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through_spec=False, data_parallel=1, features="sp"):
-    """Ulysses by ops against Ulysses by all-to-alls (bit for bit where no GEMM is interpreted) and against one rank."""
+def gpt_agrees(
+    options, length=16, expect_fused=True, tensor_parallel=1, through_spec=False, data_parallel=1, features="sp"
+):
+    """Ulysses by ops against Ulysses by all-to-alls (bit for bit where no GEMM is interpreted) and against one
+    rank."""
     import ditron_train.megatron as plugin
 
     world = dist.get_world_size() // (tensor_parallel * data_parallel)
@@ -143,7 +147,9 @@ def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through
             assert_same_bits(run(model, world, length), native)
             assert num_fused_shapes("exchange") > 0
         ours = run(model, world, length)
-        expected = (int(expect_fused), int(not expect_fused)) if features == "sp" else (0, 0)  # tp overlaps the projections
+        expected = (
+            (int(expect_fused), int(not expect_fused)) if features == "sp" else (0, 0)
+        )  # tp overlaps the projections
         assert (num_fused_shapes("projections"), num_fused_shapes("output")) == expected
         assert (ours[0] - native[0]).abs().max() <= LOSS_BOUND
         for name, gradient in native[2].items():
@@ -164,8 +170,8 @@ def gpt_agrees(options, length=16, expect_fused=True, tensor_parallel=1, through
 
 
 def largest_sums(options, length):
-    """What the policy's data that shows the order of sums leaves of them, against sums of the same magnitudes that do not
-    cancel: the largest ratio among all results and gradients, for each question asked."""
+    """What the policy's data that shows the order of sums leaves of them, against sums of the same magnitudes that do
+    not cancel: the largest ratio among all results and gradients, for each question asked."""
     from ditron_train.megatron import sp_routing
 
     asked, ask, world = {}, sp_routing._ask, dist.get_world_size()
@@ -214,7 +220,8 @@ def posed_nodes(ranks_per_node):
 
 
 def gpt_across_nodes(ranks_per_node, batch_of_rows):
-    """Ulysses over nodes: exchanges by rails and peer memory where nodes have several ranks, else native; the same bits."""
+    """Ulysses over nodes: exchanges by rails and peer memory where nodes have several ranks, else native; the same
+    bits."""
     from ditron_train.megatron.sp_nodes import NodesContext
     from ditron_train.megatron.sp_routing import _routes
 
@@ -233,8 +240,8 @@ def gpt_across_nodes(ranks_per_node, batch_of_rows):
 
 
 def memory_missing_on_one_node(ranks_per_node):
-    """Reasons for exchanges that all nodes leave to native since the first has no memory: for its context, then for a shape's
-    buffers; with memory again, the next shape is exchanged by ours."""
+    """Reasons for exchanges that all nodes leave to native since the first has no memory: for its context, then for a
+    shape's buffers; with memory again, the next shape is exchanged by ours."""
     from megatron.core import parallel_state
 
     from ditron_train.megatron import sp_routing
@@ -247,7 +254,9 @@ def memory_missing_on_one_node(ranks_per_node):
             model = build(world, num_layers=1)
             for length, cap in ((16, 4096), (24, None), (8, 0)):
                 if cap is None:
-                    cap = get_nodes_context(parallel_state.get_context_parallel_group(), torch.device("cpu")).node.arena.num_bytes
+                    cap = get_nodes_context(
+                        parallel_state.get_context_parallel_group(), torch.device("cpu")
+                    ).node.arena.num_bytes
                 with without("projections", "output", "exchange"):
                     native = run(model, world, length)
                 if cap and dist.get_rank() < ranks_per_node:
@@ -269,7 +278,10 @@ def packed_across_nodes(context):
     total = sum(lengths)
     table = packed_rows(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]), world, total // world)
     layout, out_layout = qkv_layout(2 * world, world, 8, world), output_layout(2 * world, 8, world)
-    whole = [torch.arange(total * heads * 8, dtype=torch.float32).view(total, heads, 8) for heads in (2 * world, world, world)]
+    whole = [
+        torch.arange(total * heads * 8, dtype=torch.float32).view(total, heads, 8)
+        for heads in (2 * world, world, world)
+    ]
     rows = table[rank].long()
     parts = context.to_heads([part[rows] for part in whole], layout, table)
     for part, expected, heads in zip(parts, whole, (2, 1, 1)):
@@ -278,7 +290,8 @@ def packed_across_nodes(context):
 
 
 def refused_calls():
-    """Errors of attentions called with what native refuses: an odd length, a padding mask, a bias, packed sequences."""
+    """Errors of attentions called with what native refuses: an odd length, a padding mask, a bias, packed
+    sequences."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -288,7 +301,9 @@ def refused_calls():
         core = attention.core_attention
         x = torch.zeros(4, BATCH, 32)
         parts = [torch.zeros(4, BATCH, heads, 4) for heads in (8, 4, 4)]
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]), cu_seqlens_kv=torch.tensor([0, 8]))
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]), cu_seqlens_kv=torch.tensor([0, 8])
+        )
         calls = {
             "odd": lambda: attention(x[:3], None),
             "bias": lambda: core(*parts, None, AttnMaskType.causal, attention_bias=torch.zeros(1)),
@@ -317,7 +332,8 @@ def bytes_of_layers():
 
 
 def packed_attention_agrees(lengths, options):
-    """Fused projections of packed sequences, by an attention that masks them apart, against each sequence by itself on one rank."""
+    """Fused projections of packed sequences, by an attention that masks them apart, against each sequence by itself on
+    one rank."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -331,7 +347,9 @@ def packed_attention_agrees(lengths, options):
 
         def attend(self, query, key, value, attn_mask_type=None, packed=None):
             sequence = torch.bucketize(torch.arange(len(query)), packed.cu_seqlens_q[1:], right=True)
-            mask = (sequence[:, None] != sequence[None, :]) | torch.ones(len(query), len(query), dtype=torch.bool).triu_(1)
+            mask = (sequence[:, None] != sequence[None, :]) | torch.ones(
+                len(query), len(query), dtype=torch.bool
+            ).triu_(1)
             parts = [part.unsqueeze(1) for part in (query, key, value)]
             return DotProductAttention.forward(self, *parts, mask[None, None], self.attn_mask_type).squeeze(1)
 
@@ -349,9 +367,15 @@ def packed_attention_agrees(lengths, options):
     with groups(world):
         attention = build(world, num_layers=1, **options).decoder.layers[0].self_attention
         attention.core_attention.__class__ = Attention
-        table = RotaryEmbedding(kv_channels=4, rotary_percent=1.0, use_cpu_initialization=True)(max(lengths), packed_seq=True)
+        table = RotaryEmbedding(kv_channels=4, rotary_percent=1.0, use_cpu_initialization=True)(
+            max(lengths), packed_seq=True
+        )
         packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
         )
         leaf = x[rows].requires_grad_()
         out, _ = attention(leaf, None, rotary_pos_emb=table, packed_seq_params=packed)

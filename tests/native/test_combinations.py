@@ -1,4 +1,5 @@
-"""Several features in one job, as real ones have them, against the same job natively: losses, gradients, norms, evaluation."""
+"""Several features in one job, as real ones have them, against the same job natively: losses, gradients, norms,
+evaluation."""
 
 from __future__ import annotations
 

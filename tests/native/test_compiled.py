@@ -27,7 +27,8 @@ def _compile(module: torch.nn.Module, backend: CountingBackend) -> None:
 
 
 def _linear_layers(backend: CountingBackend) -> None:
-    """Forward and backward in one piece of code, against native layers uncompiled: sums of integers, exact in any order."""
+    """Forward and backward in one piece of code, against native layers uncompiled: sums of integers, exact in any
+    order."""
     from ditron_train.testing.megatron_cpu import model_parallel
 
     with model_parallel(tensor_model_parallel_size=2):
@@ -76,11 +77,14 @@ def _compiled(*bodies: Callable[[CountingBackend], None]) -> dict[str, tuple[int
 def test_bits_of_uncompiled_code():
     for outcome in run_workers_once(2, _compiled, _linear_layers, _context_parallel_gpts, _experts, timeout_s=280):
         assert outcome.ok, outcome.traceback
-        assert len(outcome.value) == 3 and all(num_graphs > 0 and not traced for num_graphs, traced in outcome.value.values())
+        assert len(outcome.value) == 3 and all(
+            num_graphs > 0 and not traced for num_graphs, traced in outcome.value.values()
+        )
 
 
 def _what_experts_get() -> int:
-    """Calls with new routings, whose tables pass from the dispatcher to the experts through compiled code; graphs made."""
+    """Calls with new routings, whose tables pass from the dispatcher to the experts through compiled code; graphs
+    made."""
     import torch.distributed as dist
 
     from ditron_train.ep import ExpertCall, begin_layout, get_ep_context

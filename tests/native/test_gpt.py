@@ -137,9 +137,9 @@ def _shards(model, metadata):
 
 
 def _exchange_state_dicts():
-    import ditron_train.megatron
     from megatron.core import parallel_state
 
+    import ditron_train.megatron
     from ditron_train.testing.megatron_cpu import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
@@ -160,9 +160,9 @@ def _exchange_state_dicts():
 def _exchange_distributed_checkpoints(directory):
     import os
 
-    import ditron_train.megatron
     from megatron.core import dist_checkpointing, parallel_state
 
+    import ditron_train.megatron
     from ditron_train.testing.megatron_cpu import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):

@@ -57,7 +57,13 @@ def _layers(ours, config, *, bias=False, skip_bias_add=False, ffn=FFN, **column_
         HIDDEN, ffn, config=config, init_method=_integer_init, bias=bias, skip_bias_add=skip_bias_add, **column_options
     )
     row = row_class(
-        ffn, HIDDEN, config=config, init_method=_integer_init, bias=bias, input_is_parallel=True, skip_bias_add=skip_bias_add
+        ffn,
+        HIDDEN,
+        config=config,
+        init_method=_integer_init,
+        bias=bias,
+        input_is_parallel=True,
+        skip_bias_add=skip_bias_add,
     )
     for index, parameter in enumerate((*column.parameters(), *row.parameters())):
         parameter.data.copy_(_integers(*parameter.shape, seed=100 * dist.get_rank() + index))
@@ -108,9 +114,7 @@ def _compare(options, sizes):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"bias": True}, {"bias": True, "skip_bias_add": True}],
-    ids=["no-bias", "bias", "bias-returned"],
+    "options", [{}, {"bias": True}, {"bias": True, "skip_bias_add": True}], ids=["no-bias", "bias", "bias-returned"]
 )
 def test_layers_equal_native(world_size, options):
     run_workers(world_size, _compare, options, {})
@@ -144,8 +148,8 @@ def test_frozen_weights():
 
 
 def _what_runs(frozen):
-    """What of native's layers and of our dgrads the policy had compared, and what training then ran, of a column layer whose weight
-    is frozen or deferred."""
+    """What of native's layers and of our dgrads the policy had compared, and what training then ran, of a column layer
+    whose weight is frozen or deferred."""
     from ditron_train.megatron import routing
     from ditron_train.testing.megatron_cpu import model_parallel
     from ditron_train.tp import functions
@@ -165,7 +169,9 @@ def _what_runs(frozen):
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         config = _config()
         config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = not frozen, 0
-        column, _ = _layers(True, config, **({} if frozen else {"embedding_activation_buffer": [], "grad_output_buffer": []}))
+        column, _ = _layers(
+            True, config, **({} if frozen else {"embedding_activation_buffer": [], "grad_output_buffer": []})
+        )
         column.weight.requires_grad_(not frozen)
         for _ in range(2):
             x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
@@ -213,7 +219,11 @@ def _fused(flags):
             for weight in (column.weight, row.weight):
                 weight.main_grad = buffer = torch.full(weight.shape, 3.0)
                 if "fsdp" in flags:  # Megatron-FSDP has a buffer for it from backward on
-                    weight.__fsdp_param__, weight.main_grad, weight.get_main_grad = True, None, lambda buffer=buffer: buffer
+                    weight.__fsdp_param__, weight.main_grad, weight.get_main_grad = (
+                        True,
+                        None,
+                        lambda buffer=buffer: buffer,
+                    )
                 if "flag" in flags:
                     weight.grad_added_to_main_grad = False
                 if "zero" in flags:
@@ -222,14 +232,18 @@ def _fused(flags):
             if "flag" in flags and "zero" not in flags:  # the dummy is uninitialised memory
                 for name in ("dcolumn.weight", "drow.weight"):
                     result[name] = torch.tensor(result[name].shape)
-            result["flags"] = torch.tensor([getattr(w, "grad_added_to_main_grad", -1) for w in (column.weight, row.weight)])
+            result["flags"] = torch.tensor(
+                [getattr(w, "grad_added_to_main_grad", -1) for w in (column.weight, row.weight)]
+            )
             found.append(result)
         _assert_equal(*found)
         assert not torch.equal(found[1]["main.column.weight"], torch.full_like(found[1]["main.column.weight"], 3.0))
         _assert_ran_as_ops()
 
 
-@pytest.mark.parametrize("flags", [(), ("flag",), ("flag", "zero"), ("flag", "fsdp")], ids=["none", "flag", "zero", "fsdp"])
+@pytest.mark.parametrize(
+    "flags", [(), ("flag",), ("flag", "zero"), ("flag", "fsdp")], ids=["none", "flag", "zero", "fsdp"]
+)
 def test_wgrad_into_main_grad(flags):
     run_workers(2, _fused, flags)
 
@@ -290,10 +304,13 @@ def _first_called_where_saved_tensors_are_hooked(hooked):
     saved = []
 
     def both(layers, x):
-        """Saved tensors are counted, as torch's checkpoint does, or looked up later, as megatron-core's offloading does."""
+        """Saved tensors are counted, as torch's checkpoint does, or looked up later, as megatron-core's offloading
+        does."""
         if hooked == "checkpoint":
             return checkpoint(lambda t: layers[1](layers[0](t)[0])[0], x, use_reentrant=False)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), len(saved) - 1)[1], lambda i: saved[i]):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (saved.append(t), len(saved) - 1)[1], lambda i: saved[i]
+        ):
             return layers[1](layers[0](x)[0])[0]
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
@@ -348,7 +365,9 @@ def _pipelined_microbatches():
             outputs = [row(column(x)[0])[0] for x in inputs]
             for y in reversed(outputs):
                 y.square().sum().backward()
-            found.append({**{f"dx{i}": x.grad for i, x in enumerate(inputs)}, "dc": column.weight.grad, "dr": row.weight.grad})
+            found.append(
+                {**{f"dx{i}": x.grad for i, x in enumerate(inputs)}, "dc": column.weight.grad, "dr": row.weight.grad}
+            )
         _assert_equal(*found)
 
 

@@ -12,7 +12,8 @@ import pytest
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 pytestmark = pytest.mark.skipif(
-    not MEGATRON_LM, reason="MEGATRON_LM names no checkout of Megatron-LM at tag core_v0.16.1, with its requirements installed"
+    not MEGATRON_LM,
+    reason="MEGATRON_LM names no checkout of Megatron-LM at tag core_v0.16.1, with its requirements installed",
 )
 
 SIZES = (
@@ -32,7 +33,12 @@ ON_CPU = (
 @pytest.mark.parametrize(
     "feature, options, status, says",
     [
-        ("pp", "--pipeline-model-parallel-size 2 --use-distributed-optimizer", 0, "equal: all 22 figures of 6 steps on 2 ranks"),
+        (
+            "pp",
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer",
+            0,
+            "equal: all 22 figures of 6 steps on 2 ranks",
+        ),
         # Triton's interpreter rounds a GEMM's sums in another order than torch does on the CPU.
         ("tp", "--tensor-model-parallel-size 2 --sequence-parallel", 1, "DIFFERENT: "),
     ],
@@ -43,7 +49,17 @@ def test_compare(tmp_path, feature, options, status, says):
     script = shutil.copy(Path(__file__).with_name("megatron_lm_on_cpu.py"), tmp_path)
     path = os.pathsep.join([MEGATRON_LM, str(repository), os.environ.get("PYTHONPATH", "")])
     env = dict(os.environ, PYTHONPATH=path, TRITON_INTERPRET="1", CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1")
-    compare = [sys.executable, "-m", "ditron_train", "compare", "--trace", "--ditron", feature, "--output", str(tmp_path / "out")]
+    compare = [
+        sys.executable,
+        "-m",
+        "ditron_train",
+        "compare",
+        "--trace",
+        "--ditron",
+        feature,
+        "--output",
+        str(tmp_path / "out"),
+    ]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*compare, *launcher, str(script), *f"{SIZES} {ON_CPU} {options}".split()]
     done = subprocess.run(words, check=False, env=env, capture_output=True, text=True, timeout=280)

@@ -81,7 +81,9 @@ def test_layers_have_the_callers_groups():
 
 
 def test_eight_ranks():
-    run_workers(8, layers_agree, {"num_moe_experts": 16, "moe_router_topk": 4}, (3, 5, 1, 4, 2, 6, 3, 1), torch.bfloat16)
+    run_workers(
+        8, layers_agree, {"num_moe_experts": 16, "moe_router_topk": 4}, (3, 5, 1, 4, 2, 6, 3, 1), torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,9 @@ def test_split_experts_go_over_to_native_together(options, capped):
     env = {"DITRON_ARENA_BYTES": "20000", "DITRON_POLICY": "force"}
     reasons = run_workers(4, falls_back_when_memory_is_capped, {**SLICED, **options}, capped, env=env, timeout_s=100)
     for rank, reason in enumerate(reasons):
-        assert ("DITRON_ARENA_BYTES" if rank in capped else "another tensor parallel rank has no room") in reason, reasons
+        assert ("DITRON_ARENA_BYTES" if rank in capped else "another tensor parallel rank has no room") in reason, (
+            reasons
+        )
 
 
 def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
@@ -152,7 +156,12 @@ def test_rows_of_split_experts_in_the_places_of_native():
 
 
 def test_experts_split_over_four_ranks():
-    sizes = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 4, "num_moe_experts": 4, "moe_router_topk": 3}
+    sizes = {
+        "tensor_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 4,
+        "num_moe_experts": 4,
+        "moe_router_topk": 3,
+    }
     run_workers(8, sliced_layers_agree, {**SLICED, **sizes}, (3, 5, 1, 4, 2, 6, 3, 1), torch.bfloat16)
 
 
@@ -172,7 +181,11 @@ def test_the_policy_is_asked_by_all_slices_together():
             "strict",
             "native dispatcher, overlap_moe_expert_parallel_comm runs it beside",
         ),
-        ({"overlap_moe_expert_parallel_comm": True}, "bits", "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm"),
+        (
+            {"overlap_moe_expert_parallel_comm": True},
+            "bits",
+            "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm",
+        ),
         (
             {"overlap_moe_expert_parallel_comm": True, "context_parallel_size": 2},
             "force",
@@ -207,7 +220,12 @@ def test_calls_in_a_capture_are_native_where_ours_would_sync():
 
 @pytest.mark.parametrize(
     "is_decided, is_sized, slices, words",
-    [(False, True, 1, "first called"), (True, False, 1, "host sync"), (True, True, 2, "host sync"), (True, True, 1, None)],
+    [
+        (False, True, 1, "first called"),
+        (True, False, 1, "host sync"),
+        (True, True, 2, "host sync"),
+        (True, True, 1, None),
+    ],
 )
 def test_what_can_be_captured(is_decided, is_sized, slices, words):
     from ditron_train.megatron.ep_native import why_not_captured
@@ -217,7 +235,8 @@ def test_what_can_be_captured(is_decided, is_sized, slices, words):
 
 
 def test_the_combined_schedule_runs_ours_method_by_method():
-    """overlap_moe_expert_parallel_comm: a forward pass beside the backward pass of another microbatch; nothing is fused."""
+    """overlap_moe_expert_parallel_comm: a forward pass beside the backward pass of another microbatch; nothing is
+    fused."""
     assert run_workers(2, combined_schedule, 3, env={"DITRON_POLICY": "bits"}) == [([], [(True, True)] * 2)] * 2
 
 

@@ -1,4 +1,5 @@
-"""``--ditron muon`` inside megatron-core, on gloo: weights equal native's, whole, sharded, tensor parallel, with experts."""
+"""``--ditron muon`` inside megatron-core, on gloo: weights equal native's, whole, sharded, tensor parallel, with
+experts."""
 
 from __future__ import annotations
 

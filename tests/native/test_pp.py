@@ -61,7 +61,9 @@ def test_interleaved(case):
         assert len(set(counts)) == 1 and counts[0] > 0
 
 
-@pytest.mark.parametrize("case", [Case(4, 5, batched=True), Case(4, 8, chunks=2, variable=True, batched=True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(4, 5, batched=True), Case(4, 8, chunks=2, variable=True, batched=True)], ids=str
+)
 def test_two_nodes_on_one_machine(case):
     ways = IN_ORDER if case.chunks is None else ALL_WAYS[:2]
     counts = run_workers(4, workers.equal_across_nodes, case, ways, timeout_s=200)
@@ -75,7 +77,9 @@ def test_any_number_of_slots(slots):
     run_workers(4, workers.equal_to_native, case, ALL_WAYS, timeout_s=300, env=env)
 
 
-@pytest.mark.parametrize("case", [Case(2, 4), Case(2, 3, variable=True, batched=True), Case(3, 6, chunks=2, batched=True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(2, 4), Case(2, 3, variable=True, batched=True), Case(3, 6, chunks=2, batched=True)], ids=str
+)
 def test_by_kernels(case):
     ways = IN_ORDER if case.chunks is None else ALL_WAYS
     env = {"DITRON_PP_PATH": "kernel"}
@@ -95,7 +99,9 @@ def test_what_is_not_covered_runs_natively():
 
 
 def test_memory_that_is_missing_on_one_node_sends_all_ranks_natively():
-    *without, counts = zip(*run_workers(4, workers.no_memory_on_one_node, Case(4, 2, batched=True), ["4096", "1", None]))
+    *without, counts = zip(
+        *run_workers(4, workers.no_memory_on_one_node, Case(4, 2, batched=True), ["4096", "1", None])
+    )
     assert without == [(0,) * 4] * 2  # no slots, no flags
     assert counts[0] > 0 and counts[2] > 0  # they send to the next stage within their node
 

@@ -36,7 +36,10 @@ def test_gpt_on_two_ranks(options, expect_fused):
 
 
 def test_what_the_policy_compares_is_nothing_but_roundings():
-    for options, expected in (({}, {"projections"}), ({"qk_layernorm": True, "normalization": "LayerNorm"}, {"output"})):
+    for options, expected in (
+        ({}, {"projections"}),
+        ({"qk_layernorm": True, "normalization": "LayerNorm"}, {"output"}),
+    ):
         for asked in run_workers(2, sp_workers.largest_sums, options, 16):
             assert asked.keys() == expected and all(0.0 < ratio < 1e-5 for ratio in asked.values()), asked
 
@@ -52,7 +55,9 @@ def test_gpt_on_four_ranks():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False, "add_bias_linear": True}], ids=["sequence", "replicas"])
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_parallel": False, "add_bias_linear": True}], ids=["sequence", "replicas"]
+)
 def test_inside_tensor_parallelism(options):
     run_workers(4, sp_workers.gpt_agrees, options, 16, True, 2, timeout_s=400)
 
@@ -82,12 +87,19 @@ def test_gpt_across_posed_nodes(ranks_per_node):
 def test_memory_that_one_node_lacks_leaves_every_node_native():
     first, *others = run_workers(4, sp_workers.memory_missing_on_one_node, 2, timeout_s=100)
     assert all(reasons == first for reasons in others)
-    for reason, words in zip(first, ("making a context on every node", "exchanging 12 rows on every node"), strict=True):
-        assert reason.startswith(f"{words} failed on 2 of 4 ranks: rank 0: ArenaError: ") and "DITRON_ARENA_BYTES" in reason
+    for reason, words in zip(
+        first, ("making a context on every node", "exchanging 12 rows on every node"), strict=True
+    ):
+        assert (
+            reason.startswith(f"{words} failed on 2 of 4 ranks: rank 0: ArenaError: ")
+            and "DITRON_ARENA_BYTES" in reason
+        )
 
 
 def test_batches_that_bring_their_own_groups_are_native():
-    for outcome in run_workers_once(2, sp_batch_groups_workers.batches_of_other_groups, [(8, 12), (12,)], timeout_s=60):
+    for outcome in run_workers_once(
+        2, sp_batch_groups_workers.batches_of_other_groups, [(8, 12), (12,)], timeout_s=60
+    ):
         assert outcome.ok, outcome.traceback
 
 
@@ -105,7 +117,9 @@ def test_what_native_refuses_is_refused_with_the_same_words_on_every_rank(option
     assert len(set(errors)) == 1 and "number of attention heads needs to be divisible by CP size" in errors[0]
 
 
-@pytest.mark.parametrize("options", [{"cp_comm_type": "p2p"}, {"softmax_type": "learnable"}], ids=["kind", "trained offsets"])
+@pytest.mark.parametrize(
+    "options", [{"cp_comm_type": "p2p"}, {"softmax_type": "learnable"}], ids=["kind", "trained offsets"]
+)
 def test_other_context_parallelism_of_the_local_attention_stays_native(options):
     errors = run_workers(2, sp_workers.native_without_ulysses, options)
     assert all("Context parallelism is only supported by TEDotProductAttention" in error for error in errors)
@@ -130,7 +144,9 @@ def test_layers_share_one_set_of_buffers():
 
 
 @pytest.mark.parametrize(
-    "options, fused", [({}, (1, 0)), ({"qk_layernorm": True, "normalization": "LayerNorm"}, (0, 1))], ids=["plain", "norms"]
+    "options, fused",
+    [({}, (1, 0)), ({"qk_layernorm": True, "normalization": "LayerNorm"}, (0, 1))],
+    ids=["plain", "norms"],
 )
 def test_weights_made_in_inference_mode(options, fused):
     for difference, *shapes in run_workers(2, sp_workers.made_in_inference_mode, options):

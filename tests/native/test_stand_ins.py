@@ -1,4 +1,5 @@
-"""Layers whose forward ours stands in for: their hooks run, and what adapters and quantizers have put there is called."""
+"""Layers whose forward ours stands in for: their hooks run, and what adapters and quantizers have put there is
+called."""
 
 from __future__ import annotations
 
@@ -76,17 +77,26 @@ def test_fused_experts_read_their_weights_behind_the_hooks_of_their_layers(monke
 
 
 def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(monkeypatch):
-    """A buffer exists from when backward asks for it, and is let go of when it is reduced: ``main_grad`` is None by then."""
+    """A buffer exists from when backward asks for it, and is let go of when it is reduced: ``main_grad`` is None by
+    then."""
     from ditron_train.megatron import ep_experts
 
     te = {name: types.ModuleType(name) for name in _modules_above("transformer_engine.pytorch.module.base")}
-    te["transformer_engine.pytorch.module.base"].get_dummy_wgrad = lambda shape, dtype, zero: torch.zeros(shape, dtype=dtype)
+    te["transformer_engine.pytorch.module.base"].get_dummy_wgrad = lambda shape, dtype, zero: torch.zeros(
+        shape, dtype=dtype
+    )
     for name, module in te.items():
         monkeypatch.setitem(sys.modules, name, module)
     written = []
-    monkeypatch.setattr(ep_experts, "_grouped_gemm", lambda *args, **options: written.append((args[2], options["accumulate"])))
+    monkeypatch.setattr(
+        ep_experts, "_grouped_gemm", lambda *args, **options: written.append((args[2], options["accumulate"]))
+    )
     linear = _Grouped(FFN, HIDDEN, 1)
-    linear.fuse_wgrad_accumulation, linear.disable_parameter_transpose_cache, linear.is_first_microbatch = True, True, False
+    linear.fuse_wgrad_accumulation, linear.disable_parameter_transpose_cache, linear.is_first_microbatch = (
+        True,
+        True,
+        False,
+    )
     buffers = [torch.zeros(FFN, HIDDEN) for _ in range(EXPERTS)]
     for weight, buffer in zip(linear.parameters(), buffers):
         weight.__fsdp_param__, weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, True, False
@@ -123,7 +133,8 @@ def test_experts_with_adapters_are_not_fused():
 
 @pytest.mark.parametrize("wrapped", ["layer", "experts", "recipe"])
 def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wrapped):
-    """What was decided for them stands: were it still followed, a wrapper would get tokens for rows and an ExpertCall for counts."""
+    """What was decided for them stands: were it still followed, a wrapper would get tokens for rows and an ExpertCall
+    for counts."""
     from ditron_train.ep import ExpertCall
     from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
 
@@ -165,7 +176,8 @@ def _adapters(kind):
 
 
 def _hooks_of_the_attention(recompute):
-    """Hooks of the attention between two fused projections are called, in recomputation, too, and what they return counts."""
+    """Hooks of the attention between two fused projections are called, in recomputation, too, and what they return
+    counts."""
     import torch.distributed as dist
 
     world = dist.get_world_size()
@@ -174,7 +186,9 @@ def _hooks_of_the_attention(recompute):
         model, calls = sp_workers.build(world, **options), []
         plain = sp_workers.run(model, world, 16)[0]
         for layer in model.decoder.layers:
-            layer.self_attention.core_attention.register_forward_hook(lambda _, given, out: (calls.append(1), out * 1.5)[1])
+            layer.self_attention.core_attention.register_forward_hook(
+                lambda _, given, out: (calls.append(1), out * 1.5)[1]
+            )
         with sp_workers.without("projections", "output"):
             native = sp_workers.run(model, world, 16)
         num_calls = len(calls)
@@ -279,7 +293,9 @@ assert TELinears.why_not_out(layer, 1) is None, "a reduce-scatter adds up"
 """
 
 
-@pytest.mark.parametrize("body", [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC], ids=["norm", "shared_experts", "symmetric"])
+@pytest.mark.parametrize(
+    "body", [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC], ids=["norm", "shared_experts", "symmetric"]
+)
 def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
     """Of its layers, only what is asked here stands for them."""
     _run_beside_transformer_engine(body)
@@ -324,7 +340,8 @@ def test_subclasses_whose_forwards_do_more_are_called():
     from ditron_train.megatron.tp import DitronColumnParallelLinear
 
     def forward(self, x):
-        """As that of Transformer Engine's row parallel layer for inference, which only imports where that is installed."""
+        """As that of Transformer Engine's row parallel layer for inference, which only imports where that is
+        installed."""
 
     forward.__module__ = "megatron.core.tensor_parallel.inference_layers"
     for kind in (ColumnParallelLinearGathered, type("ForInference", (ColumnParallelLinear,), {"forward": forward})):
@@ -349,7 +366,10 @@ def test_a_gradient_that_is_added_up_elsewhere_is_not_added_up():
     from ditron_train.megatron.sp_linears import LocalLinears
 
     asked = [LocalLinears.why_not(_qkv(disable_grad_reduce=flag), None, torch.zeros(1)) for flag in (False, True)]
-    assert asked == ["the output projection is NoneType", "the gradient of their input is added up elsewhere (disable_grad_reduce)"]
+    assert asked == [
+        "the output projection is NoneType",
+        "the gradient of their input is added up elsewhere (disable_grad_reduce)",
+    ]
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

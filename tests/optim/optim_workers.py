@@ -49,6 +49,7 @@ def error_on_one_rank_does_not_hang_the_others():
     params = _parameters(3)
     optimizer = Muon(params, lr=0.05, shard_group=dist.group.WORLD)
     if dist.get_rank() == 0:
+
         def fail(*args, **kwargs):
             raise RuntimeError("no memory")
 

@@ -11,8 +11,11 @@ from ditron_train.optim import graphs
 from ditron_train.optim.products import ProductPlan
 
 
-def test_none_are_made_without_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """On a stream of torch's, which others get, too, replays and they would use one workspace of cuBLAS at the same time."""
+def test_none_are_made_without_a_stream_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a stream of torch's, which others get, too, replays and they would use one workspace of cuBLAS at the same
+    time."""
     monkeypatch.setattr(graphs, "has_driver", lambda: False)
     made: list[tuple] = []
     monkeypatch.setattr(graphs, "StepGraph", lambda *arguments: made.append(arguments))

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ditron_train.gemm import matmul_nt
-from ditron_train.optim import Muon, muon_scale, newton_schulz, orthogonalize
-from ditron_train.optim import products
+from ditron_train.optim import Muon, muon_scale, newton_schulz, orthogonalize, products
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.testing import interpreter
@@ -44,7 +43,9 @@ def test_steps_equal_the_equations(shape, nesterov, decay):
         grad = param.grad.clone()
         optimizer.step()
         assert torch.equal(param.grad, grad)
-        reference.reference_step(expected, momentum, grad, lr=0.02, nesterov=nesterov, weight_decay=0.1, decay=decay, extra=0.2)
+        reference.reference_step(
+            expected, momentum, grad, lr=0.02, nesterov=nesterov, weight_decay=0.1, decay=decay, extra=0.2
+        )
         assert torch.equal(param, expected)
         assert torch.equal(optimizer.state[param]["momentum_buffer"], momentum)
 
@@ -83,7 +84,9 @@ def test_half_products_give_the_weights_of_whole_tile_products(monkeypatch):
 
     def train():
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(24, 36), torch.nn.Tanh(), torch.nn.Linear(36, 8).requires_grad_(False))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(24, 36), torch.nn.Tanh(), torch.nn.Linear(36, 8).requires_grad_(False)
+        )
         optimizer = Muon(model[0].parameters(), lr=0.02, mode="force", fp32_matmul_prec="highest")
         x = torch.randn(64, 24)
         y = torch.tanh(x @ torch.randn(24, 8) / 5)

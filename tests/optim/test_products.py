@@ -1,4 +1,5 @@
-"""Symmetric products and the addmm product in the interpreter: exact on small integers, equal to whole products on any data."""
+"""Symmetric products and the addmm product in the interpreter: exact on small integers, equal to whole products on any
+data."""
 
 from __future__ import annotations
 
@@ -59,7 +60,13 @@ def test_scaled_square_is_exact_and_symmetric(m, dtype, config):
     assert torch.equal(result, result.t())
 
 
-@given(st.integers(1, 100), st.integers(1, 150), st.integers(1, 90), DTYPES, st.sampled_from([None, GemmConfig(32, 256, 32, 4, 1)]))
+@given(
+    st.integers(1, 100),
+    st.integers(1, 150),
+    st.integers(1, 90),
+    DTYPES,
+    st.sampled_from([None, GemmConfig(32, 256, 32, 4, 1)]),
+)
 @settings(max_examples=30, deadline=None)
 def test_addmm_is_exact(m, n, k, dtype, config):
     add, a, b = (integers(*shape, dtype=dtype, seed=m) for shape in ((m, n), (m, k), (k, n)))
@@ -157,7 +164,10 @@ def test_choices_of_tiles():
     ]
     small = [products._symmetric_config(size, size, torch.bfloat16, "sm_90", 132) for size in (512, 1024, 1408, 1536)]
     assert small == [products._SMALL] * 3 + [products._SQUARE]
-    of_addmm = [products._addmm_config(m, n, m, torch.bfloat16, "sm_90", 132) for m, n in ((512, 2048), (1024, 1024), (1024, 2688))]
+    of_addmm = [
+        products._addmm_config(m, n, m, torch.bfloat16, "sm_90", 132)
+        for m, n in ((512, 2048), (1024, 1024), (1024, 2688))
+    ]
     assert of_addmm[:2] == [products._SMALL_ADDMM] * 2 != of_addmm[2:]
 
 
@@ -193,7 +203,9 @@ def test_tiles_and_quarters_cover_the_triangle_once(size, blocks, num_programs):
 def test_the_last_tiles_of_a_2048_matrix_are_quartered():
     tiles, num_whole = triangle_tiles(2048, 128, 128, 8, 132)
     assert (num_whole, len(tiles) - num_whole) == (132, 12)  # four tiles on the diagonal, three quarters each
-    assert triangle_tiles(4096, 128, 128, 8, 132)[1] == 528 and len(triangle_tiles(3072, 128, 128, 8, 132)[0]) > 264 + 36
+    assert (
+        triangle_tiles(4096, 128, 128, 8, 132)[1] == 528 and len(triangle_tiles(3072, 128, 128, 8, 132)[0]) > 264 + 36
+    )
     assert products._symmetric_config(2048, 2048, torch.bfloat16, "sm_90", 132) == products._SQUARE
 
 

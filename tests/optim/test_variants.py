@@ -99,7 +99,8 @@ def _trained(num_steps=4, **options):
     """Weights of matrices of two shapes, one of them with q, k and v, a vector and one without a gradient."""
     shapes = [(16, 12), (24, 12), (16, 12), (12, 16), (24, 12), (5,), (16, 12)]
     params = [
-        torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i))) for i, shape in enumerate(shapes)
+        torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i)))
+        for i, shape in enumerate(shapes)
     ]
     optimizer = Muon(
         params, lr=0.02, split_qkv=True, is_qkv_fn=lambda p: p.shape[0] == 24, qkv_split_shapes=(4, 2, 2),

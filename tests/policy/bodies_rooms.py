@@ -91,7 +91,9 @@ def _ask_exchange(device: torch.device) -> None:
     forget_routes()
     on_gpu = device.type == "cuda"
     heads, dim = (16, 64) if on_gpu else (4, 8)
-    route_exchange(dist.group.WORLD, AttentionShape(heads, heads, dim, dim), _values(device, 256 if on_gpu else 8, 1, heads, dim))
+    route_exchange(
+        dist.group.WORLD, AttentionShape(heads, heads, dim, dim), _values(device, 256 if on_gpu else 8, 1, heads, dim)
+    )
 
 
 def _ask_projections(device: torch.device) -> None:
@@ -155,7 +157,10 @@ def _spoil_message(fault: str) -> contextlib.AbstractContextManager[None]:
     def make(right: Callable) -> Callable:
         def exchange(*given, **options):
             handles = right(*given, **options)
-            return {name: _SpoiledHandle(one, FAULTS[fault]) if name == "recv_prev" else one for name, one in handles.items()}
+            return {
+                name: _SpoiledHandle(one, FAULTS[fault]) if name == "recv_prev" else one
+                for name, one in handles.items()
+            }
 
         return exchange
 
@@ -168,7 +173,9 @@ def _spoil_experts(fault: str, *, of_own_tokens_only: bool = False) -> contextli
     def make(right: Callable) -> Callable:
         def combine_postprocess(self, *given):
             out = right(self, *given)
-            if self._ep_context is None or (of_own_tokens_only and not torch.equal(self.routing_map, _routing(out.device)[0])):
+            if self._ep_context is None or (
+                of_own_tokens_only and not torch.equal(self.routing_map, _routing(out.device)[0])
+            ):
                 return out
             return _spoil_first(fault, out, "gradient" in fault)
 
@@ -188,7 +195,8 @@ ROOMS = {
 
 
 def decision_with(room: str, fault: str, device: torch.device, mode: str, folder: Path) -> Entry:
-    """What the policy decides about ``room`` with ``fault`` (a key of ``FAULTS``), as it stands in the plan that it writes."""
+    """What the policy decides about ``room`` with ``fault`` (a key of ``FAULTS``), as it stands in the plan that it
+    writes."""
     ask, spoil = ROOMS[room]
     path = folder / f"{list(ROOMS).index(room)}-{fault}-{mode}.json".replace(" ", "-")
     before = {name: os.environ.get(name) for name in ("DITRON_PLAN", "DITRON_POLICY")}

@@ -78,7 +78,9 @@ def test_what_is_revealed(kind: str, name: str, words: str | None) -> None:
     found = run_workers(4, _reveal, kind)
     assert run_workers(4, _reveal, kind, torch.float16) == found
     assert found == [found[0]] * 4 and found[0].name == name
-    assert found[0].reason is None if words is None else words in found[0].reason and "NCCL_ALGO=Ring" in found[0].reason
+    assert (
+        found[0].reason is None if words is None else words in found[0].reason and "NCCL_ALGO=Ring" in found[0].reason
+    )
 
 
 def test_two_ranks_have_one_order() -> None:

@@ -47,7 +47,8 @@ class _FakeDevice:
 
 
 def _observe(wrong_on, slow_on, also_wrong_on=None):
-    """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is slow."""
+    """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is
+    slow."""
     rank = dist.get_rank()
     exact = torch.arange(6.0)
     wrong = exact.clone()
@@ -63,7 +64,9 @@ def _observe(wrong_on, slow_on, also_wrong_on=None):
     torch.cuda.synchronize = lambda device=None: None
     torch.tensor = lambda data, device=None, **options: saved[2](data, **options)
     try:
-        return probe_module.probe(lambda: native, lambda: ours, group=dist.group.WORLD, device=_FakeDevice(), also=[also])
+        return probe_module.probe(
+            lambda: native, lambda: ours, group=dist.group.WORLD, device=_FakeDevice(), also=[also]
+        )
     finally:
         probe_module.times_us, torch.cuda.synchronize, torch.tensor = saved
 
@@ -100,7 +103,9 @@ def _decide_with_plan(folder, mode, broken_rank):
 
             for key, entry in _plan().entries.items():
                 _plan().entries[key] = Entry(not entry.use_ditron, "tampered", None, None, None)
-        decision = decide("tp op 1x2", _never, lambda: calls.append(1) or [], group=dist.group.WORLD, device=torch.device("cpu"))
+        decision = decide(
+            "tp op 1x2", _never, lambda: calls.append(1) or [], group=dist.group.WORLD, device=torch.device("cpu")
+        )
         dist.barrier()
         return decision, len(calls)
     finally:
@@ -136,9 +141,14 @@ def test_plan_of_other_groups_is_refused_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as in the workers: a plan depends on it
     path = tmp_path / "plan.json"
     entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
-    for place, words in (("8 ranks", "on 8 ranks, here it is 2 ranks"), ("2 ranks, tree", "on 2 ranks, tree, here it is 2 ranks")):
+    for place, words in (
+        ("8 ranks", "on 8 ranks, here it is 2 ranks"),
+        ("2 ranks, tree", "on 2 ranks, tree, here it is 2 ranks"),
+    ):
         decisions = {f"tp op 1x2 on {place} (strict)": entry}
-        path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
+        path.write_text(
+            json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions})
+        )
         assert all(words in message for message in run_workers(2, _refused, str(tmp_path)))
     decisions["sp op 1x2 on 8 ranks (strict)"] = decisions["tp op 3x4 on 2 ranks (strict)"] = entry
     path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
@@ -191,7 +201,8 @@ SWITCHES = {
 
 
 def _decide_with_switches(folder):
-    """The reasons of decisions with no switch and with each of them: made, and then from a plan whose reasons are its keys."""
+    """The reasons of decisions with no switch and with each of them: made, and then from a plan whose reasons are its
+    keys."""
     from ditron_train.policy import add_switch
     from ditron_train.policy.decide import _plan
 
@@ -225,7 +236,9 @@ def test_another_blas_is_a_switch(monkeypatch):
         assert switches() == expected
 
 
-@pytest.mark.parametrize("variable", ["CUBLASLT_WORKSPACE_SIZE", "NVTE_EXT_MARGIN_SM", "NVTE_USE_CUTLASS_GROUPED_GEMM", "NCCL_MAX_CTAS"])
+@pytest.mark.parametrize(
+    "variable", ["CUBLASLT_WORKSPACE_SIZE", "NVTE_EXT_MARGIN_SM", "NVTE_USE_CUTLASS_GROUPED_GEMM", "NCCL_MAX_CTAS"]
+)
 def test_a_plan_is_of_one_environment(tmp_path, monkeypatch, variable):
     monkeypatch.delenv(variable, raising=False)
     path = tmp_path / "plan.json"
@@ -291,7 +304,8 @@ def test_stale_plan_names_what_changed(tmp_path):
 
 
 def test_a_plan_made_with_cuda_bindings_is_not_taken_without_them(tmp_path, monkeypatch):
-    """With them cuBLAS multiplies column layers' gradients, else the GEMM that stores to peers: other bits at some shapes."""
+    """With them cuBLAS multiplies column layers' gradients, else the GEMM that stores to peers: other bits at some
+    shapes."""
     path = tmp_path / "plan.json"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -110,7 +110,9 @@ def test_nobody_can_say_who_is_right_of_two() -> None:
 
 
 def test_the_earliest_place_counts() -> None:
-    found = find_divergence([_file(0, ["a", "b", "z", "d"]), _file(1, ["a", "b", "c"]), _file(2, ["a", "b", "c", "d"])])
+    found = find_divergence(
+        [_file(0, ["a", "b", "z", "d"]), _file(1, ["a", "b", "c"]), _file(2, ["a", "b", "c", "d"])]
+    )
     assert (found.kind, found.ranks, found.number) == ("differs", (0,), 3)
 
 
@@ -165,7 +167,10 @@ def test_ever_more_groups_and_words_do_not_end_a_job(no_ring, monkeypatch, tmp_p
         records.records_of(f"{number}_{'name' * 20}", [number, number + 1, 3 * number + 5]).record("op", number)
     records._ring.note("ValueError", "\N{GRINNING FACE}" * 5000, None, None)
     (file,) = read_folder(tmp_path)
-    assert len(file.groups) == len(file.calls) == records._MAX_GROUPS and file.calls[-1].text == f"op {records._MAX_GROUPS - 1}"
+    assert (
+        len(file.groups) == len(file.calls) == records._MAX_GROUPS
+        and file.calls[-1].text == f"op {records._MAX_GROUPS - 1}"
+    )
     assert file.error["kind"] == "ValueError" and len(file.error["text"]) > 500
 
 
@@ -195,7 +200,9 @@ def test_a_full_disk_costs_the_records_only(no_ring, monkeypatch, caplog, tmp_pa
     assert f"cannot write {tmp_path}: No space left" in caplog.text and not list(tmp_path.iterdir())
 
 
-def test_nothing_is_written_where_somebody_else_has_made_the_folder(no_ring, monkeypatch, caplog, tmp_path: Path) -> None:
+def test_nothing_is_written_where_somebody_else_has_made_the_folder(
+    no_ring, monkeypatch, caplog, tmp_path: Path
+) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (tmp_path / f"ditron_postmortem-{os.getuid()}").symlink_to(target)

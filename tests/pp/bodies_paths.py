@@ -7,14 +7,14 @@ import os
 from contextlib import contextmanager
 from typing import Any
 
+import bodies_pp as bodies
 import torch
 import torch.distributed as dist
 
-import bodies_pp as bodies
-
 
 class _SharedMemoryPuts:
-    """Stands in for NVSHMEM between processes of one machine: the same calls on memory that all of them have mapped."""
+    """Stands in for NVSHMEM between processes of one machine: the same calls on memory that all of them have
+    mapped."""
 
     def __init__(self, arena: Any) -> None:
         self._arena = arena
@@ -85,7 +85,9 @@ def every_size() -> bool:
     rank, world = dist.get_rank(), dist.get_world_size()
     context = bodies.make_context(1 << 18, 2)
     right = True
-    for index, (size, offset) in enumerate([(1, 0), (0, 0), (15, 0), (16, 0), (1000, 3), (65_536, 0), (65_551, 0), (70_001, 1)]):
+    for index, (size, offset) in enumerate(
+        [(1, 0), (0, 0), (15, 0), (16, 0), (1000, 3), (65_536, 0), (65_551, 0), (70_001, 1)]
+    ):
         data = bodies.payload(rank, 0, index, (size + offset,), torch.uint8)[offset:]
         handle = exchange(context, send_next=data, recv_prev=Header((size,), torch.uint8))["recv_prev"]
         handle.wait()
@@ -108,7 +110,8 @@ def flags_of_a_second_context() -> tuple[int, list[int]]:
 
 
 def mixed_nodes(near: str) -> tuple[bool, list[str]]:
-    """Four ranks on two nodes: one neighbour by ``near``, the other by NVSHMEM; the channels to them, the next one's first."""
+    """Four ranks on two nodes: one neighbour by ``near``, the other by NVSHMEM; the channels to them, the next one's
+    first."""
     from ditron_train.pp import paths
     from ditron_train.pp.messages import Header
 

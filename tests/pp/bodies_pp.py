@@ -101,8 +101,8 @@ def random_program(seed: int, num_slots: int) -> bool:
 
 
 def slow_neighbour(num_slots: int) -> tuple[int, bool]:
-    """Rank 0 sends as fast as it can to rank 1, which begins when all slots are full and is slow; returns how far ahead the sender
-    ever got."""
+    """Rank 0 sends as fast as it can to rank 1, which begins when all slots are full and is slow; returns how far
+    ahead the sender ever got."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
@@ -128,8 +128,8 @@ def slow_neighbour(num_slots: int) -> tuple[int, bool]:
 
 
 def received_tensors_are_kept(seed: int, num_slots: int, num_loans: int) -> tuple[bool, int]:
-    """Received tensors are used in place and let go of in any order, also after the slots have grown; returns whether their
-    contents stood, and how many messages were lent."""
+    """Received tensors are used in place and let go of in any order, also after the slots have grown; returns whether
+    their contents stood, and how many messages were lent."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
@@ -364,7 +364,8 @@ def reserve_alone() -> str:
 
 
 def contexts_of_one_gpu() -> tuple[list[str], int]:
-    """The current GPU, by its name with and without an index; returns the devices of the contexts made, and how many were given."""
+    """The current GPU, by its name with and without an index; returns the devices of the contexts made, and how many
+    were given."""
     from unittest import mock
 
     from ditron_train.pp import context as module

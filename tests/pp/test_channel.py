@@ -1,4 +1,5 @@
-"""Messages between pipeline neighbours on CPU processes: nothing lost, doubled, overwritten early or waited for forever."""
+"""Messages between pipeline neighbours on CPU processes: nothing lost, doubled, overwritten early or waited for
+forever."""
 
 from __future__ import annotations
 
@@ -97,8 +98,7 @@ def test_a_dead_neighbour_becomes_an_error_on_every_survivor(world_size, victim)
 
 
 @pytest.mark.parametrize(
-    "case, words",
-    [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")],
+    "case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")]
 )
 def test_neighbours_that_disagree_raise_the_same_error(case, words):
     outcomes = run_workers_once(3, bodies.disagree, case, timeout_s=60, env={"DITRON_TIMEOUT_S": "5"})

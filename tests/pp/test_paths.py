@@ -19,7 +19,9 @@ PATHS = ["kernel", "nvshmem"]
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ends_of_the_path_that_is_asked_for(path):
-    channels, prefix = (["NoneType", "FarChannel"], "Far") if path == "nvshmem" else (["KernelChannel", "NoneType"], "")
+    channels, prefix = (
+        (["NoneType", "FarChannel"], "Far") if path == "nvshmem" else (["KernelChannel", "NoneType"], "")
+    )
     expected = channels + [f"{prefix}Sender"] * 2 + [f"{prefix}Receiver"] * 2
     assert run_workers(2, on_path, path, "ends") == [(expected, False)] * 2
     assert run_workers(2, on_path, "nccl", "ends") == [(["NoneType"] * 6, False)] * 2
@@ -71,14 +73,18 @@ def test_a_dead_neighbour_becomes_an_error(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")])
+@pytest.mark.parametrize(
+    "case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")]
+)
 def test_neighbours_that_disagree_raise(path, case, words):
     outcomes = run_workers_once(2, on_path, path, "disagree", case, timeout_s=60, env={"DITRON_TIMEOUT_S": "1.5"})
     text = str(outcomes[1].value)
     assert text.startswith("MismatchError") and words in text and "rank 0 sent [8, 4] float32" in text
 
 
-@pytest.mark.parametrize("path, with_network", [("kernel", False), ("kernel", True), ("nvshmem", True), ("nccl", True)])
+@pytest.mark.parametrize(
+    "path, with_network", [("kernel", False), ("kernel", True), ("nvshmem", True), ("nccl", True)]
+)
 def test_shapes_that_only_the_sender_knows(path, with_network):
     num_bytes = 200 if with_network else 2000  # with a network, for what is larger than a slot, too
     assert run_workers(2, on_path, path, "variable", [1, 50, 7, 0, 3], with_network, num_bytes) == [True] * 2

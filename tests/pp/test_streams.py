@@ -26,7 +26,8 @@ class _Events:
 
 
 def test_messages_of_the_ring_are_copied_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A credit counts all that were copied out: with the second copy before the first the sender would overwrite the first."""
+    """A credit counts all that were copied out: with the second copy before the first the sender would overwrite the
+    first."""
     log: list[str] = []
     channel = SimpleNamespace(
         arena=SimpleNamespace(device=CPU, rank=0), wait_for=lambda *_, **__: None,
@@ -43,7 +44,9 @@ def test_messages_of_the_ring_are_copied_out_in_turn(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", [Receiver, FarReceiver])
-def test_a_message_that_finds_no_memory_is_still_the_next_one(monkeypatch: pytest.MonkeyPatch, kind: type[Receiver]) -> None:
+def test_a_message_that_finds_no_memory_is_still_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Receiver]
+) -> None:
     """Taken again, or by who takes the one behind it: with it forgotten, that one would get its bytes."""
     channel = SimpleNamespace(
         arena=SimpleNamespace(device=CPU, rank=0), wait_for=lambda *_, **__: None, wait_for_message=lambda *_, **__: None,

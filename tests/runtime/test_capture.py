@@ -1,4 +1,5 @@
-"""What replays of a CUDA graph would find: addresses of things that are kept, and nothing that the host does while it is captured.
+"""What replays of a CUDA graph would find: addresses of things that are kept, and nothing that the host does while it
+is captured.
 
 Here on the CPU, where the capture is pretended; replays themselves: tests/gpu.
 """
@@ -81,7 +82,11 @@ def test_what_layers_keep_for_each_other_is_made_anew(captured):
 
     starts = torch.tensor([0, 8, 16])
     packed = SimpleNamespace(
-        cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, qkv_format="thd"
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        qkv_format="thd",
     )
     mask, table = sp._causal_mask(4, CPU), sp_packed.table_of(packed, 2, 8)
     assert sp._causal_mask(4, CPU) is mask and sp_packed.table_of(packed, 2, 8) is table

@@ -88,7 +88,9 @@ def test_what_is_compiled_inside_of_it_stays_so(compiler):
 
 def test_one_whole_graph_is_refused_with_the_reason():
     compiled = torch.compile(_around, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="ditron_train keeps memory, streams and counts of its own"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="ditron_train keeps memory, streams and counts of its own"
+    ):
         compiled(torch.randn(4))
 
 
@@ -127,7 +129,10 @@ def _tp(x: torch.Tensor) -> torch.Tensor:
     context = get_context(dist.group.WORLD, CPU)
     weight = torch.ones(8, 16, requires_grad=True)
     y = column_linear(x * 2, weight, context=context)
-    z = row_linear(y + 1, torch.ones(16, 8), context=context) - ag_gemm(x.detach(), weight.detach(), context=context).sum()
+    z = (
+        row_linear(y + 1, torch.ones(16, 8), context=context)
+        - ag_gemm(x.detach(), weight.detach(), context=context).sum()
+    )
     return z * z
 
 
@@ -178,7 +183,9 @@ def _in_compiled_code(*bodies: Callable[[torch.Tensor], torch.Tensor]) -> dict[s
     for body in bodies:
         compiler = CountingBackend("eager" if body in (_pp, _optim) else "aot_eager")
 
-        def step(x: torch.Tensor, body: Callable[[torch.Tensor], torch.Tensor] = body) -> tuple[torch.Tensor, torch.Tensor]:
+        def step(
+            x: torch.Tensor, body: Callable[[torch.Tensor], torch.Tensor] = body
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             out = body(x).sum()
             out.backward()
             return out.detach(), x.grad
@@ -194,4 +201,6 @@ def _in_compiled_code(*bodies: Callable[[torch.Tensor], torch.Tensor]) -> dict[s
 def test_ops_of_every_room():
     for outcome in run_workers_once(2, _in_compiled_code, _tp, _sp, _ep, _pp, _optim, timeout_s=280):
         assert outcome.ok, outcome.traceback
-        assert len(outcome.value) == 5 and all(num_graphs > 0 and not traced for num_graphs, traced in outcome.value.values())
+        assert len(outcome.value) == 5 and all(
+            num_graphs > 0 and not traced for num_graphs, traced in outcome.value.values()
+        )

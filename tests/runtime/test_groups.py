@@ -35,16 +35,27 @@ def _make_and_destroy() -> tuple[bool, list[int], list[int]]:
     for number in range(ROUNDS):
         group = _everyone()
         context = get_context(group, CPU)
-        alive.append(sum(reference() is not None for reference in seen) + sum(not storage.expired() for storage in storages))
-        seen += [weakref.ref(context), weakref.ref(context.arena), weakref.ref(context.gather_channel), weakref.ref(group)]
-        whole = torch.randint(-3, 4, (32 * context.world_size, 32), generator=torch.Generator().manual_seed(number)).float()
+        alive.append(
+            sum(reference() is not None for reference in seen) + sum(not storage.expired() for storage in storages)
+        )
+        seen += [
+            weakref.ref(context),
+            weakref.ref(context.arena),
+            weakref.ref(context.gather_channel),
+            weakref.ref(group),
+        ]
+        whole = torch.randint(
+            -3, 4, (32 * context.world_size, 32), generator=torch.Generator().manual_seed(number)
+        ).float()
         mine = slice(32 * context.rank, 32 * (context.rank + 1))
         weight = whole[:16]
         right &= torch.equal(ag_gemm(whole[mine], weight, context=context), whole @ weight.t())
         right &= torch.equal(gemm_rs(whole, weight, context=context), context.world_size * (whole @ weight.t())[mine])
         right &= get_context(group, CPU) is context
         maps.append(_num_maps())
-        storages += [StorageWeakRef(segment.local.untyped_storage()) for segment, _ in context.arena._segments.values()]
+        storages += [
+            StorageWeakRef(segment.local.untyped_storage()) for segment, _ in context.arena._segments.values()
+        ]
         right &= not any(storage.expired() for storage in storages[-2:])
         dist.destroy_process_group(group)
         del context, group

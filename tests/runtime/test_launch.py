@@ -1,4 +1,5 @@
-"""``KernelLaunch.repeat``: the driver is given what Triton itself gives it, for the arguments that the key stands for."""
+"""``KernelLaunch.repeat``: the driver is given what Triton itself gives it, for the arguments that the key stands
+for."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ def _kernel(a_desc, x_ptr, size, b_desc, BLOCK: tl.constexpr):
     tl.store(x_ptr, size)
 
 
-_SIGNATURE = {"a": "tensordesc<bf16[16, 64]>", "x": "*bf16", "size": "i32", "b": "tensordesc<bf16[16, 64]>", "BLOCK": "constexpr"}
+_SIGNATURE = {
+    "a": "tensordesc<bf16[16, 64]>",
+    "x": "*bf16",
+    "size": "i32",
+    "b": "tensordesc<bf16[16, 64]>",
+    "BLOCK": "constexpr",
+}
 
 
 def _compiled(calls: list[tuple], *, scratch_bytes: int = 0) -> Any:
@@ -70,7 +77,9 @@ def test_repeating_gives_the_driver_what_triton_gives_it(launch: tuple[KernelLau
     first, second, again, again_second, elsewhere = map(_as_addresses, calls)
     assert again == first and again_second == second != first
     assert elsewhere == (131, 1, 1, 6, *first[4:])
-    assert all(not isinstance(value, (torch.Tensor, TensorDescriptor)) for value in calls[2])  # no memory is kept alive
+    assert all(
+        not isinstance(value, (torch.Tensor, TensorDescriptor)) for value in calls[2]
+    )  # no memory is kept alive
 
 
 def test_what_has_no_key_is_not_kept(launch: tuple[KernelLaunch, list[tuple]]) -> None:

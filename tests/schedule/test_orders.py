@@ -39,7 +39,9 @@ def layouts(draw):
 def owners_of(row_starts, block_m, tile):
     """Ranks with rows in a tile, row by row: the slow truth."""
     rows = range(tile * block_m, min((tile + 1) * block_m, int(row_starts[-1])))
-    return sorted({next(r for r in range(len(row_starts) - 1) if row_starts[r] <= row < row_starts[r + 1]) for row in rows})
+    return sorted(
+        {next(r for r in range(len(row_starts) - 1) if row_starts[r] <= row < row_starts[r + 1]) for row in rows}
+    )
 
 
 @given(groups())

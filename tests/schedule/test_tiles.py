@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditron_train.runtime.device import is_interpreter
-from ditron_train.schedule import (
-    gather_row_tile_order,
-    grouped_tile_order,
-    row_tile_owners,
-    scatter_row_tile_order,
-)
+from ditron_train.schedule import gather_row_tile_order, grouped_tile_order, row_tile_owners, scatter_row_tile_order
 from ditron_train.schedule.tiles import gather_tile, grouped_tile, ordered_tile, scatter_tile
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
@@ -34,9 +29,13 @@ def _list_tiles(
         elif MODE == "ordered":
             tile_m, tile_n = ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M)
         elif MODE == "gather":
-            tile_m, tile_n, owner = gather_tile(tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE, RANKS_PER_NODE, GROUP_M)
+            tile_m, tile_n, owner = gather_tile(
+                tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE, RANKS_PER_NODE, GROUP_M
+            )
         else:
-            tile_m, tile_n, owner = scatter_tile(tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE, RANKS_PER_NODE, GROUP_M)
+            tile_m, tile_n, owner = scatter_tile(
+                tile_id, rank, num_tiles_m, num_tiles_n, WORLD_SIZE, RANKS_PER_NODE, GROUP_M
+            )
         tl.store(out_ptr + 3 * tile_id, tile_m)
         tl.store(out_ptr + 3 * tile_id + 1, tile_n)
         tl.store(out_ptr + 3 * tile_id + 2, owner)
@@ -56,7 +55,12 @@ def test_grouped_tile_equals_its_twin(num_tiles_m, num_tiles_n, group_m):
     assert np.array_equal(got[:, :2], grouped_tile_order(num_tiles_m, num_tiles_n, group_m))
 
 
-@given(st.lists(st.integers(0, 40), min_size=4, max_size=4), st.integers(0, 3), st.sampled_from([None, 2]), st.integers(1, 5))
+@given(
+    st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    st.integers(0, 3),
+    st.sampled_from([None, 2]),
+    st.integers(1, 5),
+)
 @settings(max_examples=25, deadline=None)
 def test_ordered_tile_equals_its_twin_for_uneven_rows(rows, rank, ranks_per_node, group_m):
     row_starts = np.cumsum([0, *rows])
@@ -72,7 +76,11 @@ def test_ordered_tile_equals_its_twin_for_uneven_rows(rows, rank, ranks_per_node
 def test_closed_forms_equal_the_tables_where_rows_divide(data, group):
     world_size, ranks_per_node = group
     rank = data.draw(st.integers(0, world_size - 1))
-    tiles_per_rank, num_tiles_n, group_m = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    tiles_per_rank, num_tiles_n, group_m = (
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 9)),
+    )
     row_starts = np.arange(world_size + 1) * tiles_per_rank * 8
     num_tiles_m = world_size * tiles_per_rank
     owners, _ = row_tile_owners(row_starts, 8)

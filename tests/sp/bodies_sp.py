@@ -1,4 +1,5 @@
-"""What the workers of the sequence parallel tests run, and the native sequence of operations that they compare with."""
+"""What the workers of the sequence parallel tests run, and the native sequence of operations that they compare
+with."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def native_qkv(x, weight, layout: HeadsLayout, world: int):
     groups = world * layout.num_groups
     parts = torch.split(mixed.view(*x.shape[:2], groups, sum(layout.widths)), list(layout.widths), dim=3)
     return tuple(
-        native_to_heads(part.reshape(*x.shape[:2], -1, head_dim), world) for part, head_dim in zip(parts, layout.head_dims)
+        native_to_heads(part.reshape(*x.shape[:2], -1, head_dim), world)
+        for part, head_dim in zip(parts, layout.head_dims)
     )
 
 
@@ -80,7 +82,9 @@ def check_projections(
     x_native, weight_native = leaf(x), leaf(weight)
     ours = qkv_projection(x, weight, context=context, layout=layout)
     native = native_qkv(x_native, weight_native, layout, world)
-    grads = [make(*part.shape, dtype=dtype, seed=seed + 200 + 10 * rank + i).to(device) for i, part in enumerate(native)]
+    grads = [
+        make(*part.shape, dtype=dtype, seed=seed + 200 + 10 * rank + i).to(device) for i, part in enumerate(native)
+    ]
     for ours_part, native_part in zip(ours, native):
         assert ours_part.is_contiguous() and torch.equal(ours_part, native_part)
     torch.autograd.backward(ours, grads)
@@ -110,7 +114,9 @@ def call_projections(context: SPContext, *, heads, groups, head_dim, length, bat
     world, options = context.world_size, dict(dtype=dtype, device=context.device)
     x = torch.zeros(length // world, batch, hidden, **options)
     for layout in (qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)):
-        parts = [torch.zeros(length, batch, layout.num_heads(i), dim, **options) for i, dim in enumerate(layout.head_dims)]
+        parts = [
+            torch.zeros(length, batch, layout.num_heads(i), dim, **options) for i, dim in enumerate(layout.head_dims)
+        ]
         weight, first, last = torch.zeros(world * layout.num_columns, hidden, **options), "nt", "nn"
         if len(parts) == 1:
             weight, first, last = weight.t().contiguous(), "nn", "nt"
@@ -126,9 +132,13 @@ def call_exchanges(context: SPContext, *, heads, groups, head_dim, length, batch
     for layout in (qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)):
         sizes = [(layout.num_heads(i), dim) for i, dim in enumerate(layout.head_dims)]
         to_heads(
-            [torch.zeros(length // world, batch, n * world, dim, **options) for n, dim in sizes], context=context, layout=layout
+            [torch.zeros(length // world, batch, n * world, dim, **options) for n, dim in sizes],
+            context=context,
+            layout=layout,
         )
-        to_sequence([torch.zeros(length, batch, n, dim, **options) for n, dim in sizes], context=context, layout=layout)
+        to_sequence(
+            [torch.zeros(length, batch, n, dim, **options) for n, dim in sizes], context=context, layout=layout
+        )
 
 
 def check_late_gradient(rank: int, world: int, context: SPContext, case: dict) -> None:
@@ -158,8 +168,11 @@ def check_late_gradient(rank: int, world: int, context: SPContext, case: dict) -
             assert not expected or torch.equal(ours, native)
 
 
-def check_by_arrival(context: SPContext, make, multiply, *, heads, groups, head_dim, length, batch, hidden, dtype, config=None):
-    """What an A2A-GEMM adds up by arrival: the bits of ``multiply`` with columns in the order of the sources that send.
+def check_by_arrival(
+    context: SPContext, make, multiply, *, heads, groups, head_dim, length, batch, hidden, dtype, config=None
+):
+    """What an A2A-GEMM adds up by arrival: the bits of ``multiply`` with columns in the order of the sources that
+    send.
 
     Returns:
         Whether some bit differs from native's order.
@@ -170,13 +183,19 @@ def check_by_arrival(context: SPContext, make, multiply, *, heads, groups, head_
     qkv, out = qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)
     for layout, weight_layout in ((qkv, "nn"), (out, "nt")):
         lead = (length, batch)
-        parts = [make(*lead, layout.num_heads(i), dim, dtype=dtype, seed=10 * i + rank) for i, dim in enumerate(layout.head_dims)]
+        parts = [
+            make(*lead, layout.num_heads(i), dim, dtype=dtype, seed=10 * i + rank)
+            for i, dim in enumerate(layout.head_dims)
+        ]
         weight = make(hidden, world * layout.num_columns, dtype=dtype, seed=99)
         options = dict(context=context, layout=layout, weight_layout=weight_layout, config=config)
         given = weight if weight_layout == "nt" else weight.t().contiguous()
         y, gathered = a2a_gemm(parts, given, by_arrival=True, return_gathered="copy", **options)
         sources = torch.tensor([(rank - 1 - turn) % world for turn in range(world)], device=weight.device)
-        sent = [tensor.view(tensor.shape[0], world, -1)[:, sources].flatten(1).contiguous() for tensor in (gathered, weight)]
+        sent = [
+            tensor.view(tensor.shape[0], world, -1)[:, sources].flatten(1).contiguous()
+            for tensor in (gathered, weight)
+        ]
         assert torch.equal(y.flatten(0, 1), multiply(*sent))
         differs |= not torch.equal(y, a2a_gemm(parts, given, by_arrival=False, **options))
     return differs
@@ -263,7 +282,9 @@ def _small(context: SPContext, **changes):
     """Arguments of a good call of ``gemm_a2a``, some of them changed."""
     world = context.world_size
     layout = qkv_layout(2 * world, world, 8, world)
-    good = dict(x=torch.zeros(8, 1, 16), weight=torch.zeros(world * layout.num_columns, 16), layout=layout, weight_layout="nt")
+    good = dict(
+        x=torch.zeros(8, 1, 16), weight=torch.zeros(world * layout.num_columns, 16), layout=layout, weight_layout="nt"
+    )
     return {**good, **changes}
 
 
@@ -344,8 +365,12 @@ def interrupted(op: str) -> None:
             gather_sequence((attended,), context=context, layout=output_layout(2 * world, 8, world), meanwhile=fail)
     except Interruption:
         for channel in (context.heads_channel, context.sequence_channel):
-            assert channel.tickets[0] == channel.tickets[1], "a kernel that waits would look for the flags of the call before"
-        sizes = dict(heads=2 * world, groups=world, head_dim=8, length=4 * world, batch=1, hidden=16, dtype=torch.float32)
+            assert channel.tickets[0] == channel.tickets[1], (
+                "a kernel that waits would look for the flags of the call before"
+            )
+        sizes = dict(
+            heads=2 * world, groups=world, head_dim=8, length=4 * world, batch=1, hidden=16, dtype=torch.float32
+        )
         check_late_gradient(rank, world, context, sizes)
         context.arena.close()
         return
@@ -419,7 +444,9 @@ def packed(lengths: list[int], heads: int, groups: int, head_dim: int, hidden: i
 
     grads = [integers(*part.shape, dtype=torch.float32, seed=5 + rank) for part in parts]
     torch.autograd.backward(parts, grads)
-    exchanged = [leaf(torch.zeros(total // world, world * layout.num_heads(i), dim)) for i, dim in enumerate(layout.head_dims)]
+    exchanged = [
+        leaf(torch.zeros(total // world, world * layout.num_heads(i), dim)) for i, dim in enumerate(layout.head_dims)
+    ]
     results = heads_exchange(exchanged, context=context, layout=layout, row_table=table)
     torch.autograd.backward(results, [grad.squeeze(1) for grad in grads])
     grouped = [part.grad.view(total // world, world * layout.num_groups, -1) for part in exchanged]

@@ -24,7 +24,8 @@ def test_the_ranks_rows_are_the_sequence_and_balanced(world_size, half):
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 3))
 def test_packed_sequences_are_each_cut_for_themselves(world_size, chunks, chunks_behind):
-    """Rows of all ranks are the whole, each once; the table is that of every sequence by itself, one behind the other."""
+    """Rows of all ranks are the whole, each once; the table is that of every sequence by itself, one behind the
+    other."""
     bounds = np.cumsum([0, *(2 * world_size * count for count in (*chunks, chunks_behind))])
     starts = torch.tensor(bounds[:-1], dtype=torch.int32)
     if bounds[-1] == 0:
@@ -32,12 +33,17 @@ def test_packed_sequences_are_each_cut_for_themselves(world_size, chunks, chunks
     table = packed_rows(starts, world_size, int(bounds[-1]) // world_size).numpy()
     assert sorted(table.reshape(-1).tolist()) == list(range(bounds[-1]))
     for rank in range(world_size):
-        own = [start + global_rows(rank, world_size, (end - start) // world_size) for start, end in zip(bounds, bounds[1:])]
+        own = [
+            start + global_rows(rank, world_size, (end - start) // world_size)
+            for start, end in zip(bounds, bounds[1:])
+        ]
         assert table[rank].tolist() == np.concatenate(own).tolist()
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 16), st.integers(1, 16))
-def test_qkv_layout_is_a_column_slice_of_megatrons_mixed_qkv(world_size, groups_per_rank, heads_per_group, head_dim, value_dim):
+def test_qkv_layout_is_a_column_slice_of_megatrons_mixed_qkv(
+    world_size, groups_per_rank, heads_per_group, head_dim, value_dim
+):
     groups = groups_per_rank * world_size
     heads = groups * heads_per_group
     layout = qkv_layout(heads, groups, head_dim, world_size, value_head_dim=value_dim)

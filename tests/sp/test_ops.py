@@ -40,7 +40,10 @@ def test_projections_have_the_bits_of_the_native_sequence(world, num_cases):
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_by_arrival_have_the_order_of_the_sources(world):
     sizes = dict(groups=world, head_dim=16, hidden=40, dtype=torch.float32)
-    cases = [dict(heads=2 * world, length=6 * world, batch=3, **sizes), dict(heads=world, length=40 * world, batch=1, **sizes)]
+    cases = [
+        dict(heads=2 * world, length=6 * world, batch=3, **sizes),
+        dict(heads=world, length=40 * world, batch=1, **sizes),
+    ]
     assert any(run_workers(world, bodies_sp.by_arrival, cases, timeout_s=240))
 
 

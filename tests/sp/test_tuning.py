@@ -14,7 +14,9 @@ WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=
 @given(st.integers(0, 12), st.integers(1, 12), st.integers(0, 300), st.integers(0, 300))
 def test_every_tile_is_computed_once(num_push, num_early, early_tiles, shared_tiles):
     num_programs, num_tiles = num_push + num_early, early_tiles + shared_tiles
-    dealt = [tiles_of_program(program, num_push, num_programs, early_tiles, num_tiles) for program in range(num_programs)]
+    dealt = [
+        tiles_of_program(program, num_push, num_programs, early_tiles, num_tiles) for program in range(num_programs)
+    ]
     assert sorted(tile for own in dealt for tile in own) == list(range(num_tiles))
     assert all(own == sorted(own) for own in dealt)
     for own in dealt[:num_push]:  # those that push first: no tile of those that are dealt to the others alone

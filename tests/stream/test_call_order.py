@@ -92,7 +92,9 @@ def test_captured_calls_are_ordered_apart(gpu: _Gpu) -> None:
 
 def test_another_current_gpu_is_refused(gpu: _Gpu) -> None:
     order, gpu.number = CallOrder(GPU), 0
-    with pytest.raises(NotSupportedError, match=r"the current GPU is cuda:0, the op's is cuda:1: call torch.cuda.set_device\(1\)"):
+    with pytest.raises(
+        NotSupportedError, match=r"the current GPU is cuda:0, the op's is cuda:1: call torch.cuda.set_device\(1\)"
+    ):
         order.enter()
 
 
@@ -102,7 +104,8 @@ def test_nothing_on_the_cpu() -> None:
 
 
 def test_waiting_elsewhere_than_where_it_was_started(gpu: _Gpu) -> None:
-    """The stream that waits is behind the start, the next op behind the one that waited, and memory is kept for that one."""
+    """The stream that waits is behind the start, the next op behind the one that waited, and memory is kept for that
+    one."""
     context = object.__new__(OpContext)
     context._calls, context._channels, context._records = CallOrder(GPU), [], SimpleNamespace(record=lambda *_: None)
     started_on, same, other = context.enter("start"), _Tensor(), _Tensor()

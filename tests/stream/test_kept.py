@@ -1,4 +1,5 @@
-"""A tensor that is kept is used behind what made it, on whichever stream; streams here write down what is asked of them."""
+"""A tensor that is kept is used behind what made it, on whichever stream; streams here write down what is asked of
+them."""
 
 from __future__ import annotations
 

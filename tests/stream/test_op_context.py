@@ -1,4 +1,5 @@
-"""What a context keeps for the shapes it has seen is bounded: sequences of ever new lengths fill no memory. Order of streams."""
+"""What a context keeps for the shapes it has seen is bounded: sequences of ever new lengths fill no memory. Order of
+streams."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ def _ever_new_shapes(num_shapes: int) -> tuple[bool, list[int]]:
             right &= torch.equal(ag_gemm(whole[mine], weight, context=context), whole @ weight.t())
             right &= torch.equal(gemm_rs(whole, weight, context=context), world * (whole @ weight.t())[mine])
             channels = (context.gather_channel, context.scatter_channel)
-            sizes = (len(context._agreed), len(context.prepared), max(len(c._signatures) for c in channels), len(context._tables))
+            sizes = (
+                len(context._agreed),
+                len(context.prepared),
+                max(len(c._signatures) for c in channels),
+                len(context._tables),
+            )
             kept = [max(pair) for pair in zip(kept, sizes)]
         context.synchronize()
         context.arena.close()
@@ -46,7 +52,8 @@ def test_what_is_kept_for_shapes_is_bounded() -> None:
 
 @pytest.mark.parametrize("current", [0, 7], ids=["default_stream", "another"])
 def test_events_of_torch_order_the_streams_that_are_meant(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
-    """Without cuda-bindings. ``ExternalStream`` takes 0, the default stream's handle, for none, and gives one of torch's pool."""
+    """Without cuda-bindings. ``ExternalStream`` takes 0, the default stream's handle, for none, and gives one of
+    torch's pool."""
     done: list[str] = []
 
     class Event:
@@ -64,11 +71,18 @@ def test_events_of_torch_order_the_streams_that_are_meant(monkeypatch: pytest.Mo
             return self.name
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream(f"stream {handle}" if handle else "of the pool"))
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: Stream(f"stream {handle}" if handle else "of the pool")
+    )
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream("stream 0"))
     monkeypatch.setattr("ditron_train.stream.op_context.current_handle", lambda device: current)
     context = object.__new__(OpContext)
-    context.is_cuda, context.device, context.comm_stream, context.comm_handle = True, torch.device("cuda", 0), Stream("stream 5"), 5
+    context.is_cuda, context.device, context.comm_stream, context.comm_handle = (
+        True,
+        torch.device("cuda", 0),
+        Stream("stream 5"),
+        5,
+    )
     context._fork_event, context._join_event = Event(), Event()
     context.fork()
     context.join()

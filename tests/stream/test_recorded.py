@@ -105,12 +105,14 @@ def test_what_is_forgotten_is_freed_and_recorded_anew(fake: _Driver) -> None:
 
 
 def test_another_allocation_at_the_same_address_is_recorded_anew(fake: _Driver) -> None:
-    """The driver binds a graph's copies to the memory that was there; it may crash on launching one whose memory is gone."""
+    """The driver binds a graph's copies to the memory that was there; it may crash on launching one whose memory is
+    gone."""
     sequences = RecordedSequences()
     for number in (70, 71, 72):
         fake.allocations.update({0x1000: 5, 0x2000: number})
         repeated = [
-            _run(sequences, "copy", lambda: fake.stream.append(f"copy of {number}"), copied=(0x1000, 0x2000)) for _ in range(5)
+            _run(sequences, "copy", lambda: fake.stream.append(f"copy of {number}"), copied=(0x1000, 0x2000))
+            for _ in range(5)
         ]
         assert repeated == [False] * 3 + [True] * 2
         assert fake.alive == [[f"copy of {number}"]]
@@ -207,7 +209,12 @@ def test_a_gpu_without_room_for_another_graph_goes_on_without(fake: _Driver, mon
 def context(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpContext]:
     """What orders streams and records, of a context on a GPU; the default stream is the current one."""
     context = object.__new__(OpContext)
-    context.is_cuda, context.device, context.comm_stream, context.comm_handle = True, torch.device("cuda", 0), None, STREAM
+    context.is_cuda, context.device, context.comm_stream, context.comm_handle = (
+        True,
+        torch.device("cuda", 0),
+        None,
+        STREAM,
+    )
     context._records_sequences, context._is_capturing, context._is_joined = True, False, True
     context._recorded = RecordedSequences()
     context._order = lambda first, event, second: fake.stream.append(f"{first} before {second}")
@@ -244,8 +251,17 @@ def test_an_op_is_recorded_aside_with_its_sends_in_it(context: OpContext, fake: 
     repeated = [_op(context, fake, "a") for _ in range(4)]
     assert repeated == [False] * 3 + [True]
     order = f"{STREAM} before {STREAM}"
-    assert fake.alive == [["send a"], [order, "send a", order]]  # its own sends, and the whole op, which names no other graph
-    assert fake.calls == [("record", STREAM), ("upload", STREAM), ("record", ASIDE), ("current", ASIDE), ("upload", STREAM)]
+    assert fake.alive == [
+        ["send a"],
+        [order, "send a", order],
+    ]  # its own sends, and the whole op, which names no other graph
+    assert fake.calls == [
+        ("record", STREAM),
+        ("upload", STREAM),
+        ("record", ASIDE),
+        ("current", ASIDE),
+        ("upload", STREAM),
+    ]
     assert fake.stream[-3:] == [f"graph of {operation}" for operation in fake.alive[1]]
     assert not context._is_capturing and context._is_joined
 

@@ -1,4 +1,5 @@
-"""Waits between kernels: bounded on the CPU, and on a GPU released by the watchdog, whose decisions are tested without one."""
+"""Waits between kernels: bounded on the CPU, and on a GPU released by the watchdog, whose decisions are tested without
+one."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_a_wait_on_the_cpu_is_bounded():
     assert run_workers(2, _wait_in_vain, env={"DITRON_TIMEOUT_S": "0.5"}) == ["1 5 3 0", "0 5 3 0"]
 
 
-@pytest.mark.parametrize("a, b, expected", [(3, 3, 0), (2, 3, -1), (-(2**31), 2**31 - 1, 1), (2**31 - 1, -(2**31), -1)])
+@pytest.mark.parametrize(
+    "a, b, expected", [(3, 3, 0), (2, 3, -1), (-(2**31), 2**31 - 1, 1), (2**31 - 1, -(2**31), -1)]
+)
 def test_epochs_are_compared_cyclically(a, b, expected):
     assert waits.cyclic_difference(a, b) == expected
 
@@ -204,7 +207,8 @@ def test_the_watchdogs_thread_outlives_an_error(monkeypatch):
 
 
 def test_the_watchdogs_thread_releases_beside_captures(monkeypatch):
-    """What it calls to release a flag in device memory is refused while another thread captures a CUDA graph, and ends that."""
+    """What it calls to release a flag in device memory is refused while another thread captures a CUDA graph, and ends
+    that."""
     watchdog, channel, flag, relaxed = _watchdog_without_a_gpu(), _FakeChannel(), ctypes.c_int32(4), []
     monkeypatch.setattr(waits, "_POLL_S", 0.001)
     monkeypatch.setattr(waits.driver, "call_beside_captures", lambda: relaxed.append(threading.get_ident()))
@@ -254,7 +258,8 @@ def test_a_wait_that_takes_long_keeps_its_slot():
 
 
 def test_waits_are_released_on_a_stream_that_nobody_else_has(monkeypatch):
-    """torch deals 32 out again and again: a release on the one that waits, or one that waits for it, would wait as well."""
+    """torch deals 32 out again and again: a release on the one that waits, or one that waits for it, would wait as
+    well."""
     watchdog, channel, asked = _watchdog_without_a_gpu(), _FakeChannel(), []
     watchdog._words, watchdog._release_streams = torch.from_numpy(watchdog._progress), {}
     device = torch.device("cuda", 1)

@@ -75,7 +75,9 @@ def a_step_that_meets_nobody() -> tuple[int, float] | None:
     group, answer = dist.new_group(list(range(dist.get_world_size()))), None
     if dist.get_rank() != 2:
         start_s = time.monotonic()
-        missing, _ = _timeout_of(lambda: module.on_all_ranks(group, "meeting", lambda: module.exchange(group, "here")), 2.5)
+        missing, _ = _timeout_of(
+            lambda: module.on_all_ranks(group, "meeting", lambda: module.exchange(group, "here")), 2.5
+        )
         answer = missing, time.monotonic() - start_s
     dist.barrier()
     return answer
@@ -96,9 +98,13 @@ def groups_of_one_name() -> list[list[str]]:
 
 
 def groups_of_one_name_and_other_ranks() -> list[list[str]]:
-    """As if a group of two ranks had been destroyed, and one of three been given its name and its part of the store."""
+    """As if a group of two ranks had been destroyed, and one of three been given its name and its part of the
+    store."""
     pair, everyone = dist.new_group([0, 1]), dist.new_group(list(range(dist.get_world_size())))
-    part, find_store = dist.PrefixStore("one name", distributed_c10d._get_default_store()), distributed_c10d._get_process_group_store
+    part, find_store = (
+        dist.PrefixStore("one name", distributed_c10d._get_default_store()),
+        distributed_c10d._get_process_group_store,
+    )
     distributed_c10d._get_process_group_store = lambda group: part
     try:
         groups = [("old", pair), ("new", everyone)] if dist.get_rank() < 2 else [("new", everyone)]
@@ -122,7 +128,8 @@ def a_group_that_never_met() -> tuple[list[str], list[list[str]]]:
 
 
 def a_rank_is_interrupted() -> tuple[str, float, list[str]]:
-    """What the others hear when one rank leaves an exchange before the last has come, how soon, and the next exchange."""
+    """What the others hear when one rank leaves an exchange before the last has come, how soon, and the next
+    exchange."""
     group, rank, words = dist.new_group(list(range(dist.get_world_size()))), dist.get_rank(), "no error"
     meeting, start_s = module._Meeting(group), time.monotonic()
     if rank == 0:
@@ -140,7 +147,10 @@ def a_rank_is_interrupted() -> tuple[str, float, list[str]]:
 
 def the_last_is_slow_to_publish() -> tuple[list[str], list[str]]:
     """The deadline passes when all have come and the last of them has not published what they said yet."""
-    meeting, settle = module._Meeting(dist.new_group(list(range(dist.get_world_size())))), module._Meeting._settle_with_all
+    meeting, settle = (
+        module._Meeting(dist.new_group(list(range(dist.get_world_size())))),
+        module._Meeting._settle_with_all,
+    )
 
     def slowly(self: module._Meeting, keys: list[str]) -> object:
         time.sleep(2.0)
@@ -197,7 +207,8 @@ def keys_that_a_waiting_rank_looks_up() -> tuple[int, int]:
 
 
 def over_a_tcp_store() -> tuple[list[bool], str, list[str]]:
-    """Exchanges of ranks that come last in turn, one that a rank does not come to, and the next, over torchrun's store."""
+    """Exchanges of ranks that come last in turn, one that a rank does not come to, and the next, over torchrun's
+    store."""
     rank, world = dist.get_rank(), dist.get_world_size()
     group, find_store = dist.new_group(list(range(world))), distributed_c10d._get_process_group_store
     port = module.exchange(group, _free_port())[0]

@@ -1,4 +1,5 @@
-"""What the workers of NVSHMEM's tests run, with a stand-in for nvshmem4py: memory of this process, no peer in reach."""
+"""What the workers of NVSHMEM's tests run, with a stand-in for nvshmem4py: memory of this process, no peer in
+reach."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def error_of(group: dist.ProcessGroup | None) -> str:
 
 
 def one_rank_fails(what: str) -> tuple[str, str]:
-    """What each rank hears where one cannot, and then in a group of its own; NVSHMEM can be started when it is put right."""
+    """What each rank hears where one cannot, and then in a group of its own; NVSHMEM can be started when it is put
+    right."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     with stand_in(fails=what):
         words = error_of(None), error_of(alone)
@@ -77,7 +79,8 @@ def one_rank_fails(what: str) -> tuple[str, str]:
 
 
 def a_part_of_the_job() -> tuple[list[str], float]:
-    """What the groups of some ranks hear before NVSHMEM is started and after, each without the others, and how soon."""
+    """What the groups of some ranks hear before NVSHMEM is started and after, each without the others, and how
+    soon."""
     rank, pair = dist.get_rank(), dist.new_group([0, 1])
     words, start_s = [], time.monotonic()
     with stand_in():

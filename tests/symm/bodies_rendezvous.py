@@ -1,4 +1,5 @@
-"""What the workers of the rendezvous' tests run, on each rank: torch's exchange, keys and counter of the process included."""
+"""What the workers of the rendezvous' tests run, on each rank: torch's exchange, keys and counter of the process
+included."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def as_torch_does():
     counter = itertools.count()
 
     def exchange(store: dist.Store, rank: int, world_size: int, value: int) -> list[int]:
-        keys = dist.PrefixStore("CUDASymmetricMemory", store)  # C++, which calls a Python store as torch's rendezvous does
+        keys = dist.PrefixStore(
+            "CUDASymmetricMemory", store
+        )  # C++, which calls a Python store as torch's rendezvous does
         number = next(counter)
         keys.set(f"{number}/{rank}", value.to_bytes(4, "little"))
         found = keys.multi_get([f"{number}/{peer}" for peer in range(world_size)])
@@ -64,7 +67,8 @@ def as_torch_does():
 
 
 def overlapping_groups() -> dict[str, list]:
-    """Ranks 0 and 1, then 1 and 2, then 0 and 1 again, then all: at each of these but the first two the ranks are out of step."""
+    """Ranks 0 and 1, then 1 and 2, then 0 and 1 again, then all: at each of these but the first two the ranks are out
+    of step."""
     rank = dist.get_rank()
     low, high = dist.new_group([0, 1]), dist.new_group([1, 2])
     found: dict[str, list] = {"low": [], "high": [], "all": []}
@@ -92,7 +96,8 @@ def ranks_in_step_take_torchs_own_way() -> int:
 
 
 def stand_in_shows_the_fault() -> list[str]:
-    """Ranks out of step by torch's own way: what the other tests prove rests on the stand-in counting as torch does."""
+    """Ranks out of step by torch's own way: what the other tests prove rests on the stand-in counting as torch
+    does."""
     rank = dist.get_rank()
     alone, both = dist.new_group([0]), dist.new_group([0, 1])
     with as_torch_does() as plain:
@@ -107,8 +112,8 @@ def stand_in_shows_the_fault() -> list[str]:
 
 
 def a_rendezvous_fails() -> tuple[list[str], int]:
-    """What each rank hears of its arenas' first buffers, one after the other: of all ranks, of the first two, of all but the first;
-    and how many rendezvous it has been through. The last but one cannot map the first."""
+    """What each rank hears of its arenas' first buffers, one after the other: of all ranks, of the first two, of all
+    but the first; and how many rendezvous it has been through. The last but one cannot map the first."""
     rank, world, num_met = dist.get_rank(), dist.get_world_size(), 0
     lists = [list(range(world)), [0, 1], list(range(1, world))]
     groups = [dist.new_group(ranks) for ranks in lists]

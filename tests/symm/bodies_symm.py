@@ -54,7 +54,8 @@ def grows() -> tuple[int, int]:
 
 
 def tables_that_graphs_know() -> list[bool]:
-    """Whether the table of addresses of a buffer that has moved lives: without a captured graph, and with one, which reads it."""
+    """Whether the table of addresses of a buffer that has moved lives: without a captured graph, and with one, which
+    reads it."""
     arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
     alive = []
     for captured, size in ((False, 64), (True, 4096), (True, 65536)):
@@ -67,7 +68,8 @@ def tables_that_graphs_know() -> list[bool]:
 
 
 def what_is_held_while_it_grows() -> list[bool]:
-    """Whether the memory of a buffer lives when more is taken: of one whose views are dropped, and of one that a graph may use."""
+    """Whether the memory of a buffer lives when more is taken: of one whose views are dropped, and of one that a graph
+    may use."""
     arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
     allocate, alive = arena._transport.allocate, []
 
@@ -117,7 +119,8 @@ def overlapping_groups() -> list[float]:
 
 
 def late_writes_and_close_all() -> tuple[list[float], bool, float]:
-    """Rank 1, late, writes to its peers just before it closes: what a peer's memory holds once its own call has returned."""
+    """Rank 1, late, writes to its peers just before it closes: what a peer's memory holds once its own call has
+    returned."""
     rank, lists = dist.get_rank(), [[0, 1], [1, 2], [0, 1, 2]]
     groups = [dist.new_group(ranks) for ranks in lists]
     close_all_arenas()
@@ -209,7 +212,8 @@ def different_transports() -> str:
 
 
 def memory_is_full(what: str) -> tuple[str, str]:
-    """One rank cannot reserve, or not map; every rank raises the same words, and memory is there for the next request."""
+    """One rank cannot reserve, or not map; every rank raises the same words, and memory is there for the next
+    request."""
     arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
     right = shm_transport.map_file
 
@@ -287,7 +291,8 @@ def flags_after_another_channel() -> list[int]:
 
 
 def who_is_missing(recorded: int) -> tuple[int, int, int, int]:
-    """What the error names when a wait for rank ``recorded``'s rows ran out, and of three ranks the last never began its call."""
+    """What the error names when a wait for rank ``recorded``'s rows ran out, and of three ranks the last never began
+    its call."""
     channel = Channel(get_arena(None, CPU), f"test.missing{recorded}", 1)
     epoch = 2**31 + 3  # past the wrap
     for rank in range(3):
@@ -301,7 +306,8 @@ def who_is_missing(recorded: int) -> tuple[int, int, int, int]:
 
 
 def words_of_a_mismatch() -> str:
-    """The error of three ranks that differ, read as soon as rank 0's signal is there: the last one's comes 0.3 s later."""
+    """The error of three ranks that differ, read as soon as rank 0's signal is there: the last one's comes 0.3 s
+    later."""
     channel = Channel(get_arena(None, CPU), "test.mismatch", 1, signature_fields=("elements",))
     epoch = 7
     signals = channel.ready.local[epoch & 1]

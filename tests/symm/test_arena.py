@@ -62,7 +62,9 @@ def test_a_transport_that_does_not_serve_the_device():
 
 
 def test_a_buffer_stays_where_a_peer_does_not_come_to_see_it_move():
-    (words, num_bytes, values), (words_1, num_bytes_1, values_1) = run_workers(2, bodies.a_peer_does_not_come_while_a_buffer_grows)
+    (words, num_bytes, values), (words_1, num_bytes_1, values_1) = run_workers(
+        2, bodies.a_peer_does_not_come_while_a_buffer_grows
+    )
     assert (words, words_1) == ("rank 1 is missing", "rank 0 is missing")
     assert num_bytes == num_bytes_1 == 256 and values == values_1 == [3.0]
 
@@ -80,7 +82,9 @@ def test_different_transports_are_the_same_error_on_every_rank():
     assert words[0] == words[1] and words[0].startswith("ranks chose different transports: ['shm', 'nvshmem']")
 
 
-@pytest.mark.parametrize("what, words", [("reserve", "reserving 256 bytes in /dev/shm"), ("map", "mapping the peers' shared memory")])
+@pytest.mark.parametrize(
+    "what, words", [("reserve", "reserving 256 bytes in /dev/shm"), ("map", "mapping the peers' shared memory")]
+)
 def test_too_little_memory_is_the_same_error_on_every_rank(what, words):
     (mine, left), (theirs, left_1) = run_workers(2, bodies.memory_is_full, what)
     assert mine == theirs and "failed on 1 of 2 ranks: rank 1: " in mine and words in mine and "No space left" in mine

@@ -59,7 +59,10 @@ def test_a_group_that_is_not_the_whole_job_does_not_wait_for_the_others() -> Non
     *pair, (words, _) = run_workers(3, bodies.a_part_of_the_job)
     assert words == []
     for words, seconds in pair:
-        assert "starts on all 3 ranks of a job at once, and this group has 2: call ditron_train.symm.start_nvshmem()" in words[0]
+        assert (
+            "starts on all 3 ranks of a job at once, and this group has 2: call ditron_train.symm.start_nvshmem()"
+            in words[0]
+        )
         assert words[1:] == ["no error"] and seconds < 10
 
 
@@ -71,7 +74,15 @@ def test_reserves_of_different_sizes_are_the_same_error_on_every_rank() -> None:
 def test_overlapping_groups_carve_from_one_reserve_and_give_back() -> None:
     results = run_workers(3, bodies.groups_carve_from_one_reserve)
     (first, words), (both, words_1), (second, _) = results
-    assert first == [[(1, 10)], [(1, 10)], [(0, 2), (4, 10)], [(0, 2), (5, 10)], [(0, 2), (5, 10)], [(0, 2), (6, 10)], [(0, 10)]]
+    assert first == [
+        [(1, 10)],
+        [(1, 10)],
+        [(0, 2), (4, 10)],
+        [(0, 2), (5, 10)],
+        [(0, 2), (5, 10)],
+        [(0, 2), (6, 10)],
+        [(0, 10)],
+    ]
     assert second == [[(0, 10)], [(0, 1), (2, 10)]]
     assert both[-1] == [(0, 1), (2, 10)]
     assert words == words_1 and "no 32768 bytes are free on all ranks in the NVSHMEM reserve of 40960" in words
@@ -79,7 +90,10 @@ def test_overlapping_groups_carve_from_one_reserve_and_give_back() -> None:
 
 def test_memory_that_torch_copies_on_one_rank_is_the_same_error_on_every_rank() -> None:
     (words, pages), (words_1, pages_1) = run_workers(2, bodies.memory_that_one_rank_copies)
-    assert words == words_1 and "on 1 of 2 ranks: rank 1: ArenaError: torch does not take the memory of group ranks [0]" in words
+    assert (
+        words == words_1
+        and "on 1 of 2 ranks: rank 1: ArenaError: torch does not take the memory of group ranks [0]" in words
+    )
     assert pages == pages_1 and pages[0][0] == 0 and len(pages) == 1
 
 

@@ -37,7 +37,9 @@ def test_after_one_that_failed_there_is_no_other_to_hang_in():
     results = run_workers(4, bodies.a_rendezvous_fails)
     assert [num_met for _, num_met in results] == [1] * 4
     first = {words[0] for words, _ in results}
-    assert first == {"reaching the peers' symmetric memory failed on 1 of 4 ranks: rank 2: RuntimeError: no way to rank 0"}
+    assert first == {
+        "reaching the peers' symmetric memory failed on 1 of 4 ranks: rank 2: RuntimeError: no way to rank 0"
+    }
     again = "allocating 512 bytes of symmetric memory failed on {0} of {0} ranks: rank 0: RuntimeError: not again after reaching"
     low, both, *high = (words[1:] for words, _ in results)
     assert low == both[:1] and low[0].startswith(again.format(2))

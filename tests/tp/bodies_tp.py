@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import (
     GatherPlan,
     TPContext,
@@ -25,8 +26,6 @@ from ditron_train.tp import (
     row_linear,
     start_reduce_scatter,
 )
-
-from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import chunked as chunked_ops
 from ditron_train.tp import ops as tp_ops
 from ditron_train.tp import prepared as prepared_ops
@@ -83,12 +82,11 @@ def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dty
         assert torch.equal(y.float(), expected.to(dtype).float())
 
 
-def check_gemm_rs(
-    counts: list[int], n: int, k: int, layout: str, scatter: str, dtype_name: str, repeats: int
-) -> None:
+def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, scatter: str, dtype_name: str, repeats: int) -> None:
     """gemm_rs against partial products folded in ring order (real numbers in bf16: the order of roundings shows).
 
-    ``scatter``: also ``copy in parts``, which sends the first rows in halves and adds up what has come before the last rows do."""
+    ``scatter``: also ``copy in parts``, which sends the first rows in halves and adds up what has come before the last
+        rows do."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if scatter == "copy in parts":
         links_last = {"sums_in_parts": lambda *problem: True, "links_are_last": lambda *problem: True}
@@ -189,7 +187,13 @@ def check_gradients_stay_outside() -> None:
         x = rows * 2
         y, gathered = ag_gemm(x, weight, context=context, return_gathered=True, row_counts=[3] * world)
         uneven = all_gather(integers((counts[rank], 16), 1).requires_grad_(), context=context, row_counts=counts)
-        results = [y, gathered, uneven, all_gather(x, context=context), gemm_rs(torch.cat([x] * world), weight, context=context)]
+        results = [
+            y,
+            gathered,
+            uneven,
+            all_gather(x, context=context),
+            gemm_rs(torch.cat([x] * world), weight, context=context),
+        ]
         assert not any(result.requires_grad for result in results)
         assert torch.equal(results[3], 2 * whole)
         alive = weakref.ref(x)
@@ -198,7 +202,8 @@ def check_gradients_stay_outside() -> None:
 
 
 def check_pushed_truth_values(num_columns: int) -> None:
-    """By SMs, as where no copy engine can be driven; a truth value has one bit in the compiler's eyes, and takes a byte."""
+    """By SMs, as where no copy engine can be driven; a truth value has one bit in the compiler's eyes, and takes a
+    byte."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context = get_context(None, CPU)
     x = [integers((5, num_columns), peer) > 0 for peer in range(world)]
@@ -207,7 +212,8 @@ def check_pushed_truth_values(num_columns: int) -> None:
 
 
 def check_launch_keys() -> None:
-    """Every launch of every op is named by where its operands lie; one whose operand had to be copied first has no name."""
+    """Every launch of every op is named by where its operands lie; one whose operand had to be copied first has no
+    name."""
     from ditron_train.runtime.launch import KernelLaunch
 
     context = get_context(None, CPU)
@@ -222,8 +228,12 @@ def check_launch_keys() -> None:
     weight, unaligned = integers((64, 64), 3), integers((64, 65), 4)[:, 1:]
     whole = integers((32 * world, 64), 5)
     ops = {
-        "ag_gemm": lambda x, weight, mode: ag_gemm(x, weight, context=context, plan=GatherPlan(mode, 1), return_gathered=True),
-        "gemm_rs": lambda x, weight, mode: gemm_rs(whole, weight, context=context, scatter={"push": "store"}.get(mode, mode)),
+        "ag_gemm": lambda x, weight, mode: ag_gemm(
+            x, weight, context=context, plan=GatherPlan(mode, 1), return_gathered=True
+        ),
+        "gemm_rs": lambda x, weight, mode: gemm_rs(
+            whole, weight, context=context, scatter={"push": "store"}.get(mode, mode)
+        ),
         "reduce_scatter": lambda x, weight, mode: start_reduce_scatter(whole, context=context).wait(),
         "all_gather": lambda x, weight, mode: all_gather(x, context=context),
     }
@@ -233,7 +243,11 @@ def check_launch_keys() -> None:
             for mode in ("push", "copy"):
                 launched.clear()
                 op(x, weight, mode)
-                assert launched and None not in launched and len(set(launched)) == len(launched), (name, mode, launched)
+                assert launched and None not in launched and len(set(launched)) == len(launched), (
+                    name,
+                    mode,
+                    launched,
+                )
                 before = set(launched)
                 launched.clear()
                 op(other, integers((64, 64), 6), mode)
@@ -247,8 +261,9 @@ def check_launch_keys() -> None:
 
 
 def check_recorded_ops() -> list[list[int]]:
-    """Ops that are recorded as wholes, with memory that comes by turns as an allocator gives it: another key for other memory or
-    strides, the same one for the same, none where an operand was copied first. A recording is repeated as ``enqueue``.
+    """Ops that are recorded as wholes, with memory that comes by turns as an allocator gives it: another key for other
+    memory or strides, the same one for the same, none where an operand was copied first. A recording is repeated as
+    ``enqueue``.
 
     Returns:
         For each op how often it was repeated, and remembered.
@@ -278,7 +293,10 @@ def check_recorded_ops() -> list[list[int]]:
     tall, wide = integers((32 * world, 2 * 16), 1), integers((2 * 16, 16), 2)
     shares = [tall[:, :16], tall[:, 16:], tall[:, 16:].contiguous(), tall[:, 1:17]]  # the last is not aligned
     weights = [wide[:16], wide[16:], wide.t()[:, :16].t(), integers((16, 17), 3)[:, 1:]]
-    ops = {"gemm_rs": functools.partial(gemm_rs, scatter="copy"), "ag_gemm": functools.partial(ag_gemm, plan=GatherPlan("copy"))}
+    ops = {
+        "gemm_rs": functools.partial(gemm_rs, scatter="copy"),
+        "ag_gemm": functools.partial(ag_gemm, plan=GatherPlan("copy")),
+    }
     context.repeat_op, context.remember_op, torch.Tensor.new_empty = repeat_op, remember_op, in_turn
     try:
         for name, op in ops.items():
@@ -287,7 +305,9 @@ def check_recorded_ops() -> list[list[int]]:
                 for turn, (x, weight) in enumerate(zip(shares, weights)):
                     x.copy_(integers(x.shape, 100 * repeat + 10 * turn + rank))
                     weight.copy_(integers(weight.shape, 7 * repeat + turn))
-                    partials = [integers(x.shape, 100 * repeat + 10 * turn + peer) @ weight.t() for peer in range(world)]
+                    partials = [
+                        integers(x.shape, 100 * repeat + 10 * turn + peer) @ weight.t() for peer in range(world)
+                    ]
                     result = op(x, weight, context=context)
                     rows = slice(32 * rank, 32 * (rank + 1))
                     expected = torch.cat(partials) if name == "ag_gemm" else ring_fold(partials, rank)[rows]
@@ -316,7 +336,8 @@ def check_wrap() -> int:
 
 
 def check_overlapping_groups() -> int:
-    """Ranks that are in several groups call the ops of all of them in turn; returns how many contexts this rank has."""
+    """Ranks that are in several groups call the ops of all of them in turn; returns how many contexts this rank
+    has."""
     rank, lists = dist.get_rank(), [[0, 1, 2, 3], [0, 1], [1, 2, 3]]
     groups = [dist.new_group(ranks) for ranks in lists]
     contexts = {number: get_context(groups[number], CPU) for number, ranks in enumerate(lists) if rank in ranks}
@@ -411,7 +432,12 @@ def bad_calls() -> list[str]:
         "all_gather": [((meta,), {}), ((x[:0],), {}), ((x[0],), {}), ((x.to(torch.complex64),), {})],
         "start_reduce_scatter": [((x[:3],), {}), ((meta,), {}), ((x[:, :0],), {}), ((x.double(),), {})],
     }
-    ops = {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "all_gather": all_gather, "start_reduce_scatter": start_reduce_scatter}
+    ops = {
+        "ag_gemm": ag_gemm,
+        "gemm_rs": gemm_rs,
+        "all_gather": all_gather,
+        "start_reduce_scatter": start_reduce_scatter,
+    }
     words = []
     for name, bad in calls.items():
         for arguments, options in bad:
@@ -430,8 +456,8 @@ class _OutOfMemory(RuntimeError):
 
 
 def check_interrupted(op: str) -> None:
-    """An op that every rank gives up in the middle, as where memory runs out, caught by the caller: the next ones wait for the
-    rows of their own call, not for those of the one before."""
+    """An op that every rank gives up in the middle, as where memory runs out, caught by the caller: the next ones wait
+    for the rows of their own call, not for those of the one before."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context = TPContext(dist.new_group(list(range(world))), CPU)
     shares = [integers((32, 64), peer) for peer in range(world)]
@@ -492,7 +518,11 @@ def check_interrupted(op: str) -> None:
                 assert fails[0]
                 continue
             assert not fails[0] and torch.equal(result, expected(repeat)), (op, repeat)
-        epochs = [[int(ticket) for ticket in channel.tickets[:2]] for channel in context._channels if channel.op_name != "tp.gemm_rs"]
+        epochs = [
+            [int(ticket) for ticket in channel.tickets[:2]]
+            for channel in context._channels
+            if channel.op_name != "tp.gemm_rs"
+        ]
         assert all(started == consumed for started, consumed in epochs), epochs
     finally:
         for module, function in zip(modules, aligned):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_fans as bodies  # noqa: E402
 
-from ditron_train.testing.processes import run_workers  # noqa: E402
 from ditron_train.stream.window import Window  # noqa: E402
+from ditron_train.testing.processes import run_workers  # noqa: E402
 from ditron_train.tp import gather, scatter  # noqa: E402
 from ditron_train.tp.context import RowPartition  # noqa: E402
 from ditron_train.tp.gather import PreparedGather  # noqa: E402
@@ -27,7 +27,8 @@ GATHERED, SLOTS, SIGNALS = 1 << 50, 2 << 50, 3 << 50
 
 
 class _Ring:
-    """Rank r's copy of a buffer is at ``base + r * 2**40``; a window of it begins 2**45 bytes further, SIZE bytes apart."""
+    """Rank r's copy of a buffer is at ``base + r * 2**40``; a window of it begins 2**45 bytes further, SIZE bytes
+    apart."""
 
     def __init__(self, base: int, world_size: int) -> None:
         self.base, self.world_size = base, world_size
@@ -68,7 +69,11 @@ def _context(rank: int, world_size: int) -> SimpleNamespace:
 def _pieces(fan, real):
     """(destination as its rank's own address, source, bytes) of each piece."""
     for piece in range(fan.count):
-        yield real(fan.destination + piece * fan.destination_pitch), fan.source + piece * fan.source_pitch, fan.num_bytes
+        yield (
+            real(fan.destination + piece * fan.destination_pitch),
+            fan.source + piece * fan.source_pitch,
+            fan.num_bytes,
+        )
 
 
 _WORLDS = st.integers(3, 9).flatmap(lambda world: st.tuples(st.just(world), st.integers(0, world - 1)))
@@ -99,7 +104,10 @@ def test_gathers(world_and_rank, data):
     rows, flags = fans
     assert copies[0][0] == buffer.host_addresses[(rank - 1) % world] + partition.starts[rank] * ROW_BYTES
     sent = {(destination, num_bytes) for destination, source, num_bytes in _pieces(rows, buffer.real)}
-    assert sent == {(destination, num_bytes) for destination, _, num_bytes, _, _ in copies[1:]} and rows.count == len(copies) - 1
+    assert (
+        sent == {(destination, num_bytes) for destination, _, num_bytes, _, _ in copies[1:]}
+        and rows.count == len(copies) - 1
+    )
     place = _Windows.own + partition.starts[rank] * ROW_BYTES  # own rows, in each of own memory's mappings
     assert [source for _, source, _ in _pieces(rows, buffer.real)] == [place + i * SIZE for i in range(world - 2)]
     words = context.gather_epochs.data_ptr()
@@ -139,7 +147,8 @@ def test_scatters(world_and_rank, rows_of_a_rank):
 
 
 class _Sends:
-    """What a prepared reduce-scatter or gather sends, in order: ("rows", ...), ("flag", word's value aside, ...), ("fan", ...)."""
+    """What a prepared reduce-scatter or gather sends, in order: ("rows", ...), ("flag", word's value aside, ...),
+    ("fan", ...)."""
 
     def __init__(self, monkeypatch, module, *, refuses: bool = False) -> None:
         self.log: list[tuple] = []
@@ -158,7 +167,9 @@ class _Sends:
         monkeypatch.setattr(module, "copy_with_flags", copies)
         monkeypatch.setattr(module, "send_fans", fans)
         if module is scatter:
-            monkeypatch.setattr(module, "copy_bytes", lambda to, source, size, stream: self.log.append(("rows", to, source, size)))
+            monkeypatch.setattr(
+                module, "copy_bytes", lambda to, source, size, stream: self.log.append(("rows", to, source, size))
+            )
 
     def flags(self, real) -> list[int]:
         """Addresses of flags in the order in which they are written."""
@@ -231,7 +242,8 @@ def test_scatters_go_one_by_one_from_the_first_refusal_on(monkeypatch):
     sends = _Sends(monkeypatch, scatter, refuses=True)
     PreparedScatter._send_all(prepared, partial)
     assert prepared._fans == [] and [entry for entry in sends.log if entry[0] == "rows"] == [
-        ("rows", destination, partial.data_ptr() + offset, num_bytes) for destination, offset, num_bytes, _, _ in prepared._copies
+        ("rows", destination, partial.data_ptr() + offset, num_bytes)
+        for destination, offset, num_bytes, _, _ in prepared._copies
     ]
 
 

@@ -84,7 +84,9 @@ def test_recorded_ops_are_named_by_all_that_they_depend_on():
     """Of 36 calls one comes before anything is recorded, and 9 have operands that are copied first."""
     for scattered, gathered in run_workers(2, bodies.check_recorded_ops):
         assert scattered == [20, 6]  # 3 operands in two sets of memory
-        assert gathered[0] == 7 and sum(gathered) == 26  # strided rows are copied, so that they lie elsewhere each time
+        assert (
+            gathered[0] == 7 and sum(gathered) == 26
+        )  # strided rows are copied, so that they lie elsewhere each time
 
 
 @pytest.mark.parametrize("op", ["wgrad", "dgrad", "ag_gemm push", "ag_gemm copy", "gemm_rs"])
@@ -111,7 +113,9 @@ def test_mismatch_is_the_same_error_on_every_rank(field):
 def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled():
     words, words_1 = run_workers(2, bodies.bad_calls)
     assert words == words_1 and len(words) == 24
-    assert [text for text in words if not text.startswith(("ag_gemm: ", "gemm_rs: ", "all_gather: ", "reduce_scatter: "))] == []
+    assert [
+        text for text in words if not text.startswith(("ag_gemm: ", "gemm_rs: ", "all_gather: ", "reduce_scatter: "))
+    ] == []
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 16, 75])

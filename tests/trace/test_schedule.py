@@ -87,7 +87,19 @@ def test_shown_and_drawn(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["trace", "--schedule", "ag_gemm", "--shape", "1024", "512", "256", "--world-size", "2", "--output", str(tmp_path)]
+    words = [
+        "trace",
+        "--schedule",
+        "ag_gemm",
+        "--shape",
+        "1024",
+        "512",
+        "256",
+        "--world-size",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(words) == 0 and (tmp_path / "schedule-ag_gemm.png").exists()
     for ranks in ("3", "0", "-1"):
         assert main([*words, "--ranks-per-node", ranks]) == 2
@@ -100,6 +112,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 def test_without_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "matplotlib" else find_spec(name, *more))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: None if name == "matplotlib" else find_spec(name, *more)
+    )
     assert main(["trace", "--op", "ag_gemm", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "error: pictures need matplotlib: pip install matplotlib\n"

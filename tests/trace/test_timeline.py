@@ -15,7 +15,15 @@ from ditron_train.testing.processes import run_workers
 from ditron_train.trace.record import record_op
 from ditron_train.trace.show_timeline import draw_timelines, summary
 from ditron_train.trace.timeline import (
-    Interval, computation_us, exposed, idle, is_gemm, not_launched, read_chrome_trace, total_us, union,
+    Interval,
+    computation_us,
+    exposed,
+    idle,
+    is_gemm,
+    not_launched,
+    read_chrome_trace,
+    total_us,
+    union,
 )  # fmt: skip
 
 
@@ -98,13 +106,17 @@ OTHERS = """copy_rows_kernel fold_rows_kernel normalize_kernel momentum_kernel u
 
 
 def read_names(tmp_path: Path, names: list[str]) -> list[Interval]:
-    return read_chrome_trace(write(tmp_path / "names.json", [gpu_event(name, index, 1, 7) for index, name in enumerate(names)]))
+    return read_chrome_trace(
+        write(tmp_path / "names.json", [gpu_event(name, index, 1, 7) for index, name in enumerate(names)])
+    )
 
 
 def test_every_kernel_of_ours_is_known(tmp_path: Path) -> None:
     """By their names: a new one has to be put into a list here, and be told apart there."""
     package = Path(__file__).parents[2] / "ditron_train"
-    functions = (node for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    functions = (
+        node for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
     kernels = {
         node.name for node in functions
         if isinstance(node, ast.FunctionDef) and any(ast.unparse(mark).startswith("triton.jit") for mark in node.decorator_list)
@@ -171,7 +183,11 @@ def _refused(op: str, shape: tuple[int, int, int] | None, folder: str) -> str:
 
 def test_record_on_cpu_processes(tmp_path: Path) -> None:
     assert run_workers(2, _record, str(tmp_path)) == [0, 0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ag_gemm-ditron.json", "ag_gemm-native.json", "ag_gemm.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ag_gemm-ditron.json",
+        "ag_gemm-native.json",
+        "ag_gemm.png",
+    ]
     kinds = {interval.kind for interval in read_chrome_trace(tmp_path / "ag_gemm-native.json")}
     assert kinds == {"compute", "communication"}
     assert any("ditron_train" in interval.name for interval in read_chrome_trace(tmp_path / "ag_gemm-ditron.json"))
@@ -185,7 +201,10 @@ def test_ops_of_the_other_rooms(tmp_path: Path, op: str) -> None:
 
 def test_what_cannot_be_recorded_is_refused_on_every_rank(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    assert run_workers(2, _refused, "ag_gemm", (63, 64, 64), folder) == ["ag_gemm 63x64x64 does not divide over 2 ranks: M and N have to"] * 2
+    assert (
+        run_workers(2, _refused, "ag_gemm", (63, 64, 64), folder)
+        == ["ag_gemm 63x64x64 does not divide over 2 ranks: M and N have to"] * 2
+    )
     assert run_workers(2, _refused, "layer", None, folder) == ["layer is recorded on GPUs only"] * 2
     assert "has one of its own" in run_workers(2, _refused, "moe_layer", (64, 64, 64), folder)[0]
     assert "takes several ranks" in run_workers(1, _refused, "send_recv", None, folder)[0]

@@ -64,5 +64,3 @@ def use_table(path: str, m: int, n: int, k: int) -> tuple[Choice, bool]:
         del os.environ["DITRON_TUNING"]
         forget_tables()
         context.prepared.clear()
-
-

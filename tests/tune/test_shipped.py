@@ -67,7 +67,9 @@ def test_the_h200_table_holds_published_shapes(op: str) -> None:
         for shape in load_workloads()[op]["shapes"]
     }
     assert [
-        model for model in ("LLaMA3-7B", "LLaMA3.1-8B", "LLaMA3.1-70B", "Mistral-7B", "Qwen2-72B") if chosen[model] != "table"
+        model
+        for model in ("LLaMA3-7B", "LLaMA3.1-8B", "LLaMA3.1-70B", "Mistral-7B", "Qwen2-72B")
+        if chosen[model] != "table"
     ] == []
 
 
@@ -87,7 +89,9 @@ def test_what_was_measured_on_h200s_is_what_the_model_predicts(num_ranks: int, t
     results = Path(__file__).parents[2] / "benchmarks" / "results" / f"H200x{num_ranks}" / "tp.json"
     machine = Machine("NVIDIA H200", "sm_90", 132)
     rows = [
-        row for row in json.loads(results.read_text())["rows"] if row["op"] in ("ag_gemm", "gemm_rs") and row["pass"] == "forward"
+        row
+        for row in json.loads(results.read_text())["rows"]
+        if row["op"] in ("ag_gemm", "gemm_rs") and row["pass"] == "forward"
     ]
     assert len(rows) >= 12
     for row in rows:

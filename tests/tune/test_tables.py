@@ -49,7 +49,12 @@ plans = st.one_of(
 configs = st.sampled_from([TILE, dataclasses.replace(TILE, num_stages=3), dataclasses.replace(TILE, block_n=128)])
 choices = st.builds(Choice, configs, plans, st.sampled_from([16, 32, 64]), scatter=st.sampled_from(["store", "copy"]))
 problems = st.builds(
-    lambda op, m, n, k, world: Problem(op, m * world, n, k, "nt", torch.bfloat16, world), ops, tiles, tiles, tiles, worlds
+    lambda op, m, n, k, world: Problem(op, m * world, n, k, "nt", torch.bfloat16, world),
+    ops,
+    tiles,
+    tiles,
+    tiles,
+    worlds,
 )
 
 
@@ -134,7 +139,8 @@ def test_a_missing_file_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "change", [{"tile": "128x256"}, {"tile": "100x256x64"}, {"stages": 0}, {"fold_rows": 48}, {"warps": 3}, {"group_m": None}]
+    "change",
+    [{"tile": "128x256"}, {"tile": "100x256x64"}, {"stages": 0}, {"fold_rows": 48}, {"warps": 3}, {"group_m": None}],
 )
 def test_a_bad_entry_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]) -> None:
     problem = Problem("gemm_rs", 8192, 4096, 2752, "nt", torch.bfloat16, 4)
@@ -170,24 +176,31 @@ def test_predictions_respect_the_limit(problem: Problem, choice: Choice) -> None
     assert (seen.comm_us == 0) == (problem.world_size == 1)
 
 
-@example(Problem("gemm_rs", 768, 5760, 128, "nt", torch.bfloat16, 1), Choice(TILE, scatter="copy"), "m", 4)  # nothing to send
+@example(
+    Problem("gemm_rs", 768, 5760, 128, "nt", torch.bfloat16, 1), Choice(TILE, scatter="copy"), "m", 4
+)  # nothing to send
 @given(problems, choices, st.sampled_from(["m", "n", "k"]), st.integers(1, 8))
 def test_more_work_never_takes_less_time(problem: Problem, choice: Choice, field: str, factor: int) -> None:
     larger = dataclasses.replace(problem, **{field: factor * getattr(problem, field)})
     small, large = (predict(p, choice, H200, RATES) for p in (problem, larger))
     for name in ("gemm_us", "comm_us", "native_us", "limit_us"):
         assert getattr(large, name) >= getattr(small, name) * (1 - 1e-9), name
-    # A program takes every 132nd tile, so what is left when the last rows arrive is a whole number of waves, and where more
-    # tiles are in front of those rows it can be one less: more rows or columns may end up to a wave earlier. Not longer sums.
+    # A program takes every 132nd tile, so what is left when the last rows arrive is a whole number of waves, and where
+    # more tiles are in front of those rows it can be one less: more rows or columns may end up to a wave earlier. Not
+    # longer sums.
     wave_us = gemm_us(132 * choice.config.block_m, choice.config.block_n, problem.k, choice.config, 132, 132, RATES)
     assert large.ditron_us >= (small.ditron_us - (0.0 if field == "k" else wave_us)) * (1 - 1e-9)
 
 
 def test_a_program_waits_for_the_rows_of_its_own_tiles() -> None:
-    """Two ranks of four tiles, the other's rows come at 12 us: on six programs nobody has two tiles of them to compute."""
+    """Two ranks of four tiles, the other's rows come at 12 us: on six programs nobody has two tiles of them to
+    compute."""
     tile = dataclasses.replace(TILE, block_m=128, block_n=128)
     problem = Problem("ag_gemm", 4 * 128, 2 * 128, 64, "nt", torch.bfloat16, 2)
-    ends_us = {programs: _last_tile_us(problem, tile, programs, 10.0, np.array([0.0, 12.0]), 1) for programs in (1, 2, 4, 6, 8)}
+    ends_us = {
+        programs: _last_tile_us(problem, tile, programs, 10.0, np.array([0.0, 12.0]), 1)
+        for programs in (1, 2, 4, 6, 8)
+    }
     assert ends_us == {1: 80.0, 2: 40.0, 4: 22.0, 6: 22.0, 8: 22.0}
 
 
@@ -257,7 +270,9 @@ def test_the_best_choice_is_best_over_all_shapes_of_its_class() -> None:
     other, third = (dataclasses.replace(default, gather=GatherPlan("push", push_programs=n)) for n in (8, 16))
     assert _class_of({default: 90.0, other: 80.0}).best() == other
     assert _class_of({default: 90.0, other: 89.5}).best() == default  # within the noise
-    assert _class_of({default: 90.0, other: 80.0, third: 85.0}, {default: 90.0, other: 99.0, third: 85.0}).best() == third
+    assert (
+        _class_of({default: 90.0, other: 80.0, third: 85.0}, {default: 90.0, other: 99.0, third: 85.0}).best() == third
+    )
     assert _class_of({other: 80.0}).best() == other  # the default's bits differed
     assert _class_of({default: 90.0, other: 80.0}, {default: 90.0}).best() == default  # other bits at the second shape
     assert _class_of({}).best() is None and _class_of({}).entry()["native"] is True
@@ -275,12 +290,19 @@ def test_tiles_are_tried_with_the_two_best_ways_of_moving_data() -> None:
     first = shape_class_.candidates("transfer")
     assert first[0] == default and {*pushes, chunks} < {*first} and len({*first}) == len(first)
     assert dataclasses.replace(modelled_choice(problem, H200), source=default.source) in first
-    shape_class_.results = [Result({default: 90.0, chunks: 80.0, pushes[0]: 99.0, pushes[1]: 95.0, pushes[2]: 97.0}, native_us=100.0)]
+    shape_class_.results = [
+        Result({default: 90.0, chunks: 80.0, pushes[0]: 99.0, pushes[1]: 95.0, pushes[2]: 97.0}, native_us=100.0)
+    ]
     second = shape_class_.candidates("tile")
-    assert second[:2] == [chunks, pushes[1]] and {choice.gather for choice in second} == {chunks.gather, pushes[1].gather}
+    assert second[:2] == [chunks, pushes[1]] and {choice.gather for choice in second} == {
+        chunks.gather,
+        pushes[1].gather,
+    }
     assert {choice.config for choice in second if choice.gather == pushes[1].gather} > {default.config}
 
 
-@pytest.mark.parametrize("num_rows, expected", [(4096, 2048), (2048, 1024), (1024, 1024), (1100, 512), (128, 128), (100, 100)])
+@pytest.mark.parametrize(
+    "num_rows, expected", [(4096, 2048), (2048, 1024), (1024, 1024), (1100, 512), (128, 128), (100, 100)]
+)
 def test_first_rows_are_half_where_that_takes_fewer_waves(num_rows: int, expected: int) -> None:
     assert first_rows(num_rows, 4096, TILE, H200) == expected  # 16 tiles are a row of tiles: a wave holds 8.25 of them

@@ -79,7 +79,9 @@ def test_a_layer_under_stress(tmp_path: Path) -> None:
 def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
     words = ("--random", "6", "--ops", "1200", "--seed", "3", "--largest", "32", "--output", str(tmp_path))
     assert run_workers(2, _run_soak, *words) == [0, 0]
-    shapes, ops = (json.loads(next(tmp_path.glob(f"*/soak/{what}.json")).read_text())["summary"] for what in ("random", "ops"))
+    shapes, ops = (
+        json.loads(next(tmp_path.glob(f"*/soak/{what}.json")).read_text())["summary"] for what in ("random", "ops")
+    )
     assert shapes["done"] == 6 and shapes["compared"] == 18 and shapes["num_different"] == 0
     assert ops["done"] == ops["compared"] == 1200 and ops["by_kind"]["pp exchange"] == 1188
     assert shapes["crossed_the_wrap"] and shapes["first_epoch"] == 2**31 - 8
@@ -87,7 +89,8 @@ def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
 
 
 def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
-    """Messages of a small model; they arrive with a wrong value on rank 1, or the second pattern of them is not reached."""
+    """Messages of a small model; they arrive with a wrong value on rank 1, or the second pattern of them is not
+    reached."""
     from ditron_train.bench import pp
 
     before = rooms.ROOMS["pp"], pp._Transfers.ours, pp._PATTERNS
@@ -155,7 +158,9 @@ def _run_with_a_late_difference(folder: str) -> int:
 
     pp._Transfers.ours = ours  # three comparisons of the benchmark's own come first
     try:
-        return run(arguments("--random", "1", "--rooms", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder))
+        return run(
+            arguments("--random", "1", "--rooms", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder)
+        )
     finally:
         rooms.ROOMS["pp"], pp._Transfers.ours = before
 
@@ -185,9 +190,13 @@ def test_rooms_take_the_models_sizes() -> None:
     words = "--hidden-size 64 --num-attention-heads 8 --num-query-groups 2 --seq-length 32 --num-experts 4".split()
     model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
     found = {room: " ".join(words) for room, words in room_words(rooms.parse_rooms("all"), model, 2, True).items()}
-    assert "--shape 32 8 2 8" in found["sp"] and "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
+    assert (
+        "--shape 32 8 2 8" in found["sp"] and "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
+    )
     assert "--shape 96 64 --shape 64 64 --shape 256 64 --shape 64 128" in found["muon"]
-    assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {"ep": ["--no-deterministic", "--model", "facts"]}
+    assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {
+        "ep": ["--no-deterministic", "--model", "facts"]
+    }
     for world_size in (2, 4, 8):  # the small model of machines without a GPU
         assert len(room_words(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size, False)) == 4
     for room, world_size, error in (("sp", 4, "2 query groups"), ("ep", 3, "4 experts"), ("pp", 3, "even number")):
@@ -204,7 +213,9 @@ def test_every_room(tmp_path: Path) -> None:
            "group_dgrad", "group_wgrad", "moe_layer", "send_recv", "pipeline_step", "muon_step"}  # fmt: skip
     assert {row.op for row in rows} == ops and all(row.bitwise_equal for row in rows)
     others = len(rows) - 1
-    assert stamp.settings["summary"].endswith(f"{others} rows of other ops ({2 * others} comparisons); every bit is equal")
+    assert stamp.settings["summary"].endswith(
+        f"{others} rows of other ops ({2 * others} comparisons); every bit is equal"
+    )
 
 
 def _run_with_plan(folder: str) -> tuple[int, list[str]]:
@@ -263,7 +274,10 @@ def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:
-    assert run_workers(2, _refused, "--column", "31", "32", "32") == ["custom column 31x32x32 does not divide over 2 ranks: M and N have to"] * 2
+    assert (
+        run_workers(2, _refused, "--column", "31", "32", "32")
+        == ["custom column 31x32x32 does not divide over 2 ranks: M and N have to"] * 2
+    )
     bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
            ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"),
            ("--output", "/proc/nowhere"), ("--rooms", "tp,xp"), ("--num-experts", "0"),
@@ -272,7 +286,9 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
     for words in (("--ops", "5"), ("--rooms", "ep")):
-        assert f"{words[0]}{' ep' if 'ep' in words else ''} takes 2 ranks or more" in run_workers(1, _refused, *words)[0]
+        assert (
+            f"{words[0]}{' ep' if 'ep' in words else ''} takes 2 ranks or more" in run_workers(1, _refused, *words)[0]
+        )
 
 
 def test_model_from_megatrons_arguments() -> None:
@@ -294,7 +310,11 @@ def test_random_cases_divide_and_repeat_by_seed() -> None:
     for on_gpu in (False, True):
         for world_size in (2, 3, 8):
             cases = list(random_cases(300, 7, world_size, on_gpu))
-            assert cases == list(random_cases(300, 7, world_size, on_gpu)) != list(random_cases(300, 8, world_size, on_gpu))
+            assert (
+                cases
+                == list(random_cases(300, 7, world_size, on_gpu))
+                != list(random_cases(300, 8, world_size, on_gpu))
+            )
             for case in cases:
                 x, weight = case.local_shapes(world_size)
                 assert min(*x, *weight) >= 1 and x[1] == weight[1]
