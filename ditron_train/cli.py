@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.set_defaults(function=_doctor)
 
-    from ditron_train.bench import available_benches
+    from ditron_train.tools.bench import available_benches
 
     bench = commands.add_parser("bench", help="measure native, peers and ours (under torchrun)")
     rooms = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    from ditron_train.doctor import examine, show
+    from ditron_train.tools.doctor import examine, show
 
     _refuse(rest)
     report = examine()
@@ -75,30 +75,30 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment()
-    return _run_tool(f"bench {arguments.bench}", f"ditron_train.bench.{arguments.bench}", rest)
+    return _run_tool(f"bench {arguments.bench}", f"ditron_train.tools.bench.{arguments.bench}", rest)
 
 
 def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment()
-    return _run_tool("trace", "ditron_train.trace.run", rest)
+    return _run_tool("trace", "ditron_train.tools.trace.tracer", rest)
 
 
 def _tune(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment()
-    return _run_tool("tune", "ditron_train.tune.run", rest)
+    return _run_tool("tune", "ditron_train.tools.tune.tuner", rest)
 
 
 def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment(as_a_job=any(word.startswith("--plan") for word in rest))
-    return _run_tool("verify", "ditron_train.verify.run", rest)
+    return _run_tool("verify", "ditron_train.tools.verify.verifier", rest)
 
 
 def _compare(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    return _run_tool("compare", "ditron_train.compare.run", rest)
+    return _run_tool("compare", "ditron_train.tools.compare.comparison", rest)
 
 
 def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    return _run_tool("postmortem", "ditron_train.postmortem.run", rest)
+    return _run_tool("postmortem", "ditron_train.tools.postmortem.verdict", rest)
 
 
 def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:

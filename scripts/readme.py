@@ -16,10 +16,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    from ditron_train.bench.document import RESULTS_PAGE, picture_path, render, render_results, roofline_path
-    from ditron_train.bench.pictures import draw_speedups
-    from ditron_train.bench.roofline import draw_roofline, has_roofline
-    from ditron_train.bench.rows import RESULTS, TRAINING, read_results
+    from ditron_train.tools.bench.document import RESULTS_PAGE, picture_path, render, render_results, roofline_path
+    from ditron_train.tools.bench.pictures import draw_speedups
+    from ditron_train.tools.bench.roofline import draw_roofline, has_roofline
+    from ditron_train.tools.results import RESULTS, TRAINING, read_results
 
     if not arguments.check:
         for path in sorted((ROOT / RESULTS).glob("*/*.json")):

@@ -10,7 +10,7 @@ cd "$ROOT"
 export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 [ $# = 0 ] || exec "$PY" -m pytest --ignore=tests/gpu "$@"
 
-jobs_of_megatron=(tests/compare tests/examples tests/megatron_plugin tests/native)
+jobs_of_megatron=(tests/tools/compare tests/examples tests/megatron_plugin tests/native)
 said=$(mktemp)
 "$PY" -m pytest -p no:cacheprovider "${jobs_of_megatron[@]}" >"$said" 2>&1 &
 half=$!

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from ditron_train.ep.layout import Layout, LayoutShape, Room
 from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
-from ditron_train.runtime.records import records_of
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
 from ditron_train.symm.channel import Channel

@@ -30,7 +30,7 @@ from ditron_train.ep.context import EPContext
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
-from ditron_train.runtime.eager import eager
+from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = [
     "FEWEST_ROWS",
@@ -183,7 +183,7 @@ def wgrad_out(
     return call.weight_grads(grad_rows, h, weights, own="own_wgrad" in call.fused)
 
 
-@eager
+@outside_compile
 class _DispatchLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, call: ExpertCall, *weights: torch.Tensor):
@@ -201,7 +201,7 @@ class _DispatchLinear(torch.autograd.Function):
         return (grad_x, grad_probs, None, *grads)
 
 
-@eager
+@outside_compile
 class _LinearCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, call: ExpertCall, *weights: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ class _LinearCombine(torch.autograd.Function):
         return (grad_h, None, *grads)
 
 
-@eager
+@outside_compile
 def dispatch_linear(
     x: torch.Tensor, probs: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +237,7 @@ def dispatch_linear(
     return _DispatchLinear.apply(x, probs, call, *weights)
 
 
-@eager
+@outside_compile
 def linear_combine(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
     """h [num_rows, K] through the experts' second linear layer ([hidden, K] each) and back to tokens [num_tokens,
     hidden]."""

@@ -16,7 +16,7 @@ from ditron_train.ep.context import EPContext
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.rails import RailContext, RailLayout
-from ditron_train.runtime.eager import eager
+from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = ["combine_rows", "dispatch_tokens"]
 
@@ -29,7 +29,7 @@ def _mover(layout: AnyLayout) -> Any:
     return rails if isinstance(layout, RailLayout) else ops
 
 
-@eager
+@outside_compile
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -55,7 +55,7 @@ class _Dispatch(torch.autograd.Function):
         return grad_x, grad_probs, None, None, None
 
 
-@eager
+@outside_compile
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder) -> torch.Tensor:
@@ -67,7 +67,7 @@ class _Combine(torch.autograd.Function):
         return _mover(ctx.layout).dispatch(grad_out, ctx.layout, ctx.context)[0], None, None, None
 
 
-@eager
+@outside_compile
 def dispatch_tokens(
     x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +86,7 @@ def dispatch_tokens(
     return _Dispatch.apply(x, probs, layout, context, order)
 
 
-@eager
+@outside_compile
 def combine_rows(y: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder) -> torch.Tensor:
     """Differentiable ``ops.combine``: y [num_rows, hidden] to [num_tokens, hidden]."""
     return _Combine.apply(y, layout, context, order)

@@ -10,7 +10,7 @@ import torch
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.fused_kernels import dispatch_gemm_kernel, gemm_combine_kernel, plan_tiles
 from ditron_train.ep.group_gemm import GemmOperands, RowTiles, gemm_operands, row_tiles
-from ditron_train.ep.launching import Kind, check_tokens, launch, move_tile, signature, sum_constants
+from ditron_train.ep.launch import Kind, check_tokens, launch, move_tile, signature, sum_constants
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError

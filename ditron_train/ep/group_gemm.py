@@ -17,9 +17,9 @@ from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.sizes import next_power_of_2
 
 __all__ = ["RowTiles", "are_whole", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
@@ -292,7 +292,7 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_s
     return dw
 
 
-@eager
+@outside_compile
 class _GroupLinear(torch.autograd.Function):
     """y = x W[e].T; dx = dy W[e]; dW[e] = dy.T x over the expert's rows."""
 
@@ -312,7 +312,7 @@ class _GroupLinear(torch.autograd.Function):
         return (dx, None, *dw)
 
 
-@eager
+@outside_compile
 def group_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles) -> torch.Tensor:
     """Differentiable ``group_gemm`` forward: x [num_rows, K] times each expert's [N, K] transposed."""
     return _GroupLinear.apply(x, tiles, *weights)

@@ -6,19 +6,19 @@ import torch
 
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.kernels import place_arrived, push_ahead, push_tokens
-from ditron_train.ep.launching import Kind, check_tokens, launch, move_tile, signature, sum_constants
+from ditron_train.ep.launch import Kind, check_tokens, launch, move_tile, signature, sum_constants
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.planning import PendingLayout, SentAhead
 from ditron_train.ep.return_kernels import return_rows, sum_returned
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.symm.arena import SymmetricTensor
 
 __all__ = ["PendingCombine", "begin_combine", "combine", "dispatch", "dispatch_ahead"]
 
 
-@eager
+@outside_compile
 def dispatch(
     x: torch.Tensor,
     layout: Layout,
@@ -115,7 +115,7 @@ def _place_ahead(
     context.join_side()
 
 
-@eager
+@outside_compile
 def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places
     them.
@@ -235,7 +235,7 @@ class PendingCombine:
         return self._out, self._prob_grads if self._with_grads else None
 
 
-@eager
+@outside_compile
 def combine(
     y: torch.Tensor,
     layout: Layout,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from ditron_train.ep.context import EPContext
-from ditron_train.ep.launching import DTYPES, Kind, check_tokens, launch, signature
+from ditron_train.ep.launch import DTYPES, Kind, check_tokens, launch, signature
 from ditron_train.ep.layout import HostCounts, Layout, Room
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
 from ditron_train.runtime.device import is_capturing
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.events import current_stream
 
 __all__ = ["PendingLayout", "SentAhead", "begin_layout", "fewest_rows_before"]
@@ -29,7 +29,7 @@ class SentAhead:
 
 
 @dataclass
-@eager
+@outside_compile
 class PendingLayout:
     """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
 
@@ -177,7 +177,7 @@ def _check_routing(
         )
 
 
-@eager
+@outside_compile
 def begin_layout(
     routing_map: torch.Tensor,
     probs: torch.Tensor,

@@ -8,7 +8,7 @@ Three ways in:
 3. Python: ``spec = apply(spec, features=("tp",))``, or ``apply()`` before models are built; `restore` is the inverse.
 """
 
-from ditron_train.megatron.arguments import add_ditron_args
-from ditron_train.megatron.switch import active_features, apply, restore, wrap_model_provider
+from ditron_train.megatron.plugin.arguments import add_ditron_args
+from ditron_train.megatron.plugin.switch import active_features, apply, restore, wrap_model_provider
 
 __all__ = ["active_features", "add_ditron_args", "apply", "restore", "wrap_model_provider"]

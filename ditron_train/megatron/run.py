@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ditron_train.megatron.arguments import add_ditron_args, options_from_args, options_from_argv
-from ditron_train.megatron.switch import apply_options
+from ditron_train.megatron.plugin.arguments import add_ditron_args, options_from_args, options_from_argv
+from ditron_train.megatron.plugin.switch import apply_options
 from ditron_train.runtime.errors import SettingError, VersionError
 from ditron_train.runtime.logs import get_logger, log_once
 

@@ -33,8 +33,8 @@ from ditron_train.optim.newton_schulz import (
 from ditron_train.optim.plans import ProductMode
 from ditron_train.optim.sharding import LayerShards, newton_schulz_cost, shard_by_cost
 from ditron_train.optim.variants import newton_schulz_batched
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = ["Muon", "TensorParallelMode"]
 
@@ -62,7 +62,7 @@ def _default_algorithm(param: torch.Tensor) -> str:
     return "muon" if param.dim() == 2 and not is_embedding else "adamw"
 
 
-@eager
+@outside_compile
 class Muon(torch.optim.Optimizer):
     """Muon for matrices, AdamW for other parameters.
 
@@ -206,7 +206,7 @@ class Muon(torch.optim.Optimizer):
         return group["algorithm"] or _default_algorithm(param)
 
     @torch.no_grad()
-    @eager
+    @outside_compile
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of every parameter that has a gradient; returns the closure's loss.
 

@@ -22,9 +22,9 @@ from ditron_train.optim.kernels import normalize_kernel
 from ditron_train.optim.plans import ProductMode, plan_products
 from ditron_train.optim.products import newton_schulz_step
 from ditron_train.optim.variants import gram_form, has_gram_form
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = [
     "COEFFICIENTS",
@@ -136,7 +136,7 @@ def _normalize_launcher(num_programs: int, transpose: bool, dtype: torch.dtype, 
     return KernelLaunch(normalize_kernel, num_programs, constants)
 
 
-@eager
+@outside_compile
 def newton_schulz(
     grad: torch.Tensor,
     *,
@@ -199,7 +199,7 @@ def newton_schulz(
     return x
 
 
-@eager
+@outside_compile
 def orthogonalize(grad: torch.Tensor, **options) -> torch.Tensor:
     """As ``newton_schulz`` (with its options), back in the shape of ``grad`` and fp32."""
     x = newton_schulz(grad, **options, borrow=True).to(torch.float32, copy=True)

@@ -21,9 +21,9 @@ from ditron_train.optim.products import (
     symmetric_choices,
 )
 from ditron_train.runtime.device import is_interpreter, kernel_target, with_index
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = ["ProductMode", "plan_products"]
 
@@ -152,7 +152,7 @@ def _has_kernels(m: int, n: int, dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and m >= _MIN_ROWS and aligned
 
 
-@eager
+@outside_compile
 def plan_products(
     m: int, n: int, dtype: torch.dtype, device: torch.device, mode: ProductMode = "strict", *, transposed: bool = False
 ) -> ProductPlan:

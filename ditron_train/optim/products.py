@@ -21,9 +21,9 @@ from ditron_train.gemm.ops import check_operands, on_device
 from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target, num_sms
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule import lower_triangle_tile_order
 
 __all__ = [
@@ -196,7 +196,7 @@ def _symmetric_launcher(
     )
 
 
-@eager
+@outside_compile
 def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
     """X @ X^T by its lower triangle.
 
@@ -213,7 +213,7 @@ def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
     return _symmetric(x, x, None, 1.0, 0.0, config)
 
 
-@eager
+@outside_compile
 def scaled_square(a: torch.Tensor, b: float, c: float, *, config: GemmConfig | None = None) -> torch.Tensor:
     """b * A + c * A @ A for a symmetric A, by its lower triangle; rounds as ``torch.addmm(A, A, A, beta=b, alpha=c)``.
 
@@ -260,7 +260,7 @@ def symmetric_addmm(
     return _symmetric(a, b, add, alpha, beta, config)
 
 
-@eager
+@outside_compile
 def addmm(
     add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float, beta: float, config: GemmConfig | None = None
 ) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import replace_file
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import SETTINGS, get_settings
-from ditron_train.runtime.tuning import named_table
+from ditron_train.runtime.tuning_table import named_table
 from ditron_train.runtime.versions import find_versions
 from ditron_train.stream.driver import has_driver
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.head_start import HeadStart
+from ditron_train.runtime.device_hold import DeviceHold
 
 __all__ = ["Observation", "Run", "probe", "same_bits", "times_us"]
 
@@ -41,14 +41,14 @@ def times_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> list[f
     barrier on the device has the ranks begin together.
     """
     times = []
-    head_start = HeadStart()
+    device_hold = DeviceHold()
     barrier = torch.zeros(1, device=device)
     for repeat in range(_WARM_UPS + _REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        head_start.wait()
+        device_hold.wait()
         dist.all_reduce(barrier, group=group)
         start.record()
-        with head_start.launching():
+        with device_hold.launching():
             run()
         end.record()
         torch.cuda.synchronize(device)

@@ -10,7 +10,7 @@ import torch
 from ditron_train.pp.mailbox import Mailbox
 from ditron_train.pp.messages import LANE_NAMES
 from ditron_train.runtime.errors import DitronError, MismatchError, PeerTimeoutError
-from ditron_train.runtime.records import note_error
+from ditron_train.runtime.flight_recorder import note_error
 from ditron_train.stream import stream_notify, stream_wait
 from ditron_train.stream.copies import copy_bytes
 from ditron_train.stream.waits import cyclic_difference

@@ -10,18 +10,18 @@ import torch.distributed as dist
 
 from ditron_train.pp import paths
 from ditron_train.pp.channel import PipelineChannel
-from ditron_train.pp.far import FarChannel, FarReceiver, FarSender, FarSlots, NvshmemPuts, make_far_arena
+from ditron_train.pp.endpoints import Receiver, Sender
 from ditron_train.pp.kernel_channel import KernelChannel
-from ditron_train.pp.lanes import Receiver, Sender
 from ditron_train.pp.mailbox import MAX_LOANS, Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
+from ditron_train.pp.nvshmem_endpoints import FarChannel, FarReceiver, FarSender, FarSlots, NvshmemPuts, make_far_arena
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
-from ditron_train.runtime.records import records_of
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.versions import pip_command
 from ditron_train.stream import driver

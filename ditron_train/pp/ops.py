@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ditron_train.pp.context import PipelineContext
-from ditron_train.pp.lanes import Incoming, Receiver
+from ditron_train.pp.endpoints import Incoming, Receiver
 from ditron_train.pp.messages import BACKWARD, FORWARD, Header, num_bytes_of
 from ditron_train.pp.network import NetworkWork
 from ditron_train.runtime.device import is_capturing
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.events import StreamEvent, current_stream
 
 __all__ = ["Handle", "exchange"]
@@ -23,7 +23,7 @@ _SENDS = (("send_next", FORWARD), ("send_prev", BACKWARD))
 _RECEIVES = (("recv_prev", FORWARD), ("recv_next", BACKWARD))
 
 
-@eager
+@outside_compile
 class Handle:
     """A message that was enqueued."""
 
@@ -86,7 +86,7 @@ class _Batch:
     handles: list[Handle] = field(default_factory=list)
 
 
-@eager
+@outside_compile
 def exchange(
     context: PipelineContext,
     *,

@@ -40,7 +40,7 @@ def _commit() -> str | None:
 
 
 def collect_provenance(device: torch.device, count: int, **settings: object) -> dict[str, Any]:
-    """Returns what `ditron_train.bench.rows.Stamp` holds, of this process, now; only what JSON has.
+    """Returns what `ditron_train.tools.results.Stamp` holds, of this process, now; only what JSON has.
 
     Args:
         device: This rank's device.

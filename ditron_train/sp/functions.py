@@ -29,12 +29,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.ops import a2a_gemm, gather_sequence, gemm_a2a, to_heads, to_sequence
-from ditron_train.sp.tuning import hides_gather
+from ditron_train.sp.transfer_sizes import hides_gather
 
 __all__ = [
     "InputShards",
@@ -86,7 +86,7 @@ class LateWgrad:
         return compute
 
 
-@eager
+@outside_compile
 def late_wgrad(weight_qkv: torch.Tensor, weight_out: torch.Tensor) -> LateWgrad | None:
     """For the two projections of one attention, where both are trained and the gradient takes longer than what it
     hides."""
@@ -105,7 +105,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-@eager
+@outside_compile
 class _QkvProjection(torch.autograd.Function):
     """(q, k, v) = P(x W^T + c); see the module's table."""
 
@@ -166,7 +166,7 @@ class _QkvProjection(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, grad_late
 
 
-@eager
+@outside_compile
 class _OutputProjection(torch.autograd.Function):
     """y = P^T(o) W^T; see the module's table."""
 
@@ -211,7 +211,7 @@ class _OutputProjection(torch.autograd.Function):
         return grad_attended, grad_weight, None, None, None, None, None
 
 
-@eager
+@outside_compile
 class _Exchange(torch.autograd.Function):
     """P or its inverse, which is each other's backward."""
 
@@ -233,7 +233,7 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, None, *inverse(grads, **ctx.options))
 
 
-@eager
+@outside_compile
 def qkv_projection(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -276,7 +276,7 @@ def qkv_projection(
     )
 
 
-@eager
+@outside_compile
 def output_projection(
     attended: torch.Tensor,
     weight: torch.Tensor,
@@ -309,7 +309,7 @@ def output_projection(
     return _OutputProjection.apply(attended, weight, context, layout, row_table, wgrad or _plain_wgrad, late)
 
 
-@eager
+@outside_compile
 def heads_exchange(
     parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
@@ -317,7 +317,7 @@ def heads_exchange(
     return _Exchange.apply(True, context, layout, row_table, *parts)
 
 
-@eager
+@outside_compile
 def sequence_exchange(
     parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:

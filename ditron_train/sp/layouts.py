@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = ["HeadsLayout", "chunks_of_rank", "global_rows", "output_layout", "packed_rows", "qkv_layout"]
 
@@ -33,7 +33,7 @@ def global_rows(rank: int, world_size: int, num_local_rows: int) -> np.ndarray:
     return np.concatenate([chunk * half + np.arange(half) for chunk in chunks_of_rank(rank, world_size)])
 
 
-@eager
+@outside_compile
 def packed_rows(cu_seqlens: torch.Tensor, world_size: int, num_local_rows: int) -> torch.Tensor:
     """Row in the whole of each rank's local rows where several sequences are packed one behind the other.
 

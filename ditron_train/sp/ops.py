@@ -16,9 +16,9 @@ import torch
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.ops import check_operands
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp import tuning
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.sp import transfer_sizes as tuning
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.prepared import (
@@ -116,7 +116,7 @@ def _check_gemm(
         )
 
 
-@eager
+@outside_compile
 def gemm_a2a(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -174,7 +174,7 @@ def gemm_a2a(
     return prepared(rows, weight, (x.shape[0] * context.world_size, *x.shape[1:-1]), row_table, meanwhile)
 
 
-@eager
+@outside_compile
 def a2a_gemm(
     parts: Sequence[torch.Tensor],
     weight: torch.Tensor,
@@ -238,7 +238,7 @@ def a2a_gemm(
     return (y, gathered) if gathered is not None else y
 
 
-@eager
+@outside_compile
 def gather_sequence(
     parts: Sequence[torch.Tensor],
     *,
@@ -290,7 +290,7 @@ def _exchange(
     return prepared(parts, (lead[0] * world if towards_heads else lead[0] // world, *lead[1:]), row_table)
 
 
-@eager
+@outside_compile
 def to_heads(
     parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
@@ -311,7 +311,7 @@ def to_heads(
     return _exchange("to_heads", context, layout, parts, True, row_table)
 
 
-@eager
+@outside_compile
 def to_sequence(
     parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:

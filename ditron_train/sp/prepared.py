@@ -11,7 +11,7 @@ from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor, padded_columns
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
-from ditron_train.sp import tuning
+from ditron_train.sp import transfer_sizes as tuning
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.gemm_kernels import a2a_gemm_kernel, gemm_a2a_kernel
 from ditron_train.sp.kernels import arrived_kernel, push_kernel, receive_kernel

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from ditron_train.lang.agree import agree_kernel
 from ditron_train.runtime.device import kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.runtime.records import records_of
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
-from ditron_train.stream.recorded import RecordedSequences
+from ditron_train.stream.recorded_graph import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 

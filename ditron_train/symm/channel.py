@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from ditron_train.runtime.device import is_capturing
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import ArenaError, DitronError, MismatchError, NotSupportedError, PeerTimeoutError
-from ditron_train.runtime.records import note_error
+from ditron_train.runtime.flight_recorder import note_error
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.control import (
@@ -272,7 +272,7 @@ class Channel:
         )
 
 
-@eager
+@outside_compile
 def check_all() -> None:
     """``check``s every live channel of this process whose arena is open."""
     for channel in list(_channels):

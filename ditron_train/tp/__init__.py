@@ -22,10 +22,10 @@ tried: FC1's forward as cuBLAS's GEMMs, own rows first, each rank's behind its c
     torch's async-TP, which does so, was 1 to 8 % slower than ours on 2 GPUs.
 """
 
+from ditron_train.tp.choices import GatherPlan
 from ditron_train.tp.context import RowPartition, TPContext, get_context
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.ops import ag_gemm, all_gather, gemm_rs, start_all_gather, start_reduce_scatter
-from ditron_train.tp.tuning import GatherPlan
 
 __all__ = [
     "GatherPlan",

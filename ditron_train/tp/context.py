@@ -17,7 +17,7 @@ from ditron_train.runtime.device import device_name
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.tuning import Machine
+from ditron_train.tp.choices import Machine
 
 __all__ = ["FLAGS_PER_RANK", "RowPartition", "TPContext", "get_context"]
 

@@ -11,7 +11,7 @@
 A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error
 at every shape. With the table that ships, the speedups of the 24 forward rows committed for 2 and 4 H200s are
 predicted within 4 %, their times within 4 % on the four, and up to 11 % too long on the two, whose long GEMMs by
-cuBLAS were 8 % quicker than another pair's (``tests/tune``).
+cuBLAS were 8 % quicker than another pair's (``tests/tools/tune``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_config
 from ditron_train.runtime.rates import MachineRates
-from ditron_train.tp.tuning import Choice, GatherPlan, Machine, Problem, rates_of
+from ditron_train.tp.choices import Choice, GatherPlan, Machine, Problem, rates_of
 
 __all__ = [
     "Prediction",

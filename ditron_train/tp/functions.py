@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ditron_train.runtime.eager import eager
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.ops import ag_gemm, can_copy, gemm_rs, start_all_gather, start_reduce_scatter
 
@@ -64,7 +64,7 @@ def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext) -> torc
     return rows.view(x.shape[0] * context.world_size, *x.shape[1:-1], rows.shape[-1]) if x.dim() > 2 else rows
 
 
-@eager
+@outside_compile
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, context, wgrad):
@@ -126,7 +126,7 @@ def _column_gradients(
     return grad_x.view_as(x), grad_weight
 
 
-@eager
+@outside_compile
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, context, wgrad):
@@ -150,7 +150,7 @@ class _RowLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-@eager
+@outside_compile
 def column_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -177,7 +177,7 @@ def column_linear(
     return _like_input(_ColumnLinear.apply(x, weight, bias, context, wgrad or PlainWgrad()), x, context)
 
 
-@eager
+@outside_compile
 def row_linear(
     x: torch.Tensor, weight: torch.Tensor, *, context: TPContext, wgrad: Wgrad | None = None
 ) -> torch.Tensor:

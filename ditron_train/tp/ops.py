@@ -14,17 +14,17 @@ import torch
 
 from ditron_train.gemm.operands import padded_columns
 from ditron_train.gemm.ops import check_operands
-from ditron_train.runtime.eager import eager
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
 from ditron_train.stream.driver import has_driver
 from ditron_train.symm.control import DTYPES
-from ditron_train.tp.chunked import PreparedChunkedGemmRs
+from ditron_train.tp.choices import Choice, GatherPlan, Op, Problem, ScatterMode, choose
+from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs
 from ditron_train.tp.scatter import SUM_DTYPES, PreparedScatter
-from ditron_train.tp.tuning import Choice, GatherPlan, Op, Problem, ScatterMode, choose
 
 __all__ = [
     "StartedGather",
@@ -97,7 +97,7 @@ def _choose(op: Op, context: TPContext, m: int, n: int, k: int, dtype: torch.dty
     return choose(Problem(op, m, n, k, layout, dtype, context.world_size), context.machine)
 
 
-@eager
+@outside_compile
 def ag_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -151,7 +151,7 @@ def ag_gemm(
     return (y, prepared.gathered) if return_gathered else y
 
 
-@eager
+@outside_compile
 class StartedGather:
     """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are
     counted.
@@ -176,7 +176,7 @@ class StartedGather:
         return self._prepared.wait()[:, : self._num_columns]
 
 
-@eager
+@outside_compile
 def start_all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None) -> StartedGather:
     """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next.
 
@@ -203,13 +203,13 @@ def start_all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequenc
     return StartedGather(prepared, _sendable_rows(x), x.shape[-1], stream)
 
 
-@eager
+@outside_compile
 def all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None) -> torch.Tensor:
     """Rows of all ranks, [total rows, K], as a tensor of its own."""
     return start_all_gather(x, context=context, row_counts=row_counts).wait().clone()
 
 
-@eager
+@outside_compile
 def gemm_rs(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -276,7 +276,7 @@ def can_copy(context: TPContext) -> bool:
     return has_driver() or not context.is_cuda
 
 
-@eager
+@outside_compile
 class StartedReduceScatter:
     """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows.
 
@@ -306,7 +306,7 @@ class StartedReduceScatter:
         return self._out
 
 
-@eager
+@outside_compile
 def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedReduceScatter:
     """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current
     stream does next. One at a time: ``wait()`` before the next op of this context.

@@ -9,11 +9,11 @@ from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.stream.events import current_handle
+from ditron_train.tp.choices import Choice, Layout, Problem
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.cost_model import is_short
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.kernels import ag_gemm_kernel, gemm_rs_kernel
-from ditron_train.tp.tuning import Choice, Layout, Problem
 
 __all__ = ["Layout", "PreparedAgGemm", "PreparedGemmRs"]
 

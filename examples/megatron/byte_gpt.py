@@ -28,8 +28,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.symm import close_all_arenas
-from ditron_train.testing import megatron_cpu
 
 __all__ = ["Job", "StepResult", "set_groups", "train"]
 

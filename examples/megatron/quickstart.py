@@ -98,7 +98,7 @@ def _start(optimizer: str) -> bool:
     if optimizer == "dist_muon" and not on_gpu:
         raise SystemExit("error: --optimizer dist_muon needs GPUs: natively it gathers unevenly, which gloo cannot")
     if optimizer != "adam":
-        from ditron_train.testing import emerging_optimizers
+        from ditron_train.cpu import emerging_optimizers
 
         emerging_optimizers.install()  # native Muon needs it; where it is missing, the published equations stand in
     if on_gpu:
@@ -108,7 +108,8 @@ def _start(optimizer: str) -> bool:
         torch.utils.deterministic.fill_uninitialized_memory = False
         dist.init_process_group("nccl", timeout=timedelta(minutes=5))
     else:
-        from ditron_train.testing import interpreter, megatron_cpu
+        from ditron_train.cpu import interpreter
+        from ditron_train.cpu import megatron_shim as megatron_cpu
 
         interpreter.install()
         megatron_cpu.install()
@@ -230,7 +231,7 @@ def main() -> int:
     from corpus import CorpusError, load_corpus
 
     import ditron_train.megatron as ditron
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     console = Console(quiet=dist.get_rank() != 0)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -24,7 +24,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import ditron_train.megatron
-from ditron_train.testing import interpreter, megatron_cpu
+from ditron_train.cpu import interpreter
+from ditron_train.cpu import megatron_shim as megatron_cpu
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ditron_train.testing.compile_check import Compilation, KernelSpec
+from tests.support.compile_check import Compilation, KernelSpec
 
 _HERE = pathlib.Path(__file__).parent
 _STARTED = pytest.StashKey[list[Compilation]]()

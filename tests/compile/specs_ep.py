@@ -1,6 +1,6 @@
 """Kernels of the ep room, as a group of 8 ranks with 128 experts launches them."""
 
-from ditron_train.testing.compile_check import KernelSpec
+from tests.support.compile_check import KernelSpec
 
 _LAYOUT = {"EXPERTS_PER_RANK": 16, "WORLD_SIZE": 8, "RANKS": 8, "SLOTS": 16, "BLOCK_T": 16}
 _INT = "*i32"

@@ -1,6 +1,6 @@
 """Kernels of the ep room at task level, as a group of 8 ranks with 128 experts launches them."""
 
-from ditron_train.testing.compile_check import KernelSpec
+from tests.support.compile_check import KernelSpec
 
 _INT = "*i32"
 

@@ -1,6 +1,6 @@
 """Grouped GEMMs of the ep room, as their configurations launch them."""
 
-from ditron_train.testing.compile_check import KernelSpec
+from tests.support.compile_check import KernelSpec
 
 
 def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):

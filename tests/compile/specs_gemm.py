@@ -1,6 +1,6 @@
 """Kernels of the gemm room, as its configurations launch them."""
 
-from ditron_train.testing.compile_check import KernelSpec
+from tests.support.compile_check import KernelSpec
 
 
 def _gemm(name, transpose_a, transpose_b, block_m, block_n, block_k, stages, dtype="bf16", halve_tail=False,

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from ditron_train.testing.compile_check import KernelSpec
+from tests.support.compile_check import KernelSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lang"))
 

@@ -1,6 +1,6 @@
 """Kernels of the optim room, as Muon launches them."""
 
-from ditron_train.testing.compile_check import KernelSpec
+from tests.support.compile_check import KernelSpec
 
 
 def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype="bf16", quarters=False, num_warps=8):

@@ -1,7 +1,7 @@
 """Kernels of the pipeline messages that take no copy engine."""
 
 from ditron_train.pp.kernels import BLOCK_WORDS, HEADER_LANES, NUM_WARPS
-from ditron_train.testing.compile_check import KernelSpec
+from tests.support.compile_check import KernelSpec
 
 _WAIT = {"signal": "i64", "epoch": "i32"}
 

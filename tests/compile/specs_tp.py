@@ -1,6 +1,6 @@
 """Kernels of the tp room, as its ops launch them."""
 
-from ditron_train.testing.compile_check import KernelSpec
+from tests.support.compile_check import KernelSpec
 
 _CHANNEL = {"tickets_ptr": "*i64", "control_ptr": "*i64"}
 _READY = {"ready_addresses": "*i64", "ready_ptr": "*i32", "signature_ptr": "*i32"}

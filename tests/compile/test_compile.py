@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ditron_train.testing.compile_check import (
-    CompileReport,
-    KernelSpec,
-    check_report,
-    compile_specs,
-    unguarded_releases,
-)
+from tests.support.compile_check import CompileReport, KernelSpec, check_report, compile_specs, unguarded_releases
 
 
 @pytest.fixture(scope="module")

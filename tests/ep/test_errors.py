@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import error_of, error_of_scattered_nodes  # noqa: E402
 
-from ditron_train.testing.processes import run_workers, run_workers_once  # noqa: E402
+from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import compiling_alone, expert_functions, fused_forms  # noqa: E402
 
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits  # noqa: E402
-from ditron_train.testing.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 
 @pytest.mark.parametrize(

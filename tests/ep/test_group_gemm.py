@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ditron_train.cpu import interpreter
 from ditron_train.ep import group_gemm as host_side
 from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.testing import interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 

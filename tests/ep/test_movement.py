@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import changing_counts, fixed_capacity, layout_and_movement, overflowing_capacity, uneven_columns  # noqa: E402
 
-from ditron_train.testing.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 CASES = [
     # kind, tokens by rank, experts, topk, hidden, dtype, order

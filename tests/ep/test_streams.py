@@ -19,7 +19,7 @@ from ditron_train.ep import (
     get_ep_context,
     ops,
 )
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 _TOKENS, _HIDDEN = 6, 16
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ditron_train.cpu import interpreter
 from ditron_train.gemm import GemmConfig, aligned_operand, make_descriptor, matmul_nn, matmul_nt, matmul_tn
 from ditron_train.gemm.operands import empty_aligned, is_aligned
 from ditron_train.gemm.ops import launch_gemm
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.testing import interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 

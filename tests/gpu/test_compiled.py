@@ -32,8 +32,8 @@ def tensor_parallel(device, own_gpus):
     from megatron.core import parallel_state
 
     import ditron_train.megatron
-    from ditron_train.megatron.routing import forget_routes
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
+    from ditron_train.megatron.tp.routing import forget_routes
 
     if dist.get_world_size() == 1:
         pytest.skip("needs at least 2 GPUs")
@@ -52,7 +52,7 @@ def _layer(use_te: bool, ours: bool) -> torch.nn.Module:
     from megatron.core.transformer.spec_utils import build_module
 
     import ditron_train.megatron
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     megatron_cpu.seed(1)
     config = TransformerConfig(
@@ -102,7 +102,7 @@ def _step(layer: torch.nn.Module, mask: torch.Tensor | None, seed: int) -> dict[
 @pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=["default", "graphs"])
 def test_transformer_layer(tensor_parallel, all_equal, use_te, options, monkeypatch):
     """Both compiled alike: what lies between parallel layers may be rounded in another way than uncompiled."""
-    from ditron_train.megatron.routing import _routes
+    from ditron_train.megatron.tp.routing import _routes
 
     if use_te:
         pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
@@ -124,7 +124,7 @@ def test_messages_that_later_replays_overwrite(device, all_equal, own_gpus):
         pytest.skip("has two stages")
     from megatron.core.transformer import TransformerConfig
 
-    from ditron_train.megatron.pp import DitronP2PCommunicator
+    from ditron_train.megatron.pp.communicator import DitronP2PCommunicator
     from ditron_train.pp import close_pipeline_contexts
 
     config = TransformerConfig(

@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.activations import squared_relu  # noqa: E402
 
-from ditron_train.bench.megatron_ep import (  # noqa: E402
+from ditron_train.tools.bench.megatron_ep import (  # noqa: E402
     HAVE_TE,
     DispatcherPair,
     expert_parallel_world,
@@ -483,7 +483,7 @@ def assert_equal_layers(options):
 def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused, in_any_place):
     """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by
     megatron-core."""
-    from ditron_train.megatron import ep_tensor
+    from ditron_train.megatron.ep import expert_tensor as ep_tensor
 
     monkeypatch.setattr(ep_tensor, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows lie where native's do
     monkeypatch.setenv("DITRON_POLICY", "bits")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPU
 
 from ditron_train.ep import begin_layout, fused, get_ep_context, ops  # noqa: E402
 from ditron_train.ep.group_gemm import group_gemm  # noqa: E402
-from ditron_train.ep.launching import compiling  # noqa: E402
+from ditron_train.ep.launch import compiling  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

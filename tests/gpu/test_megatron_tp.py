@@ -35,7 +35,7 @@ def tensor_parallel(device):
     from megatron.core import parallel_state
 
     import ditron_train.megatron
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     if dist.get_world_size() == 1:
         pytest.skip("needs at least 2 GPUs")
@@ -72,7 +72,7 @@ def _classes(kind):
     """Megatron's class and ours."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from ditron_train.megatron import tp
+    from ditron_train.megatron.tp import layers as tp
 
     if kind in ("column", "row"):
         return {
@@ -89,7 +89,7 @@ def _classes(kind):
 
 def _import_te():
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
-    from ditron_train.megatron import tp_te
+    from ditron_train.megatron.tp import te_layers as tp_te
 
     return tp_te
 
@@ -144,7 +144,7 @@ def _compare(
     seed=0,
     **options,
 ):
-    from ditron_train.megatron.routing import forget_routes
+    from ditron_train.megatron.tp.routing import forget_routes
 
     forget_routes()
     config = _config(hidden=max(128, k // 128 * 128), dtype=dtype, **options)
@@ -156,7 +156,7 @@ def _compare(
 
 
 def _num_ops():
-    from ditron_train.megatron.routing import _routes
+    from ditron_train.megatron.tp.routing import _routes
 
     return sum(context is not None for context in _routes.values())
 
@@ -311,7 +311,7 @@ def _gpt_step(use_te, seed=5):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     megatron_cpu.seed(seed)
     config = _config(1024, normalization="RMSNorm", attention_dropout=0.0, hidden_dropout=0.0, deterministic_mode=True,

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ditron_train.cpu import reference_muon as reference
 from ditron_train.optim import Muon, addmm, gram, graphs, newton_schulz, plans, scaled_square
 from ditron_train.optim.graphs import make_graph
 from ditron_train.optim.products import ProductPlan, addmm_choices, symmetric_choices
-from ditron_train.testing import reference_muon as reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

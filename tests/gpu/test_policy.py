@@ -28,8 +28,8 @@ STRICT_OVER_FORCE = 1.01
 
 @pytest.fixture(scope="module")
 def session(device):
-    from ditron_train.bench.megatron_tp import megatron_world
-    from ditron_train.bench.session import BenchSession
+    from ditron_train.tools.bench.megatron_tp import megatron_world
+    from ditron_train.tools.session import BenchSession
 
     if dist.get_world_size() == 1:
         pytest.skip("needs at least 2 GPUs")
@@ -40,7 +40,7 @@ def session(device):
 
 @pytest.fixture(autouse=True)
 def _fresh(session, monkeypatch):
-    from ditron_train.megatron.routing import forget_routes
+    from ditron_train.megatron.tp.routing import forget_routes
 
     monkeypatch.setenv("DITRON_POLICY", "strict")
     forget_plans()
@@ -116,7 +116,7 @@ def _inputs(session, kind, shape=(4096, 4096, 4096)):
 
 def _route(session, kind, *shape):
     """What the policy says about a call."""
-    from ditron_train.megatron.routing import route
+    from ditron_train.megatron.tp.routing import route
 
     return route(kind, *_inputs(session, kind, *shape), group=dist.group.WORLD, sequence_parallel=True)
 
@@ -132,7 +132,7 @@ def _decisions(monkeypatch, tmp_path, session, kind):
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("where", ["forward", "wgrad", "dgrad", "forward of the call's own tensors"])
 def test_one_wrong_bit_on_one_rank_falls_back(session, monkeypatch, tmp_path, kind, where):
-    from ditron_train.megatron import routing
+    from ditron_train.megatron.tp import routing
 
     monkeypatch.setenv("DITRON_POLICY", "bits")
     right = getattr(routing, f"{kind}_linear")
@@ -178,7 +178,7 @@ def test_other_bits_of_transformer_engines_products_on_one_rank_fall_back(sessio
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_slow_variant_falls_back(session, monkeypatch, tmp_path, kind):
-    from ditron_train.megatron import routing
+    from ditron_train.megatron.tp import routing
 
     right = getattr(routing, f"{kind}_linear")
 
@@ -220,8 +220,8 @@ def test_a_plan_saves_the_probe(session, device, monkeypatch, tmp_path):
 
 def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
     """A LLaMA-70B-like model: its four linear layers and the output layer."""
-    from ditron_train.megatron.routing import forget_routes
-    from ditron_train.verify.cases import add_case_arguments, model_cases, model_sizes
+    from ditron_train.megatron.tp.routing import forget_routes
+    from ditron_train.tools.verify.cases import add_case_arguments, model_cases, model_sizes
 
     parser = argparse.ArgumentParser()
     add_case_arguments(parser)
@@ -256,8 +256,8 @@ def _memory(session):
 
 def test_strict_costs_nothing_after_its_probe(session, capsys):
     """A LLaMA-70B layer under strict, against force, in turns; strict may be faster where it keeps native layers."""
-    from ditron_train.bench.megatron_tp import layer_contenders
-    from ditron_train.bench.policy import compare_policies, ratio_of
+    from ditron_train.tools.bench.megatron_tp import layer_contenders
+    from ditron_train.tools.bench.policy import compare_policies, ratio_of
 
     layers = layer_contenders(session)
     times, natively = compare_policies(session, layers["ditron"], layers["native"], rounds=24, calls=3)

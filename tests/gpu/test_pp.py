@@ -417,9 +417,9 @@ def _megatron(stages: int, tensor: int = 1, chunks: int | None = None):
     from megatron.core import parallel_state
 
     import ditron_train.megatron
+    from ditron_train.cpu import megatron_shim as megatron_cpu
+    from ditron_train.cpu.groups import destroy_groups
     from ditron_train.pp import close_pipeline_contexts
-    from ditron_train.testing import megatron_cpu
-    from ditron_train.testing.groups import destroy_groups
 
     megatron_cpu.allow_torch_norm_with_sequence_parallel()  # torch's norm in the parameters' type
     parallel_state.initialize_model_parallel(
@@ -487,7 +487,7 @@ def test_the_policy_decides_alike_on_all_stages(device, monkeypatch):
     monkeypatch.setenv("DITRON_POLICY", "strict")
     with _megatron(stages) as workers:
         import ditron_train.megatron
-        from ditron_train.megatron import pp
+        from ditron_train.megatron.pp import communicator as pp
 
         case = workers.Case(stages, stages, dtype=torch.bfloat16, device="cuda", batched=True)
         native = workers.train(case)

@@ -91,7 +91,7 @@ def set_late(monkeypatch):
 
 
 def num_routes(kind):
-    from ditron_train.megatron.sp_routing import _routes
+    from ditron_train.megatron.sp.routing import _routes
 
     return sum(key[0] == kind and context is not None for key, context in _routes.items())
 
@@ -99,7 +99,8 @@ def num_routes(kind):
 @contextlib.contextmanager
 def native_routes(monkeypatch):
     """Our attentions by GEMMs and all-to-alls of the process group, where native has no attention to compare with."""
-    from ditron_train.megatron import sp, sp_output
+    from ditron_train.megatron.sp import attention as sp
+    from ditron_train.megatron.sp import output as sp_output
 
     with monkeypatch.context() as patch:
         for module, name in ((sp, "route_projections"), (sp, "route_exchange"), (sp_output, "route_output")):
@@ -174,7 +175,7 @@ def test_random_attentions_have_the_bits_of_transformer_engine(world, seed):
 )
 def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch, set_late):
     import ditron_train.megatron as plugin
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     megatron_cpu.allow_torch_norm_with_sequence_parallel()
     attention = build(world, False, True, **options)
@@ -381,7 +382,7 @@ def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeyp
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     import ditron_train.megatron as plugin
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     if world % 2 or world < 4:
         pytest.skip("needs 4 ranks")

@@ -16,7 +16,7 @@ from ditron_train.ep.ops import begin_combine
 from ditron_train.pp import PipelineContext, exchange
 from ditron_train.pp.messages import FORWARD, Header
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.stream.kept import KeptTensor
+from ditron_train.stream.cached_tensor import CachedTensor
 from ditron_train.tp import TPContext, ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
@@ -305,7 +305,7 @@ def test_a_kept_tensor_is_used_behind_what_made_it(streams, device):
     first, second = streams
     with torch.cuda.stream(first):
         torch.cuda._sleep(_CYCLES)
-        table = KeptTensor(torch.ones(1 << 20, device=device))
+        table = CachedTensor(torch.ones(1 << 20, device=device))
     with torch.cuda.stream(second):
         found = 2 * table.get()
         torch.cuda._sleep(_CYCLES)

@@ -27,8 +27,8 @@ OPS = {
 def test_verify_of_a_room(folder, monkeypatch, room):
     """Every bit is equal, one row for each op stands in the file beside the layer's, and nothing is written
     elsewhere."""
-    from ditron_train.bench.rows import read_results
-    from ditron_train.verify.run import add_arguments, run
+    from ditron_train.tools.results import read_results
+    from ditron_train.tools.verify.verifier import add_arguments, run
 
     monkeypatch.setenv("DITRON_POLICY", "bits")
     monkeypatch.chdir(folder)
@@ -47,8 +47,8 @@ def test_verify_of_a_room(folder, monkeypatch, room):
 def test_trace(folder, op):
     """Native's communication is found (ours may be inside its kernels), the head start is not; lanes are named by the
     multiprocessors that kernels take."""
-    from ditron_train.trace.record import record_op
-    from ditron_train.trace.timeline import read_chrome_trace
+    from ditron_train.tools.trace.record import record_op
+    from ditron_train.tools.trace.timeline import read_chrome_trace
 
     if op == "attention_layer":
         pytest.importorskip("transformer_engine")
@@ -65,8 +65,8 @@ def test_trace(folder, op):
 
 def test_trace_of_a_step(folder):
     """One rank's work between ``start`` and ``stop``, and nothing else: not what the ranks meet by."""
-    from ditron_train.megatron.record_trace import StepTracer, trace_path
-    from ditron_train.trace.timeline import is_gemm, read_chrome_trace
+    from ditron_train.megatron.plugin.record_trace import StepTracer, trace_path
+    from ditron_train.tools.trace.timeline import is_gemm, read_chrome_trace
 
     x, total = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16), torch.ones(1 << 20, device="cuda")
 

@@ -21,7 +21,8 @@ from ditron_train.data import load_workloads
 from ditron_train.gemm import matmul_nn, matmul_nt
 from ditron_train.runtime.errors import ArenaError, MismatchError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.groups import forget_destroyed_groups
-from ditron_train.stream import driver, recorded
+from ditron_train.stream import driver
+from ditron_train.stream import recorded_graph as recorded
 from ditron_train.tp import (
     GatherPlan,
     TPContext,
@@ -33,7 +34,7 @@ from ditron_train.tp import (
     start_all_gather,
     start_reduce_scatter,
 )
-from ditron_train.tp.chunked import PreparedChunkedGemmRs
+from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
 from ditron_train.tp.prepared import PreparedAgGemm
 from ditron_train.tp.scatter import PreparedScatter
 

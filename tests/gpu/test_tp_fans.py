@@ -12,8 +12,9 @@ from test_tp import gathered, normals, poison, scattered
 
 from ditron_train.gemm import matmul_nt
 from ditron_train.stream import driver
-from ditron_train.tp import TPContext, chunked, gemm_rs, start_all_gather, start_reduce_scatter
-from ditron_train.tp.chunked import PreparedChunkedGemmRs
+from ditron_train.tp import TPContext, gemm_rs, start_all_gather, start_reduce_scatter
+from ditron_train.tp import chunked_gemm_rs as chunked
+from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.scatter import PreparedScatter
 

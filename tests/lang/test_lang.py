@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bodies_lang as bodies  # noqa: E402
 import kernels_lang  # noqa: E402
 
-from ditron_train.testing.processes import run_workers, run_workers_once  # noqa: E402
+from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from ditron_train.megatron.arguments import (
+from ditron_train.megatron.plugin.arguments import (
     Options,
     add_ditron_args,
     available_features,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent / "symm"))
 from bodies_nvshmem import CPU, error_of, stand_in  # noqa: E402
 
-from ditron_train.testing.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 pytest.importorskip("megatron.core")
 
@@ -25,9 +25,9 @@ def _two_stages(early: bool, fails: str | None) -> str:
     """What each rank hears when its tensor parallel group first needs memory: the second stage with the first one's
     results."""
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import meeting
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.plugin import job_start as meeting
     from ditron_train.symm.nvshmem_transport import NvshmemTransport
-    from ditron_train.testing.megatron_cpu import model_parallel
 
     with mock.patch.object(meeting, "_device", lambda: CPU), stand_in(fails=fails):
         if early:  # as the launcher does
@@ -63,9 +63,9 @@ def test_where_it_does_not_start_every_rank_goes_on_without_it() -> None:
 
 def _is_it_started(nodes: list[str], environment: dict[str, str], features: str) -> bool:
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import meeting
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.plugin import job_start as meeting
     from ditron_train.symm.nvshmem_transport import NvshmemTransport
-    from ditron_train.testing.megatron_cpu import model_parallel
 
     environment = {"LOCAL_WORLD_SIZE": str(4 // len(set(nodes))), **environment}
     with (
@@ -100,8 +100,8 @@ def test_it_is_started_where_a_group_will_need_it(
 
 def test_megatron_that_was_made_to_run_on_the_cpu_needs_none():
     """Also where a stand-in says that there is a GPU, as Megatron-LM's own training loop wants it."""
-    from ditron_train.megatron import meeting
-    from ditron_train.testing.megatron_cpu import megatron_on_cpu
+    from ditron_train.cpu.megatron_shim import megatron_on_cpu
+    from ditron_train.megatron.plugin import job_start as meeting
 
     with megatron_on_cpu(), mock.patch.object(torch.cuda, "is_available", lambda: True):
         assert meeting._device() is None

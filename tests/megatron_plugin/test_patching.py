@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from ditron_train.megatron import patching
+from ditron_train.megatron.plugin import patching
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_sends_are_waited_for_where_compiled_code_replays_graphs(monkeypatch, graphs):
     """A later replay writes into what was sent."""
-    from ditron_train.megatron import pp
+    from ditron_train.megatron.pp import communicator as pp
 
     def get_manager(device_index: int, create_if_none_exists: bool = True) -> object | None:
         assert device_index == 0 and not create_if_none_exists

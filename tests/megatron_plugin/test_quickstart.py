@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ditron_train.testing.processes import run_workers_once
+from tests.support.processes import run_workers_once
 
 pytest.importorskip("megatron.core")
 

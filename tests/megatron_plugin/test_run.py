@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.testing.processes import run_workers_once
+from tests.support.processes import run_workers_once
 
 pytest.importorskip("megatron.core")
 from ditron_train.megatron.run import main  # noqa: E402
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     args = parse_args(extra_args_provider=lambda parser: parser)
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from ditron_train.megatron import active_features
-    from ditron_train.megatron.patching import is_redirected
+    from ditron_train.megatron.plugin.patching import is_redirected
     print("RESULT", args.num_layers, active_features(), is_redirected(ColumnParallelLinear), sys.argv[0].endswith("train.py"))
 """
 

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core")
 
-from ditron_train.megatron import sp, sp_packed  # noqa: E402
-from ditron_train.megatron.sp_nodes import NodesContext  # noqa: E402
+from ditron_train.megatron.sp import attention as sp
+from ditron_train.megatron.sp import packed as sp_packed  # noqa: E402
+from ditron_train.megatron.sp.nodes import NodesContext  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -58,7 +59,7 @@ def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) ->
             return self._tensor
 
     for module in (sp, sp_packed):
-        monkeypatch.setattr(module, "KeptTensor", Kept)
+        monkeypatch.setattr(module, "CachedTensor", Kept)
     monkeypatch.setattr(sp.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(sp.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])
     local, starts = torch.arange(8.0).view(4, 2), torch.tensor([0, 8, 16])

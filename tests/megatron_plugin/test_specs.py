@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from ditron_train.megatron.specs import count_replacements, rewrite_spec
+from ditron_train.megatron.plugin.specs import count_replacements, rewrite_spec
 
 pytest.importorskip("megatron.core")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
 
@@ -39,7 +39,7 @@ def _column(group=None):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer import TransformerConfig
 
-    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
 
     config = TransformerConfig(
         num_layers=1,
@@ -55,8 +55,8 @@ def _column(group=None):
 
 def _apply_and_restore():
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.tp import DitronColumnParallelLinear
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.tp.layers import DitronColumnParallelLinear
 
     with model_parallel(tensor_model_parallel_size=2):
         assert type(_column()) is not DitronColumnParallelLinear
@@ -92,8 +92,8 @@ def test_apply_and_restore():
 
 def _failed_op_never_reaches_the_weights():
     import ditron_train.megatron as plugin
+    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime.errors import PeerTimeoutError
-    from ditron_train.testing.megatron_cpu import model_parallel
     from ditron_train.tp import get_context
 
     with model_parallel(tensor_model_parallel_size=2):
@@ -118,8 +118,8 @@ def _failed_op_never_reaches_the_weights():
 
 def _lines_of_groups_of_one_rank():
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.arguments import Options
-    from ditron_train.megatron.switch import apply_options
+    from ditron_train.megatron.plugin.arguments import Options
+    from ditron_train.megatron.plugin.switch import apply_options
     from ditron_train.runtime import logs
 
     logs._seen.clear()
@@ -159,8 +159,8 @@ def test_failed_op_never_reaches_the_weights():
 
 def _one_log_line_a_reason():
     import ditron_train.megatron as plugin
+    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime import logs
-    from ditron_train.testing.megatron_cpu import model_parallel
 
     logs._seen.clear()
     with model_parallel(tensor_model_parallel_size=2), _Lines() as lines:
@@ -188,9 +188,9 @@ def test_one_log_line_for_each_reason_on_rank_0():
 
 def _across_nodes():
     import ditron_train.megatron as plugin
+    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime import logs
     from ditron_train.symm.shm_transport import ShmTransport
-    from ditron_train.testing.megatron_cpu import model_parallel
 
     logs._seen.clear()
     allocate = ShmTransport.allocate
@@ -221,8 +221,8 @@ def test_a_group_across_nodes_without_peer_memory_runs_natively():
 
 def _too_many_shapes():
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import routing
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.tp import routing
 
     saved = routing._MAX_ROUTES
     routing._MAX_ROUTES = 2
@@ -258,7 +258,8 @@ def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
     from megatron.core.transformer.custom_layers import batch_invariant_kernels
 
     import ditron_train.megatron as plugin
-    from ditron_train.megatron import routing, sp_routing
+    from ditron_train.megatron.sp import routing as sp_routing
+    from ditron_train.megatron.tp import routing
     from ditron_train.policy import switches
 
     plugin.apply(features="tp")
@@ -300,8 +301,8 @@ def test_bad_input_is_the_same_error_on_every_rank_and_changes_nothing():
 def _two_groups():
     """Two tensor parallel groups in one job: each has a context and memory of its own."""
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.routing import _routes
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.tp.routing import _routes
 
     with model_parallel(tensor_model_parallel_size=2):
         plugin.apply()

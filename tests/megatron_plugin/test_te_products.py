@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from ditron_train.megatron import te_products  # noqa: E402
+from ditron_train.megatron.shared import te_products  # noqa: E402
 from ditron_train.policy.probe import same_bits  # noqa: E402
 
 ROWS, WEIGHT = 96, torch.empty(64, 128)

@@ -55,7 +55,7 @@ class Case:
 def _config(case: Case, ours: bool) -> Any:
     from megatron.core.transformer import TransformerConfig
 
-    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
 
     options = {
         **CPU_CONFIG, "num_layers": case.layers, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 8,
@@ -77,7 +77,7 @@ def _models(case: Case, config: Any) -> list[Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.module import Float16Module
 
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     megatron_cpu.seed(7)
     chunks = case.sizes.get("virtual_pipeline_model_parallel", 1)
@@ -160,7 +160,7 @@ def train(case: Case, ours: bool, steps: int = 2) -> dict[str, torch.Tensor]:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     config = _config(case, ours)
     models = _models(case, config)
@@ -216,8 +216,8 @@ def differences(case: Case, bound: float) -> tuple[list[str], list[str], bool]:
     """What differs between the native run and ours by more than ``bound`` of its largest element; what ours logged;
     whether a step was skipped, as after an overflow in fp16."""
     import ditron_train.megatron as plugin
+    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime import logs
-    from ditron_train.testing.megatron_cpu import model_parallel
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(model_parallel(**{f"{name}_size": size for name, size in case.sizes.items()}))

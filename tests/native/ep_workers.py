@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.runtime import logs
-from ditron_train.testing import megatron_cpu
 
 BASE = dict(
     num_layers=1, hidden_size=32, ffn_hidden_size=48, moe_ffn_hidden_size=24, num_attention_heads=4, num_moe_experts=4,
@@ -146,7 +146,7 @@ def uneven_collectives():
 def sliced_layers_agree(options, tokens_by_rank, dtype, in_any_place=2):
     """``layers_agree`` where experts are split over tensor parallel ranks; of more than ``in_any_place`` rows lie as
     natively."""
-    from ditron_train.megatron import ep_tensor
+    from ditron_train.megatron.ep import expert_tensor as ep_tensor
 
     before, ep_tensor._RANKS_IN_ANY_PLACE = ep_tensor._RANKS_IN_ANY_PLACE, in_any_place
     try:
@@ -189,7 +189,7 @@ def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
 
 def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours=True):
     """Two steps, native and ours; ``expect_ours`` says whether ours moves the tokens (None: whichever does)."""
-    from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
+    from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 
     options = {**options, "params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     torch.use_deterministic_algorithms(True)
@@ -213,7 +213,7 @@ def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours
 
 def policy_is_asked_once(options=None):
     """The policy's run of both dispatchers, of which the interpreter compares nothing; its answer is kept."""
-    from ditron_train.megatron import ep_policy
+    from ditron_train.megatron.ep import decisions as ep_policy
 
     options = {"params_dtype": torch.float32, "num_moe_experts": 8, **(options or {})}
     with groups(**sizes_of(options)), uneven_collectives():
@@ -275,7 +275,7 @@ def experts_wrapped_after_their_capacity():
 
 def captured_calls():
     """The first and the last of three calls are made in a capture, which is pretended."""
-    from ditron_train.megatron import ep
+    from ditron_train.megatron.ep import dispatcher as ep
 
     torch.use_deterministic_algorithms(True)
     captures = iter([True, False, True])

@@ -10,7 +10,8 @@ import types
 
 import torch
 
-from ditron_train.testing import interpreter, megatron_cpu
+from ditron_train.cpu import interpreter
+from ditron_train.cpu import megatron_shim as megatron_cpu
 
 interpreter.install()
 megatron_cpu.install()

@@ -15,7 +15,7 @@ def _model(num_experts, bf16):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
 
     options = {"num_moe_experts": num_experts, "moe_router_topk": 2, "add_bias_linear": False} if num_experts else {}
     config = TransformerConfig(
@@ -35,7 +35,7 @@ def _build(layer_wise, num_experts=None, **options):
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     megatron_cpu.seed(1)
     model = _model(num_experts, options.get("bf16", False))
@@ -90,8 +90,8 @@ def muon_and_dist_muon_agree(num_experts, sharding):
     too.
     """
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.muon import DitronLayerWiseDistributedOptimizer, DitronTensorParallelMuon
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
+    from ditron_train.megatron.muon.optimizer import DitronLayerWiseDistributedOptimizer, DitronTensorParallelMuon
 
     os.environ["DITRON_MUON_SHARDING"] = sharding
     with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
@@ -114,7 +114,7 @@ def restore_brings_native_back():
     from megatron.core.optimizer import muon as native
 
     import ditron_train.megatron as plugin
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     before = native.TensorParallelMuon, native.HAVE_EMERGING_OPTIMIZERS
     with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
@@ -128,13 +128,14 @@ def restore_brings_native_back():
 def native_and_ours_agree(layer_wise, tensor_parallel, options):
     """megatron-core's own optimizer on the stand-in of emerging_optimizers, and ours: weights that differ, equal
     losses."""
-    from ditron_train.testing import emerging_optimizers, megatron_cpu
+    from ditron_train.cpu import emerging_optimizers
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     assert emerging_optimizers.install()
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.muon import DitronTensorParallelMuon
+    from ditron_train.megatron.muon.optimizer import DitronTensorParallelMuon
 
     with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel(tensor_model_parallel_size=tensor_parallel):
         gather = LayerWiseDistributedOptimizer.allgather_params
@@ -159,7 +160,8 @@ def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
     from megatron.core import dist_checkpointing
 
     import ditron_train.megatron as plugin
-    from ditron_train.testing import emerging_optimizers, megatron_cpu
+    from ditron_train.cpu import emerging_optimizers
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     assert emerging_optimizers.install()
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Native

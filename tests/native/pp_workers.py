@@ -33,7 +33,7 @@ class Case:
 def _config(case: Case, overlap: bool, warmup_flush: bool) -> Any:
     from megatron.core.transformer import TransformerConfig
 
-    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
 
     options = (
         dict(CPU_CONFIG)
@@ -69,7 +69,7 @@ def _models(case: Case, config: Any) -> list[Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     megatron_cpu.seed(7)
     models = []
@@ -171,7 +171,7 @@ def train(case: Case, overlap: bool = False, warmup_flush: bool = False, steps: 
 
 def messages_of_ours() -> int:
     """How many messages our contexts have sent from this rank, without what the policy tried: one for each size."""
-    from ditron_train.megatron.pp import _reasons
+    from ditron_train.megatron.pp.communicator import _reasons
     from ditron_train.pp.context import _contexts
 
     contexts = [context for context in _contexts.values() if not context.closed]
@@ -183,7 +183,7 @@ def messages_of_ours() -> int:
 def equal_to_native(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
     """Trains natively without overlap, then with ours in every way; the messages that ours sent in each."""
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     counts = []
     with model_parallel(
@@ -221,14 +221,14 @@ def equal_across_nodes(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
 def falls_back(case: Case, change: dict[str, Any]) -> int:
     """A configuration that is not covered runs natively; returns the messages that ours sent."""
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(pipeline_model_parallel_size=case.pipeline):
         native = train(case)
         ditron_train.megatron.apply(features="pp")
         from megatron.core.pipeline_parallel import schedules
 
-        from ditron_train.megatron import pp
+        from ditron_train.megatron.pp import communicator as pp
 
         reason = change.pop("reason")
         original = pp._reason_for_native
@@ -249,8 +249,8 @@ def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
     import os
 
     import ditron_train.megatron
-    from ditron_train.megatron.pp import _reasons
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.pp.communicator import _reasons
 
     os.environ["DITRON_PLAN"] = path
     seen = []
@@ -284,7 +284,7 @@ def no_memory(case: Case) -> int:
     import os
 
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     os.environ["DITRON_ARENA_BYTES"] = "4096"
     try:
@@ -304,7 +304,7 @@ def no_memory_on_one_node(case: Case, caps: list[str | None]) -> list[int]:
     import os
 
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     rank, counts = dist.get_rank(), []
     os.environ["NCCL_HOSTID"] = str(rank // 2)
@@ -332,7 +332,7 @@ def bad_input() -> list[str]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     said = []
     with model_parallel(pipeline_model_parallel_size=2):
@@ -358,7 +358,7 @@ def kept_communicator(lengths: list[int], variable: bool = False) -> int:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(pipeline_model_parallel_size=2):
         ditron_train.megatron.apply(features="pp")
@@ -387,7 +387,7 @@ def several_sizes_in_a_step() -> int:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     stages, small, large = 3, (4, BATCH, 8), (20, BATCH, 8)
 

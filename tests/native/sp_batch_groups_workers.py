@@ -60,8 +60,8 @@ def batches_of_other_groups(lengths_of_ranks):
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from ditron_train.megatron.sp_routing import _routes
-    from ditron_train.megatron.sp_te import DitronTEDotProductAttention
+    from ditron_train.megatron.sp.routing import _routes
+    from ditron_train.megatron.sp.te_attention import DitronTEDotProductAttention
 
     world, rank = dist.get_world_size(), dist.get_rank()
 

@@ -10,7 +10,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ditron_train.testing import megatron_cpu
+from ditron_train.cpu import megatron_shim as megatron_cpu
 
 VOCABULARY, BATCH = 64, 2
 
@@ -42,7 +42,8 @@ def groups(context_parallel, tensor_parallel=1, features="sp"):
 @contextlib.contextmanager
 def without(*names):
     """The fused projections (``projections``, ``output``) or the exchanges (``exchange``) run natively."""
-    from ditron_train.megatron import sp, sp_output
+    from ditron_train.megatron.sp import attention as sp
+    from ditron_train.megatron.sp import output as sp_output
 
     where = {"projections": sp, "exchange": sp, "output": sp_output}
     saved = {name: getattr(where[name], f"route_{name}") for name in names}
@@ -113,7 +114,7 @@ def run(model, context_parallel, length):
 
 
 def num_fused_shapes(kind):
-    from ditron_train.megatron.sp_routing import _routes
+    from ditron_train.megatron.sp.routing import _routes
 
     return sum(key[0] == kind and context is not None for key, context in _routes.items())
 
@@ -172,7 +173,7 @@ def gpt_agrees(
 def largest_sums(options, length):
     """What the policy's data that shows the order of sums leaves of them, against sums of the same magnitudes that do
     not cancel: the largest ratio among all results and gradients, for each question asked."""
-    from ditron_train.megatron import sp_routing
+    from ditron_train.megatron.sp import routing as sp_routing
 
     asked, ask, world = {}, sp_routing._ask, dist.get_world_size()
 
@@ -222,8 +223,8 @@ def posed_nodes(ranks_per_node):
 def gpt_across_nodes(ranks_per_node, batch_of_rows):
     """Ulysses over nodes: exchanges by rails and peer memory where nodes have several ranks, else native; the same
     bits."""
-    from ditron_train.megatron.sp_nodes import NodesContext
-    from ditron_train.megatron.sp_routing import _routes
+    from ditron_train.megatron.sp.nodes import NodesContext
+    from ditron_train.megatron.sp.routing import _routes
 
     world = dist.get_world_size()
     with posed_nodes(ranks_per_node), groups(world):
@@ -244,8 +245,8 @@ def memory_missing_on_one_node(ranks_per_node):
     shape's buffers; with memory again, the next shape is exchanged by ours."""
     from megatron.core import parallel_state
 
-    from ditron_train.megatron import sp_routing
-    from ditron_train.megatron.sp_nodes import get_nodes_context
+    from ditron_train.megatron.sp import routing as sp_routing
+    from ditron_train.megatron.sp.nodes import get_nodes_context
 
     world, log, reasons = dist.get_world_size(), sp_routing.log_native, []
     sp_routing.log_native = lambda name, reason: reasons.append(reason) if name == "sp exchange" else None
@@ -321,7 +322,7 @@ def refused_calls():
 
 def bytes_of_layers():
     """Symmetric memory of the group with one layer and with three."""
-    from ditron_train.megatron.sp_routing import _routes
+    from ditron_train.megatron.sp.routing import _routes
 
     world, sizes = dist.get_world_size(), []
     for num_layers in (1, 3):
@@ -339,7 +340,7 @@ def packed_attention_agrees(lengths, options):
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from ditron_train.megatron.sp import DitronDotProductAttention
+    from ditron_train.megatron.sp.attention import DitronDotProductAttention
     from ditron_train.sp import packed_rows
 
     class Attention(DitronDotProductAttention):

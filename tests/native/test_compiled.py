@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ditron_train.testing.processes import run_workers_once
+from tests.support.processes import run_workers_once
 
 pytest.importorskip("megatron.core")
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent.parent / "runtime")]
@@ -29,7 +29,7 @@ def _compile(module: torch.nn.Module, backend: CountingBackend) -> None:
 def _linear_layers(backend: CountingBackend) -> None:
     """Forward and backward in one piece of code, against native layers uncompiled: sums of integers, exact in any
     order."""
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=2):
         config = test_layers._config()
@@ -88,19 +88,19 @@ def _what_experts_get() -> int:
     import torch.distributed as dist
 
     from ditron_train.ep import ExpertCall, begin_layout, get_ep_context
-    from ditron_train.megatron.ep_experts import TEGemm
-    from ditron_train.runtime.eager import eager
+    from ditron_train.megatron.ep.experts import TEGemm
+    from ditron_train.runtime.outside_compile import outside_compile
 
     context, backend, given = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 2), CountingBackend(), []
 
-    @eager
+    @outside_compile
     def postprocess(x):
         probs = torch.rand(8, 4, generator=torch.Generator().manual_seed(len(given)))
         routing_map = torch.zeros(8, 4, dtype=torch.bool).scatter_(1, probs.topk(2).indices, True)
         layout = begin_layout(routing_map, probs * routing_map, 32, torch.float32, context).finish()
         return x, ExpertCall(layout, context, "descending", frozenset(), TEGemm(layout.tokens_per_expert.tolist()))
 
-    @eager
+    @outside_compile
     def experts(x, call):
         given.append(call)
         return x.clone()

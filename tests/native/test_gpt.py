@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
 
@@ -18,7 +18,7 @@ GRADIENT_BOUND = 2e-5
 def _config(**options):
     from megatron.core.transformer import TransformerConfig
 
-    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
 
     settings = {"sequence_parallel": True, "add_bias_linear": True, **CPU_CONFIG, **options}
     return TransformerConfig(
@@ -37,7 +37,7 @@ def _model(config, spec=None, share_embeddings=False):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from ditron_train.testing import megatron_cpu
+    from ditron_train.cpu import megatron_shim as megatron_cpu
 
     megatron_cpu.seed(11)
     return GPTModel(
@@ -73,14 +73,14 @@ def _num_ours(model):
 
 
 def _num_op_shapes():
-    from ditron_train.megatron.routing import _routes
+    from ditron_train.megatron.tp.routing import _routes
 
     return sum(context is not None for context in _routes.values())
 
 
 def _train_both_ways(way, share_embeddings):
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _loss_and_gradients(_model(_config(), share_embeddings=share_embeddings))
@@ -107,7 +107,7 @@ def test_loss_and_every_gradient(way, share_embeddings):
 def _train_natively_when_not_covered(options):
     """Without sequence parallelism nothing is covered: the same modules run the native path, bit for bit."""
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _loss_and_gradients(_model(_config(**options)))
@@ -140,7 +140,7 @@ def _exchange_state_dicts():
     from megatron.core import parallel_state
 
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _model(_config())
@@ -163,7 +163,7 @@ def _exchange_distributed_checkpoints(directory):
     from megatron.core import dist_checkpointing, parallel_state
 
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _model(_config())
@@ -199,7 +199,7 @@ def test_distributed_checkpoints_interchange(tmp_path):
 
 def _bf16():
     import ditron_train.megatron
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         options = {"params_dtype": torch.bfloat16, "bf16": True}

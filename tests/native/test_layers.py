@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
 
@@ -25,7 +25,7 @@ def _integers(*shape, seed):
 def _config(**options):
     from megatron.core.transformer import TransformerConfig
 
-    from ditron_train.testing.megatron_cpu import CPU_CONFIG
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
 
     settings = {"add_bias_linear": False, **CPU_CONFIG, **options}
     return TransformerConfig(
@@ -48,7 +48,7 @@ def _layers(ours, config, *, bias=False, skip_bias_add=False, ffn=FFN, **column_
     """One column and one row layer; rank-dependent integer weights and biases, the same for native and ours."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from ditron_train.megatron.tp import DitronColumnParallelLinear, DitronRowParallelLinear
+    from ditron_train.megatron.tp.layers import DitronColumnParallelLinear, DitronRowParallelLinear
 
     column_class, row_class = ColumnParallelLinear, RowParallelLinear
     if ours:
@@ -95,13 +95,13 @@ def _assert_equal(native, ours):
 
 
 def _assert_ran_as_ops():
-    from ditron_train.megatron.routing import _routes
+    from ditron_train.megatron.tp.routing import _routes
 
     assert _routes and all(context is not None for context in _routes.values())
 
 
 def _compare(options, sizes):
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         config = _config()
@@ -129,7 +129,7 @@ def test_sizes(sizes):
 
 
 def _frozen():
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
@@ -150,8 +150,8 @@ def test_frozen_weights():
 def _what_runs(frozen):
     """What of native's layers and of our dgrads the policy had compared, and what training then ran, of a column layer
     whose weight is frozen or deferred."""
-    from ditron_train.megatron import routing
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.tp import routing
     from ditron_train.tp import functions
 
     ran, found = [], []
@@ -208,7 +208,7 @@ def _install_fused_kernels():
 
 
 def _fused(flags):
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     _install_fused_kernels()
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
@@ -249,7 +249,7 @@ def test_wgrad_into_main_grad(flags):
 
 
 def _deferred():
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     _install_fused_kernels()
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
@@ -278,7 +278,7 @@ def test_deferred_wgrad():
 def _recomputed():
     from megatron.core import tensor_parallel
 
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
@@ -299,7 +299,7 @@ def test_activation_recomputation():
 def _first_called_where_saved_tensors_are_hooked(hooked):
     from torch.utils.checkpoint import checkpoint
 
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     saved = []
 
@@ -334,7 +334,7 @@ def test_what_a_decision_saves_is_not_seen_by_hooks_of_saved_tensors(hooked):
 
 
 def _weight_argument_and_gathered_output():
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
@@ -355,7 +355,7 @@ def test_weight_given_in_the_call_and_output_gathered():
 
 def _pipelined_microbatches():
     """Several forwards before the first backward, as under 1F1B: each backward must find its own input."""
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
@@ -376,7 +376,7 @@ def test_several_forwards_before_backward():
 
 
 def _made_in_inference_mode():
-    from ditron_train.testing.megatron_cpu import model_parallel
+    from ditron_train.cpu.megatron_shim import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()), torch.inference_mode():
         found = []

@@ -26,7 +26,7 @@ from ep_workers import (  # noqa: E402
 
 from ditron_train.ep.expert_functions import FEWEST_ROWS  # noqa: E402
 from ditron_train.runtime import logs  # noqa: E402
-from ditron_train.testing.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 PADDED = {"moe_expert_capacity_factor": 1.2, "moe_pad_expert_input_to_capacity": True}
 CASES = {
@@ -139,7 +139,7 @@ def test_split_experts_go_over_to_native_together(options, capped):
 
 
 def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
-    from ditron_train.megatron import ep_policy
+    from ditron_train.megatron.ep import decisions as ep_policy
 
     monkeypatch.setattr(logs, "_seen", set())
     seen = iter([None, FEWEST_ROWS, FEWEST_ROWS - 1])
@@ -228,7 +228,7 @@ def test_calls_in_a_capture_are_native_where_ours_would_sync():
     ],
 )
 def test_what_can_be_captured(is_decided, is_sized, slices, words):
-    from ditron_train.megatron.ep_native import why_not_captured
+    from ditron_train.megatron.ep.coverage import why_not_captured
 
     reason = why_not_captured(is_decided=is_decided, is_sized=is_sized, slices=slices)
     assert reason is None if words is None else words in reason

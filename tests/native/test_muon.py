@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ditron_train.testing.processes import WorkerPool, run_workers
+from tests.support.processes import WorkerPool, run_workers
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))

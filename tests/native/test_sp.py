@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ditron_train.testing.processes import run_workers, run_workers_once
+from tests.support.processes import run_workers, run_workers_once
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))

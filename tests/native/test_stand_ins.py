@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from ditron_train.testing.processes import run_workers, run_workers_once
+from tests.support.processes import run_workers, run_workers_once
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -44,7 +44,7 @@ def _gather(module, args):
 
 
 def _experts(**options):
-    from ditron_train.megatron.ep_experts import DitronTEGroupedMLP
+    from ditron_train.megatron.ep.experts import DitronTEGroupedMLP
 
     experts = DitronTEGroupedMLP.__new__(DitronTEGroupedMLP)
     torch.nn.Module.__init__(experts)
@@ -59,7 +59,7 @@ def _experts(**options):
 
 def test_fused_experts_read_their_weights_behind_the_hooks_of_their_layers(monkeypatch):
     from ditron_train.ep import ExpertCall
-    from ditron_train.megatron import ep_experts
+    from ditron_train.megatron.ep import experts as ep_experts
 
     def grouped(x, weights):
         return torch.cat([part @ weight.t() for part, weight in zip(x.chunk(EXPERTS), weights)])
@@ -79,7 +79,7 @@ def test_fused_experts_read_their_weights_behind_the_hooks_of_their_layers(monke
 def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(monkeypatch):
     """A buffer exists from when backward asks for it, and is let go of when it is reduced: ``main_grad`` is None by
     then."""
-    from ditron_train.megatron import ep_experts
+    from ditron_train.megatron.ep import experts as ep_experts
 
     te = {name: types.ModuleType(name) for name in _modules_above("transformer_engine.pytorch.module.base")}
     te["transformer_engine.pytorch.module.base"].get_dummy_wgrad = lambda shape, dtype, zero: torch.zeros(
@@ -116,7 +116,7 @@ def _modules_above(name):
 
 
 def test_experts_with_adapters_are_not_fused():
-    from ditron_train.megatron.ep_experts import why_not_fused
+    from ditron_train.megatron.ep.experts import why_not_fused
 
     cpu = torch.device("cpu")
     assert why_not_fused(_experts(), cpu).startswith("measured on Hopper")
@@ -136,7 +136,7 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     """What was decided for them stands: were it still followed, a wrapper would get tokens for rows and an ExpertCall
     for counts."""
     from ditron_train.ep import ExpertCall
-    from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
+    from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 
     layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
     layer.experts = _experts()
@@ -256,7 +256,7 @@ class Layer:
 
 for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"):
     setattr(native, name, type(name, (Layer,), {}))
-from ditron_train.megatron import tp_te
+from ditron_train.megatron.tp import te_layers as tp_te
 
 asked = []
 tp_te.route = lambda *args, **kwargs: asked.append(args)
@@ -279,7 +279,7 @@ for kind in tp_te.class_map().values():
 """
 
 _SYMMETRIC = """
-from ditron_train.megatron.sp_te import TELinears
+from ditron_train.megatron.sp.te_attention import TELinears
 
 layer = native.TERowParallelLinear()
 layer.sequence_parallel = False
@@ -336,8 +336,8 @@ def test_subclasses_whose_forwards_do_more_are_called():
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 
-    from ditron_train.megatron.calling import why_not_stand_in
-    from ditron_train.megatron.tp import DitronColumnParallelLinear
+    from ditron_train.megatron.shared.forward_override import why_not_stand_in
+    from ditron_train.megatron.tp.layers import DitronColumnParallelLinear
 
     def forward(self, x):
         """As that of Transformer Engine's row parallel layer for inference, which only imports where that is
@@ -363,7 +363,7 @@ def _qkv(**options):
 
 
 def test_a_gradient_that_is_added_up_elsewhere_is_not_added_up():
-    from ditron_train.megatron.sp_linears import LocalLinears
+    from ditron_train.megatron.sp.linears import LocalLinears
 
     asked = [LocalLinears.why_not(_qkv(disable_grad_reduce=flag), None, torch.zeros(1)) for flag in (False, True)]
     assert asked == [
@@ -374,7 +374,7 @@ def test_a_gradient_that_is_added_up_elsewhere_is_not_added_up():
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_the_bias_of_a_frozen_projection_has_no_gradient(monkeypatch, is_frozen):
-    from ditron_train.megatron import sp_linears
+    from ditron_train.megatron.sp import linears as sp_linears
 
     given = {}
     monkeypatch.setattr(sp_linears, "qkv_projection", lambda x, weight, **options: given.update(options))

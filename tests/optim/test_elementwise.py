@@ -6,10 +6,10 @@ import pytest
 import torch
 import triton
 
+from ditron_train.cpu import interpreter
 from ditron_train.optim.elementwise import momentum_step
 from ditron_train.optim.kernels import momentum_kernel, normalize_kernel, update_kernel
 from ditron_train.runtime.device import is_interpreter
-from ditron_train.testing import interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 

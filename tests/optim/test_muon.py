@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 
+from ditron_train.cpu import interpreter
+from ditron_train.cpu import reference_muon as reference
 from ditron_train.gemm import matmul_nt
 from ditron_train.optim import Muon, muon_scale, newton_schulz, orthogonalize, products
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.testing import interpreter
-from ditron_train.testing import reference_muon as reference
 
 needs_interpreter = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
@@ -180,7 +180,7 @@ def test_state_dict_round_trip_continues_bit_for_bit():
 
 
 def test_state_of_the_native_optimizer_is_taken_over():
-    from ditron_train.testing.emerging_optimizers import OrthogonalizedOptimizer
+    from ditron_train.cpu.emerging_optimizers import OrthogonalizedOptimizer
 
     def native_muon(param):
         return OrthogonalizedOptimizer(

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ditron_train.cpu import interpreter
 from ditron_train.gemm import GemmConfig, matmul_nt
 from ditron_train.optim import plans, products
 from ditron_train.optim.plans import plan_products
@@ -15,7 +16,6 @@ from ditron_train.optim.products import ProductPlan, addmm, gram, newton_schulz_
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.testing import interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditron_train.optim import newton_schulz_cost, shard_by_cost
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 workers = importlib.import_module("optim_workers")

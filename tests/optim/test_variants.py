@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 
+from ditron_train.cpu import interpreter
 from ditron_train.optim import Muon, newton_schulz, orthogonalize
 from ditron_train.optim.newton_schulz import COEFFICIENTS
 from ditron_train.optim.products import symmetric_addmm
@@ -14,7 +15,6 @@ from ditron_train.optim.variants import newton_schulz_batched
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.settings import get_settings
-from ditron_train.testing import interpreter
 
 needs_interpreter = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
@@ -142,7 +142,7 @@ def test_nothing_is_taken_unasked(monkeypatch):
 
 def test_megatron_takes_the_opt_ins_of_the_setting(monkeypatch):
     pytest.importorskip("megatron.core")
-    from ditron_train.megatron.muon import DitronTensorParallelMuon
+    from ditron_train.megatron.muon.optimizer import DitronTensorParallelMuon
 
     monkeypatch.setenv("DITRON_MUON_OPT_INS", "gram,batched,polar_express")
     optimizer = DitronTensorParallelMuon([torch.nn.Parameter(torch.zeros(4, 4))], num_ns_steps=8)

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ditron_train.bench.inputs import make_values
 from ditron_train.policy import decide, forget_plans
 from ditron_train.policy.plan import Entry
 from ditron_train.policy.probe import Observation, Run, same_bits
+from ditron_train.tools.inputs import make_values
 
 __all__ = ["ROOMS", "decision_on_cpu", "decision_with"]
 
@@ -86,7 +86,7 @@ def _replaced(owner: object, name: str, make: Callable[[Callable], Callable]) ->
 
 
 def _ask_exchange(device: torch.device) -> None:
-    from ditron_train.megatron.sp_routing import AttentionShape, forget_routes, route_exchange
+    from ditron_train.megatron.sp.routing import AttentionShape, forget_routes, route_exchange
 
     forget_routes()
     on_gpu = device.type == "cuda"
@@ -97,7 +97,7 @@ def _ask_exchange(device: torch.device) -> None:
 
 
 def _ask_projections(device: torch.device) -> None:
-    from ditron_train.megatron.sp_routing import AttentionShape, forget_routes, route_projections
+    from ditron_train.megatron.sp.routing import AttentionShape, forget_routes, route_projections
 
     forget_routes()
     qkv, out, like = (_values(device, *shape) for shape in ((2048, 1024), (1024, 1024), (256, 1, 1024)))
@@ -105,7 +105,7 @@ def _ask_projections(device: torch.device) -> None:
 
 
 def _ask_message(device: torch.device) -> None:
-    from ditron_train.megatron import pp
+    from ditron_train.megatron.pp import communicator as pp
     from ditron_train.pp import get_pipeline_context
 
     num_bytes = 1 << 20 if device.type == "cuda" else 4096
@@ -116,15 +116,15 @@ def _ask_message(device: torch.device) -> None:
 
 def _routing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A skewed one of a job's first step."""
-    from ditron_train.bench.megatron_ep import zipf_routing
+    from ditron_train.tools.bench.megatron_ep import zipf_routing
 
     tokens, experts = (512, 16) if device.type == "cuda" else (12, 4)
     return zipf_routing(tokens, experts, 2, exponent=1.0, device=device, seed=dist.get_rank())
 
 
 def _ask_experts(device: torch.device) -> None:
-    from ditron_train.bench.megatron_ep import DispatcherPair, expert_parallel_world, moe_config
-    from ditron_train.megatron import ep_policy
+    from ditron_train.megatron.ep import decisions as ep_policy
+    from ditron_train.tools.bench.megatron_ep import DispatcherPair, expert_parallel_world, moe_config
 
     ep_policy.forget()
     routed, probs = _routing(device)
@@ -152,7 +152,7 @@ def _spoil_function(module: str, name: str) -> Callable[[str], contextlib.Abstra
 
 
 def _spoil_message(fault: str) -> contextlib.AbstractContextManager[None]:
-    from ditron_train.megatron import pp
+    from ditron_train.megatron.pp import communicator as pp
 
     def make(right: Callable) -> Callable:
         def exchange(*given, **options):
@@ -168,7 +168,7 @@ def _spoil_message(fault: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _spoil_experts(fault: str, *, of_own_tokens_only: bool = False) -> contextlib.AbstractContextManager[None]:
-    from ditron_train.megatron.ep import DitronMoEAlltoAllTokenDispatcher
+    from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 
     def make(right: Callable) -> Callable:
         def combine_postprocess(self, *given):
@@ -186,8 +186,8 @@ def _spoil_experts(fault: str, *, of_own_tokens_only: bool = False) -> contextli
 
 #: By name: asks the policy, and puts a fault into ours.
 ROOMS = {
-    "exchange": (_ask_exchange, _spoil_function("ditron_train.megatron.sp_routing", "heads_exchange")),
-    "projections": (_ask_projections, _spoil_function("ditron_train.megatron.sp_routing", "qkv_projection")),
+    "exchange": (_ask_exchange, _spoil_function("ditron_train.megatron.sp.routing", "heads_exchange")),
+    "projections": (_ask_projections, _spoil_function("ditron_train.megatron.sp.routing", "qkv_projection")),
     "message": (_ask_message, _spoil_message),
     "experts": (_ask_experts, _spoil_experts),
     "experts of the step's own tokens": (_ask_experts, partial(_spoil_experts, of_own_tokens_only=True)),

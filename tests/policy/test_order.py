@@ -12,7 +12,7 @@ from ditron_train.policy import order as order_module
 from ditron_train.policy.decide import decide
 from ditron_train.policy.order import ReductionOrder, reveal_order
 from ditron_train.policy.probe import Observation
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 CPU = torch.device("cpu")
 

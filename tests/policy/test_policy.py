@@ -18,7 +18,7 @@ from ditron_train.policy.decide import _judge
 from ditron_train.policy.plan import Entry, Plan, fingerprint, load_plan
 from ditron_train.policy.probe import Observation, same_bits
 from ditron_train.runtime.errors import SettingError
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))

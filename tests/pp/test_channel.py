@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ditron_train.pp.messages import Header, fragment_ends
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.testing.processes import run_workers, run_workers_once
+from tests.support.processes import run_workers, run_workers_once
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_pp as bodies  # noqa: E402

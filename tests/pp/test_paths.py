@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditron_train.testing.processes import run_workers, run_workers_once
+from tests.support.processes import run_workers, run_workers_once
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_paths as bodies  # noqa: E402

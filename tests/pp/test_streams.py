@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditron_train.pp import far, lanes, network
-from ditron_train.pp.far import FarChannel, FarReceiver
+from ditron_train.pp import endpoints as lanes
+from ditron_train.pp import network
+from ditron_train.pp import nvshmem_endpoints as far
+from ditron_train.pp.endpoints import Receiver, Sender
 from ditron_train.pp.kernels import HEADER_LANES
-from ditron_train.pp.lanes import Receiver, Sender
 from ditron_train.pp.messages import Header
 from ditron_train.pp.network import NetworkWork
+from ditron_train.pp.nvshmem_endpoints import FarChannel, FarReceiver
 
 CPU = torch.device("cpu")
 

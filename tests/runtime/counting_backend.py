@@ -28,9 +28,7 @@ class CountingBackend:
                 self.targets.add(getattr(node.target, "__name__", node.target))
             lines = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
             files = {line.split('"')[1] for line in lines if line.startswith('File "')}
-            self.traced |= {
-                name for name in files if "/ditron_train/" in name and "/ditron_train/testing/" not in name
-            }
+            self.traced |= {name for name in files if "/ditron_train/" in name and "/ditron_train/cpu/" not in name}
         return self._compile(graph, inputs, **options)
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,7 +41,7 @@ def test_tables_that_launches_read_are_kept_for_good():
 
 
 def test_a_captured_op_of_experts_keeps_the_buffers_that_grow_later(captured):
-    from ditron_train.ep import launching
+    from ditron_train.ep import launch as launching
 
     channel = SimpleNamespace(op_name="ep", signature=lambda values: torch.zeros(1))
     shape = SimpleNamespace(num_experts=4, topk=2)
@@ -78,7 +78,8 @@ def test_messages_between_stages_are_refused(captured):
 
 def test_what_layers_keep_for_each_other_is_made_anew(captured):
     pytest.importorskip("megatron.core")
-    from ditron_train.megatron import sp, sp_packed
+    from ditron_train.megatron.sp import attention as sp
+    from ditron_train.megatron.sp import packed as sp_packed
 
     starts = torch.tensor([0, 8, 16])
     packed = SimpleNamespace(
@@ -98,7 +99,7 @@ def test_what_layers_keep_for_each_other_is_made_anew(captured):
 
 def test_tables_of_positions_that_a_graph_fills_are_its_own(captured, monkeypatch):
     pytest.importorskip("megatron.core")
-    from ditron_train.megatron import sp
+    from ditron_train.megatron.sp import attention as sp
 
     monkeypatch.setattr(sp.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(sp.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])
@@ -114,7 +115,7 @@ def test_tables_of_positions_that_a_graph_fills_are_its_own(captured, monkeypatc
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_native_exchanges_take_nothing_from_the_host(monkeypatch, world_size):
     pytest.importorskip("megatron.core")
-    from ditron_train.megatron import sp_routing
+    from ditron_train.megatron.sp import routing as sp_routing
 
     monkeypatch.setattr(sp_routing.dist, "get_world_size", lambda group: world_size)
     exchange = sp_routing.Exchange(None, sp_routing.AttentionShape(world_size, world_size, 8, 8), None)

@@ -7,7 +7,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 CPU = torch.device("cpu")
 ROUNDS = 5

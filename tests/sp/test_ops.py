@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ditron_train.testing.processes import run_workers, run_workers_once
+from tests.support.processes import run_workers, run_workers_once
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import bodies_sp  # noqa: E402

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.stream.op_context import OpContext
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 _LIMIT = 7
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import DitronError, PeerTimeoutError
 from ditron_train.stream import events, waits
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 
 def _channel(name: str):

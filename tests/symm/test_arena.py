@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_symm as bodies  # noqa: E402
 
-from ditron_train.testing.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 
 def test_peers_see_writes_and_no_file_is_left():

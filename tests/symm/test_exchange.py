@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_exchange as bodies  # noqa: E402
 
-from ditron_train.testing.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 
 def test_groups_that_overlap_exchange_in_turn_and_leave_the_last_values() -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.groups import is_destroyed
 from ditron_train.symm.groups import make_group
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 
 def _pairs() -> tuple[list[int], float, bool, bool]:

@@ -16,7 +16,7 @@ import bodies_nvshmem as bodies  # noqa: E402
 from ditron_train.runtime.errors import ArenaError  # noqa: E402
 from ditron_train.symm.reserve import Reserve, first_common_gap  # noqa: E402
 from ditron_train.symm.transport import Segment  # noqa: E402
-from ditron_train.testing.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 SIZE = 64
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bodies_rendezvous as bodies  # noqa: E402
 
 from ditron_train.symm.rendezvous import RenumberedStore  # noqa: E402
-from ditron_train.testing.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 
 def test_overlapping_groups_meet():

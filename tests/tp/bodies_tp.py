@@ -26,7 +26,7 @@ from ditron_train.tp import (
     row_linear,
     start_reduce_scatter,
 )
-from ditron_train.tp import chunked as chunked_ops
+from ditron_train.tp import chunked_gemm_rs as chunked_ops
 from ditron_train.tp import ops as tp_ops
 from ditron_train.tp import prepared as prepared_ops
 from ditron_train.tp.context import FLAGS_PER_RANK

@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bodies_fans as bodies  # noqa: E402
 
 from ditron_train.stream.window import Window  # noqa: E402
-from ditron_train.testing.processes import run_workers  # noqa: E402
 from ditron_train.tp import gather, scatter  # noqa: E402
 from ditron_train.tp.context import RowPartition  # noqa: E402
 from ditron_train.tp.gather import PreparedGather  # noqa: E402
 from ditron_train.tp.scatter import PreparedScatter  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 ROW_BYTES, SIZE = 48, 1 << 30
 GATHERED, SLOTS, SIGNALS = 1 << 50, 2 << 50, 3 << 50

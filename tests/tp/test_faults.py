@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_tp as bodies  # noqa: E402
 
-from ditron_train.testing.processes import run_workers_once  # noqa: E402
+from tests.support.processes import run_workers_once  # noqa: E402
 
 TIMEOUT_S = 3
 

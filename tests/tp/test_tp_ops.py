@@ -11,8 +11,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_tp as bodies  # noqa: E402
 
-from ditron_train.testing.processes import run_workers  # noqa: E402
 from ditron_train.tp.gather_kernels import copy_rows_kernel  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", ["push", "copy"])

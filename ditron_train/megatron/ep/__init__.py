@@ -1,0 +1,1 @@
+"""Expert parallel dispatchers and experts (feature ``ep``)."""

@@ -1,0 +1,63 @@
+"""Why a dispatcher of tokens runs natively (part of feature ``ep``): by its configuration, by a call's tensors, in a
+capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import CudaGraphScope
+
+from ditron_train.ep.launch import DTYPES
+from ditron_train.runtime.device import is_interpreter
+from ditron_train.runtime.settings import get_settings
+
+__all__ = ["why_not_captured", "why_not_config", "why_not_tensors"]
+
+
+def why_not_config(dispatcher: Any) -> str | None:
+    """Why a configuration runs natively, or None."""
+    config = dispatcher.config
+    if dispatcher.ep_size == 1:
+        return "the expert parallel group has one rank"
+    if config.moe_router_padding_for_quantization:
+        return "moe_router_padding_for_quantization is on"
+    if config.overlap_moe_expert_parallel_comm:
+        if get_settings().policy in ("strict", "fast"):
+            return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
+        # A dispatch holds all registers of the GPU until its peers send, an AG-GEMM its shared memory: ranks could
+        # wait in a circle.
+        if config.tensor_model_parallel_size * config.context_parallel_size > 1:
+            return "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, too"
+    if config.cuda_graph_impl != "none" and (
+        not config.cuda_graph_scope or CudaGraphScope.moe_preprocess in config.cuda_graph_scope
+    ):
+        return "the layer is captured in a CUDA graph, which its host sync does not allow"
+    return None
+
+
+def why_not_tensors(hidden_states: torch.Tensor, probs: torch.Tensor, expert_capacity: int | None) -> str | None:
+    """Why tokens and probabilities of these types, so many of them, are not covered, or None."""
+    if expert_capacity is not None and expert_capacity > len(probs):
+        return f"{len(probs)} tokens do not fill an expert's capacity of {expert_capacity}"
+    if hidden_states.device.type == "cpu" and not is_interpreter():
+        return "the tensors are on the CPU and Triton's interpreter is off"
+    for tensor in (hidden_states, probs):
+        if tensor.dtype not in DTYPES:
+            return f"{tensor.dtype} is not covered"
+    return None
+
+
+def why_not_captured(*, is_decided: bool, is_sized: bool, slices: int) -> str | None:
+    """Why a call is native while a CUDA graph is being captured, or None.
+
+    Args:
+        is_decided: Whether the policy has been asked about such layers.
+        is_sized: Whether the host knows all sizes: tokens are padded to capacity, or there is a fixed capacity.
+        slices: Tensor parallel ranks that experts are split over.
+    """
+    if not is_decided:
+        return "a layer was first called while a CUDA graph was being captured (run a warm-up step before)"
+    if not is_sized or slices > 1:
+        return "a CUDA graph is being captured, which the host sync for its sizes does not allow"
+    return None

@@ -1,0 +1,429 @@
+"""Expert parallelism: megatron-core's alltoall token dispatcher with one push a destination rank (feature ``ep``).
+
+A subclass of the native dispatcher with the same method split, so ``MoELayer``, experts, router, shared experts, their
+parameters and checkpoints stay as they are. What is not covered runs the inherited methods: same bits, one log line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_capacity, get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from ditron_train.ep import (
+    EPContext,
+    ExpertCall,
+    Layout,
+    Pair,
+    PendingLayout,
+    RailContext,
+    SumOrder,
+    begin_layout,
+    combine_rows,
+    dispatch_ahead,
+    dispatch_tokens,
+    get_ep_context,
+    get_rail_context,
+    index_add_order,
+    rails,
+)
+from ditron_train.ep.expert_functions import pairs_of_native_bits
+from ditron_train.megatron.ep import decisions
+from ditron_train.megatron.ep.coverage import why_not_captured, why_not_config, why_not_tensors
+from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
+from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
+from ditron_train.megatron.tp.routing import log_native
+from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.settings import get_settings
+
+__all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map", "stop"]
+
+_COMPARED = "it is what ours is compared with"
+
+
+@outside_compile
+class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """``MoEAlltoAllTokenDispatcher`` that sends a token once to each rank and fans it out there.
+
+    ``dispatch_preprocess`` exchanges counts on the device, ``token_dispatch`` waits for them (the one host sync that
+    native has too) and moves the tokens straight into [local expert, source rank, token] order, ``token_combine``
+    returns every row and adds each token's up in the native order. ``dispatch_postprocess`` and ``combine_preprocess``
+    have nothing left to move.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._arguments, self._keywords = args, kwargs
+        self._asks_policy = True
+        self._native_because: str | None = why_not_config(self)
+        self._ep_context: EPContext | RailContext | None = None
+        self._pending: PendingLayout | rails.PendingRailLayout | None = None
+        self._layout: Layout | rails.RailLayout | None = None
+        self._no_room: str | None = (
+            None  # why there is no pending layout: tensor parallel ranks learn it in ``token_dispatch``
+        )
+        self._order: SumOrder | None = None
+        self._capacity_factor: float | None = None
+        self._has_warned = False
+        self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
+        self._pairs: frozenset[Pair] | None = None
+        self._is_forced = False
+        self._call: ExpertCall | None = None
+        self._slices: ExpertSlices | None = None
+        self._slices_agree = self.tp_size == 1
+        #: The combined 1F1B schedule calls each method on a stream of its own and frees what it gave to it.
+        self._apart = self.config.overlap_moe_expert_parallel_comm
+        if self._apart and self._native_because is None:
+            self._pairs = frozenset()
+            log_once(
+                "ep apart overlap",
+                "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart",
+            )
+        self._log_native()
+
+    def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
+        """Learns what the layer's experts can do: be fused with the movement, do without sizes on the host.
+
+        ``modules``: the layer's own mapping, which says at every call what its experts are by then."""
+        self._layer_modules = modules
+        self._use_capacity(modules["experts"])
+
+    @property
+    def _experts(self) -> torch.nn.Module | None:
+        return self._layer_modules.get("experts")
+
+    def _use_capacity(self, experts: torch.nn.Module) -> None:
+        """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the
+        host."""
+        factor = get_settings().ep_capacity
+        if factor is None or self.drop_and_pad:  # padded to capacity, sizes are exact without a host sync
+            return
+        reason = "Transformer Engine is not installed"
+        if self.tp_size > 1:
+            reason = f"experts are split over {self.tp_size} tensor parallel ranks"
+        elif self._apart:
+            reason = "overlap_moe_expert_parallel_comm is on"
+        elif HAVE_TE:
+            from ditron_train.megatron.ep.te_experts import why_not_capacity
+
+            reason = why_not_capacity(experts)
+        if reason is None:
+            self._capacity_factor = factor
+            log_once(f"ep capacity {factor}", f"ep: room for {factor:g} times the rows of even routing, no host sync")
+        else:
+            self._log_exact(reason)
+
+    def _look_at_experts(self) -> None:
+        """Exact sizes from now on where an adapter has wrapped experts since their capacity was decided: it is called
+        with counts that the host does not have, and with rows behind the last one that nobody has written."""
+        reason = None if self._capacity_factor is None else why_not_called(self._experts)
+        if reason is not None:
+            self._capacity_factor = None
+            self._log_exact(reason)
+
+    def _log_exact(self, reason: str) -> None:
+        log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
+
+    def _log_native(self) -> None:
+        if self._native_because not in (None, _COMPARED):
+            log_once(f"native ep {self._native_because}", f"ep: native dispatcher, {self._native_because}")
+
+    def _context_for(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> EPContext | RailContext | None:
+        """The context of this call, or None for the native path; every rank that holds these experts gets the same
+        answer."""
+        if self._native_because is None and is_capturing(hidden_states.device):
+            is_sized = self.drop_and_pad or self._capacity_factor is not None
+            reason = why_not_captured(is_decided=not self._asks_policy, is_sized=is_sized, slices=self.tp_size)
+            if reason is not None:
+                log_native("ep", reason)
+                return None
+        context = self._context_of_group(hidden_states, routing_map, probs)
+        if not self._slices_agree:  # expert parallel groups side by side decide each for itself
+            self._slices_agree = True
+            if not all_true(context is not None, self.tp_group, hidden_states.device) and context is not None:
+                self._native_because, context = "another tensor parallel rank's expert parallel group is native", None
+                self._log_native()
+        return context
+
+    def _expert_capacity(self, num_tokens: int) -> int | None:
+        """Tokens that every expert gets from each rank where they are padded to capacity, else None."""
+        if not self.drop_and_pad:
+            return None
+        return get_capacity(
+            num_tokens=num_tokens * self.config.moe_router_topk,
+            num_experts=self.num_experts,
+            capacity_factor=self.moe_expert_capacity_factor,
+        )
+
+    def _context_of_group(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> EPContext | RailContext | None:
+        if self._native_because is None:
+            self._native_because = why_not_tensors(hidden_states, probs, self._expert_capacity(len(probs)))
+        device = hidden_states.device
+        if self._native_because is None:
+            fused = self.config.moe_permute_fusion
+            self._order = "descending" if fused else index_add_order(hidden_states.dtype, device)
+            if self._order is None:
+                self._native_because = f"index_add_ of {hidden_states.dtype} adds in an order of its own here"
+        if self._native_because is None:
+            try:
+                if self._asks_policy and device.type == "cuda":  # on the CPU there are no times to compare
+                    self._native_because = self._ask_policy(hidden_states, routing_map, probs)
+                if self._native_because is not None:
+                    self._log_native()
+                    return None
+                return self._make_context(device)
+            except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+                self._native_because = str(error)
+        self._log_native()
+        return None
+
+    def _make_context(self, device: torch.device) -> EPContext | RailContext:
+        arguments = (self.ep_group, device, self.num_experts, self.config.moe_router_topk)
+        if get_settings().ep_rails == "off":
+            return get_ep_context(*arguments)
+        over_nodes = get_rail_context(*arguments)
+        if over_nodes is None:
+            return get_ep_context(*arguments)
+        for option in ("moe_pad_expert_input_to_capacity", "overlap_moe_expert_parallel_comm"):
+            if getattr(self.config, option):
+                raise NotSupportedError(f"{option} is on in a group that spans nodes")
+        if self.tp_size > 1:
+            raise NotSupportedError("experts are split over tensor parallel ranks in a group that spans nodes")
+        self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
+        return over_nodes
+
+    def _ask_policy(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> str | None:
+        """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher."""
+        self._asks_policy = False
+        fused, topk = self.config.moe_permute_fusion, self.config.moe_router_topk
+
+        def make(native: bool) -> DitronMoEAlltoAllTokenDispatcher:
+            dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments, **self._keywords)
+            dispatcher._asks_policy = False
+            dispatcher._native_because = _COMPARED if native else None
+            return dispatcher
+
+        group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
+        options = dict(group=group, pad_factor=self.moe_expert_capacity_factor if self.drop_and_pad else None)
+        return decisions.why_not_here(make, hidden_states, routing_map, probs, topk=topk, fused=fused, **options)
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._call = None
+        self._look_at_experts()
+        self._ep_context = self._context_for(hidden_states, routing_map, probs)
+        if self._ep_context is None:
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self.hidden_shape = hidden_states.shape
+        self.probs, self.routing_map = probs, routing_map
+        tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
+        try:
+            if isinstance(self._ep_context, RailContext):
+                self._pending = rails.begin_layout(*arguments)
+            else:
+                self._pending = begin_layout(
+                    *arguments,
+                    capacity_factor=self._capacity_factor,
+                    expert_capacity=self._expert_capacity(len(tokens)),
+                )
+                if self._pairs is not None and "dispatch_gemm" not in self._pairs and not self._apart:
+                    dispatch_ahead(tokens, self._pending)
+        except ArenaError as error:  # of a fixed capacity; raised by every rank of the expert parallel group alike
+            self._no_room = str(error)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        return (tokens.clone(), probs.clone()) if self._apart else (tokens, probs)
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._ep_context is None:
+            return super().token_dispatch(hidden_states, probs)
+        pending, self._pending = self._pending, None
+        reason, self._no_room = self._no_room, None
+        try:
+            self._layout = None if pending is None else pending.finish()
+        except ArenaError as error:  # raised by every rank of the expert parallel group alike
+            self._layout, reason = None, str(error)
+        if self.tp_size > 1:
+            reason = self._meet_slices(hidden_states.device, reason)
+        if reason is not None:
+            return self._dispatch_natively(hidden_states, probs, reason)
+        if self._capacity_factor is not None and not self._has_warned:
+            self._has_warned = decisions.warns_of_few_rows(self._ep_context)
+        self._call = self._expert_call(hidden_states)
+        if self._call is not None:
+            return hidden_states, probs  # the experts dispatch them
+        return dispatch_tokens(hidden_states, probs, self._layout, self._ep_context, self._order)
+
+    def _meet_slices(self, device: torch.device, reason: str | None) -> str | None:
+        """Learns the counts of the other tensor parallel ranks; returns why this step is native, of any of them."""
+        shape = (self.ep_size, self.num_local_experts)
+        mine = (
+            None
+            if self._layout is None
+            else self._layout.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
+        )
+        counts = exchange_counts(mine, shape, self.tp_group, device)
+        if counts is None:
+            return reason or "another tensor parallel rank has no room for its rows"
+        self._slices = ExpertSlices(counts, self.tp_group, fused=self.config.moe_permute_fusion, device=device)
+        return None
+
+    def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
+        """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
+        if self._slices is not None:
+            return None
+        if self._pairs is None:
+            self._pairs, self._is_forced = self._fused_pairs(hidden_states), get_settings().policy == "force"
+        pairs, changed = self._pairs, why_not_called(self._experts) if self._pairs else None
+        if changed is not None:
+            self._log_apart(changed)
+            return None
+        if pairs and not self._is_forced:  # the same on every rank, as the counts are
+            pairs = pairs_of_native_bits(pairs, self._layout.fewest_rows)
+        if not pairs:
+            return None
+        gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity_factor is None else None
+        return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm)
+
+    def _fused_pairs(self, hidden_states: torch.Tensor) -> frozenset[Pair]:
+        """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
+        if not (HAVE_TE and self._experts is not None and hidden_states.device.type == "cuda"):
+            return frozenset()
+        reason = why_not_fused(self._experts, hidden_states.device)
+        if reason is not None:
+            self._log_apart(reason)
+            return frozenset()
+        pairs = decisions.fused_pairs_here(
+            self._experts, self._layout, self._ep_context, hidden_states, self._order, group=self.ep_group
+        )
+        log_once(
+            f"ep fused {sorted(pairs)}",
+            f"ep: one kernel for {', '.join(sorted(pairs)) or 'no pair of movement and GEMM'}",
+        )
+        return pairs
+
+    def _log_apart(self, reason: str) -> None:
+        log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")
+
+    def _dispatch_natively(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, reason: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Goes over to the native path between preprocessing and dispatch, for good."""
+        self._native_because, self._ep_context, self._layout = reason, None, None
+        self._log_native()
+        shared_experts, self.shared_experts = self.shared_experts, None  # they have begun already
+        try:
+            permuted = super().dispatch_preprocess(hidden_states.view(self.hidden_shape), self.routing_map, probs)
+        finally:
+            self.shared_experts = shared_experts
+        return super().token_dispatch(*permuted)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._ep_context is None:
+            return super().dispatch_postprocess(hidden_states, probs)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        if self._call is not None:
+            return hidden_states, self._call, probs
+        if self._slices is not None:
+            rows, probs = self._slices.gather(hidden_states, probs)
+            return rows, self._slices.tokens_per_expert, probs
+        if self._apart:
+            hidden_states = hidden_states.clone()
+        if self._capacity_factor is None:
+            return hidden_states, self._layout.tokens_per_expert, probs
+        from ditron_train.megatron.ep.te_experts import DeviceCounts
+
+        return hidden_states, DeviceCounts(self._layout), probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._ep_context is None:
+            return super().combine_preprocess(hidden_states)
+        slices, self._slices = self._slices, None
+        return hidden_states if slices is None else slices.scatter(hidden_states, self.probs.dtype)
+
+    def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._ep_context is None:
+            return super().token_combine(hidden_states, *args, **kwargs)
+        layout, self._layout = self._layout, None
+        call, self._call = self._call, None
+        if call is not None:
+            return hidden_states  # the experts have combined them
+        return combine_rows(hidden_states, layout, self._ep_context, self._order)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._ep_context is None:
+            return super().combine_postprocess(hidden_states)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+        output = hidden_states.view(self.hidden_shape)
+        if self.shared_experts is not None:
+            output += self.shared_experts.get_output()
+        return output
+
+
+class _InPlaceOfMoELayer(type(MoELayer)):  # type: ignore[misc]
+    """Of a class that equals ``MoELayer``: in a spec ``TransformerLayer`` compares the module with it, and gives the
+    caller's groups only to such layers."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is MoELayer
+
+    __hash__ = type.__hash__
+
+
+class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
+    """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a
+    spec."""
+
+    def __init__(
+        self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None
+    ) -> None:
+        pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, pg_collection)
+        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            self.token_dispatcher = DitronMoEAlltoAllTokenDispatcher(
+                self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
+            )
+            if self.use_shared_expert and self.shared_expert_overlap:
+                self.token_dispatcher.set_shared_experts(self.shared_experts)
+        if isinstance(self.token_dispatcher, DitronMoEAlltoAllTokenDispatcher):
+            self.token_dispatcher.meet_experts(self._modules)
+        else:
+            kind = config.moe_token_dispatcher_type
+            log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")
+
+
+def class_map() -> dict[type, type]:
+    """The native classes and ours; Transformer Engine's grouped layers are among them where it is installed."""
+    classes: dict[type, type] = {
+        MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
+        MoELayer: DitronMoELayer,
+    }
+    if HAVE_TE:
+        from ditron_train.megatron.ep import te_experts
+
+        classes.update(te_experts.class_map())
+    return classes
+
+
+def stop() -> None:
+    """Forget what the policy said."""
+    decisions.forget()

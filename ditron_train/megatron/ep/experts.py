@@ -1,0 +1,215 @@
+"""Transformer Engine's grouped experts with the token movement inside their linear layers (part of feature ``ep``).
+
+``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. Where a movement and a
+GEMM run as one kernel the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the counts, and
+gets tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused, and all
+weight gradients, are Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
+from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.shared.wgrad import main_grad_of
+from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.transformer_engine import grouped_gemm
+
+__all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_called", "why_not_fused"]
+
+
+class TEGemm:
+    """Transformer Engine's grouped GEMM, called as its ``GroupedLinear`` does.
+
+    Args:
+        splits: Rows of each expert.
+    """
+
+    def __init__(self, splits: Sequence[int]) -> None:
+        self._splits = list(splits)
+
+    def __call__(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
+        """rows @ weights[e].T (forward), or rows @ weights[e] (dgrad)."""
+        columns = weights[0].shape[0 if transpose else 1]
+        out = torch.empty(rows.shape[0], columns, dtype=rows.dtype, device=rows.device)
+        _grouped_gemm(
+            weights, rows, [out], self._splits, layout="TN" if transpose else "NN", grad=not transpose,
+            single_output=True, use_split_accumulator=not transpose,
+        )  # fmt: skip
+        return out
+
+
+def _grouped_gemm(
+    a: Sequence[torch.Tensor], rows: torch.Tensor, out: list[torch.Tensor], splits: list[int], **options: Any
+) -> None:
+    grouped_gemm(a, rows.contiguous().split(splits), out, rows.dtype, m_splits=splits, **options)
+
+
+class TEWgrad:
+    """Transformer Engine's grouped weight gradients, each in a tensor of its own.
+
+    Args:
+        splits: Rows of each expert.
+    """
+
+    def __init__(self, splits: Sequence[int]) -> None:
+        self._splits = list(splits)
+
+    def __call__(
+        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """grad.T @ rows over each expert's rows."""
+        return self._into([torch.empty_like(w) for w in weights], grad, rows, False)
+
+    def _into(
+        self, out: list[torch.Tensor], grad: torch.Tensor, rows: torch.Tensor, accumulate: bool
+    ) -> list[torch.Tensor]:
+        _grouped_gemm(
+            rows.split(self._splits), grad, out, self._splits, layout="NT", grad=True, accumulate=accumulate,
+            use_split_accumulator=True,
+        )  # fmt: skip
+        return out
+
+
+class _MainGradWgrad(TEWgrad):
+    """Weight gradients of one pass with gradient accumulation fusion, as the layer's own backward treats them.
+
+    They are added to ``main_grad`` (written on the first microbatch where the layer keeps count), and autograd gets a
+    dummy where ``grad_added_to_main_grad`` exists, else None.
+    """
+
+    def __init__(self, linear: torch.nn.Module, splits: Sequence[int]) -> None:
+        super().__init__(splits)
+        self._weights = _weights_of(linear)
+        counts = not linear.disable_parameter_transpose_cache
+        self._accumulates = not (counts and linear.is_first_microbatch)
+
+    def __call__(
+        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        parameters: Sequence[Any] = self._weights
+        out = [main_grad_of(parameter) for parameter in parameters]
+        self._into(out, grad, rows, self._accumulates and not getattr(parameters[0], "overwrite_main_grad", False))
+        return [_after_main_grad(p) for p in parameters]
+
+
+def _wgrad_of(linear: torch.nn.Module, splits: Sequence[int]) -> TEWgrad:
+    wgrad = _MainGradWgrad(linear, splits) if linear.fuse_wgrad_accumulation else TEWgrad(splits)
+    linear.is_first_microbatch = False
+    return wgrad
+
+
+def _after_main_grad(parameter: Any) -> torch.Tensor | None:
+    from transformer_engine.pytorch.module.base import get_dummy_wgrad
+
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    zero = getattr(parameter, "zero_out_wgrad", False)
+    return get_dummy_wgrad(list(parameter.main_grad.shape), parameter.dtype, zero=zero)
+
+
+def _weights_of(linear: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [getattr(linear, f"weight{index}") for index in range(linear.num_gemms)]
+
+
+@outside_compile
+class DitronTEGroupedMLP(TEGroupedMLP):
+    """``TEGroupedMLP`` that takes tokens and an ``ExpertCall`` too, and returns tokens then."""
+
+    def forward(self, hidden_states: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> Any:
+        if not isinstance(tokens_per_expert, ExpertCall):
+            return super().forward(hidden_states, tokens_per_expert, probs)
+        first = second = tokens_per_expert
+        if tokens_per_expert.gemm is not None:
+            splits = tokens_per_expert.layout.tokens_per_expert.tolist()
+            first = dataclasses.replace(first, wgrad=_wgrad_of(self.linear_fc1, splits))
+            second = dataclasses.replace(second, wgrad=_wgrad_of(self.linear_fc2, splits))
+        # As calls of the two layers, whose hooks gather their weights with --overlap-param-gather.
+        with calling(
+            self.linear_fc1, lambda x: dispatch_linear(x, probs, _weights_of(self.linear_fc1), first)
+        ) as linear:
+            y, row_probs = linear(hidden_states)
+        h = self._activate(y, row_probs.unsqueeze(-1))
+        with calling(self.linear_fc2, lambda x: linear_combine(x, _weights_of(self.linear_fc2), second)) as linear:
+            return linear(h), None
+
+    def _activate(self, y: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Activation, then probabilities, by the function that the native layer would call."""
+        config = self.config
+        if config.use_te_activation_func:
+            return (self.activation_func(y) * probs).to(y.dtype)
+        if config.bias_activation_fusion:
+            if self.activation_func == F.silu:
+                return weighted_bias_swiglu_impl(y, None, probs, config.activation_func_fp8_input_store)
+            return weighted_bias_quick_geglu_impl(
+                y, None, probs, config.activation_func_fp8_input_store, config.glu_linear_offset,
+                config.activation_func_clamp_value,
+            )  # fmt: skip
+        if self.activation_func == squared_relu and config.use_fused_weighted_squared_relu:
+            return weighted_squared_relu_impl(y, probs)
+        if not config.gated_linear_unit:
+            return (self.activation_func(y) * probs).to(y.dtype)
+        gate, linear = y.chunk(2, dim=-1)
+        if config.activation_func_clamp_value is not None:
+            limit = config.activation_func_clamp_value
+            gate, linear = gate.clamp(min=None, max=limit), linear.clamp(min=-limit, max=limit)
+        return ((config.activation_func(gate) * (linear + config.glu_linear_offset)) * probs).to(y.dtype)
+
+
+def why_not_called(experts: torch.nn.Module) -> str | None:
+    """Why these experts are given rows and counts on the host, as natively, or None.
+
+    To be asked at every call: an adapter or a quantizer may come to stand in the place of the experts, or of one of
+    their layers, long after the layer was built."""
+    if not isinstance(experts, DitronTEGroupedMLP):
+        return f"{type(experts).__name__} computes expert by expert"
+    linears = (experts.linear_fc1, experts.linear_fc2)
+    for module in (experts, *linears):
+        reason = why_not_stand_in(module)
+        if reason is not None:
+            return reason
+    return "the experts are quantised" if any(linear.te_quant_params is not None for linear in linears) else None
+
+
+def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
+    """Why movement and GEMMs of these experts stay kernels of their own, or None."""
+    reason = why_not_called(experts)
+    if reason is not None:
+        return reason
+    config = experts.config
+    if kernel_target(device) not in HOPPER_AND_NEWER:
+        return f"measured on Hopper and newer only, this is {kernel_target(device)}"
+    if config.params_dtype not in (torch.bfloat16, torch.float16):
+        return f"{config.params_dtype} is not covered"
+    for reason in (
+        "fp8",
+        "fp4",
+        "add_bias_linear",
+        "delay_wgrad_compute",
+        "moe_apply_probs_on_input",
+        "cpu_offloading",
+    ):
+        if getattr(config, reason, None):
+            return f"{reason} is on"
+    if experts.activation_recompute:
+        return "moe_act is recomputed"
+    if experts.offload_expert_fc1 or experts.offload_moe_act:
+        return "fine_grained_activation_offloading is on"
+    if config.bias_activation_fusion and (
+        not config.gated_linear_unit or experts.activation_func not in (F.silu, quick_gelu)
+    ):
+        return "the activation has no fused form natively"
+    return None

@@ -1,0 +1,99 @@
+"""Transformer Engine's grouped experts without a host sync (part of feature ``ep``, with ``DITRON_EP_CAPACITY``).
+
+``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers.
+With a capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear
+layers run our grouped GEMMs for it. Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+from ditron_train.ep import Layout
+from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
+from ditron_train.ep.fused import layout_tiles
+from ditron_train.ep.group_gemm import RowTiles, are_whole, group_linear
+from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_called
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.settings import get_settings
+
+__all__ = [
+    "DeviceCounts",
+    "DitronTEColumnParallelGroupedLinear",
+    "DitronTERowParallelGroupedLinear",
+    "class_map",
+    "why_not_capacity",
+]
+
+
+class DeviceCounts:
+    """Rows of each local expert of one layout, known on the device alone."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def tolist(self) -> DeviceCounts:
+        """Itself: there is no list to be had without a host sync."""
+        return self
+
+    @property
+    def tiles(self) -> RowTiles:
+        """The tiles of the rows."""
+        return layout_tiles(self._layout)
+
+
+@outside_compile
+class _TakesDeviceCounts:
+    """Mixed into a grouped linear layer: our grouped GEMM for ``DeviceCounts``, the inherited one for a list."""
+
+    def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(m_splits, DeviceCounts):
+            return super().forward(x, m_splits)
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return group_linear(x, weights, m_splits.tiles), None
+
+
+class DitronTEColumnParallelGroupedLinear(_TakesDeviceCounts, TEColumnParallelGroupedLinear):
+    """First linear layer of the experts."""
+
+
+class DitronTERowParallelGroupedLinear(_TakesDeviceCounts, TERowParallelGroupedLinear):
+    """Second linear layer of the experts."""
+
+
+def class_map() -> dict[type, type]:
+    """Transformer Engine's grouped experts and their linear layers, and ours."""
+    return {
+        TEGroupedMLP: DitronTEGroupedMLP,
+        TEColumnParallelGroupedLinear: DitronTEColumnParallelGroupedLinear,
+        TERowParallelGroupedLinear: DitronTERowParallelGroupedLinear,
+    }
+
+
+def why_not_capacity(experts: torch.nn.Module) -> str | None:
+    """Why these experts need exact sizes on the host, or None."""
+    reason = why_not_called(experts)
+    if reason is not None:
+        return reason
+    for layer in (experts.linear_fc1, experts.linear_fc2):
+        if not isinstance(layer, _TakesDeviceCounts):
+            return f"{type(layer).__name__} takes its sizes on the host"
+    config = experts.config
+    for option in ("fp8", "fp4", "add_bias_linear", "gradient_accumulation_fusion", "delay_wgrad_compute"):
+        if getattr(config, option, None):
+            return f"{option} is on"
+    # Copies to the CPU run on other streams, which the results' memory does not know.
+    if config.cpu_offloading or experts.offload_expert_fc1 or experts.offload_moe_act:
+        return "activations are offloaded"
+    if config.params_dtype not in (torch.bfloat16, torch.float16):
+        return f"{config.params_dtype} is not covered"
+    for layer in (experts.linear_fc1, experts.linear_fc2):
+        if not are_whole(layer.weight0.shape, config.params_dtype):
+            return f"rows of weights {tuple(layer.weight0.shape)} or of their results are not whole 16 bytes"
+        if get_settings().policy != "force" and not own_wgrad_has_native_bits(*layer.weight0.shape):
+            return f"weights {tuple(layer.weight0.shape)} are so small that cuBLAS may add up their gradients in another order"
+    return None

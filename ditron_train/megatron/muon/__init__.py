@@ -1,0 +1,1 @@
+"""Megatron's Muon (feature ``muon``)."""

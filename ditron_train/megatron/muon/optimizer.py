@@ -1,0 +1,268 @@
+"""``--ditron muon``: Megatron's ``--optimizer muon`` and ``dist_muon`` with ``ditron_train.optim.Muon`` inside.
+
+Megatron's own ``get_megatron_muon_optimizer`` goes on choosing parameters, groups and wrappers. Two classes that it
+builds are replaced: the optimizer of matrices, and the wrapper that shards them over data-parallel ranks. It also runs
+where ``emerging_optimizers`` is not installed, which native refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import layer_wise_optimizer as native_layer_wise
+from megatron.core.optimizer import muon as native_muon
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ditron_train.megatron.plugin import patching
+from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.settings import get_settings
+
+__all__ = ["DitronLayerWiseDistributedOptimizer", "DitronTensorParallelMuon", "class_map", "start", "stop"]
+
+_BATCH_BELOW = 1024  # sides of matrices that the opt-in "batched" steps together
+_SMALL_ELEMENTS = 1 << 20  # tensors below travel together: a collective of their own would cost more than their bytes
+_had_emerging_optimizers: list[bool] = []
+
+
+def class_map() -> dict[type, type]:
+    """The wrapper of ``dist_muon``; the optimizer itself is no subclass of native's and is replaced by `start`."""
+    return {native_layer_wise.LayerWiseDistributedOptimizer: DitronLayerWiseDistributedOptimizer}
+
+
+def start() -> None:
+    """Replaces both classes, and lets native code run without ``emerging_optimizers``."""
+    if not _had_emerging_optimizers:
+        _had_emerging_optimizers.append(native_muon.HAVE_EMERGING_OPTIMIZERS)
+        native_muon.HAVE_EMERGING_OPTIMIZERS = True
+    patching.replace_symbol(_native_class(), DitronTensorParallelMuon)
+    for native, ours in class_map().items():
+        patching.redirect_construction(native, ours)
+
+
+def stop() -> None:
+    """Takes back what `start` set; `patching.undo_all` takes back the classes."""
+    if _had_emerging_optimizers:
+        native_muon.HAVE_EMERGING_OPTIMIZERS = _had_emerging_optimizers.pop()
+
+
+def _native_class() -> type:
+    return native_muon.TensorParallelMuon
+
+
+@outside_compile
+class DitronTensorParallelMuon(Muon):
+    """`Muon` with the constructor of ``megatron.core.optimizer.muon.TensorParallelMuon``.
+
+    Args: as there. ``mode`` is Megatron's ``--muon-tp-mode``. ``DITRON_MUON_OPT_INS`` adds variants that change bits.
+
+    Raises:
+        NotSupportedError: ``mode="distributed"``, which is another algorithm.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 3e-4,
+        momentum_beta: float = 0.95,
+        use_nesterov: bool = True,
+        weight_decay: float = 0.01,
+        use_decoupled_weight_decay: bool = True,
+        split_qkv: bool = False,
+        is_qkv_fn: Callable[[torch.Tensor], bool] | None = None,
+        qkv_split_shapes: tuple[int, int, int] | None = None,
+        fp32_matmul_prec: str = "medium",
+        coefficient_type: str = "quintic",
+        num_ns_steps: int = 5,
+        scale_mode: str = "spectral",
+        extra_scale_factor: float = 1.0,
+        pg_collection: Any = None,
+        mode: str = "duplicated",
+    ) -> None:
+        if mode == "distributed":
+            raise NotSupportedError(
+                "--muon-tp-mode distributed is another algorithm with other bits: use blockwise or duplicated, or leave "
+                "muon out of --ditron"
+            )
+        self.pg_collection = pg_collection
+        opt_ins = get_settings().muon_opt_ins or ()
+        if opt_ins:
+            log_once("muon opt-ins", f"muon: other bits than native's were asked for: {', '.join(opt_ins)}")
+        super().__init__(
+            params,
+            lr,
+            momentum_beta,
+            use_nesterov,
+            weight_decay,
+            weight_decay_method="decoupled" if use_decoupled_weight_decay else "l2",
+            fp32_matmul_prec=fp32_matmul_prec,
+            coefficient_type="polar_express" if "polar_express" in opt_ins else coefficient_type,
+            num_ns_steps=num_ns_steps,
+            scale_mode=scale_mode,
+            extra_scale_factor=extra_scale_factor,
+            split_qkv=split_qkv,
+            is_qkv_fn=is_qkv_fn,
+            qkv_split_shapes=qkv_split_shapes,
+            tp_mode=mode,
+            tp_group_fn=self._tp_group,
+            form="gram" if "gram" in opt_ins else "steps",
+            batch_below=_BATCH_BELOW if "batched" in opt_ins else 0,
+        )
+
+    def _tp_group(self, param: torch.Tensor) -> dist.ProcessGroup | None:
+        """Tensor-parallel group of a weight: experts have their own."""
+        if self.pg_collection is None:
+            return None
+        return self.pg_collection.expt_tp if getattr(param, "expert_tp", False) else self.pg_collection.tp
+
+
+@outside_compile
+class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributedOptimizer):
+    """Layer-wise sharding that sends each matrix as soon as it is stepped, while the next ones are computed.
+
+    Native gathers everything at the end into buffers of the model's size. Who owns what is native's choice where
+    gradients are clipped, since the norm they are clipped by sums owner by owner; where they are not, matrices are
+    dealt out by the cost of their step (``DITRON_MUON_SHARDING``). Per-rank files of ``--ckpt-format torch`` belong to
+    the sharding that wrote them; ``torch_dist`` checkpoints do not depend on it.
+
+    Matrices of experts, which have a group of their own, are sent when all others are: collectives of two groups must
+    come in one order on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizers: list[Any],
+        config: Any,
+        pg_collection: Any = None,
+        init_state_fn_list: list[Any] | None = None,
+    ) -> None:
+        self._clips_gradients = config.clip_grad > 0
+        super().__init__(optimizers, config, pg_collection, init_state_fn_list)
+        self._rounds: list[tuple[LayerShards, list[list[torch.Tensor]], dist.ProcessGroup]] = []
+        self._model_of: dict[int, torch.Tensor] = {}
+        if self.pg_collection is None or not self.dp_cp_params_list:  # one data parallel rank: nobody to send to
+            return
+        for optimizer in self.chained_optimizers:
+            if isinstance(optimizer.optimizer, Muon):
+                optimizer.optimizer.after_matrix = self._send_matrix
+                self._map_model_params(optimizer)
+        self._plan_rounds(self.dp_cp_params_list, self.pg_collection.dp_cp)
+        self._plan_rounds(self.expt_dp_params_list, self.pg_collection.expt_dp)
+
+    def shard_params(self, optimizers: list[Any]) -> None:
+        """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups."""
+        # in bf16 native wraps optimizers for fp32 copies only after this
+        groups = [
+            (group, isinstance(getattr(o, "optimizer", o), Muon)) for o in optimizers for group in o.param_groups
+        ]
+        self._group_of = {id(param): index for index, (group, _) in enumerate(groups) for param in group["params"]}
+        self._matrix_ids = {id(param) for group, is_muon in groups if is_muon for param in group["params"]}
+        is_expert = [group.get("is_expert_parallel", False) for group, _ in groups]
+        self._dense_ids = {key for key, index in self._group_of.items() if not is_expert[index]}
+        choice = get_settings().muon_sharding
+        by_cost = choice == "cost" or (choice == "auto" and not self._clips_gradients)
+        log_once(
+            "dist_muon sharding", f"dist_muon: matrices dealt out {'by cost' if by_cost else 'as megatron-core does'}"
+        )
+        if by_cost:
+            self._shard_by_cost([group for group, _ in groups], is_expert)
+        else:
+            super().shard_params(optimizers)
+
+    def _shard_by_cost(self, groups: list[dict[str, Any]], is_expert: list[bool]) -> None:
+        """Native's result (lists of every rank's parameters, own ones in the groups), balanced by cost."""
+        self.dp_cp_params_list = self.expt_dp_params_list = None
+        dp_cp, expt_dp = self.pg_collection.dp_cp, self.pg_collection.expt_dp
+        if dp_cp.size() == 1:
+            return
+        params = [(param, index) for index, group in enumerate(groups) for param in group["params"]]
+        self.dp_cp_params_list, own = self._deal([p for p in params if not is_expert[p[1]]], dp_cp)
+        experts = [p for p in params if is_expert[p[1]]]
+        if experts:
+            self.expt_dp_params_list, own_experts = self._deal(experts, expt_dp)
+            own = own + own_experts
+        for index, group in enumerate(groups):
+            group["params"] = [param for param, of_group in own if of_group == index]
+        if expt_dp.size() == 1:
+            self.expt_dp_params_list = None
+
+    def _deal(
+        self, params: list[tuple[torch.Tensor, int]], group: dist.ProcessGroup
+    ) -> tuple[list[list[torch.Tensor]], list[tuple[torch.Tensor, int]]]:
+        """(parameters of each rank, own parameters with their group), in the order in which each rank steps them."""
+        costs = [
+            newton_schulz_cost(*param.shape) if id(param) in self._matrix_ids else 3000.0 * param.numel()
+            for param, _ in params
+        ]
+        shards = [sorted(shard, key=lambda i: params[i][1]) for shard in shard_by_cost(costs, group.size())]
+        return [[params[i][0] for i in shard] for shard in shards], [params[i] for i in shards[group.rank()]]
+
+    def _map_model_params(self, optimizer: Any) -> None:
+        """Finds the model's parameter of each parameter that Muon steps: itself, or the bf16 one of an fp32 copy."""
+        for group in optimizer.optimizer.param_groups:
+            for param in group["params"]:
+                self._model_of[id(param)] = param
+        pairs = zip(getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()))
+        for model_params, main_params in pairs:
+            for model_param, main_param in zip(model_params, main_params):
+                self._model_of[id(main_param)] = model_param
+
+    def _plan_rounds(self, params_of_rank: list[list[torch.Tensor]] | None, group: dist.ProcessGroup) -> None:
+        if not params_of_rank:
+            return
+        # in the order in which Muon takes them: group by group
+        matrices = [
+            sorted((p for p in params if id(p) in self._matrix_ids), key=lambda p: self._group_of[id(p)])
+            for params in params_of_rank
+        ]
+        flat = [p.data for params in matrices for p in params]
+        starts = [sum(len(params) for params in matrices[:rank]) for rank in range(len(matrices))]
+        rounds = LayerShards(flat, [range(s, s + len(params)) for s, params in zip(starts, matrices)], group)
+        rest = [[p for p in params if id(p) not in self._matrix_ids] for params in params_of_rank]
+        self._rounds.append((rounds, rest, group))
+
+    @torch.no_grad()
+    def _send_matrix(self, main_param: torch.Tensor) -> None:
+        """After Muon stepped a matrix: its round. (The wrapper copies main to model again later: the same values.)"""
+        model_param = self._model_of[id(main_param)]
+        if id(model_param) not in self._dense_ids:
+            return
+        if model_param is not main_param:
+            model_param.data.copy_(main_param)
+        self._rounds[0][0].send_round()
+
+    @torch.no_grad()
+    def allgather_params(self) -> None:
+        """Sends what the step has not sent yet, and makes the current stream wait for all of it."""
+        for rounds, rest, group in self._rounds:
+            rounds.send_remaining()
+            _broadcast_all(rest, group)
+            rounds.finish()
+
+
+def _broadcast_all(params_of_rank: list[list[torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Each rank's parameters to all: large ones by themselves, small ones in one flat buffer a rank and type."""
+    pending, unpacking = [], []
+    for rank, params in enumerate(params_of_rank):
+        source = dist.get_global_rank(group, rank)
+        small: dict[torch.dtype, list[torch.Tensor]] = {}
+        for param in params:
+            if param.numel() >= _SMALL_ELEMENTS:
+                pending.append(dist.broadcast(param.data, source, group=group, async_op=True))
+            elif param.numel():
+                small.setdefault(param.dtype, []).append(param.data)
+        for tensors in small.values():
+            flat = _flatten_dense_tensors(tensors)
+            pending.append(dist.broadcast(flat, source, group=group, async_op=True))
+            if rank != group.rank():
+                unpacking.append((flat, tensors))
+    for work in pending:
+        work.wait()
+    for flat, tensors in unpacking:
+        for received, tensor in zip(_unflatten_dense_tensors(flat, tensors), tensors):
+            tensor.copy_(received)

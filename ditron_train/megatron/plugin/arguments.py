@@ -1,0 +1,242 @@
+"""The ``--ditron`` arguments, in the style of Megatron's own argument groups.
+
+They are not fields of Megatron's configuration (which drops what it does not know), so the chosen options are kept
+here: `options_from_args` makes them from the parsed namespace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ditron_train.megatron.plugin.record_trace import TraceRequest, parse_trace_request
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.settings import SETTINGS
+
+__all__ = [
+    "FEATURES",
+    "FEATURE_MODULES",
+    "Options",
+    "SIZE_ARGUMENTS",
+    "add_ditron_args",
+    "available_features",
+    "options_from_argv",
+    "options_from_args",
+    "parse_features",
+]
+
+#: Name on the command line: what it accelerates.
+FEATURES: dict[str, str] = {
+    "tp": "tensor parallel linear layers (with --sequence-parallel)",
+    "sp": "attention with --cp-comm-type a2a (Ulysses)",
+    "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
+    "pp": "pipeline sends and receives",
+    "muon": "the Muon optimizer",
+}
+
+#: The module of each feature: what it replaces (``class_map``, ``symbols``), how it is begun and ended (``start``, ``stop``).
+FEATURE_MODULES = {
+    "tp": "ditron_train.megatron.tp.layers",
+    "sp": "ditron_train.megatron.sp.attention",
+    "ep": "ditron_train.megatron.ep.dispatcher",
+    "pp": "ditron_train.megatron.pp.communicator",
+    "muon": "ditron_train.megatron.muon.optimizer",
+}
+
+#: Megatron's argument that says how many ranks a feature's groups have.
+SIZE_ARGUMENTS = {
+    "tp": "tensor_model_parallel_size",
+    "sp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        features: Names out of `FEATURES`, in the order of that table.
+        transport: Value for ``DITRON_TRANSPORT``, or None to leave the environment as it is.
+        timeout_s: Value for ``DITRON_TIMEOUT_S`` in seconds, or None to leave the environment as it is.
+        policy: Value for ``DITRON_POLICY``, or None to leave the environment as it is.
+        plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
+        sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
+        optimizer: Megatron's, where its arguments tell.
+        record: Folder in which every training step is noted, or None.
+        record_trace: The step of which a trace is kept there, and the rank, or None.
+    """
+
+    features: tuple[str, ...] = ()
+    transport: str | None = None
+    timeout_s: float | None = None
+    policy: str | None = None
+    plan: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str | None = None
+    record: str | None = None
+    record_trace: TraceRequest | None = None
+
+    def environment(self) -> dict[str, str]:
+        """The ``DITRON_*`` variables that these options set."""
+        values = {
+            "DITRON_TRANSPORT": self.transport,
+            "DITRON_TIMEOUT_S": self.timeout_s,
+            "DITRON_POLICY": self.policy,
+            "DITRON_PLAN": self.plan,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+    def idle(self) -> list[str]:
+        """What of this has no effect in the job, in words."""
+        if not self.features:
+            given = [name.lower().replace("_", "-") for name in self.environment()]
+            return [f"--{option} has no effect: --ditron names no feature" for option in given]
+        alone = [name for name, size in self.sizes.items() if size == 1]
+        words = [
+            f"{name}: nothing to accelerate where --{SIZE_ARGUMENTS[name].replace('_', '-')} is 1" for name in alone
+        ]
+        if "muon" in self.features and self.optimizer not in (None, "muon", "dist_muon"):
+            words.append(f"muon: nothing to accelerate where --optimizer is {self.optimizer}")
+        return words
+
+
+def available_features() -> tuple[str, ...]:
+    """The names of `FEATURES` that this version of the package implements."""
+    return tuple(name for name in FEATURES if importlib.util.find_spec(FEATURE_MODULES[name]))
+
+
+def parse_features(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the feature names in ``"tp,pp"`` or ``("tp", "pp")``, without repetitions, in the order of `FEATURES`.
+
+    Raises:
+        SettingError: A name is unknown or not implemented; the message lists those that are.
+    """
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        raise SettingError(f'features are names, as in "tp,pp" or ("tp", "pp"), not {value!r}')
+    names = [name.strip() for name in given]
+    available = available_features()
+    unknown = sorted({name for name in names if name not in available})
+    if unknown or not names:
+        listed = ", ".join(repr(name) for name in unknown) or "nothing"
+        raise SettingError(
+            f"--ditron does not know {listed}; it takes a comma-separated list of: {', '.join(available)}"
+        )
+    return tuple(name for name in FEATURES if name in names)
+
+
+def _argparse_features(text: str) -> tuple[str, ...]:
+    try:
+        return parse_features(text)
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _argparse_trace(text: str) -> TraceRequest:
+    try:
+        return parse_trace_request(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _argparse_setting(variable: str) -> Any:
+    setting = next(setting for setting in SETTINGS if setting.variable == variable)
+
+    def parse(text: str) -> Any:
+        try:
+            return setting.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
+
+
+def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the group ``ditron`` to `parser` and returns it; usable as Megatron's ``extra_args_provider``.
+    Idempotent."""
+    if any(group.title == "ditron" for group in parser._action_groups):
+        return parser
+    listed = "; ".join(f"{name}: {FEATURES[name]}" for name in available_features())
+    group = parser.add_argument_group(title="ditron")
+    group.add_argument(
+        "--ditron",
+        type=_argparse_features,
+        default=(),
+        metavar="NAME[,NAME]",
+        help="Overlap communication with computation in these parts of the model, without changing a bit of the result. "
+        f"{listed}. What is not covered runs natively, with one log line saying why.",
+    )
+    group.add_argument(
+        "--ditron-transport",
+        type=_argparse_setting("DITRON_TRANSPORT"),
+        default=None,
+        metavar="{auto,torch,nvshmem,shm}",
+        help="Where symmetric memory comes from. Overrides DITRON_TRANSPORT.",
+    )
+    group.add_argument(
+        "--ditron-timeout-s",
+        type=_argparse_setting("DITRON_TIMEOUT_S"),
+        default=None,
+        metavar="SECONDS",
+        help="Deadline of every wait on a peer; past it an error is raised on every rank. Overrides DITRON_TIMEOUT_S.",
+    )
+    group.add_argument(
+        "--ditron-policy",
+        type=_argparse_setting("DITRON_POLICY"),
+        default=None,
+        metavar="{strict,fast,bits,force}",
+        help="When ours runs instead of native. strict (the default): where its bits equal native's and its time is lower, on this "
+        "machine at this shape; fast: where its time is lower; bits: where its bits equal native's; force: wherever it can. "
+        "Overrides DITRON_POLICY.",
+    )
+    group.add_argument(
+        "--ditron-plan",
+        default=None,
+        metavar="FILE",
+        help="File with the decisions of an earlier run, which are not measured again; new ones are added. Overrides DITRON_PLAN.",
+    )
+    group.add_argument(
+        "--ditron-record",
+        default=None,
+        metavar="DIR",
+        help="Notes the losses, the gradient norm and the time of every step there, and a digest of the parameters after the "
+        "first and the last; also without --ditron. `python -m ditron_train compare` makes two such jobs and compares them.",
+    )
+    group.add_argument(
+        "--ditron-record-trace",
+        type=_argparse_trace,
+        default=None,
+        metavar="STEP[,RANK]",
+        help="With --ditron-record: keeps there what the GPU of RANK (default 0) ran in that one step, as a Chrome trace "
+        "(trace-rank<RANK>.json; Perfetto shows it). STEP: its number, or `middle`: in the middle of the steps that compare times. "
+        "The time of the step is not noted; its result is as ever.",
+    )
+    return parser
+
+
+def options_from_args(args: Any) -> Options:
+    """The options in a parsed namespace; fields that are missing there count as not given."""
+    features = tuple(getattr(args, "ditron", None) or ())
+    sizes = {name: getattr(args, SIZE_ARGUMENTS[name], None) for name in features if name in SIZE_ARGUMENTS}
+    return Options(
+        features=features,
+        transport=getattr(args, "ditron_transport", None),
+        timeout_s=getattr(args, "ditron_timeout_s", None),
+        policy=getattr(args, "ditron_policy", None),
+        plan=getattr(args, "ditron_plan", None),
+        sizes={name: size for name, size in sizes.items() if size is not None},
+        optimizer=getattr(args, "optimizer", None),
+        record=getattr(args, "ditron_record", None),
+        record_trace=getattr(args, "ditron_record_trace", None),
+    )
+
+
+def options_from_argv(argv: Sequence[str]) -> Options:
+    """The options among the words of a command line whose other words are not ours."""
+    parser = add_ditron_args(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    return options_from_args(parser.parse_known_args(list(argv))[0])

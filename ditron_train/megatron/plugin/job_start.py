@@ -1,0 +1,100 @@
+"""What all ranks of a job do together, when Megatron makes its process groups: a point that every rank passes.
+
+They find out whether all were told the same (``agreement``), and start NVSHMEM where features will need it. It starts
+on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to their
+first layer one after the other, each with what the stage before it has computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ditron_train.megatron.plugin import patching
+from ditron_train.megatron.plugin.rank_agreement import check_ranks_agree
+from ditron_train.megatron.shared.devices import current_device
+from ditron_train.pp.paths import NVSHMEM
+from ditron_train.runtime.errors import ArenaError
+from ditron_train.runtime.settings import get_settings
+from ditron_train.symm import start_nvshmem
+from ditron_train.symm.exchange import exchange
+from ditron_train.symm.transport import is_one_node, node_of_process
+
+__all__ = ["announce", "meet", "stop"]
+
+_features: set[str] = set()
+_agreed: set[frozenset[str]] = set()
+_make_groups = parallel_state.initialize_model_parallel
+
+
+@functools.wraps(_make_groups)
+def _make_groups_and_meet(*args: Any, **kwargs: Any) -> None:
+    _make_groups(*args, **kwargs)
+    _agreed.clear()
+    meet()
+
+
+def announce(features: Iterable[str]) -> None:
+    """From now on these features are on, too: all ranks meet whenever Megatron makes its groups.
+
+    Where those are there already, NVSHMEM is started if it is needed, and nothing is compared: a script may switch
+    features on for some of its ranks, the stages with experts for instance.
+    """
+    _features.update(features)
+    patching.replace_symbol(_make_groups, _make_groups_and_meet)
+    if parallel_state.model_parallel_is_initialized():
+        _start()
+
+
+def stop() -> None:
+    """Forgets the features; what was started stays."""
+    _features.clear()
+    _agreed.clear()
+
+
+def meet() -> None:
+    """Collective over WORLD, the first time with these features; nothing before Megatron's groups are there.
+
+    Raises:
+        SettingError: Ranks were told different things; the same on every rank.
+        PeerTimeoutError: A rank did not come.
+    """
+    features = frozenset(_features)
+    if features in _agreed or not parallel_state.model_parallel_is_initialized():
+        return
+    check_ranks_agree(features)
+    _agreed.add(features)
+    _start()
+
+
+def _start() -> None:
+    device = _device() if _is_needed() else None
+    if device is not None:
+        with suppress(ArenaError):  # on every rank alike; what would have used it says so and runs natively
+            start_nvshmem(device)
+
+
+def _device() -> torch.device | None:
+    device = current_device() if torch.cuda.is_available() else None
+    return None if device is None or device.type == "cpu" else device
+
+
+def _is_needed() -> bool:
+    """Whether a group of these features takes its memory from NVSHMEM; the same answer on every rank.
+
+    Collective over WORLD, but for the usual job, of one node and without a word about NVSHMEM.
+    """
+    settings = get_settings()
+    is_asked_for = settings.transport == NVSHMEM or ("pp" in _features and settings.pp_path == NVSHMEM)
+    if not is_asked_for and (is_one_node() or settings.transport != "auto" or "tp" not in _features):
+        return False
+    ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    told = exchange(dist.group.WORLD, (is_asked_for, ranks, node_of_process()))
+    nodes = [node for _, _, node in told]
+    return any(asked for asked, _, _ in told) or any(len({nodes[rank] for rank in ranks}) > 1 for _, ranks, _ in told)

@@ -1,0 +1,63 @@
+"""What every rank of a job has to be told alike: compared when Megatron makes its groups, before any layer is called.
+
+Ranks decide by these settings without talking. Where they differ, most likely from node to node, one of them would
+take part in a collective that another knows nothing of, and the job would stand still at its first layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.settings import SETTINGS, get_settings
+from ditron_train.runtime.tuning_table import named_table
+from ditron_train.symm.exchange import exchange
+
+__all__ = ["check_ranks_agree"]
+
+#: What each rank may have for itself: how long it waits, what memory it gives, where it writes.
+_OWN = ("timeout_s", "arena_bytes", "postmortem")
+
+
+def _told(features: Iterable[str]) -> dict[str, str]:
+    """Name of each setting: its value on this rank, in words."""
+    settings, told = get_settings(), {"--ditron": ",".join(sorted(features))}
+    for setting in SETTINGS:
+        value = getattr(settings, setting.field)
+        if setting.field == "tuning":
+            value = named_table()  # by content: a rank decides by its table alone
+        elif setting.field == "plan" and value is not None:
+            value = (
+                "a file"  # copies may lie in other places; whoever takes a decision from one asks what the others' say
+            )
+        if setting.field not in _OWN:
+            told[setting.variable] = (
+                "unset" if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
+            )
+    return told
+
+
+def _ranks_in_words(ranks: list[int]) -> str:
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) == 1:
+        return f"rank {first}"
+    return f"ranks {first} to {last}" if len(ranks) == last - first + 1 else f"{len(ranks)} ranks from {first} on"
+
+
+def check_ranks_agree(features: Iterable[str]) -> None:
+    """Compares ``features`` and the settings that decide what ranks do together (collective over WORLD, on the host).
+
+    Raises:
+        SettingError: Ranks differ; names the setting and who has which value, the same on every rank.
+        PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``: most likely no feature is on there.
+    """
+    said = exchange(dist.group.WORLD, _told(features))
+    for name in said[0]:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, told in enumerate(said):
+            ranks_of.setdefault(told[name], []).append(rank)
+        if len(ranks_of) > 1:
+            listed = ", ".join(f"{value} on {_ranks_in_words(ranks)}" for value, ranks in ranks_of.items())
+            raise SettingError(f"ranks differ in {name}: {listed}; set it to one value everywhere")

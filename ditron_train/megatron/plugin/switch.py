@@ -1,0 +1,215 @@
+"""Switches features on in megatron-core and off again.
+
+A feature is a module ``ditron_train.megatron.<name>`` that defines
+
+- ``class_map() -> dict[type, type]``: megatron-core's classes and the subclasses of them that stand in;
+
+and, where it needs them,
+
+- ``symbols() -> list[tuple[object, object]]``: objects that are replaced by name (functions and the like);
+- ``start()`` and ``stop()``: called once when the feature is switched on, and when it is switched off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from ditron_train.megatron.plugin import patching
+from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, Options, parse_features
+from ditron_train.megatron.plugin.record_steps import record_steps
+from ditron_train.megatron.plugin.specs import count_replacements, rewrite_spec
+from ditron_train.policy import add_switch, check_plan, forget_plans
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings, unknown_variables
+from ditron_train.runtime.tuning_table import check_table
+
+__all__ = ["active_features", "apply", "apply_options", "restore", "wrap_model_provider"]
+
+_started: dict[str, ModuleType] = {}
+_patched: list[str] = []
+_hook: list[Any] = []
+_saved_environment: dict[str, str | None] = {}
+
+
+def active_features() -> tuple[str, ...]:
+    """The features that `apply` has switched on for newly built models without an edit of their spec."""
+    return tuple(_patched)
+
+
+def apply(
+    spec: Any = None,
+    features: str | Sequence[str] = ("tp",),
+    *,
+    transport: str | None = None,
+    timeout_s: float | None = None,
+    policy: str | None = None,
+    plan: str | None = None,
+) -> Any:
+    """Switches `features` on: in one layer spec, or (without a spec) in every model built from now on.
+
+    Args:
+        spec: A ``ModuleSpec`` or ``TransformerBlockSubmodules``. A rewritten copy is returned and only models built
+            from it are accelerated; modules that ``GPTModel`` hard-codes (its output layer) stay native. None: calls
+            of megatron-core's own classes build ours, the output layer included, and None is returned.
+        features: Names as after ``--ditron``: a sequence, or one string with commas.
+        transport: Sets ``DITRON_TRANSPORT`` until `restore`.
+        timeout_s: Sets ``DITRON_TIMEOUT_S`` until `restore`.
+        policy: Sets ``DITRON_POLICY`` (``strict``, ``fast``, ``bits`` or ``force``) until `restore`.
+        plan: Sets ``DITRON_PLAN``, the file of decisions, until `restore`.
+
+    Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several
+    nodes, or it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
+
+    Raises:
+        SettingError: An unknown feature or setting, names where a spec is expected, a plan that is unreadable, foreign
+            or stale, or an unreadable tuning table.
+        VersionError: A library outside the supported range.
+    """
+    return apply_options(Options(parse_features(features), transport, timeout_s, policy, plan), spec)
+
+
+def apply_options(options: Options, spec: Any = None) -> Any:
+    """`apply` for options that were parsed from a command line; no feature at all changes nothing."""
+    if isinstance(spec, str):
+        raise SettingError(f"{spec!r} is no layer spec: apply(features={spec!r}) switches features on for every model")
+    if options.record is not None:
+        record_steps(options.record, options.features, options.record_trace)
+    elif options.record_trace is not None:
+        raise SettingError("--ditron-record-trace needs --ditron-record, the folder that it goes to")
+    for words in options.idle():
+        log_once(words, words, level=logging.WARNING)
+    if not options.features:
+        return spec
+    from ditron_train.runtime.versions import check_versions
+
+    check_versions()
+    from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
+
+    add_switch("batch invariant", is_batch_invariant_mode_enabled)
+    with _environment(options.environment()):
+        get_settings()  # a malformed variable is reported here, before any model is built
+        check_plan({name: size for name, size in options.sizes.items() if size > 1})
+        check_table()
+    for name in unknown_variables():
+        log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
+    modules = {name: _start(FEATURE_MODULES[name]) for name in options.features}
+    _hook_optimizers()
+    _start("ditron_train.megatron.plugin.job_start").announce(options.features)
+    if spec is not None:
+        classes = {native: ours for module in modules.values() for native, ours in module.class_map().items()}
+        names, number = ", ".join(options.features), count_replacements(spec, classes)
+        level = logging.INFO if number else logging.WARNING
+        log_once(f"spec {names} {number}", f"{names}: {number} modules of the layer spec replaced", level=level)
+        return rewrite_spec(spec, classes)
+    for name, module in modules.items():
+        _patch(name, module)
+    return None
+
+
+def _start(name: str) -> ModuleType:
+    module = importlib.import_module(name)
+    if name not in _started:
+        if hasattr(module, "start"):
+            module.start()
+        _started[name] = module
+    return module
+
+
+def _patch(name: str, module: ModuleType) -> None:
+    classes = module.class_map()
+    for native, ours in classes.items():
+        patching.redirect_construction(native, ours)
+    for native, ours in module.symbols() if hasattr(module, "symbols") else ():
+        patching.replace_symbol(native, ours)
+    if name not in _patched:
+        _patched.append(name)
+        listed = ", ".join(sorted(native.__name__ for native in classes))
+        log_once(f"patched {name}", f"{name}: on for models built from now on ({listed})")
+
+
+def restore() -> None:
+    """Undo every `apply`: models built from now on are native, and the environment is as before. Idempotent.
+
+    Models that exist already keep their modules.
+    """
+    patching.undo_all()
+    _patched.clear()
+    forget_plans()
+    while _started:
+        module = _started.popitem()[1]
+        if hasattr(module, "stop"):
+            module.stop()
+    while _hook:
+        _hook.pop().remove()
+    while _saved_environment:
+        _set_variable(*_saved_environment.popitem())
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables until `restore`; where what is inside refuses them they are at once as before."""
+    before, saved = {name: os.environ.get(name) for name in values}, dict(_saved_environment)
+    for name, value in values.items():
+        _saved_environment.setdefault(name, before[name])
+        os.environ[name] = value
+    try:
+        yield
+    except BaseException:
+        for name, earlier in before.items():
+            _set_variable(name, earlier)
+        _saved_environment.clear()
+        _saved_environment.update(saved)
+        raise
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _check_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Raises what any op has recorded, so that a failed op never reaches the weights."""
+    from ditron_train.symm import check_all
+
+    check_all()
+
+
+def _hook_optimizers() -> None:
+    if not _hook:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        _hook.append(register_optimizer_step_pre_hook(_check_before_step))
+
+
+def wrap_model_provider(model_provider: Any) -> Any:
+    """Returns `model_provider` preceded by `apply` with the options of ``megatron.training.get_args()``.
+
+    For pretraining scripts that are edited: pass ``extra_args_provider=add_ditron_args`` and the wrapped provider to
+    ``megatron.training.pretrain``.
+    """
+    import functools
+
+    @functools.wraps(model_provider)
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        from ditron_train.megatron.plugin.arguments import options_from_args
+
+        options = options_from_args(get_args())
+        apply_options(options)
+        if options.features:
+            _start(
+                "ditron_train.megatron.plugin.job_start"
+            ).meet()  # every rank of Megatron's training builds its part of the model
+        return model_provider(*args, **kwargs)
+
+    return provider

@@ -1,0 +1,1 @@
+"""Pipeline messages (feature ``pp``)."""

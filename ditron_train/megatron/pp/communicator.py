@@ -1,0 +1,260 @@
+"""Pipeline parallelism: megatron-core's communicator with the messages moved by copy engines (feature ``pp``).
+
+A subclass of ``P2PCommunicator`` whose ``_communicate``, the one method behind all of its public ones, sends and
+receives through ``ditron_train.pp``; signatures, timers and attributes are inherited. What differs for the better:
+
+- A send does not hold up the stream that computes, with or without ``overlap_p2p_comm``: the storage of what is sent
+  is kept until it is out, so freeing it right after the call (``deallocate_pipeline_outputs``) is safe. With CUDA
+  graphs, those of torch.compile too, whose static buffers the next replay overwrites, the stream does wait.
+- What is received is used where the copy engine put it, without a copy of its own (not with CUDA graphs, offloading,
+  or expert-parallel overlap, which resize it or use it on other streams).
+- No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node.
+  Messages larger than those that their step began with, which go natively, have native's.
+
+The schedules make a communicator every step; slots and flags belong to the group and live across steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from ditron_train.megatron.shared.devices import current_device
+from ditron_train.megatron.tp.routing import log_native
+from ditron_train.policy import decide
+from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
+from ditron_train.pp.messages import Header, num_bytes_of
+from ditron_train.runtime.device import replays_compiled_graphs
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.settings import get_settings
+
+__all__ = ["DitronP2PCommunicator", "class_map", "stop"]
+
+#: Groups whose context could not be made, and why; the same on every rank of the group.
+_refused: GroupCache[dist.ProcessGroup, str] = GroupCache()
+#: Why messages of a size go natively, None where they do not, by group, policy and size; the same on every rank. Not
+#: by the group's name: groups made after others were destroyed get their names again, on other ranks.
+_reasons: GroupCache[tuple[dist.ProcessGroup, str, int], str | None] = GroupCache()
+
+
+def _uses_cuda_graphs(config: Any) -> bool:
+    flags = ("enable_cuda_graph", "external_cuda_graph")
+    return getattr(config, "cuda_graph_impl", "none") != "none" or any(getattr(config, flag, False) for flag in flags)
+
+
+def _uses_other_streams(config: Any) -> bool:
+    """Whether received activations are used on streams that their allocator has to be told of, or resized."""
+    flags = ("overlap_moe_expert_parallel_comm", "fine_grained_activation_offloading", "cpu_offloading")
+    return any(getattr(config, flag, False) for flag in flags)
+
+
+def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
+    """Why this group and configuration are not covered; a function of what all of its ranks see alike."""
+    if group.size() < 2:
+        return "one stage"
+    if config.use_ring_exchange_p2p:
+        return "use_ring_exchange_p2p"
+    if any("full_iteration" in str(scope) for scope in getattr(config, "cuda_graph_scope", None) or ()):
+        return "the whole iteration is captured in a CUDA graph"
+    return _refused.get(group)
+
+
+@outside_compile
+class DitronP2PCommunicator(P2PCommunicator):
+    """``P2PCommunicator`` by the paths of ``pp.paths``: by default copy engines inside a node, a communicator of its
+    own beyond."""
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
+        super().__init__(pp_group, config)
+        self._variable_shapes = bool(config.variable_seq_lengths or getattr(config, "mtp_standalone", False))
+        self._join_sends = _uses_cuda_graphs(config)
+        self._lend = not (self._join_sends or _uses_other_streams(config))
+        self._first_call = True
+        self._reason: str | None = None
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
+        """See ``P2PCommunicator._communicate``; ``tensor_shape`` counts only as the largest where shapes vary."""
+        expected = self._expected(recv_prev or recv_next, tensor_shape)
+        context = self._context(expected, tensor_send_next, tensor_send_prev)
+        if context is None:
+            return super()._communicate(
+                tensor_send_next=tensor_send_next,
+                tensor_send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+            )
+        assert wait_on_reqs or not self.config.batch_p2p_comm
+        given: dict[str, Any] = {
+            "send_next": tensor_send_next,
+            "send_prev": tensor_send_prev,
+            "recv_prev": expected if recv_prev else None,
+            "recv_next": expected if recv_next else None,
+        }
+        large = {name: one for name, one in given.items() if one is not None and not _fits(context, one)}
+        fitting = {name: one for name, one in given.items() if name not in large}
+        handles = exchange(context, **fitting, variable_shapes=self._variable_shapes, lend=self._lend)
+        names = [name for name in ("recv_prev", "recv_next") if name in handles]
+        received = {name: handles[name].tensor.requires_grad_(True) for name in names}
+        requests: dict[str, Any] = {}
+        if large:  # behind the start of ours, since it may block
+            received_natively, requests = self._communicate_large(large, tensor_shape, wait_on_reqs)
+            received.update(received_natively)
+        if wait_on_reqs:
+            join_sends = self._join_sends or replays_compiled_graphs(context.device)
+            for name, handle in handles.items():
+                if name in names or join_sends:
+                    handle.wait()
+        return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else {**handles, **requests}
+
+    def _communicate_large(
+        self, large: dict[str, Any], tensor_shape: Any, wait_on_reqs: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Natively what is larger than a slot: what is received, and the requests if they are not waited for, by name.
+
+        Message by message, not call by call: at its other end a message may go beside others, or alone.
+        """
+        log_native("pp", "messages that are larger than the first ones of their step")
+        previous, following, requests = super()._communicate(
+            tensor_send_next=large.get("send_next"),
+            tensor_send_prev=large.get("send_prev"),
+            recv_prev="recv_prev" in large,
+            recv_next="recv_next" in large,
+            tensor_shape=tensor_shape,
+            wait_on_reqs=wait_on_reqs,
+        )
+        received = {"recv_prev": previous, "recv_next": following}
+        return {name: received[name] for name in received if name in large}, requests or {}
+
+    def _num_loans(self) -> int:
+        """As many received activations as the first stage of the schedule holds, one on its way, and one that the
+        model holds on to: what native allocates, too.
+        """
+        stages, chunks = self.pp_group.size(), self.config.virtual_pipeline_model_parallel_size or 1
+        if chunks == 1:
+            return stages + 2
+        group = getattr(self.config, "microbatch_group_size_per_vp_stage", None) or stages
+        return 2 * (stages - 1) + (chunks - 1) * group + 1 + 2
+
+    def _expected(self, receives: bool, tensor_shape: Any) -> Header | None:
+        if not receives:
+            return None
+        if self.config.pipeline_dtype is None:
+            raise RuntimeError("pipeline_dtype must be set for a stage that receives")
+        if tensor_shape is None:
+            raise RuntimeError("tensor_shape (seq_length, micro_batch_size, hidden_size) must be given for a receive")
+        return Header(tuple(tensor_shape), self.config.pipeline_dtype)
+
+    def _context(self, expected: Header | None, *sent: torch.Tensor | None) -> PipelineContext | None:
+        """The group's context with room for this call's messages; None for the native path.
+
+        Every stage sends or receives something before it depends on another stage, so the first call of each step, and
+        so of the group, is a point that all ranks reach: contexts are made, slots grow, and new sizes are decided on
+        there. What that call decides holds for the step, or as long as the communicator is kept: other calls may wait
+        for each other.
+        """
+        first, self._first_call = self._first_call, False
+        if not first:
+            if self._reason is not None:
+                return None
+            context = get_pipeline_context(self.pp_group, current_device(), with_network=self._variable_shapes)
+            if context.slot_bytes:  # else it was closed and made anew, on all ranks
+                return context
+        messages = [message for message in (expected, *sent) if message is not None]
+        num_bytes = max((_num_bytes(message) for message in messages), default=0)
+        self._reason = _reason_for_native(self.pp_group, self.config)
+        if self._reason is None:
+            try:
+                context = get_pipeline_context(
+                    self.pp_group, current_device(), with_network=self._variable_shapes, num_loans=self._num_loans()
+                )
+                self._reason = _agree_on_size(context, num_bytes, self._variable_shapes)
+                if self._reason is None:
+                    return context
+            except (ArenaError, NotSupportedError) as error:
+                self._reason = _refused[self.pp_group] = str(error)
+        log_native("pp", self._reason)
+        return None
+
+
+def _num_bytes(message: torch.Tensor | Header) -> int:
+    return num_bytes_of(tuple(message.shape), message.dtype)
+
+
+def _fits(context: PipelineContext, message: torch.Tensor | Header) -> bool:
+    """Whether ``exchange`` takes a message, which both of its ends find alike."""
+    return context.network is not None or _num_bytes(message) <= context.slot_bytes
+
+
+def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bool) -> str | None:
+    """Makes room for messages of ``num_bytes``; why they go natively, or None (collective where the size is new).
+
+    Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without.
+    Stages know different sizes of them, so slots are made once; what is larger takes the network.
+    """
+    if variable_shapes:
+        if not context.slot_bytes:
+            context.reserve(num_bytes)
+        return None
+    key = (context.group, get_settings().policy, num_bytes)
+    new = key not in _reasons
+    if new or num_bytes > context.slot_bytes:
+        same = context.reserve(num_bytes)
+        if new:
+            if context.device.type == "cuda":
+                dist.barrier(
+                    context.group
+                )  # all ranks make native's communicator: a message alone may be its first use later
+            _reasons[key] = _reason_by_policy(context, num_bytes) if same else None
+    return _reasons[key]
+
+
+def _reason_by_policy(context: PipelineContext, num_bytes: int) -> str | None:
+    """Asks the policy about one message around the ring (collective); why it goes natively, or None."""
+    # Values of their own, so that the user's random state does not move.
+    words = torch.arange(num_bytes // 4 + 1, dtype=torch.int32, device=context.device).mul_(2 * context.rank + 37)
+    data = words.view(torch.uint8)[:num_bytes]
+    peers = [dist.get_global_rank(context.group, rank) for rank in (context.next_rank, context.previous_rank)]
+
+    def native() -> list[torch.Tensor]:
+        received = torch.empty_like(data)
+        send = dist.P2POp(dist.isend, data, peers[0], context.group)
+        receive = dist.P2POp(dist.irecv, received, peers[1], context.group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        return [received]
+
+    def ours() -> list[torch.Tensor]:
+        handles = exchange(context, send_next=data, recv_prev=Header(tuple(data.shape), data.dtype))
+        for handle in handles.values():
+            handle.wait()
+        return [handles["recv_prev"].tensor]
+
+    key = f"pp send_recv {num_bytes} bytes"
+    decision = decide(key, native, ours, group=context.group, device=context.device)
+    return None if decision.use_ditron else f"messages of {num_bytes} bytes: {decision.reason}"
+
+
+def class_map() -> dict[type, type]:
+    """The communicator that megatron-core's schedules construct."""
+    return {P2PCommunicator: DitronP2PCommunicator}
+
+
+def stop() -> None:
+    """Forgets what was refused, so that a later `apply` tries again; what was decided by measuring stands."""
+    _refused.clear()

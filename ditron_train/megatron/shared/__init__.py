@@ -1,0 +1,1 @@
+"""What the features of several parallelisms share."""

@@ -1,0 +1,83 @@
+"""The output projection fused with its exchange, in an attention whose QKV projection cannot be (part of feature
+``sp``).
+
+Norms of q and k, multi-latent attention and packed sequences stand between the QKV projection and its exchange; behind
+the attention nothing does. So the attention leaves its output where it is, all rows of this rank's heads, and the
+output projection, called next, begins with the exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.sp.linears import linears_of
+from ditron_train.megatron.sp.packed import why_not_packed
+from ditron_train.megatron.sp.routing import AttentionShape, route_output
+from ditron_train.megatron.tp.routing import log_native
+from ditron_train.sp import SPContext
+
+__all__ = ["LeftInHeads", "output_fused"]
+
+
+class LeftInHeads(NamedTuple):
+    """An attention's output that was not exchanged: its shape, and the rows of packed sequences."""
+
+    shape: AttentionShape
+    row_table: torch.Tensor | None
+
+
+@contextlib.contextmanager
+def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, packed: Any) -> Iterator[None]:
+    """A forward of ``attention`` whose output projection is fused with its exchange, if policy, layers and batch allow
+    it."""
+    context = _route(attention, shape, hidden_states, packed)
+    if context is None:
+        yield
+        return
+    left: list[LeftInHeads] = []
+    layer, inherited = attention.linear_proj, attention.linear_proj.forward
+
+    def project(x: torch.Tensor) -> Any:
+        if not left:  # the attention fell back to native, and so does its projection
+            return inherited(x)
+        own = left.pop()
+        heads = x.view(*x.shape[:-1], -1, own.shape.value_head_dim)
+        return linears_of(layer).project_out(layer, heads, context, own.shape, own.row_table)
+
+    attention.core_attention.left_in_heads = left
+    try:
+        with calling(layer, project):
+            yield
+    finally:
+        attention.core_attention.left_in_heads = None
+
+
+def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, packed: Any) -> SPContext | None:
+    core, config = attention.core_attention, attention.config
+    if not getattr(core, "can_attend", False):
+        return None
+    group = core.exchange_group
+    length = hidden_states.shape[0] * (attention.world_size if config.sequence_parallel else 1)
+    if length % 2 or shape.num_heads % group.size() or shape.num_groups % group.size():
+        return None  # the exchange says what is wrong
+    reason = None if packed is None else why_not_packed(packed)  # what is not covered may differ between ranks
+    reason = (
+        reason
+        or why_not_stand_in(core)
+        or linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
+    )
+    if attention.checkpoint_core_attention:
+        reason = "the attention is computed again in backward, apart from its projection"
+    elif getattr(config, "attention_output_gate", False) or getattr(attention, "cache_mla_latents", False):
+        reason = "an output gate stands between them, or latents are cached"
+    elif attention.offload_core_attention or attention.offload_attn_proj:
+        reason = "activations are offloaded"
+    if reason is not None:
+        log_native("sp output projection", reason)
+        return None
+    return route_output(group, shape, (length, hidden_states.shape[1]), attention.linear_proj.weight, hidden_states)

@@ -1,0 +1,227 @@
+"""Ulysses with Transformer Engine's attention and linear layers (part of feature ``sp``).
+
+The reference is Transformer Engine's own ``a2a`` attention: the same attention kernels get the same q, k and v.
+Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
+from megatron.core.transformer.enums import AttnMaskType
+
+from ditron_train.megatron.shared.forward_override import why_not_stand_in
+from ditron_train.megatron.sp.attention import config_of_one_rank, exchanged, shape_of
+from ditron_train.megatron.sp.linears import overlaps_tensor_parallelism, reduced_output, shards_of
+from ditron_train.megatron.sp.output import LeftInHeads
+from ditron_train.megatron.sp.packed import table_of, why_not_packed
+from ditron_train.megatron.sp.routing import AttentionShape, Exchange, route_exchange
+from ditron_train.megatron.tp import te_layers
+from ditron_train.megatron.tp.routing import log_native
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.sp import LateWgrad, SPContext, output_projection, qkv_projection
+
+__all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
+
+
+@outside_compile
+class DitronTEDotProductAttention(TEDotProductAttention):
+    """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
+
+    Built natively, so that what is not covered (FP8, dropout, ...) runs as it did; beside it stands the same
+    attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
+
+    Attributes:
+        exchange_group: The constructor's context parallel group, where the exchanges are ours; native rewrites its
+            own, ``cp_group``, with that of the batch.
+    """
+
+    takes_packed = True
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._whole: list[TEDotProductAttention] = []
+        self.exchange_group: dist.ProcessGroup | None = None
+        self.left_in_heads: list[LeftInHeads] | None = None
+        group = getattr(kwargs.get("pg_collection"), "cp", None)
+        if config.context_parallel_size > 1 and group is not None:
+            try:
+                inner = self._config_of_one_rank(config, group.size(), kwargs.get("cp_comm_type"))
+            except NotSupportedError as error:
+                log_native("sp attention", str(error))
+            else:
+                self._whole.append(TEDotProductAttention(inner, *args, **kwargs))
+                self.exchange_group = group
+
+    @staticmethod
+    def _config_of_one_rank(config: Any, world_size: int, cp_comm_type: str | None) -> Any:
+        if cp_comm_type != "a2a":
+            raise NotSupportedError(f"--cp-comm-type is {cp_comm_type or 'p2p'} (a2a is covered)")
+        return config_of_one_rank(config, world_size)
+
+    @property
+    def can_attend(self) -> bool:
+        """Whether ``attend`` may be called by a module that has made the exchanges itself."""
+        return bool(self._whole) and self._why_not() is None
+
+    def _why_not(self) -> str | None:
+        config = self.config
+        if self.cp_group is not self.exchange_group:  # it stays until another batch brings a group
+            return "a batch before this one has changed the context parallel group"
+        if config.fp8 or getattr(config, "fp4", None) or config.softmax_type != "vanilla":
+            return "FP8 or a softmax offset is on"
+        if config.qk_clip or config.log_max_attention_logit:
+            return "the largest attention logits are collected"
+        if config.attention_dropout > 0 and self.training:
+            return "attention dropout is on"
+        return None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask_type: Any = None,
+        packed: Any = None,
+    ) -> torch.Tensor:
+        """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]; of
+        ``packed`` ones without b."""
+        whole = self._whole[0]
+        whole.train(self.training)
+        mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
+        return whole(query, key, value, None, mask_type, packed_seq_params=packed)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        attn_mask_type: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        reason = None
+        if self._whole:
+            reason = self._why_not() or self._why_not_call(query, attn_mask_type, kwargs)
+            if reason is not None:
+                log_native("sp attention", reason)
+        if not self._whole or reason is not None:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
+        packed = kwargs.get("packed_seq_params")
+        if packed is None:
+            attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
+            return exchanged(self.exchange_group, attend, query, key, value, self.left_in_heads)
+        shape = shape_of(query, key, value)
+        context = route_exchange(self.exchange_group, shape, query)
+        if context is None:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
+        table = table_of(packed, context.world_size, query.shape[0])
+        exchange = Exchange(self.exchange_group, shape, context, table)
+        attended = self.attend(*exchange.to_heads(query, key, value), attn_mask_type, packed)
+        if self.left_in_heads is not None:
+            self.left_in_heads.append(LeftInHeads(shape, table))
+            return attended
+        return exchange.to_sequence(attended)
+
+    @staticmethod
+    def _why_not_call(query: torch.Tensor, attn_mask_type: Any, kwargs: dict[str, Any]) -> str | None:
+        given = sorted(name for name, value in kwargs.items() if value is not None and name != "packed_seq_params")
+        if given:
+            return f"the attention is called with {', '.join(given)}"
+        packed = kwargs.get("packed_seq_params")
+        reason = None if packed is None else why_not_packed(packed)
+        if reason is None and packed is None and attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            reason = f"the mask is {attn_mask_type}"
+        if reason is None and (
+            query.dim() != (4 if packed is None else 3) or query.shape[0] % 2 or query.shape[-1] % 8
+        ):
+            reason = f"q is {tuple(query.shape)}"
+        return reason
+
+
+class TELinears:
+    """How the projections of Transformer Engine's spec are covered; as ``sp.LocalLinears``."""
+
+    @staticmethod
+    def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
+        """Why these two layers cannot be fused with the exchanges, or None."""
+        if not isinstance(qkv, (TEColumnParallelLinear, TELayerNormColumnParallelLinear)):
+            return f"projections are {type(qkv).__name__} and {type(out).__name__}"
+        if overlaps_tensor_parallelism(qkv):
+            return "the projections overlap with tensor parallel communication"
+        if qkv.te_return_bias:
+            return "the bias of q, k and v is not added by their layer"
+        return why_not_stand_in(qkv) or te_layers._why_not(qkv, x) or TELinears.why_not_out(out, x)
+
+    @staticmethod
+    def why_not_out(out: Any, x: torch.Tensor) -> str | None:
+        """Why the output projection cannot be fused with its exchange, or None."""
+        if not isinstance(out, TERowParallelLinear):
+            return f"the output projection is {type(out).__name__}"
+        if overlaps_tensor_parallelism(out):
+            return "the output projection overlaps with tensor parallel communication"
+        if out.symmetric_ar_type is not None and out.tp_size > 1 and not out.sequence_parallel:
+            return f"symmetric_ar_type is {out.symmetric_ar_type}, which adds up over tensor parallel ranks in an order of its own"
+        return why_not_stand_in(out) or te_layers._why_not(out, x)
+
+    @staticmethod
+    def project_qkv(
+        layer: Any,
+        x: torch.Tensor,
+        context: SPContext,
+        shape: AttentionShape,
+        row_table: torch.Tensor | None = None,
+        late: LateWgrad | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
+        if isinstance(layer, TELayerNormColumnParallelLinear):
+            rows = x.contiguous().view(-1, x.shape[-1])
+            sm_margin = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
+            normed = te_layers._Norm.apply(rows, layer.layer_norm_weight, layer.layer_norm_bias, layer, sm_margin)
+            x = normed.view(x.shape)
+        bias = layer.bias if layer.use_bias and layer.apply_bias else None
+        layout = shape.qkv_layout(context.world_size)
+        options = dict(
+            bias=bias, row_table=row_table, wgrad=te_layers._wgrad(layer), shards=shards_of(layer), late=late
+        )
+        return qkv_projection(x, layer.weight, context=context, layout=layout, **options)
+
+    @staticmethod
+    def project_out(
+        layer: Any,
+        attended: torch.Tensor,
+        context: SPContext,
+        shape: AttentionShape,
+        row_table: torch.Tensor | None = None,
+        late: LateWgrad | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's (output, bias) for [s, b, heads of this rank, d]."""
+        layout = shape.output_layout(context.world_size)
+        out = output_projection(
+            attended,
+            layer.weight,
+            context=context,
+            layout=layout,
+            row_table=row_table,
+            wgrad=te_layers._wgrad(layer),
+            late=late,
+        )
+        out = reduced_output(layer, out)
+        if layer.gemm_bias_unfused_add:
+            out = out + layer.bias
+        return out, layer.bias if layer.te_return_bias else None
+
+
+def class_map() -> dict[type, type]:
+    """Transformer Engine's attention as megatron-core wraps it, and ours."""
+    return {TEDotProductAttention: DitronTEDotProductAttention}

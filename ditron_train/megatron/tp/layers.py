@@ -1,0 +1,88 @@
+"""Tensor parallel linear layers: megatron-core's own with the communication overlapped (feature ``tp``).
+
+Subclasses of the native layers. Constructors, parameters, attributes, checkpoints, extra state and ``repr`` are
+inherited; only the call differs, and it falls back to the inherited one for whatever is not covered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
+from ditron_train.megatron.tp.routing import forget_routes, route
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.tp.functions import column_linear, row_linear
+
+__all__ = ["DitronColumnParallelLinear", "DitronRowParallelLinear", "class_map", "stop"]
+
+
+@outside_compile
+class DitronColumnParallelLinear(ColumnParallelLinear):
+    """``ColumnParallelLinear`` whose gather of the input (and reduce-scatter of its gradient) overlaps with the GEMM.
+
+    Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: ``grad @ weight`` fused
+    with its reduce-scatter, while the input is gathered for the native weight gradient.
+    """
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        context = None
+        # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of
+        # experts are exchanged by their dispatcher.
+        if not args and not self.explicit_expert_comm:
+            context = route(
+                "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
+                is_frozen=not weight.requires_grad,
+            )  # fmt: skip
+        if context is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        wgrad = NativeWgrad(
+            weight,
+            kwargs["gradient_accumulation_fusion"],
+            kwargs.get("grad_output_buffer"),
+            kwargs.get("wgrad_deferral_limit"),
+        )
+        return column_linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
+
+
+@outside_compile
+class DitronRowParallelLinear(RowParallelLinear):
+    """``RowParallelLinear`` whose reduce-scatter of the output (and gather of its gradient) overlaps with the GEMM.
+
+    Forward ``[s, b, K/W] -> [s/W, b, N]``: ``x @ weight.T`` fused with the reduce-scatter, the bias added after it.
+    Backward: gather of the output gradient fused with ``grad @ weight``; the gathered gradient serves the native
+        wgrad.
+    """
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        context = None
+        if self.input_is_parallel and not self.explicit_expert_comm and self.config._cpu_offloading_context is None:
+            context = route("row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel)
+        if context is None:
+            return super().forward(input_)
+        wgrad = NativeWgrad(self.weight, self.gradient_accumulation_fusion)
+        output = row_linear(input_, self.weight, context=context, wgrad=wgrad)
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None
+
+
+def class_map() -> dict[type, type]:
+    """The native classes and ours; Transformer Engine's are among them where it is installed."""
+    classes: dict[type, type] = {
+        ColumnParallelLinear: DitronColumnParallelLinear,
+        RowParallelLinear: DitronRowParallelLinear,
+    }
+    if HAVE_TE:
+        from ditron_train.megatron.tp import te_layers
+
+        classes.update(te_layers.class_map())
+    return classes
+
+
+def stop() -> None:
+    """Forget what was decided about shapes; symmetric memory stays with its process group."""
+    forget_routes()

@@ -1,0 +1,217 @@
+"""Transformer Engine's tensor parallel linear layers with the communication overlapped (part of feature ``tp``).
+
+The reference here is Transformer Engine itself: the norm is computed by its own kernels, the weight gradient by its
+own GEMM (into ``main_grad`` where it would). Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformer_engine.pytorch.cpp_extensions as te_ops
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
+from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
+from transformer_engine.pytorch.export import is_in_onnx_export_mode
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+from transformer_engine.pytorch.module._common import apply_normalization
+from transformer_engine.pytorch.module.base import _2X_ACC_WGRAD, get_dummy_wgrad
+
+from ditron_train.megatron.shared.wgrad import main_grad_of
+from ditron_train.megatron.tp.routing import Kind, log_native, route
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.tp.context import TPContext
+from ditron_train.tp.functions import column_linear, row_linear
+
+__all__ = [
+    "DitronTEColumnParallelLinear",
+    "DitronTELayerNormColumnParallelLinear",
+    "DitronTERowParallelLinear",
+    "class_map",
+]
+
+_USERBUFFERS = (
+    "ub_overlap_rs_fprop",
+    "ub_overlap_ag_dgrad",
+    "ub_overlap_ag_fprop",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+)
+
+
+class TEWgrad:
+    """wgrad of one call of a Transformer Engine linear layer: its GEMM, and where its result goes.
+
+    ``dw [N, K] = grad_output [tokens, N].T @ total_input [tokens, K]``: returned in the activation's type, or with
+    ``fuse_wgrad_accumulation`` added to ``main_grad`` (written over it for the first microbatch, if the layer counts
+    microbatches, and where ``overwrite_main_grad`` is set).
+    """
+
+    def __init__(self, weight: torch.Tensor, fused: bool, is_first_microbatch: bool | None) -> None:
+        self._weight: Any = weight
+        self._fused = fused
+        self._accumulates = fused and not is_first_microbatch
+
+    def defer(self, grad_output: torch.Tensor) -> bool:
+        """Never: layers with a delayed weight gradient run natively."""
+        return False
+
+    def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
+        """Computes the gradient; both arguments are 2-D with the tokens of the whole group in order."""
+        weight = self._weight
+        out = main_grad_of(weight) if self._fused else None
+        gradient, *_ = te_ops.general_gemm(
+            total_input,
+            grad_output,
+            out_dtype=total_input.dtype if out is None else out.dtype,
+            accumulate=self._accumulates and not getattr(weight, "overwrite_main_grad", False),
+            layout="NT",
+            out=out,
+            use_split_accumulator=_2X_ACC_WGRAD,
+            grad=True,
+        )
+        return self.result_without_gemm(total_input.dtype) if self._fused else gradient
+
+    def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What autograd gets as the weight's gradient when ``main_grad`` holds it."""
+        weight = self._weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        zero = getattr(weight, "zero_out_wgrad", False)
+        return get_dummy_wgrad(list(weight.main_grad.shape), weight.dtype, zero=zero)
+
+
+@outside_compile
+class _Norm(torch.autograd.Function):
+    """LayerNorm or RMSNorm of ``x [tokens, K]`` by Transformer Engine's kernels, as inside its fused layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any, sm_margin: int
+    ) -> torch.Tensor:
+        out, mean, inverse_deviation = apply_normalization(
+            x, None, weight, bias, layer.eps, None, x.dtype, layer.normalization, sm_margin, layer.zero_centered_gamma
+        )
+        ctx.save_for_backward(x, weight, mean, inverse_deviation)
+        ctx.normalization, ctx.zero_centered_gamma = layer.normalization, layer.zero_centered_gamma
+        ctx.sm_margin = layer.bwd_ln_sm_margin
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, inverse_deviation = ctx.saved_tensors
+        options = (ctx.sm_margin, ctx.zero_centered_gamma)
+        grad_bias = None
+        if ctx.normalization == "LayerNorm":
+            grad_x, grad_weight, grad_bias = te_ops.layernorm_bwd(
+                grad_out, x, mean, inverse_deviation, weight, *options
+            )
+        else:
+            grad_x, grad_weight = te_ops.rmsnorm_bwd(grad_out, x, inverse_deviation, weight, *options)
+        return grad_x.view_as(x), grad_weight, grad_bias, None, None
+
+
+def _why_not(layer: Any, x: torch.Tensor) -> str | None:
+    """What Transformer Engine would do in this call that the op does not do, or would not do that it does."""
+    if layer.parallel_mode is None:
+        return "its communication is another's (--moe-shared-expert-overlap)"
+    if (
+        FP8GlobalStateManager.is_fp8_enabled()
+        or FP8GlobalStateManager.is_fp8_calibration()
+        or layer.primary_weights_in_fp8
+    ):
+        return "the layer computes in FP8"
+    if layer.te_quant_params is not None:
+        return "the layer has quantization parameters"
+    if any(getattr(layer, name, False) for name in _USERBUFFERS):
+        return "--tp-comm-overlap (userbuffers) is on"
+    if any(parameter.dtype != x.dtype for parameter in layer.parameters()):
+        return "the parameters have another type than the input"
+    if getattr(layer, "return_layernorm_output", False):
+        return "the layer returns what it has normalised, too"
+    if layer.wgrad_store.delay_wgrad_compute():
+        return "the weight gradient is delayed"
+    if layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add:
+        return "the bias is added inside the GEMM, with one rounding less"
+    if is_cpu_offload_enabled():
+        return "activations are offloaded to the CPU"
+    if is_in_onnx_export_mode() or layer.is_debug_iter() or layer.fsdp_group is not None:
+        return "ONNX export, debugging or FSDP scattering is on"
+    return None
+
+
+def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
+    if not layer.sequence_parallel:
+        return (
+            None if layer.tp_size == 1 else route(kind, x, layer.weight, group=layer.tp_group, sequence_parallel=False)
+        )
+    reason = _why_not(layer, x)
+    if reason is not None:
+        log_native(f"tp {kind} (TE)", reason)
+        return None
+    return route(
+        kind, x, layer.weight, group=layer.tp_group, sequence_parallel=True, is_frozen=not layer.weight.requires_grad
+    )
+
+
+def _wgrad(layer: Any) -> TEWgrad:
+    first = None if layer.disable_parameter_transpose_cache else layer.is_first_microbatch
+    layer.is_first_microbatch = False
+    return TEWgrad(layer.weight, layer.fuse_wgrad_accumulation, first)
+
+
+@outside_compile
+class DitronTEColumnParallelLinear(TEColumnParallelLinear):
+    """``TEColumnParallelLinear`` with the gather of its input and the reduce-scatter of its gradient overlapped."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        context = _route(self, "column", x)
+        if context is None:
+            return super().forward(x)
+        out = column_linear(x, self.weight, context=context, wgrad=_wgrad(self))
+        return out, self.bias if self.te_return_bias else None
+
+
+@outside_compile
+class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
+    """``TELayerNormColumnParallelLinear``: Transformer Engine's norm on the local sequence, then the overlapped
+    linear."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        context = _route(self, "column", x)
+        if context is None:
+            return super().forward(x)
+        rows = x.contiguous().view(-1, x.shape[-1])
+        sm_margin = self.fwd_ln_sm_margin if torch.is_grad_enabled() else self.inf_ln_sm_margin
+        normed = _Norm.apply(rows, self.layer_norm_weight, self.layer_norm_bias, self, sm_margin)
+        out = column_linear(normed.view(x.shape), self.weight, context=context, wgrad=_wgrad(self))
+        return out, self.bias if self.te_return_bias else None
+
+
+@outside_compile
+class DitronTERowParallelLinear(TERowParallelLinear):
+    """``TERowParallelLinear`` with the reduce-scatter of its output and the gather of its gradient overlapped."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        context = _route(self, "row", x)
+        if context is None:
+            return super().forward(x)
+        out = row_linear(x, self.weight, context=context, wgrad=_wgrad(self))
+        if self.gemm_bias_unfused_add:
+            out = out + self.bias
+        return out, self.bias if self.te_return_bias else None
+
+
+def class_map() -> dict[type, type]:
+    """Transformer Engine's layers as megatron-core wraps them, and ours."""
+    return {
+        TEColumnParallelLinear: DitronTEColumnParallelLinear,
+        TELayerNormColumnParallelLinear: DitronTELayerNormColumnParallelLinear,
+        TERowParallelLinear: DitronTERowParallelLinear,
+    }

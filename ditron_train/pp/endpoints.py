@@ -1,0 +1,388 @@
+"""``Sender`` and ``Receiver``: one direction of messages to one neighbour.
+
+A lane is the sequence of messages from one stage to one neighbour in one direction (forward: activations to the next
+stage; backward: gradients to the previous one). The receiver owns the memory that messages land in. It comes in two
+kinds:
+
+- slots to *lend*: the received tensor lies in the slot and nothing is copied; when its last user has let go of it, the
+  receiver's stream sets the slot's flag at the sender, and then its host counts it as returned;
+- a *ring* of ``S`` slots, for when the sender sees none of those returned: the receiver copies the message out at
+  once. A flag at the sender, *credit*, counts the messages that were copied out. Message ``k`` (from 0) of the ring
+  lands in slot ``k % S``.
+
+The sender's stream waits for the flag of the slot it uses (the ring: ``credit > k - S``), copies by copy engine, and
+sets the flag *data* at the receiver, which counts fragments: the ring's messages are cut into several so that one is
+copied out while the next is on the wire. The sender's host chooses the slot and says which in the message's header; so
+the receiver's host waits for the header before it enqueues the receive. The order of a stream is the order of its
+memory operations, and a stream's flag write is fenced at system scope, so no fragment is read before it is complete
+and no slot is overwritten while it is in use. All counters only grow and are compared cyclically. On the CPU the same
+code runs without streams: a copy is done when the call returns and a wait blocks the caller. What waits, copies and
+sets flags is the channel's: by kernels (``kernel_channel``) the same ends run with the ring alone, and ``far`` has
+ends whose headers travel with the data.
+
+Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
+wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
+program that executes its sends and receives in the order in which the host enqueued them. A receive is enqueued only
+when its data is asked for (``Receiver.take``), never when it is posted, so a prefetched receive holds up nothing.
+Every call enqueues its sends before its receives. A send into a slot that was lent waits only for what its receiver
+had enqueued before the send was. A send into the ring waits only for the credit of a message of the ring ``S``
+earlier. Take any execution of the same schedule with blocking rendezvous, as the native communicator has: there
+message ``k - 1`` of a lane is received before message ``k`` is posted, so what was ``S`` messages earlier has been
+received for every ``S >= 1``, and each send of ours can run no later than there; a receive then follows its send in
+that execution as in ours. With overlapped receives the rendezvous is the *posting*; a receiver keeps at most ``S - 1``
+posted messages and takes the oldest when it posts another, so posting message ``k - 1`` frees the slot of message
+``k``.
+
+What was tried for small messages, which NCCL's kernel delivers sooner (4 H200s, ring, 8 KB / 1 MB: 11 / 20 us, here 28
+/ 28 us): copying on the caller's stream where the slot is known to be free, with enough slots that a host far ahead
+finds one: 24 / 25 us, and rings of 4 and 8 MB between 48 and 122 us instead of 46; giving slots back behind the sends
+instead of in front of them: 87 / 88 us, since each rank then waits for the next one's send. What is left is the copy
+engine's start, two writes to host memory fenced at system scope, and a wait that polls it over PCIe.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ditron_train.pp.channel import PipelineChannel
+from ditron_train.pp.mailbox import MAX_LOANS
+from ditron_train.pp.messages import Header, disagreement, fragment_ends, num_bytes_of
+from ditron_train.pp.slots import Slots
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.stream.copies import copy_bytes
+from ditron_train.stream.events import EventPool, StreamEvent, current_stream
+
+if TYPE_CHECKING:
+    from ditron_train.pp.nvshmem_endpoints import FarChannel, FarSlots
+
+__all__ = ["Incoming", "Receiver", "Sender"]
+
+_DATA, _CREDIT, _LOANS = 0, 2, 4  # flag index = kind + lane; of a loan _LOANS + lane * MAX_LOANS + slot
+_MAX_HELD = 1  # sends that nothing but this module keeps alive, besides the newest
+
+
+def _loan_flag(lane: int, loan: int) -> int:
+    return _LOANS + lane * MAX_LOANS + loan
+
+
+@dataclass
+class _Sent:
+    """Keeps a message's storage alive until its copy is known to be complete."""
+
+    tensor: torch.Tensor
+    event: StreamEvent
+    sent_from: torch.cuda.Stream
+
+
+class Sender:
+    """The sending end of a lane, to group rank ``peer``.
+
+    Attributes:
+        messages: Sent so far; ``lent`` of them into slots that the receiver lends.
+        tells_host: Whether the receiver's host learns what is coming.
+    """
+
+    tells_host = True
+
+    def __init__(self, channel: PipelineChannel | FarChannel, slots: Slots | FarSlots, lane: int, peer: int) -> None:
+        self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
+        self.messages = 0
+        self.lent = 0
+        self._ring_messages = 0
+        self._fragments = 0
+        self._uses = [0] * slots.loans[lane]
+        self._newest_loan = -1
+        self._held: deque[_Sent] = deque()
+        self._events = EventPool()
+        device = channel.arena.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def announce(self, header: Header) -> None:
+        """Publishes the header of the next message."""
+        message = self.messages
+        mailbox = self.channel.mailbox
+        words = header.to_words()
+        if not mailbox.has_room(self.peer, self.lane, message + 1):
+            self.channel.wait_on_host(
+                lambda: mailbox.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message
+            )
+        mailbox.write_header(self.peer, self.lane, message + 1, words)
+        self.messages += 1
+
+    def send(self, tensor: torch.Tensor, *, lend: bool = True) -> StreamEvent | None:
+        """Enqueues the next message; returns the event behind its copy (None on the CPU, where it is done).
+
+        The storage is kept until the copy is complete. Never blocks the host on a GPU; on the CPU it blocks while no
+        slot is free. ``lend``: see ``ops.exchange``.
+        """
+        data = tensor.detach().contiguous()
+        num_bytes = num_bytes_of(tuple(data.shape), data.dtype)
+        loan = self._choose_loan() if lend and num_bytes else None
+        self.announce(Header(tuple(data.shape), data.dtype, loan=loan))
+        stream = self._stream
+        if stream is not None:
+            current = current_stream(data.device)
+            self._events.record(current).hold(stream)
+        ends = [num_bytes]
+        if loan is None:
+            slot, ends = self._slot_of_ring(stream), fragment_ends(num_bytes)
+        else:
+            slot = self._slot_to_lend(loan, stream)
+        self._push(slot, data.data_ptr(), ends, stream)
+        if stream is None:
+            return None
+        return self._hold(data, stream, current)
+
+    def _push(self, slot: int, source: int, ends: list[int], stream: torch.cuda.Stream | None) -> None:
+        begin = 0
+        for end in ends:
+            self._fragments += 1
+            self.channel.push(
+                self.peer, _DATA + self.lane, self._fragments, slot + begin, source + begin, end - begin, stream
+            )
+            begin = end
+
+    def _choose_loan(self) -> int | None:
+        """A slot that has come back, best one whose last use is known to be over; the others in the order of their
+        use."""
+        if not self._uses:
+            return None
+        own = self.channel.arena.rank
+        returned = self.channel.mailbox.returned(own, self.lane)
+        count, first = len(self._uses), None
+        for place in range(1, count + 1):
+            loan = (self._newest_loan + place) % count
+            if returned[loan] != self._uses[loan]:
+                continue
+            if self.channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]):
+                return loan
+            first = loan if first is None else first
+        return first
+
+    def _slot_to_lend(self, loan: int, stream: torch.cuda.Stream | None) -> int:
+        index, uses = _loan_flag(self.lane, loan), self._uses[loan]
+        self.channel.wait_for(index, uses, peer=self.peer, chunk=self.messages - 1, stream=stream)
+        self._uses[loan] = uses + 1
+        self._newest_loan = loan
+        self.lent += 1
+        return self.slots.to_lend(self.peer, self.lane, loan)
+
+    def _slot_of_ring(self, stream: torch.cuda.Stream | None) -> int:
+        message = self._ring_messages
+        self._ring_messages += 1
+        taken = message - self.slots.count + 1
+        if taken > 0:
+            self.channel.wait_for(_CREDIT + self.lane, taken, peer=self.peer, chunk=self.messages - 1, stream=stream)
+        return self.slots.in_ring(self.peer, self.lane, message)
+
+    def _hold(self, data: torch.Tensor, stream: torch.cuda.Stream, sent_from: torch.cuda.Stream) -> StreamEvent:
+        event = self._events.record(stream)
+        self._held.append(_Sent(data, event, sent_from))
+        while len(self._held) > 1 + _MAX_HELD:
+            # Let the stream that sent it wait for an old copy rather than hold ever more memory: a host that is far
+            # ahead would otherwise keep every message of a step alive.
+            old = self._held.popleft()
+            old.event.hold(old.sent_from)
+            old.tensor.record_stream(old.sent_from)  # which need not be the one that it was allocated on
+        return event
+
+    def forget_loans(self) -> None:
+        """See ``Receiver.forget_loans``, which counts as a use of each slot."""
+        self._uses = [uses + 1 for uses in self._uses]
+
+    def release_sent(self) -> None:
+        """Drops what is known to be sent (no wait)."""
+        while self._held and self._held[0].event.is_over():
+            self._held.popleft()
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A posted message.
+
+    Attributes:
+        message: Its number.
+        header: What is expected.
+        tensor: What arrived; None until it is taken.
+        done_on: The stream that its arrival was enqueued on (GPU).
+        arrived: The moment of its arrival there, where messages behind it may be enqueued on that stream before it is
+            used.
+    """
+
+    message: int
+    header: Header
+    tensor: torch.Tensor | None = None
+    done_on: torch.cuda.Stream | None = None
+    arrived: StreamEvent | None = None
+
+
+class _Loan:
+    """One use of a slot, from the message's arrival until the receiver has told the sender that it is over."""
+
+    def __init__(self, slot: int, use: int) -> None:
+        self.slot, self.use = slot, use
+        self.stream: torch.cuda.Stream | None = None  # whose work uses the tensor
+
+
+class Receiver:
+    """The receiving end of a lane, from group rank ``peer``; ``told_on_host``: whether its host learns what is
+    coming."""
+
+    told_on_host = True
+
+    def __init__(self, channel: PipelineChannel | FarChannel, slots: Slots | FarSlots, lane: int, peer: int) -> None:
+        self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
+        self.messages = 0
+        self._ring_messages = 0
+        self._fragments = 0
+        self._uses = [0] * slots.loans[lane]
+        self._posted: deque[Incoming] = deque()
+        self._unverified: deque[tuple[int, Header]] = deque()
+        self._let_go: deque[_Loan] = deque()  # appended to by whichever thread frees a lent tensor
+        self._lent: dict[Incoming, _Loan] = {}
+        self._copied_on: torch.cuda.Stream | None = None
+        self._events = EventPool()
+        device = channel.arena.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def next_header(self) -> Header:
+        """Header of the next message that is not posted yet; blocks the host until its sender has enqueued it."""
+        return self._header_of(self.messages)
+
+    def _header_of(self, message: int) -> Header:
+        mailbox = self.channel.mailbox
+        words = mailbox.read_header(self.lane, message + 1)
+        if words is None:
+            self.channel.wait_on_host(
+                lambda: mailbox.read_header(self.lane, message + 1) is not None, peer=self.peer, chunk=message
+            )
+            words = mailbox.read_header(self.lane, message + 1)
+            assert words is not None
+        return Header.from_words(words)
+
+    def expect(self, header: Header) -> int:
+        """Counts the next message as ``header``, which is compared with the sender's as soon as that is known."""
+        message = self.messages
+        self.messages += 1
+        self._unverified.append((message, header))
+        return message
+
+    def verify(self) -> None:
+        """Compares the headers that have come since with what was expected."""
+        mailbox = self.channel.mailbox
+        while self._unverified:
+            message, expected = self._unverified[0]
+            words = mailbox.read_header(self.lane, message + 1)
+            if words is None:
+                break
+            self._unverified.popleft()
+            sent = Header.from_words(words)
+            if sent != expected:
+                own = self.channel.arena.rank
+                how = " through the network" if sent.by_network else ""
+                group = self.channel.arena.group_name
+                self.channel.fail_mismatch(
+                    disagreement(group, self.lane, message, (self.peer, f"{sent}{how}"), (own, str(expected)))
+                )
+        needed = [self.messages, *(entry[0] for entry in list(self._unverified)[:1])]
+        needed += [incoming.message for incoming in list(self._posted)[:1]]
+        mailbox.acknowledge(self.lane, min(needed))
+
+    def post(self, header: Header) -> Incoming:
+        """Counts the next message as ``header``, to be taken by ``take``."""
+        if num_bytes_of(header.shape, header.dtype) > self.slots.num_bytes:
+            raise NotSupportedError(f"a message of {header} is larger than the slots of {self.slots.num_bytes} bytes")
+        incoming = Incoming(self.expect(header), header)
+        self._posted.append(incoming)
+        while len(self._posted) >= self.slots.count:
+            oldest = self._posted[0]
+            self._take_next(self._stream)
+            if self._stream is not None:
+                oldest.arrived = self._events.record(self._stream)
+        return incoming
+
+    def take(self, incoming: Incoming) -> torch.Tensor:
+        """The message, ready for what is enqueued on the current stream from now on (CPU: it is there).
+
+        Blocks the host until the sender's host has enqueued the message.
+        """
+        stream = None if self._stream is None else current_stream(self.channel.arena.device)
+        while incoming.tensor is None:
+            self._take_next(stream)
+        if incoming.done_on != stream:
+            (incoming.arrived or self._events.record(incoming.done_on)).hold(stream)
+            incoming.tensor.record_stream(stream)
+        loan = self._lent.pop(incoming, None)
+        if loan is not None:
+            loan.stream = stream
+        return incoming.tensor
+
+    def _take_next(self, stream: torch.cuda.Stream | None) -> None:
+        incoming = self._posted[0]
+        sent = self._header_of(incoming.message)
+        self.verify()
+        num_bytes = num_bytes_of(sent.shape, sent.dtype)
+        if sent.loan is None:
+            incoming.tensor = self._copy_out(incoming, num_bytes, stream)
+        else:
+            incoming.tensor = self._borrow(incoming, sent.loan, num_bytes, stream)
+        incoming.done_on = stream
+        self._posted.popleft()  # not before: where there was no memory for it, it is still the next one in the ring
+
+    def _wait_for_fragment(self, incoming: Incoming, begin: int, stream: torch.cuda.Stream | None) -> None:
+        """For the next fragment of the lane, which starts at byte ``begin`` of ``incoming``."""
+        self._fragments += 1
+        self.channel.wait_for(
+            _DATA + self.lane, self._fragments, peer=self.peer, chunk=incoming.message, stream=stream
+        )
+
+    def _borrow(self, incoming: Incoming, slot: int, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        self._wait_for_fragment(incoming, 0, stream)
+        self._uses[slot] += 1
+        loan = self._lent[incoming] = _Loan(slot, self._uses[slot])
+        lent = self.slots.lend(self.lane, slot, num_bytes, partial(self._let_go.append, loan))
+        return lent.view(incoming.header.dtype).view(incoming.header.shape)
+
+    def _copy_out(self, incoming: Incoming, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        header, device = incoming.header, self.channel.arena.device
+        tensor = torch.empty(header.shape, dtype=header.dtype, device=device)
+        if stream is not None and stream != current_stream(device):
+            # The allocator may have handed out memory that is still in use on the current stream.
+            self._events.record(current_stream(device)).hold(stream)
+            tensor.record_stream(stream)
+        if self._copied_on is not None and self._copied_on != stream:
+            # The credit counts messages: none may be copied out, and counted, before those in front of it.
+            self._events.record(self._copied_on).hold(stream)
+        self._copied_on = stream
+        slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages)
+        self._ring_messages += 1
+        target, begin = tensor.data_ptr(), 0
+        for end in fragment_ends(num_bytes):
+            self._wait_for_fragment(incoming, begin, stream)
+            if end > begin:
+                copy_bytes(target + begin, slot + begin, end - begin, stream)
+            begin = end
+        self.channel.notify(self.peer, _CREDIT + self.lane, self._ring_messages, stream)
+        return tensor
+
+    def forget_loans(self) -> None:
+        """After the slots have grown: what is still lent lies in the old memory, so all slots are there to be used."""
+        mailbox = self.channel.mailbox
+        for slot in range(len(self._uses)):
+            self._uses[slot] += 1
+            mailbox.set_flag(self.peer, _loan_flag(self.lane, slot), self._uses[slot])
+            mailbox.returned(self.peer, self.lane)[slot] = self._uses[slot]
+
+    def return_loans(self) -> None:
+        """Gives the slots of lent tensors that nobody holds any more back to the sender, behind their last use."""
+        while self._let_go:
+            loan = self._let_go.popleft()
+            if loan.use != self._uses[loan.slot]:
+                continue  # it lies in memory of before the slots grew
+            self.channel.notify(self.peer, _loan_flag(self.lane, loan.slot), loan.use, loan.stream)
+            self.channel.mailbox.returned(self.peer, self.lane)[loan.slot] = loan.use

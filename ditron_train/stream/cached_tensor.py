@@ -1,0 +1,36 @@
+"""``CachedTensor``: what is made once on one stream and used by whichever asks for it."""
+
+from __future__ import annotations
+
+import torch
+
+from ditron_train.runtime.device import is_capturing
+from ditron_train.stream.events import current_stream
+
+__all__ = ["CachedTensor"]
+
+
+class CachedTensor:
+    """A tensor that the current stream makes, for users on any stream, and for as long as somebody keeps it.
+
+    A user on another stream comes behind what made it; and the allocator, which knows only the stream that it was made
+    on, is told of the other, so that it may be let go of at any time. In a CUDA graph's capture, which begins behind
+    all that is there, neither.
+
+    Args:
+        tensor: What the current stream has been given to make.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._made_on = current_stream(tensor.device) if tensor.device.type == "cuda" else None
+        self._made = None if self._made_on is None else self._made_on.record_event()
+
+    def get(self) -> torch.Tensor:
+        """The tensor, for what the current stream does from now on."""
+        if self._made_on is not None and not is_capturing(self._tensor.device):
+            stream = current_stream(self._tensor.device)
+            if stream != self._made_on:
+                stream.wait_event(self._made)
+                self._tensor.record_stream(stream)
+        return self._tensor

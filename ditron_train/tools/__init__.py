@@ -1,0 +1,1 @@
+"""Tools: import anything, are imported by nothing above."""

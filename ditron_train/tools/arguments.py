@@ -1,0 +1,143 @@
+"""What the command lines of benchmarks and of ``verify`` have in common, and what is refused before anything is
+launched."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.versions import pip_command
+from ditron_train.tools.results import RESULTS
+
+__all__ = [
+    "add_common_arguments",
+    "add_shape_argument",
+    "check_counts",
+    "check_divides",
+    "check_folder",
+    "check_matplotlib",
+    "check_sizes",
+    "choose_models",
+]
+
+_LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "warmup": 0}
+
+
+def add_common_arguments(
+    parser: argparse._ActionsContainer, *, model_option: bool = True, counts: bool = True, writes_results: bool = True
+) -> None:
+    """Adds how often to measure and where results go.
+
+    Args:
+        parser: Or a group of one.
+        model_option: Without ``--model`` where it means something else, or nothing.
+        counts: Without ``--repetitions`` and ``--warmup`` where others say how often.
+        writes_results: Whether results are written, on GPUs, where no folder is named.
+    """
+    on_gpu = torch.cuda.is_available()
+    calls = (("repetitions", 15 if on_gpu else 3, "timed calls"), ("warmup", 4 if on_gpu else 1, "calls before them"))
+    for name, default, text in calls if counts else ():
+        parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{text} (default %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=RESULTS if on_gpu and writes_results else None,
+        help="folder of the JSON files (default: "
+        + (f"{RESULTS}, none without a GPU)" if writes_results else "none is written)"),
+    )
+    if model_option:
+        parser.add_argument(
+            "--model", action="append", metavar="NAME", help="only this model's shapes (may be repeated)"
+        )
+
+
+def add_shape_argument(parser: argparse._ActionsContainer, text: str, *, repeated: bool = True) -> None:
+    """Adds ``--shape M N K``: a list of shapes, or one where it is not ``repeated``; ``text`` is its help."""
+    action = "append" if repeated else "store"
+    parser.add_argument("--shape", nargs=3, type=int, action=action, metavar=("M", "N", "K"), help=text)
+
+
+def check_counts(arguments: argparse.Namespace) -> None:
+    """Refuses what cannot be counted; a tool need not have all of these options.
+
+    Raises:
+        SettingError: A count below the least that makes sense.
+    """
+    for name, least in _LEAST.items():
+        if getattr(arguments, name, least) < least:
+            raise SettingError(f"--{name} has to be {'above 0' if least else '0 or more'}")
+
+
+def check_folder(folder: Path) -> None:
+    """Makes ``folder``: one that cannot be written is an error before anything is launched, not after an hour.
+
+    Raises:
+        SettingError: It cannot be made, or not be written into.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"cannot write into {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise SettingError(f"cannot write into {folder}")
+
+
+def check_matplotlib() -> None:
+    """Refuses a picture that cannot be drawn, before what it shows is run.
+
+    Raises:
+        NotSupportedError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise NotSupportedError(f"pictures need matplotlib: {pip_command('matplotlib')}")
+
+
+def check_sizes(option: str, shapes: Iterable[Sequence[float]] | None) -> None:
+    """Refuses sizes below the smallest that there is.
+
+    Raises:
+        SettingError: One of them is not above 0.
+    """
+    for shape in shapes or ():
+        if min(shape) <= 0:
+            raise SettingError(f"{option} {' '.join(map(str, shape))}: sizes have to be above 0")
+
+
+def check_divides(op: str, sizes: Sequence[int], split: Literal["N", "K"], world_size: int) -> None:
+    """Refuses a linear layer whose global sizes ranks cannot share out: all divide its rows, and N or K.
+
+    Args:
+        op: Of the message.
+        sizes: M, N, K.
+        split: Which of the weight's sizes is divided: N by column layers, K by row layers.
+        world_size: Ranks.
+
+    Raises:
+        SettingError: A size is not above 0, or does not divide.
+    """
+    m, n, k = sizes
+    if min(sizes) < 1:
+        raise SettingError(f"{op} {m}x{n}x{k}: sizes have to be above 0")
+    if m % world_size or (n if split == "N" else k) % world_size:
+        raise SettingError(f"{op} {m}x{n}x{k} does not divide over {world_size} ranks: M and {split} have to")
+
+
+def choose_models(wanted: Sequence[str] | None, models: Iterable[str]) -> list[str]:
+    """Those of ``models`` that are wanted, in that order; all of them where none is named.
+
+    Raises:
+        SettingError: One is named that is not among them.
+    """
+    models = dict.fromkeys(models)
+    unknown = sorted(set(wanted or ()) - set(models))
+    if unknown:
+        raise SettingError(f"unknown model {', '.join(unknown)}; there are {', '.join(models)}")
+    return list(dict.fromkeys(wanted or models))

@@ -1,0 +1,25 @@
+"""Tool: measures native, peers and ours in one run.
+
+A benchmark is a module ``ditron_train.tools.bench.<room>`` with ``add_arguments(parser)`` and ``run(arguments) -> int`` (the
+exit status). ``run`` works inside ``session.bench_session``, adds a ``rows.Row`` for each shape and returns
+``finish()``; see ``tp`` for an example. Once the module exists the command line lists it.
+"""
+
+import importlib.util
+
+__all__ = ["ROOMS", "available_benches"]
+
+ROOMS = {
+    "tp": "tensor parallel: AG-GEMM, GEMM-RS, their layers' backward, a transformer layer",
+    "pp": "pipeline: send and receive by copy engine",
+    "sp": "Ulysses: projections and all-to-all",
+    "ep": "mixture of experts: dispatch, grouped GEMMs, combine",
+    "gemm": "the tile GEMM alone against cuBLAS, at one rank's share of the layers",
+    "muon": "optimizer: Newton-Schulz steps",
+    "policy": "what the probes of strict cost, and strict once they are done",
+}
+
+
+def available_benches() -> dict[str, str]:
+    """Returns name and description of every benchmark that has a module in this package."""
+    return {name: text for name, text in ROOMS.items() if importlib.util.find_spec(f"ditron_train.tools.bench.{name}")}

@@ -1,0 +1,212 @@
+"""Writes the generated parts of the README (gains, training steps, environment variables, supported versions) and,
+whole, the page with the means and tables of all results. ``python scripts/readme.py`` calls this.
+
+A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ditron_train.runtime.settings import SETTINGS
+from ditron_train.runtime.versions import SUPPORTED
+from ditron_train.tools.results import RESULTS, TRAINING, TRAINING_STEP, Row, Stamp, read_results
+from ditron_train.tools.tables import markdown_table, model_words
+
+__all__ = ["PICTURES", "RESULTS_PAGE", "picture_path", "render", "render_results", "roofline_path"]
+
+PICTURES = Path("benchmarks") / "pictures"
+RESULTS_PAGE = Path("benchmarks") / "README.md"
+
+_HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
+    "tp": (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward")),
+    "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
+    "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward")),
+    "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
+    "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
+}
+"""What the table of gains shows of each benchmark: op and pass."""
+
+
+def picture_path(result: Path) -> Path:
+    """Where the picture of a results file lies, relative to the root:
+    ``benchmarks/pictures/<device>x<count>-<bench>.png``."""
+    return PICTURES / f"{result.parent.name}-{result.stem}.png"
+
+
+def roofline_path(result: Path) -> Path:
+    """Likewise for the roofline of results that have one."""
+    return PICTURES / f"{result.parent.name}-{result.stem}-roofline.png"
+
+
+def render(text: str, root: Path) -> str:
+    """Returns the README's ``text`` with every generated part made anew.
+
+    Args:
+        text: The README as it is.
+        root: The repository, whose ``benchmarks/results`` are shown.
+
+    Raises:
+        ValueError: A part's marks are missing, or a results file cannot be read.
+    """
+    parts: dict[str, Callable[[], str]] = {
+        "gains": lambda: _gains(root),
+        "steps": lambda: _steps(root),
+        "settings": _settings,
+        "versions": _versions,
+    }
+    for name, make in parts.items():
+        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"the README needs one part between <!-- begin {name} --> and <!-- end {name} -->")
+        text = pattern.sub(lambda match, made=make(): f"{match.group(1)}{made}\n{match.group(2)}", text)
+    return text
+
+
+def _settings() -> str:
+    lines = ["| variable | value | default | what it does |", "| --- | --- | --- | --- |"]
+    for setting in SETTINGS:
+        default = "unset" if setting.default is None else f"`{setting.default}`"
+        lines.append(f"| `{setting.variable}` | {setting.type_name} | {default} | {setting.help} |")
+    return "\n".join(lines)
+
+
+def _versions() -> str:
+    lines = ["| library | supported | needed | why |", "| --- | --- | --- | --- |"]
+    for entry in SUPPORTED:
+        needed = "always" if entry.required else "optional"
+        lines.append(f"| {entry.name} | `{entry.specifier}` | {needed} | {entry.why} |")
+    return "\n".join(lines)
+
+
+def _result_files(root: Path) -> list[Path]:
+    return sorted((root / RESULTS).glob("*/*.json"))
+
+
+def _gains(root: Path) -> str:
+    """One line a parallelism; of an op that several machines measured, the rows of the most GPUs. Those of ``verify``
+    were timed shortly and do not count."""
+    measured = (read_results(path) for path in _result_files(root) if path.stem != "verify")
+    results = sorted(measured, key=lambda result: result[0].count)
+    lines = [
+        "| `--ditron` | speed over native, from the least to the most of the shapes | bits | measured on |",
+        "| --- | --- | --- | --- |",
+    ]
+    for feature, headlines in _HEADLINES.items():
+        shown, machines, equal = [], [], True
+        for op, direction in headlines:
+            found = [
+                (stamp, [row for row in rows if (row.op, row.direction) == (op, direction)]) for stamp, rows in results
+            ]
+            found = [(stamp, rows) for stamp, rows in found if rows]
+            if not found:
+                continue
+            stamp, rows = found[-1]
+            span = _span([row.speedup for row in rows])
+            shown.append(f"{_op_words(op, direction)} {span}")
+            machines.append(f"{stamp.count} x {stamp.device}")
+            equal = equal and all(row.bitwise_equal for row in rows)
+        if shown:
+            bits = "equal" if equal else "**DIFFER**"
+            lines.append(f"| `{feature}` | {', '.join(shown)} | {bits} | {', '.join(dict.fromkeys(machines))} |")
+    return "\n".join(lines) if len(lines) > 2 else "No results of a GPU machine are committed yet."
+
+
+def _steps(root: Path) -> str:
+    """Every training that ``compare`` ran, by feature and number of GPUs."""
+    results = (read_results(path) for path in _result_files(root) if path.stem == TRAINING)
+    steps = [(stamp, row) for stamp, rows in results for row in rows]
+    return _step_table(steps) if steps else "No training step of a GPU machine is committed yet."
+
+
+def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
+    order = list(_HEADLINES)
+    named = [(row.op.removeprefix(TRAINING_STEP), stamp, row) for stamp, row in steps]
+    named.sort(key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count))
+    lines = [
+        "| `--ditron` | trained | on | native | ours | speed | bits |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for features, stamp, row in named:
+        times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
+        bits = "equal" if row.bitwise_equal else "**DIFFER**"
+        lines.append(
+            f"| `{features}` | {row.model}: {model_words(row)} | {stamp.count} x {stamp.device} | {times} | {bits} |"
+        )
+    return "\n".join(lines)
+
+
+def _op_words(op: str, direction: str) -> str:
+    return f"`{op}`" if direction == "forward" else f"`{op}` forward + backward"
+
+
+def render_results(root: Path) -> str:
+    """The page with every committed result: conditions, means, tables and pictures."""
+    sections = [_section(path, root) for path in _result_files(root)]
+    intro = "# Results\n\nMade by `python scripts/readme.py` from `results/`. How it is measured: [README](../README.md#measured)."
+    return "\n\n".join([intro, *sections]) + "\n"
+
+
+def _title(path: Path, stamp: Stamp) -> str:
+    command = {"verify": "verify", TRAINING: "compare"}.get(path.stem, f"bench {path.stem}")
+    return f"{stamp.count} x {stamp.device}: `{command}`"
+
+
+def _section(path: Path, root: Path) -> str:
+    stamp, rows = read_results(path)
+    lines = [f"## {_title(path, stamp)}", "", _conditions(stamp), ""]
+    if "summary" in stamp.settings:
+        lines += [stamp.settings["summary"] + ".", ""]
+    if path.stem == TRAINING:
+        own = [
+            f"`{row.op.removeprefix(TRAINING_STEP)}` {row.model}: commit `{row.commit}`." for row in rows if row.commit
+        ]
+        return "\n".join(
+            [*lines, *(line for words in own for line in (words, "")), _step_table([(stamp, row) for row in rows])]
+        )
+    lines += [_summary(rows), "", markdown_table(rows)]
+    for words, picture in (("speed over native", picture_path), ("roofline", roofline_path)):
+        name = picture(path.relative_to(root))
+        if (root / name).exists():
+            lines += ["", f"![{words}]({name.relative_to(RESULTS_PAGE.parent).as_posix()})"]
+    return "\n".join(lines)
+
+
+def _conditions(stamp: Stamp) -> str:
+    versions = {
+        "driver": stamp.driver,
+        "torch": stamp.torch,
+        "triton": stamp.triton,
+        "NCCL": stamp.nccl,
+        "megatron-core": stamp.megatron_core,
+        "Transformer Engine": stamp.transformer_engine,
+    }
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return f"{stamp.date}, commit `{stamp.commit}`, {listed}."
+
+
+def _span(speedups: Sequence[float]) -> str:
+    """From the least to the greatest."""
+    ends = [f"{speedup:.2f}x" for speedup in (min(speedups), max(speedups))]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """Geometric mean and worst case of each op and pass, and whether all bits were equal."""
+    lines = []
+    for op, direction in dict.fromkeys((row.op, row.direction) for row in rows):
+        chosen = [row for row in rows if (row.op, row.direction) == (op, direction)]
+        speedups = [row.speedup for row in chosen]
+        mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
+        bits = "bits equal" if all(row.bitwise_equal for row in chosen) else "**BITS DIFFER**"
+        text = f"- `{op}` {direction.replace('_', ' + ')}: {mean:.2f}x native"
+        if len(chosen) > 1:
+            text += f" (geometric mean of {len(chosen)} shapes, {_span(speedups)})"
+        peers = [row.peer_speedup for row in chosen if row.peer_speedup]
+        if peers:
+            text += f", {math.exp(sum(map(math.log, peers)) / len(peers)):.2f}x {chosen[0].peer}"
+        lines.append(f"{text}, {bits}")
+    return "\n".join(lines)

@@ -1,0 +1,208 @@
+"""The attention layer of ``bench sp``: Megatron's self-attention with Transformer Engine's ``a2a``, native and with
+``sp``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import build_module
+
+from ditron_train.cpu import megatron_shim as megatron_cpu
+from ditron_train.gemm.configs import choose_config
+from ditron_train.megatron import apply, restore
+from ditron_train.runtime.device import kernel_target
+from ditron_train.runtime.device import num_sms as num_sms_of
+from ditron_train.sp import transfer_sizes as tuning
+from ditron_train.tools.results import Row
+from ditron_train.tools.session import BenchSession
+
+__all__ = ["attention_contenders", "attention_rows"]
+
+_LENGTHS = (16384, 32768, 65536)
+_TRACED_LENGTH = 16384
+_MOST_ROWS = 8192  # of a rank: more, and the deterministic backward of the attention does not fit in 140 GB
+_DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+@contextlib.contextmanager
+def _world(session: BenchSession) -> Iterator[None]:
+    """Megatron's groups with all ranks in one context-parallel group."""
+    parallel_state.initialize_model_parallel(context_parallel_size=session.world_size)
+    try:
+        yield
+    finally:
+        restore()
+        parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def _attention(deterministic: bool) -> Iterator[None]:
+    """What Transformer Engine's attentions built here do in backward: they read the environment once, when they are
+    built."""
+    before = os.environ.get(_DETERMINISM)
+    os.environ[_DETERMINISM] = "0" if deterministic else "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DETERMINISM]
+        else:
+            os.environ[_DETERMINISM] = before
+
+
+def _build(session: BenchSession, ours: bool) -> torch.nn.Module:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8192,
+        num_attention_heads=64,
+        num_query_groups=8,
+        context_parallel_size=session.world_size,
+        cp_comm_type="a2a",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec().submodules.self_attention
+    megatron_cpu.seed(1234)
+    layer = build_module(
+        apply(spec, "sp", policy="force") if ours else spec, config=config, layer_number=1, cp_comm_type="a2a"
+    )
+    return layer.cuda(session.device).to(torch.bfloat16)
+
+
+def _pair(session: BenchSession, deterministic: bool) -> dict[str, torch.nn.Module]:
+    """Native and ours, with the same weights."""
+    with _attention(deterministic):
+        layers = {"native": _build(session, False), "ditron": _build(session, True)}
+    layers["ditron"].load_state_dict(layers["native"].state_dict())
+    return layers
+
+
+class _Given(torch.autograd.Function):
+    """Stands where an exchange is: hands ``outputs`` on, and backwards ``grad``, and moves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, grad: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.grad, ctx.num_outputs = grad, len(outputs)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.grad, *(None,) * (1 + ctx.num_outputs)
+
+
+class _WithoutExchanges:
+    """The native layer with nothing moved between ranks: its norm, projections and attention, on data of their own.
+
+    Args:
+        layers: Native and ours, whose attention of the whole sequence is called.
+        values: Makes a random tensor of a shape.
+        length: Tokens of all ranks.
+        world_size: Ranks.
+    """
+
+    def __init__(
+        self, layers: dict[str, torch.nn.Module], values: Callable[..., torch.Tensor], length: int, world_size: int
+    ) -> None:
+        self._native, self._attend = layers["native"], layers["ditron"].core_attention.attend
+        self.parameters = self._native.parameters
+        self._parts = [values(length, 1, heads // world_size, 128) for heads in (64, 8, 8)]
+        self._gathered = values(length // world_size, 1, 8192)
+        self._grad_mixed = values(length // world_size, 1, 10240)
+        self._grad_attended = values(length, 1, 8192 // world_size)
+
+    def __call__(self, x: torch.Tensor, attention_mask: None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parts = _Given.apply(self._native.linear_qkv(x)[0], self._grad_mixed, *self._parts)
+        (gathered,) = _Given.apply(self._attend(*parts), self._grad_attended, self._gathered)
+        return self._native.linear_proj(gathered)
+
+
+def attention_rows(session: BenchSession) -> Iterator[Row]:
+    """Forward, and forward + backward, of the layer at each length that fits.
+
+    Bits are compared with deterministic attention (its backward takes memory that grows with the square of the length:
+    where it does not fit, the length is left out), times with the attention that Megatron uses by default. The limit
+    is the time of the same layer without any exchange.
+    """
+    with _world(session):
+        exact, fast = _pair(session, True), _pair(session, False)
+        for length in _LENGTHS:
+            if length > _MOST_ROWS * session.world_size:
+                continue
+            yield from _rows_of(session, exact, fast, length)
+
+
+def _comm_sms(session: BenchSession, m: int) -> int:
+    """The most that a projection of m local rows keeps for moving data: all of it pulls, or pushes before it
+    multiplies."""
+    target, num_sms = kernel_target(session.device), num_sms_of(session.device)
+    config = choose_config(m, 8192, 8192, torch.bfloat16, target, num_sms)
+    push, _ = tuning.deal_of(m, 8192, 8192, session.world_size, config, num_sms, 2)
+    return max(push, tuning.receive_programs(m, 10240, 8192, 2))
+
+
+class _Passes:
+    """A layer's forward, and its forward and backward, on values of a length (tokens of all ranks)."""
+
+    def __init__(self, session: BenchSession, length: int) -> None:
+        self._session = session
+        self._generator = torch.Generator(session.device).manual_seed(session.rank)
+        shape = (length // session.world_size, 1, 8192)
+        self.x, self.grad = self.values(*shape), self.values(*shape)
+
+    def values(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self._session.device, dtype=torch.bfloat16).normal_(generator=self._generator)
+
+    def forward(self, layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [layer(self.x, attention_mask=None)[0]]
+
+    def forward_backward(self, layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
+        leaf = self.x.detach().requires_grad_()
+        y, _ = layer(leaf, attention_mask=None)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *layer.parameters()], self.grad)]
+
+
+@contextlib.contextmanager
+def attention_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
+    """Forward and backward of the layer, ``native`` and ``ditron``, on the same values."""
+    with _world(session):
+        passes = _Passes(session, _TRACED_LENGTH)
+        layers = _pair(session, False)
+        yield {name: lambda index, one=layer: passes.forward_backward(one) for name, layer in layers.items()}
+
+
+def _rows_of(
+    session: BenchSession, exact: dict[str, torch.nn.Module], fast: dict[str, torch.nn.Module], length: int
+) -> Iterator[Row]:
+    passes = _Passes(session, length)
+    for direction, body in (("forward", passes.forward), ("forward_backward", passes.forward_backward)):
+        what = f"attention layer, {direction}, {length} tokens"
+        if not all(
+            session.attempt(f"{what}, {name}", lambda index, one=layer: body(one)) for name, layer in exact.items()
+        ):
+            torch.cuda.empty_cache()
+            continue
+        equal = session.equal(body(exact["ditron"]), body(exact["native"]))
+        torch.cuda.empty_cache()
+        contenders = {**fast, "limit": _WithoutExchanges(fast, passes.values, length, session.world_size)}
+        timings = session.measure({name: lambda index, one=layer: body(one) for name, layer in contenders.items()})
+        yield session.row(
+            "attention_layer", direction, "64 heads, 8 groups", {"seqlen": length, "hidden": 8192, "heads": 64, "groups": 8},
+            timings, equal,
+            dtype=torch.bfloat16,
+            comm_sms=_comm_sms(session, passes.x.shape[0]),
+            limit_us=timings["limit"].median_us,
+        )  # fmt: skip

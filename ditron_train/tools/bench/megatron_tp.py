@@ -1,0 +1,136 @@
+"""The native side of ``bench tp`` where it needs megatron-core: the linear layers' backward and a whole layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import build_module
+
+from ditron_train.cpu import megatron_shim as megatron_cpu
+from ditron_train.megatron import apply, restore
+from ditron_train.megatron.tp.routing import native_column, native_row
+from ditron_train.tools.results import Row
+from ditron_train.tools.session import BenchSession
+
+__all__ = ["LAYER_SHAPE", "layer_contenders", "layer_rows", "megatron_world", "native_linear"]
+
+_LLAMA_70B = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8)
+_TOKENS = 8192
+LAYER_SHAPE = {
+    "tokens": _TOKENS if HAVE_TE else _TOKENS // 4,  # the local attention stores every score
+    "hidden": _LLAMA_70B["hidden_size"],
+    "ffn_hidden": _LLAMA_70B["ffn_hidden_size"],
+}
+
+
+@contextmanager
+def megatron_world(session: BenchSession) -> Iterator[None]:
+    """Megatron's groups with all ranks in one tensor-parallel group; without a GPU megatron-core is made to run
+    there."""
+    if session.device.type == "cpu":
+        megatron_cpu.install()
+    elif not HAVE_TE:
+        megatron_cpu.allow_torch_norm_with_sequence_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=session.world_size)
+    megatron_cpu.seed(1234)
+    try:
+        yield
+    finally:
+        restore()
+        parallel_state.destroy_model_parallel()
+        megatron_cpu.uninstall()
+
+
+def native_linear(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Megatron's column-parallel (``ag_gemm``) or row-parallel (``gemm_rs``) linear under sequence parallelism."""
+    native = native_column if op == "ag_gemm" else native_row
+    return partial(native, group=parallel_state.get_tensor_model_parallel_group())
+
+
+def _layer_config(world_size: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1,
+        **_LLAMA_70B,
+        tensor_model_parallel_size=world_size,
+        sequence_parallel=world_size > 1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def _build_layer(spec: Any, session: BenchSession) -> torch.nn.Module:
+    megatron_cpu.seed(1234)
+    layer = build_module(spec, config=_layer_config(session.world_size), layer_number=1).cuda(session.device)
+    return layer.to(torch.bfloat16)
+
+
+class _LayerPair:
+    """The same LLaMA-70B layer natively and with ours, TE's spec where TE is installed, and its inputs."""
+
+    def __init__(self, session: BenchSession) -> None:
+        if HAVE_TE:
+            spec = get_gpt_layer_with_transformer_engine_spec()
+        else:
+            spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        self.layers = {"native": _build_layer(spec, session), "ditron": _build_layer(apply(spec, ("tp",)), session)}
+        with torch.no_grad():
+            for ours, native in zip(
+                self.layers["ditron"].parameters(), self.layers["native"].parameters(), strict=True
+            ):
+                ours.copy_(native)
+        self.tokens = LAYER_SHAPE["tokens"]
+        shape = (self.tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
+        self.x, self.grad = session.values(shape, torch.bfloat16, 1), session.values(shape, torch.bfloat16, 2)
+        self.mask = None
+        if not HAVE_TE:
+            ones = torch.ones(1, 1, self.tokens, self.tokens, dtype=torch.bool, device=session.device)
+            self.mask = ones.triu_(1)
+
+    def forward(self, name: str) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [self.layers[name](self.x, attention_mask=self.mask)[0]]
+
+    def forward_backward(self, name: str) -> list[torch.Tensor]:
+        leaf = self.x.detach().requires_grad_()
+        y, _ = self.layers[name](leaf, attention_mask=self.mask)
+        parameters = list(self.layers[name].parameters())
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self.grad)]
+
+
+def layer_contenders(session: BenchSession) -> dict[str, Callable[[int], list[torch.Tensor]]]:
+    """Forward and backward of one LLaMA-70B layer, ``native`` and ``ditron``, on the same values."""
+    pair = _LayerPair(session)
+    return {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
+
+
+def layer_rows(session: BenchSession) -> Iterator[Row]:
+    """One LLaMA-70B transformer layer: forward, then forward and backward."""
+    pair = _LayerPair(session)
+    for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
+        equal = session.equal(body("ditron"), body("native"))
+        timings = session.measure({name: lambda index, n=name, run=body: run(n) for name in pair.layers})
+        yield session.row(
+            "transformer_layer", direction, "LLaMA3.1-70B", LAYER_SHAPE, timings, equal, dtype=torch.bfloat16
+        )

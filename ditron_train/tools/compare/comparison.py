@@ -1,0 +1,197 @@
+"""Trains natively and with ditron_train by your own command, torchrun and all, and compares the losses and gradient
+norms of every step, and the parameters after the first and the last one, on every rank, bit for bit; then the time of
+a step. The command follows the options of this one."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ditron_train.megatron.plugin.arguments import parse_features
+from ditron_train.megatron.plugin.record_trace import steps_of_warmup, trace_path
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.arguments import check_folder
+from ditron_train.tools.compare.launch import run_job, with_launcher
+from ditron_train.tools.compare.side_by_side import show, write_row
+from ditron_train.tools.compare.steps import Difference, Job, differences, read_job
+from ditron_train.tools.compare.traces import is_traced, read_step_trace, show_traces
+
+__all__ = ["add_arguments", "run"]
+
+_UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``compare``."""
+    parser.add_argument(
+        "--ditron", type=_features, metavar="NAME[,NAME]", help="what to accelerate, as at the launcher"
+    )
+    parser.add_argument(
+        "--notes",
+        type=Path,
+        nargs=2,
+        metavar=("NATIVE", "OURS"),
+        help="trains nothing: what two jobs with --ditron-record wrote, across nodes for instance",
+    )
+    parser.add_argument(
+        "--skip",
+        type=int,
+        metavar="N",
+        help="steps at the beginning that are not timed (default: half of them, at most 10)",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="both jobs also record one step, in the middle of those that are timed: a table of what the device does in it, "
+        "natively and with ours, and <output>/{native,ditron}/trace-rank<RANK>.json, which Perfetto shows",
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="train natively once more, behind ours: GPUs are slower where they are warm, so what comes second is at a disadvantage",
+    )
+    parser.add_argument(
+        "--trace-rank", type=int, default=0, metavar="RANK", help="where --trace records (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("compare"), metavar="DIR", help="logs and notes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="adds a row to <DIR>/<device>x<ranks>/training.json"
+    )
+    parser.add_argument(
+        "--model", default="training", metavar="NAME", help="what the row is called (default %(default)s)"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="torchrun ... pretrain_gpt.py ..."
+    )
+
+
+def _features(text: str) -> str:
+    try:
+        return ",".join(parse_features(text))
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 where all that native repeats is equal, 1 where something differs.
+
+    Raises:
+        SettingError: The command or the notes cannot be used, a job failed, or a trace is not there or cannot be read.
+    """
+    _check(arguments)
+    folders = arguments.notes or [arguments.output / name for name in ("native", "ditron")]
+    native, ours = (read_job(folder) for folder in folders) if arguments.notes else _train_both(arguments)
+    _check_alike(native, ours)
+    found = differences(native, ours)
+    own: list[Difference] = []
+    again = None
+    if arguments.again or (found and not arguments.notes):  # is it native that does not repeat itself?
+        again = _train(_command(arguments), "native-again", arguments.output, ())
+        own = differences(native, again)
+    skip = arguments.skip if arguments.skip is not None else steps_of_warmup(len(native))
+    is_equal = show(native, ours, found, own, skip, again if arguments.again else None)
+    if arguments.results is not None:
+        path = write_row(arguments.results, arguments.model, native, ours, skip, is_equal=is_equal and not found)
+        words = "no row was written: no step was timed" if path is None else f"written: {path}"
+        Console(stderr=True).print(words, markup=False, highlight=False)
+    if arguments.trace or (is_traced(native) and is_traced(ours)):
+        show_traces(*(read_step_trace(folder, job) for folder, job in zip(folders, (native, ours))))
+    return 0 if is_equal else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses what cannot be before anything is trained.
+
+    Raises:
+        SettingError: Options that say nothing together, a folder that cannot be written, or torchrun in front of this
+            command.
+    """
+    if arguments.skip is not None and arguments.skip < 0:
+        raise SettingError("--skip has to be 0 or more")
+    if arguments.trace_rank < 0:
+        raise SettingError("--trace-rank has to be 0 or more")
+    if arguments.notes and (arguments.ditron or arguments.command or arguments.again):
+        raise SettingError("--notes trains nothing: leave out --ditron, --again and the command")
+    if not arguments.notes:
+        if _UNDER_TORCHRUN in os.environ:
+            raise SettingError(
+                "compare starts torchrun itself: python -m ditron_train compare --ditron tp torchrun ... pretrain_gpt.py ..."
+            )
+        check_folder(arguments.output)
+    if arguments.results is not None:
+        check_folder(arguments.results)
+
+
+def _check_alike(native: Job, ours: Job) -> None:
+    """Refuses two jobs whose notes say that they did not train the same, or that no native one is among them.
+
+    Raises:
+        SettingError: Such jobs.
+    """
+    if native.header["features"]:
+        raise SettingError(f"what ours is compared with ran with --ditron {','.join(native.header['features'])}")
+    said = [
+        {
+            "ranks": job.header["world_size"],
+            "dtype": job.header["dtype"],
+            **job.header["sizes"],
+            "first step": job.ranks[0][0].number,
+        }
+        for job in (native, ours)
+    ]
+    differing = [name for name in dict.fromkeys([*said[0], *said[1]]) if said[0].get(name) != said[1].get(name)]
+    if differing:
+        words = (f"{name} {said[0].get(name, '-')}, {said[1].get(name, '-')}" for name in differing)
+        raise SettingError(f"the two jobs did not train the same: {'; '.join(words)}")
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    return with_launcher(arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command)
+
+
+def _train_both(arguments: argparse.Namespace) -> tuple[Job, Job]:
+    if arguments.ditron is None:
+        raise SettingError("--ditron names what to accelerate: compare --ditron tp torchrun ... pretrain_gpt.py ...")
+    words = _command(arguments)
+    trace = ("--ditron-record-trace", f"middle,{arguments.trace_rank}") if arguments.trace else ()
+    native = _train(words, "native", arguments.output, trace)
+    return native, _train(words, "ditron", arguments.output, ("--ditron", arguments.ditron, *trace))
+
+
+def _train(words: Sequence[str], name: str, output: Path, more: Sequence[str]) -> Job:
+    """One job: its notes in ``<output>/<name>``, its log beside them."""
+    folder = output / name
+    for old in (*folder.glob("rank*.jsonl"), *folder.glob(trace_path(folder, "*").name)):
+        old.unlink()
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(name, total=None)
+        command = [*words, *more, "--ditron-record", str(folder.resolve())]
+        watch = _watcher(
+            folder / "rank0.jsonl", lambda done, total: progress.update(task, completed=done, total=total)
+        )
+        run_job(command, output / f"{name}.log", watch)
+    return read_job(folder)
+
+
+def _watcher(path: Path, report: Callable[[int, int | None], None]) -> Callable[[], None]:
+    """Reports which step a rank's file has come to, and which will be the last; looks at every fifth call."""
+    calls = itertools.count()
+
+    def watch() -> None:
+        if next(calls) % 5 or not path.is_file():
+            return
+        header, *steps = path.read_text(encoding="utf-8").split("\n")[:-1] or [""]  # the last line may be half written
+        if steps:
+            report(json.loads(steps[-1])["step"], json.loads(header)["train_iters"])
+
+    return watch

@@ -1,0 +1,140 @@
+"""What the steps of a job gave (``ditron_train.megatron.plugin.record_steps``), and where two jobs differ."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["Difference", "Job", "Step", "count_figures", "differences", "read_job"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step on one rank; floats as hexadecimal text, seconds and bytes as numbers.
+
+    Attributes:
+        number: From 1.
+        figures: Losses by name, ``grad norm``, and ``parameters``, the digest, where there is one.
+        seconds: From the end of the step before; None of the first, and of one that is traced.
+        used_bytes: Of the GPU, by anything, at its end; None without a GPU.
+    """
+
+    number: int
+    figures: dict[str, str]
+    seconds: float | None
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+        header: ``world_size``, ``features``, ``dtype``, ``sizes``; ``trace``, the step and rank that is traced, or
+            None; ``stamp``, of the machine that it ran on. Notes of older versions lack the last two.
+        ranks: The steps of each rank; as many on each.
+    """
+
+    header: dict[str, Any]
+    ranks: list[list[Step]]
+
+    def __len__(self) -> int:
+        return len(self.ranks[0])
+
+    def step_ms(self, skip: int) -> float | None:
+        """Median over the steps behind the first ``skip`` of the maximum over ranks; None where there are none."""
+        steps = list(zip(*self.ranks))[skip:]
+        kept = [max(step.seconds or 0.0 for step in ranks) for ranks in steps if ranks[0].seconds is not None]
+        return statistics.median(kept) * 1e3 if kept else None
+
+    @property
+    def used_bytes(self) -> int | None:
+        """The most that any GPU held at the end of a step."""
+        used = [step.used_bytes for steps in self.ranks for step in steps if step.used_bytes is not None]
+        return max(used, default=None)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first figure that differs.
+
+    Attributes:
+        step: Its step.
+        rank: Its rank, the lowest of those.
+        name: As in ``Step.figures``.
+        values: In the two jobs, hexadecimal.
+    """
+
+    step: int
+    rank: int
+    name: str
+    values: tuple[str | None, str | None]
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], list[Step]]:
+    whole = path.read_text(encoding="utf-8").split("\n")[
+        :-1
+    ]  # the last line of a job that was killed may be half written
+    if not whole:
+        raise ValueError(f"{path.name} is empty")
+    header, *entries = [json.loads(line) for line in whole]
+    if any(name not in header for name in ("world_size", "features", "dtype", "sizes")):
+        raise ValueError(f"{path.name} begins with {header}")
+    steps = []
+    for entry in entries:
+        figures = {**entry["losses"], "grad norm": entry["grad_norm"], "parameters": entry.get("digest")}
+        known = {name: value for name, value in figures.items() if value is not None}
+        steps.append(Step(entry["step"], known, entry["seconds"], entry.get("used_bytes")))
+    return header, steps
+
+
+def read_job(folder: Path) -> Job:
+    """Reads the files of all ranks.
+
+    Raises:
+        SettingError: There are none, ranks are missing, or they are not such files.
+    """
+    paths = sorted(
+        (path for path in folder.glob("rank*.jsonl") if path.stem[4:].isdigit()), key=lambda path: int(path.stem[4:])
+    )
+    if not paths:
+        raise SettingError(f"no rank noted a step in {folder}: did the script reach Megatron-LM's training loop?")
+    try:
+        parsed = [_parse(path) for path in paths]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingError(f"{folder} does not hold the notes of a job: {error!r}") from None
+    header = parsed[0][0]
+    if len(parsed) != header["world_size"]:
+        raise SettingError(f"{folder} has the notes of {len(parsed)} of {header['world_size']} ranks")
+    shortest = min(len(steps) for _, steps in parsed)
+    if shortest == 0:
+        raise SettingError(f"a rank in {folder} finished no step")
+    return Job(header, [steps[:shortest] for _, steps in parsed])
+
+
+def _pairs(one: Job, other: Job) -> Iterator[tuple[int, Step, Step]]:
+    for steps in zip(zip(*one.ranks), zip(*other.ranks)):
+        for rank, (a, b) in enumerate(zip(*steps)):
+            yield rank, a, b
+
+
+def differences(one: Job, other: Job) -> list[Difference]:
+    """Every figure that differs, by step and rank; a figure that one of them lacks differs, too."""
+    found = []
+    for rank, a, b in _pairs(one, other):
+        for name in dict.fromkeys([*a.figures, *b.figures]):
+            values = (a.figures.get(name), b.figures.get(name))
+            if values[0] != values[1]:
+                found.append(Difference(a.number, rank, name, values))
+    return found
+
+
+def count_figures(jobs: Sequence[Job]) -> int:
+    """How many figures the jobs' common steps have, over all ranks."""
+    return sum(len(a.figures) for _, a, _ in _pairs(*jobs))

@@ -1,0 +1,96 @@
+"""What each feature of ``--ditron`` would do on the machine that the facts describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ditron_train.megatron.plugin.arguments import FEATURES, available_features
+from ditron_train.runtime.versions import pip_command
+from ditron_train.tools.doctor.facts import Facts, island_words
+
+__all__ = ["FeatureState", "judge_features"]
+
+
+@dataclass(frozen=True)
+class FeatureState:
+    """``ours``: accelerated here; ``interpreted``: runs, to try it; ``native``: Megatron's own path runs."""
+
+    name: str
+    about: str
+    state: Literal["ours", "interpreted", "native"]
+    why: str
+    fix: str | None = None
+
+
+def _on_gpus(facts: Facts) -> tuple[str, str | None] | None:
+    """Why a feature that needs peers' memory stays native, and the fix; None where nothing stands in its way."""
+    if len(facts.gpus) < 2:
+        return "one GPU: a group of one rank has nothing to overlap", "start on several GPUs"
+    if not facts.islands:
+        return "no set of GPUs can reach each other's memory", "see peer access above"
+    if any(gpu.capability < (8, 0) for gpu in facts.gpus):
+        return "a GPU is older than compute capability 8.0", None
+    return None
+
+
+def _copy_engines(facts: Facts) -> tuple[str, str | None] | None:
+    if not facts.has_cuda_bindings:
+        return "cuda-bindings is missing: no signals behind copies", pip_command("cuda-bindings")
+    return None
+
+
+Need = Callable[[Facts], "tuple[str, str | None] | None"]
+_NEEDS: dict[str, tuple[Need, ...]] = {
+    "tp": (_on_gpus,),
+    "sp": (_on_gpus,),
+    "ep": (_on_gpus,),
+    "pp": (_on_gpus, _copy_engines),
+    "muon": (),
+}
+
+
+def _across_nodes(name: str, facts: Facts) -> str:
+    """What becomes of groups that span nodes."""
+    has_nvshmem = facts.versions.get("nvshmem4py") is not None
+    if name == "ep":
+        is_on = facts.environment.get("DITRON_EP_RAILS") == "on"
+        return "between nodes along rails" if is_on else "native between nodes unless DITRON_EP_RAILS=on"
+    return {
+        "tp": "between nodes through NVSHMEM" if has_nvshmem else "native between nodes (nvshmem4py is not installed)",
+        "sp": "between nodes exchanges along rails, projections native",
+        "pp": "between nodes through NCCL" + (" or, by DITRON_PP_PATH, NVSHMEM" if has_nvshmem else ""),
+    }[name]
+
+
+def judge_features(facts: Facts) -> list[FeatureState]:
+    """Returns one state for each feature that this version of the package has."""
+    return [_judge(name, facts) for name in available_features()]
+
+
+def _judge(name: str, facts: Facts) -> FeatureState:
+    about = FEATURES[name]
+    if facts.versions.get("megatron-core") is None:
+        reason = "megatron-core is not installed; ops can be called directly"
+        return FeatureState(name, about, "native", reason, pip_command("megatron-core"))
+    if not facts.gpus:
+        if facts.environment.get("TRITON_INTERPRET") == "1":
+            return FeatureState(name, about, "interpreted", "CPU processes over shared memory, Triton's interpreter")
+        return FeatureState(name, about, "native", "no GPU, and the interpreter is off", "TRITON_INTERPRET=1")
+    for need in _NEEDS[name]:
+        obstacle = need(facts)
+        if obstacle is not None:
+            return FeatureState(name, about, "native", *obstacle)
+    if name == "muon":
+        return FeatureState(name, about, "ours", "every GPU, where the bits are native's")
+    all_of_them = [list(range(len(facts.gpus)))]
+    where = (
+        f"{len(facts.gpus)} GPUs"
+        if facts.islands == all_of_them
+        else f"groups inside GPUs {island_words(facts.islands)}"
+    )
+    why = f"{where}, where the bits are native's and it is faster; {_across_nodes(name, facts)}"
+    if name == "sp" and facts.versions.get("transformer-engine") is None:
+        why += "; with megatron-core's local attention, as Transformer Engine is not installed"
+    return FeatureState(name, about, "ours", why)

@@ -1,0 +1,254 @@
+"""What every benchmark does around its measurements: join the job, check bits on all ranks, show, write."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.versions import check_versions
+from ditron_train.tools.arguments import check_counts, check_folder
+from ditron_train.tools.inputs import make_values
+from ditron_train.tools.results import Pass, Row, write_results
+from ditron_train.tools.stamp import collect_stamp
+from ditron_train.tools.tables import show_rows
+from ditron_train.tools.timing import Contender, Timing, measure, num_input_sets
+
+__all__ = ["BenchSession", "Sink", "bench_session", "under_policy"]
+
+_TIMEOUT_S = 300
+
+
+class Sink(Protocol):
+    """Takes a benchmark's rows, on every rank, in the place of the table and the file that it would make of them."""
+
+    def meet(self, session: BenchSession, contenders: Mapping[str, Contender]) -> None:
+        """What is about to be measured for the next row, or a part of it (collective)."""
+
+    def add_row(self, row: Row) -> None:
+        """One more row."""
+
+
+class BenchSession:
+    """One benchmark's process: its device and ranks, how it measures, the rows so far.
+
+    Attributes:
+        name: Name of the benchmark, which is also its file's.
+        device: This rank's device.
+        rank: Rank in WORLD.
+        world_size: Number of ranks.
+        dtype: Of activations where nobody names one: bfloat16; on the CPU float32, which Triton's interpreter has.
+        rows: What ``add`` was given; the same on every rank.
+    """
+
+    def __init__(self, name: str, arguments: argparse.Namespace, sink: Sink | None = None) -> None:
+        self.name = name
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = _device()
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.rows: list[Row] = []
+        self._arguments = arguments
+        self._sink = sink
+
+    def measure(
+        self,
+        contenders: Mapping[str, Contender],
+        group: dist.ProcessGroup | None = None,
+        *,
+        most: int | None = None,
+        inside: bool = False,
+        in_turn: bool = True,
+    ) -> dict[str, Timing]:
+        """``timing.measure`` with the repetitions that the command line asks for, at most ``most`` for what is
+        long."""
+        if self._sink is not None:
+            self._sink.meet(self, contenders)
+        repetitions, warmup = (
+            number if most is None else min(number, most)
+            for number in (self._arguments.repetitions, self._arguments.warmup)
+        )
+        return measure(
+            contenders,
+            group=group,
+            device=self.device,
+            repetitions=repetitions,
+            warmup=warmup,
+            inside=inside,
+            in_turn=in_turn,
+        )
+
+    def num_input_sets(self, set_bytes: int) -> int:
+        """``timing.num_input_sets`` on this rank's device."""
+        return num_input_sets(set_bytes, self.device)
+
+    def values(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+        """``inputs.make_values`` on this rank; ranks differ, runs do not."""
+        return make_values(shape, dtype, self.device, seed=seed, rank=self.rank)
+
+    def agree(self, mine: bool, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether ``mine`` holds on every rank."""
+        flag = torch.tensor([int(mine)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        return bool(flag.item())
+
+    def equal(self, ours: Sequence[torch.Tensor], native: Sequence[torch.Tensor]) -> bool:
+        """Whether all tensors have equal bits on every rank."""
+        return self.agree(len(ours) == len(native) and all(torch.equal(a, b) for a, b in zip(ours, native)))
+
+    def attempt(self, what: str, contender: Contender) -> bool:
+        """Runs ``contender`` once; False, with a log line, where it fails on any rank: to leave a peer out."""
+        try:
+            contender(0)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            works = True
+        except (RuntimeError, AttributeError, NotImplementedError, ValueError, AssertionError) as error:
+            get_logger("bench").warning("%s does not run here: %s", what, str(error).splitlines()[0])
+            works = False
+        return self.agree(works)
+
+    def row(
+        self,
+        op: str,
+        direction: Pass,
+        model: str,
+        shape: dict[str, int],
+        timings: Mapping[str, Timing],
+        equal: bool,
+        *,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> Row:
+        """A row of ``native`` and ``ditron`` among ``timings``; ``dtype``: the session's where it is not named."""
+        named = dict(
+            op=op,
+            direction=direction,
+            model=model,
+            world_size=self.world_size,
+            dtype=str(dtype or self.dtype).removeprefix("torch."),
+            shape=shape,
+            native_us=timings["native"].median_us,
+            ditron_us=timings["ditron"].median_us,
+            bitwise_equal=equal,
+            comm_sms=0,
+            spread=max(timing.spread for timing in timings.values()),
+        )
+        return Row(**{**named, **others})
+
+    def add(self, row: Row) -> None:
+        """Adds a row and logs it."""
+        self.rows.append(row)
+        if self.rank == 0:
+            sizes = "x".join(str(size) for size in row.shape.values())
+            line = f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours {row.ditron_us:.0f} us"
+            get_logger("bench").info(
+                "%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER"
+            )
+        if self._sink is not None:
+            self._sink.add_row(row)
+
+    def save(self) -> None:
+        """Rank 0 writes the rows so far: a benchmark of many shapes that is cut short keeps them."""
+        self._write(is_shown=False)
+
+    def finish(self) -> int:
+        """Rank 0 writes and shows the rows. Returns the exit status: 1 where bits of any row differ."""
+        if not self.rows and self._sink is None and self.rank == 0:
+            get_logger("bench").warning("bench %s: nothing of what was asked for is measured here", self.name)
+        self._write(is_shown=True)
+        return 0 if all(row.bitwise_equal for row in self.rows) else 1
+
+    def _write(self, is_shown: bool) -> None:
+        if self.rank != 0 or not self.rows or self._sink is not None:
+            return
+        stamp = collect_stamp(
+            self.device, self.world_size, repetitions=self._arguments.repetitions, warmup=self._arguments.warmup
+        )
+        if is_shown:
+            show_rows(self.rows, stamp)
+        if self._arguments.output is not None:
+            path = write_results(self._arguments.output, self.name, stamp, self.rows)
+            if is_shown:
+                get_logger("bench").info("written: %s", path)
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _join() -> None:
+    """Joins torchrun's job, or makes one of a single rank."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        os.environ.setdefault(name, value)
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= torch.cuda.device_count():
+            raise DitronError(
+                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} here; start fewer processes"
+            )
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group(
+            "nccl", timeout=timeout
+        )  # no device_id: groups connect at their first use, as Megatron's do
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+@contextmanager
+def under_policy(mode: str) -> Iterator[None]:
+    """``DITRON_POLICY`` is ``mode`` for a while."""
+    previous = os.environ.get("DITRON_POLICY")
+    os.environ["DITRON_POLICY"] = mode
+    try:
+        yield
+    finally:
+        del os.environ["DITRON_POLICY"]
+        if previous is not None:
+            os.environ["DITRON_POLICY"] = previous
+
+
+@contextmanager
+def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = None) -> Iterator[BenchSession]:
+    """Joins the process group for the time of a benchmark, whose rows go to ``sink`` if there is one.
+
+    Raises:
+        VersionError: A library is outside its supported range.
+        SettingError: A count or the folder of results cannot be.
+        DitronError: More processes than GPUs; CPU without the interpreter.
+    """
+    check_versions()
+    check_counts(arguments)
+    folder: Path | None = getattr(arguments, "output", None)
+    if folder is not None and sink is None:
+        check_folder(folder)
+    if not torch.cuda.is_available():
+        from ditron_train.runtime.device import is_interpreter
+
+        if not is_interpreter():
+            raise DitronError(
+                "no GPU here: TRITON_INTERPRET=1 runs it on CPU processes, in Triton's interpreter (several of them under torchrun)"
+            )
+        from ditron_train.cpu import interpreter
+
+        interpreter.install()
+    joined = not dist.is_initialized()
+    if joined:
+        _join()
+    try:
+        yield BenchSession(name, arguments, sink)
+    finally:
+        if joined:
+            dist.destroy_process_group()

@@ -1,0 +1,203 @@
+"""Records one call of an op, or of a layer, natively and with ours: Chrome traces and a picture.
+
+The host is ahead of the device, as in training, and the ranks begin together: the device waits a little in front of
+the call, then for all ranks. Neither is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.versions import pip_command
+from ditron_train.tools.arguments import check_folder
+from ditron_train.tools.session import BenchSession, bench_session
+from ditron_train.tools.tables import terminal
+from ditron_train.tools.trace.show_timeline import draw_timelines, summary
+from ditron_train.tools.trace.timeline import computation_us, read_chrome_trace
+
+__all__ = ["OPS", "record_op"]
+
+_WARMUP = 3
+_HEAD_START_CYCLES = 40_000_000  # about 20 ms of the GPU's clock: what a layer's launches take while they are recorded
+_ON_CPU = (256, 256, 256)
+_MESSAGE_BYTES = 64_000_000
+
+Contenders = Mapping[str, Callable[[int], object]]
+
+
+def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path) -> int:
+    """Writes ``<op>-native.json``, ``<op>-ditron.json`` (Perfetto and chrome://tracing read them) and ``<op>.png``.
+
+    Rank 0 is recorded while all ranks run. Collective; returns the exit status.
+
+    Raises:
+        SettingError: A shape that does not divide over the ranks or that the op does not take, or a folder that cannot
+            be written.
+        NotSupportedError: What the op needs (a GPU, megatron-core, Transformer Engine) is not there.
+    """
+    make, needs, takes_shape = OPS[op]
+    if shape is not None and not takes_shape:
+        raise SettingError(f"--shape is of ag_gemm and gemm_rs; {op} has one of its own")
+    check_folder(folder)
+    with bench_session("trace", argparse.Namespace()) as session:
+        for need in needs:
+            need(session, op)
+        with make(session, op, shape) as (title, contenders):
+            return _record(session, title, op, {name: contenders[name] for name in ("native", "ditron")}, folder)
+
+
+def _gpu(session: BenchSession, op: str) -> None:
+    if session.device.type != "cuda":
+        raise NotSupportedError(f"{op} is recorded on GPUs only")
+
+
+def _several(session: BenchSession, op: str) -> None:
+    if session.world_size < 2:
+        raise NotSupportedError(f"{op} takes several ranks: start it under torchrun")
+
+
+def _module(name: str, words: str) -> Callable[[BenchSession, str], None]:
+    def need(session: BenchSession, op: str) -> None:
+        if importlib.util.find_spec(name.split(".")[0]) is None or importlib.util.find_spec(name) is None:
+            raise NotSupportedError(f"{op} needs {words}")
+
+    return need
+
+
+_megatron = _module("megatron.core", f"megatron-core: {pip_command('megatron-core')}")
+_te = _module("transformer_engine", f"Transformer Engine: {pip_command('transformer-engine')}")
+
+
+@contextmanager
+def _tp_op(session: BenchSession, op: str, shape: tuple[int, int, int] | None) -> Iterator[tuple[str, Contenders]]:
+    from ditron_train.tools.bench.tp_contenders import Case, op_contenders
+    from ditron_train.tp import get_context
+
+    m, n, k = shape or (_ON_CPU if session.device.type == "cpu" else (8192, 28672, 8192))
+    case = Case(op, "custom", m, n, k)
+    case.check(session.world_size)
+    yield f"{op} {m} x {n} x {k}", op_contenders(session, case, get_context(None, session.device), session.dtype)
+
+
+@contextmanager
+def _tp_layer(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
+    from ditron_train.tools.bench.megatron_tp import layer_contenders, megatron_world
+
+    with megatron_world(session):
+        yield "LLaMA-70B layer, forward and backward", layer_contenders(session)
+
+
+@contextmanager
+def _sp_op(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
+    from ditron_train.sp import get_context
+    from ditron_train.tools.bench.sp import FACTS, Case, op_contenders
+    from ditron_train.tools.bench.sp_native import NativeUlysses
+
+    case = Case(*FACTS)
+    if session.device.type == "cpu":
+        case = replace(case, seqlen=64, heads=16, groups=8, head_size=8)
+    if case.groups % session.world_size:
+        raise SettingError(f"{op}: {case.groups} groups do not divide over {session.world_size} ranks")
+    context = get_context(dist.group.WORLD, session.device)
+    native = NativeUlysses(context.group, session.device)
+    sizes = ", ".join(f"{name} {size}" for name, size in case.shape.items())
+    yield f"{op}, {sizes}", op_contenders(session, op, case, context, native)
+
+
+@contextmanager
+def _attention(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
+    from ditron_train.tools.bench.megatron_sp import attention_contenders
+
+    with attention_contenders(session) as contenders:
+        yield "Ulysses attention of 64 heads, 16384 tokens, forward and backward", contenders
+
+
+@contextmanager
+def _moe(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
+    from ditron_train.tools.bench.ep import moe_contenders
+
+    with moe_contenders(session) as contenders:
+        yield "MoE layer, forward and backward", contenders
+
+
+@contextmanager
+def _message(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
+    from ditron_train.pp import get_pipeline_context
+    from ditron_train.tools.bench.pp import transfer_contenders
+
+    num_bytes = _MESSAGE_BYTES if session.device.type == "cuda" else 4096
+    context = get_pipeline_context(dist.group.WORLD, session.device)
+    context.reserve(num_bytes)
+    yield (
+        f"a message of {num_bytes} bytes round the ring",
+        transfer_contenders(session, context, "ring", num_bytes, {}),
+    )
+
+
+#: By name: what makes the contenders, what it needs, and whether it takes a shape.
+OPS = {
+    "ag_gemm": (_tp_op, (), True),
+    "gemm_rs": (_tp_op, (), True),
+    "layer": (_tp_layer, (_gpu, _megatron), False),
+    "gemm_a2a": (_sp_op, (), False),
+    "a2a_gemm": (_sp_op, (), False),
+    "attention_layer": (_attention, (_gpu, _megatron, _te), False),
+    "moe_layer": (_moe, (_megatron,), False),
+    "send_recv": (_message, (_several,), False),
+}
+
+
+def _record(
+    session: BenchSession, title: str, stem: str, contenders: dict[str, Callable[[int], object]], folder: Path
+) -> int:
+    timelines = {}
+    for name, contender in contenders.items():
+        path = folder / f"{stem}-{name}.json"
+        _profile(session, f"ditron_train {stem}" if name == "ditron" else f"native {stem}", contender, path)
+        if session.rank == 0:
+            timelines[name] = read_chrome_trace(path)
+    if session.rank == 0:
+        draw_timelines(f"{title}, {session.world_size} ranks", timelines, folder / f"{stem}.png")
+        computation = computation_us(timelines["native"])
+        for name, intervals in timelines.items():
+            terminal().print(summary(name, intervals, computation))
+        terminal().print(f"written: {folder / stem}.png, {stem}-native.json, {stem}-ditron.json")
+    return 0
+
+
+def _profile(session: BenchSession, label: str, contender: Callable[[int], object], path: Path) -> None:
+    """Runs ``contender`` a few times and records one call on rank 0."""
+    on_gpu = session.device.type == "cuda"
+    barrier = torch.zeros(1, device=session.device)
+    for index in range(_WARMUP if on_gpu else 1):
+        contender(index)
+
+    def call() -> None:
+        if on_gpu:
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+            dist.all_reduce(barrier)
+        contender(0)
+        if on_gpu:
+            torch.cuda.synchronize(session.device)
+
+    if on_gpu:
+        torch.cuda.synchronize(session.device)
+    dist.barrier()
+    if session.rank != 0:
+        call()
+    else:
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+            with record_function(label):
+                call()
+        profiler.export_chrome_trace(str(path))
+    dist.barrier()

@@ -1,0 +1,66 @@
+"""Rates of this machine from what was timed while tuning, for the cost model."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ditron_train.runtime.rates import MachineRates, default_rates
+from ditron_train.tp.choices import Machine, Problem, default_choice
+from ditron_train.tp.cost_model import gemm_us, nccl_bytes, wire_bytes
+
+__all__ = ["Observed", "fit_rates"]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Times of a problem's parts, in us; ``link_us`` of a gather by copy engines alone, None where it was not
+    timed."""
+
+    problem: Problem
+    gemm_us: float
+    comm_us: float
+    link_us: float | None = None
+
+
+def fit_rates(observed: Sequence[Observed], machine: Machine) -> MachineRates:
+    """The rates that explain the times; what they say nothing about is as by default."""
+    rates = default_rates(machine.target)
+    if not observed:
+        return rates
+    rates = replace(rates, gemm_tflops=_rounded(_gemm_tflops(observed, machine, rates)))
+    line = _line([(nccl_bytes(seen.problem), seen.comm_us) for seen in observed])
+    if line is not None:
+        latency_us, gbps = line
+        rates = replace(rates, nccl_gbps=_rounded(gbps), nccl_latency_us=_rounded(max(latency_us, 1.0)))
+    line = _line([(wire_bytes(seen.problem), seen.link_us) for seen in observed if seen.link_us is not None])
+    if line is not None:
+        rates = replace(rates, link_gbps=_rounded(line[1]))
+    return rates
+
+
+def _gemm_tflops(observed: Sequence[Observed], machine: Machine, rates: MachineRates) -> float:
+    """In steps: a long GEMM's time is not in proportion to the rate, since it is slowed down."""
+    for _ in range(4):
+        ratios = []
+        for seen in observed:
+            p = seen.problem
+            expected = gemm_us(
+                p.m, p.n, p.k, default_choice(p, machine).config, machine.num_sms, machine.num_sms, rates
+            )
+            ratios.append(expected / seen.gemm_us)
+        rates = replace(rates, gemm_tflops=rates.gemm_tflops * statistics.median(ratios))
+    return rates.gemm_tflops
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """(us at no bytes, GB/s) of the line through (bytes, us); None where the points do not make one."""
+    if len({num_bytes for num_bytes, _ in points}) < 2:
+        return None
+    slope, intercept = statistics.linear_regression(*zip(*points))
+    return (intercept, 1e-3 / slope) if slope > 0 else None

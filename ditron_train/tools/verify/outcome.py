@@ -1,0 +1,77 @@
+"""What a comparison is asked for and what it says."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ditron_train.tools.session import BenchSession
+from ditron_train.tools.verify.cases import Case
+
+__all__ = ["RESULTS", "Outcome", "Stress"]
+
+RESULTS = ("forward", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class Stress:
+    """What makes a race show.
+
+    Attributes:
+        repeat: Comparisons of each case, of a linear layer each on new data.
+        straggler_ms: A random rank comes up to this late to every op.
+        poison: The linear layers' symmetric buffers are filled with NaN in front of every op.
+    """
+
+    repeat: int = 1
+    straggler_ms: float = 0.0
+    poison: bool = False
+
+    def delay(self, session: BenchSession, late: np.random.Generator) -> None:
+        """Makes one rank late to what comes next; ``late`` is in the same state on every rank."""
+        if not self.straggler_ms:
+            return
+        rank, delay_ms = int(late.integers(session.world_size)), late.uniform(0.0, self.straggler_ms)
+        if rank != session.rank:
+            return
+        if session.device.type == "cuda":
+            torch.cuda._sleep(int(delay_ms * 1.8e6))  # cycles at about 1.8 GHz
+        else:
+            time.sleep(delay_ms / 1e3)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one case; the same on every rank.
+
+    Attributes:
+        case: Which.
+        is_ours: Whether a training job would run our op at this shape; else it runs natively, so nothing can differ.
+        num_different: By result: in how many comparisons a bit differed on any rank.
+        native_us: Forward and backward natively; None where it was not timed.
+        ditron_us: Forward and backward with ours.
+    """
+
+    case: Case
+    is_ours: bool
+    num_different: dict[str, int]
+    native_us: float | None = None
+    ditron_us: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether no bit of any result differed."""
+        return not any(self.num_different.values())
+
+    @property
+    def verdict(self) -> str:
+        """One word or two for the table."""
+        if not self.equal:
+            return "DIFFERENT"
+        if not self.is_ours:
+            return "native"
+        slower = self.native_us is not None and self.ditron_us is not None and self.ditron_us > self.native_us
+        return "ours, slower" if slower else "ours"

@@ -1,0 +1,193 @@
+"""The table, the sentences and the files of ``verify``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from rich.table import Table
+
+from ditron_train.tools.results import Row, Stamp, write_results
+from ditron_train.tools.session import BenchSession
+from ditron_train.tools.stamp import collect_stamp
+from ditron_train.tools.tables import terminal
+from ditron_train.tools.verify.outcome import RESULTS, Outcome
+from ditron_train.tools.verify.soak import Soak, write_soak
+
+__all__ = ["Report"]
+
+
+class Report:
+    """What ``verify`` found so far: named cases, rows of the other rooms' benchmarks, long runs.
+
+    Named cases and rows are in ``verify.json`` from the moment they are added, so that a run that is cut short leaves
+    what it has compared.
+
+    Attributes:
+        outcomes: Of the named cases.
+        rows: Of the other rooms.
+        soaks: Of long runs.
+    """
+
+    def __init__(self, session: BenchSession, arguments: argparse.Namespace) -> None:
+        self._session, self._arguments = session, arguments
+        self.outcomes: list[Outcome] = []
+        self.rows: list[Row] = []
+        self._row_comparisons = 0
+        self.soaks: list[Soak] = []
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no bit differed anywhere."""
+        equal = (*(outcome.equal for outcome in self.outcomes), *(row.bitwise_equal for row in self.rows))
+        return all(equal) and not any(soak.num_different for soak in self.soaks)
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """One more named case."""
+        self.outcomes.append(outcome)
+        self._write_rows()
+
+    def add_row(self, row: Row, num_comparisons: int) -> None:
+        """One more row of a room's benchmark, and how often its op was compared."""
+        self.rows.append(row)
+        self._row_comparisons += num_comparisons
+        self._write_rows()
+
+    def finish(self) -> None:
+        """Rank 0 shows everything and writes the long runs (``soak/<what>.json``)."""
+        if self._session.rank != 0:
+            return
+        if self.outcomes or self.rows:
+            _show(self._session, self.outcomes, self.rows, self._arguments.repeat)
+        for line in (
+            *self._sentences(),
+            *(soak.sentence() for soak in self.soaks),
+            *(f"DIFFERENT: {description}" for soak in self.soaks for description in soak.different),
+        ):
+            _print_line(line)
+        if self._session.world_size == 1:
+            _print_line("one rank has nothing to overlap: torchrun --nproc-per-node N -m ditron_train verify ...")
+        folder: Path | None = self._arguments.output
+        if folder is not None:
+            paths = [self._write_rows(), *(write_soak(folder, self._stamp, soak) for soak in self.soaks)]
+            for path in paths:
+                if path is not None:
+                    _print_line(f"written: {path}")
+
+    def _sentences(self) -> list[str]:
+        named = [_summary(self.outcomes, self._arguments.repeat)] if self.outcomes else []
+        return named + ([_summary_of_rows(self.rows, self._row_comparisons)] if self.rows else [])
+
+    def _write_rows(self) -> Path | None:
+        folder: Path | None = self._arguments.output
+        rows = [*(_row(self._session, outcome) for outcome in self.outcomes if outcome.native_us), *self.rows]
+        if self._session.rank != 0 or folder is None or not rows:
+            return None
+        settings = {**self._stamp.settings, "summary": ". ".join(self._sentences())}
+        return write_results(folder, "verify", replace(self._stamp, settings=settings), rows)
+
+    @cached_property
+    def _stamp(self) -> Stamp:
+        names = (
+            "rooms",
+            "repeat",
+            "straggler_ms",
+            "poison",
+            "random",
+            "largest",
+            "ops",
+            "seed",
+            "repetitions",
+            "warmup",
+        )
+        settings = {name: getattr(self._arguments, name) for name in names}
+        return collect_stamp(self._session.device, self._session.world_size, **settings)
+
+
+def _print_line(text: str) -> None:
+    terminal().print(text, highlight=False)
+
+
+def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row], repeat: int) -> None:
+    """One line a case and one for each of the other rooms' ``rows``, on rank 0."""
+    title = _count(session.world_size, "rank") + (
+        f", {_count(repeat, 'comparison')} of each layer" if outcomes else ""
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("layer", "op", "shape", "dtype", *RESULTS, "native ms", "ditron ms", "verdict"):
+        table.add_column(name)
+    for outcome in outcomes:
+        case = outcome.case
+        bits = [_bits(outcome, result) for result in RESULTS]
+        sizes, dtype = f"{case.m}x{case.n}x{case.k}", str(case.dtype).removeprefix("torch.")
+        style = None if outcome.equal else "bold red"
+        times = _times(outcome.native_us, outcome.ditron_us)
+        table.add_row(case.name, case.kind, sizes, dtype, *bits, *times, outcome.verdict, style=style)
+    for row in rows:
+        bits = [
+            ("equal" if row.bitwise_equal else "DIFFERENT") if result in _results_of(row) else "" for result in RESULTS
+        ]
+        slower = "ours, slower" if row.ditron_us > row.native_us else "ours"
+        style = None if row.bitwise_equal else "bold red"
+        times = _times(row.native_us, row.ditron_us)
+        sizes = "x".join(map(str, row.shape.values()))
+        verdict = slower if row.bitwise_equal else "DIFFERENT"
+        table.add_row(row.model, row.op, sizes, row.dtype, *bits, *times, verdict, style=style)
+    terminal().print(table)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _times(*times_us: float | None) -> list[str]:
+    return ["" if time_us is None else f"{time_us / 1e3:.3f}" for time_us in times_us]
+
+
+def _results_of(row: Row) -> Sequence[str]:
+    """Which of ``RESULTS`` a row compares; an op of one gradient alone says which by its name."""
+    if row.direction == "backward":
+        return [result for result in RESULTS[1:] if row.op.endswith(result)] or RESULTS[1:]
+    return RESULTS if row.direction == "forward_backward" else RESULTS[:1]
+
+
+def _bits(outcome: Outcome, result: str) -> str:
+    if not outcome.is_ours:
+        return "native"
+    count = outcome.num_different[result]
+    return "equal" if count == 0 else f"{count} DIFFERENT"
+
+
+def _summary_of_rows(rows: Sequence[Row], num_comparisons: int) -> str:
+    """One sentence over the other rooms' rows."""
+    different = sum(not row.bitwise_equal for row in rows)
+    text = f"{_count(len(rows), 'row')} of other ops ({_count(num_comparisons, 'comparison')})"
+    return f"{text}; {f'{different} different' if different else 'every bit is equal'}"
+
+
+def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
+    """One sentence over all cases."""
+    ours = [outcome for outcome in outcomes if outcome.is_ours]
+    different = [outcome for outcome in outcomes if not outcome.equal]
+    compared = len(ours) * repeat
+    text = f"{_count(len(outcomes), 'shape')}: {len(ours)} by ours ({_count(compared, 'comparison')}), {len(outcomes) - len(ours)} natively"
+    verdict = "every bit is equal" if ours else "nothing was compared"
+    return f"{text}; {f'{len(different)} different' if different else verdict}"
+
+
+def _row(session: BenchSession, outcome: Outcome) -> Row:
+    return Row(
+        op=f"{outcome.case.kind}_linear",
+        direction="forward_backward",
+        model=outcome.case.name,
+        world_size=session.world_size,
+        dtype=str(outcome.case.dtype).removeprefix("torch."),
+        shape={"m": outcome.case.m, "n": outcome.case.n, "k": outcome.case.k},
+        native_us=outcome.native_us,
+        ditron_us=outcome.ditron_us,
+        bitwise_equal=outcome.equal,
+        comm_sms=0,
+    )

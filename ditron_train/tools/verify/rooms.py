@@ -1,0 +1,137 @@
+"""The other rooms' ops against native: their benchmarks compare every bit before they time, so a short run of each is
+the check."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.results import Row
+from ditron_train.tools.session import BenchSession
+from ditron_train.tools.timing import Contender
+from ditron_train.tools.verify.cases import ModelSizes
+from ditron_train.tools.verify.outcome import Stress
+from ditron_train.tools.verify.result_table import Report
+
+__all__ = ["ROOMS", "parse_rooms", "room_words", "verify_rooms"]
+
+_PUBLISHED_EXPERTS = 128
+_QUICK = ("--repetitions", "2", "--warmup", "1")
+
+
+def parse_rooms(text: str | None) -> list[str]:
+    """Names between commas, or ``all``.
+
+    Raises:
+        SettingError: An unknown name.
+    """
+    if text == "all":
+        return list(ROOMS)
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    unknown = sorted(set(names) - set(ROOMS))
+    if unknown:
+        raise SettingError(f"--rooms knows {', '.join(ROOMS)}, not {', '.join(unknown)}")
+    return names
+
+
+def _divides(what: str, number: int, by: int) -> None:
+    if number % by:
+        raise SettingError(f"{number} {what} do not divide by {by}")
+
+
+def _sp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    _divides("tokens of a sequence over twice the ranks", model.seq_length, 2 * world_size)
+    _divides("query groups over the ranks", model.groups, world_size)
+    parts = ("--part", "gemm_a2a", "--part", "a2a_gemm", "--part", "backward")
+    return [*parts, "--shape", *map(str, (model.seq_length, model.heads, model.groups, model.channels))]
+
+
+def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    if world_size < 2:
+        raise SettingError("--rooms ep takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify")
+    if model.experts is None:  # a published layer; without a GPU the benchmark has one alone
+        if on_gpu:
+            _divides("experts over the ranks (--num-experts names others)", _PUBLISHED_EXPERTS, world_size)
+        return ["--no-deterministic", *(("--model", "facts") if on_gpu else ())]
+    _divides("experts over the ranks", model.experts, world_size)
+    sizes = (model.tokens, model.hidden, model.expert_ffn, model.experts, model.topk)
+    return ["--no-deterministic", "--shape", *map(str, sizes)]
+
+
+def _pp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    if world_size % 2:
+        raise SettingError(
+            f"--rooms pp takes an even number of ranks, not {world_size}: name the others, --rooms sp,ep,muon"
+        )
+    parts = ("--part", "send_recv", "--part", "pipeline_step")
+    return ["--no-limited", *parts, "--mb", str(2 * model.tokens * model.hidden / 1e6)]
+
+
+def _muon(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
+    shapes = [word for shape in model.matrices.values() for word in ("--shape", *map(str, shape))]
+    return ["--no-peer", *shapes]
+
+
+#: Words for each room's benchmark: the model's sizes; what takes long and compares nothing more is left out.
+ROOMS: Mapping[str, Callable[[ModelSizes, int, bool], list[str]]] = {"sp": _sp, "ep": _ep, "pp": _pp, "muon": _muon}
+
+
+def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu: bool) -> dict[str, list[str]]:
+    """Command line of each room's benchmark for a model.
+
+    Raises:
+        SettingError: The model does not divide over the ranks.
+    """
+    return {room: ROOMS[room](model, world_size, on_gpu) for room in rooms}
+
+
+class _UnderStress:
+    """A benchmark's sink: compares what is measured again and again, and gives its rows to the report with what that
+    found."""
+
+    def __init__(self, report: Report, stress: Stress, seed: int) -> None:
+        self._report, self._stress = report, stress
+        self._late = np.random.default_rng(seed)
+        self._equal, self._compared = True, 0
+
+    def meet(self, session: BenchSession, contenders: Mapping[str, Contender]) -> None:
+        """Compares ``native`` and ``ditron``, as often as the command line asks for beyond the benchmark's own
+        comparison."""
+        extra = self._stress.repeat if self._stress.straggler_ms else self._stress.repeat - 1
+        if not {"native", "ditron"} <= contenders.keys():
+            return
+        for turn in range(extra):
+            native = list(_tensors(contenders["native"](turn)))
+            self._stress.delay(session, self._late)
+            ours = list(_tensors(contenders["ditron"](turn)))
+            self._equal &= session.equal(ours, native)
+            self._compared += 1
+
+    def add_row(self, row: Row) -> None:
+        """The benchmark's row, equal where every comparison was."""
+        self._report.add_row(replace(row, bitwise_equal=row.bitwise_equal and self._equal), 1 + self._compared)
+        self._equal, self._compared = True, 0
+
+
+def _tensors(result: object) -> Iterable[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for part in result:
+            yield from _tensors(part)
+
+
+def verify_rooms(words: Mapping[str, Sequence[str]], report: Report, stress: Stress, seed: int) -> None:
+    """Runs the rooms' benchmarks shortly (collective), compares under ``stress``, and adds their rows to
+    ``report``."""
+    for room, options in words.items():
+        module = importlib.import_module(f"ditron_train.tools.bench.{room}")
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        module.run(parser.parse_args([*_QUICK, *options]), _UnderStress(report, stress, seed))

@@ -1,0 +1,174 @@
+"""Long runs: what they add up to (counts, speed, memory, epochs), and where that is written."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.tools.results import Stamp, result_path
+
+__all__ = ["MAX_DRIFT_BYTES", "Soak", "SoakMeter", "write_soak"]
+
+MAX_DRIFT_BYTES = 1 << 20
+_WRAP = 2**31
+_MAX_NAMED = 20
+_SAMPLES = 20
+
+
+@dataclass
+class Soak:
+    """Summary of a long run; the same on every rank but for memory, which is this rank's.
+
+    Attributes:
+        what: ``random`` shapes or ``ops`` of fixed shapes.
+        planned: How many were asked for.
+        done: How many ran, fewer where the time was up.
+        compared: Results that were compared with native's, of all ops.
+        natively: Of ``done``, those that a training job would run natively, so that nothing was compared.
+        different: Descriptions of the first that differed in a bit.
+        num_different: How many did.
+        by_kind: ``done`` by op and dtype.
+        seconds: Of the whole run.
+        first_epoch: Epoch in front of the first launch.
+        last_epoch: The largest that an op has reached; above ``2**31 - 1`` where the run has crossed the wrap; 0 until
+        its end. host_bytes: Resident memory of this rank, sampled through the run after its first tenth.
+        device_bytes: Memory that torch holds for tensors on this rank's GPU, sampled alike.
+    """
+
+    what: str
+    planned: int
+    first_epoch: int
+    done: int = 0
+    compared: int = 0
+    natively: int = 0
+    num_different: int = 0
+    different: list[str] = field(default_factory=list)
+    by_kind: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    last_epoch: int = 0
+    host_bytes: list[int] = field(default_factory=list)
+    device_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def host_drift_bytes(self) -> int:
+        """Resident memory at the end above that after the first tenth."""
+        return self.host_bytes[-1] - self.host_bytes[0] if self.host_bytes else 0
+
+    @property
+    def crossed_the_wrap(self) -> bool:
+        """Whether epochs went past ``2**31 - 1``, where they turn negative."""
+        return self.first_epoch < _WRAP <= self.last_epoch
+
+    def count(self, kind: str, compared: int, *, native: bool = False) -> None:
+        """One more is done."""
+        self.done += 1
+        self.compared += compared
+        self.natively += native
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
+
+    def differs(self, description: str) -> None:
+        """A bit differed."""
+        self.num_different += 1
+        if len(self.different) < _MAX_NAMED:
+            self.different.append(description)
+
+    def sentence(self) -> str:
+        """For people."""
+        rate = f"{self.done / max(self.seconds, 1e-9) * 60:,.0f} a minute"
+        equal = "every bit is equal" if self.compared else "nothing was compared"
+        verdict = f"{self.num_different} DIFFERENT" if self.num_different else equal
+        reached = f"to {self.last_epoch}" if self.last_epoch else "on"
+        epochs = f"epochs {self.first_epoch} {reached}" + (", across 2**31" if self.crossed_the_wrap else "")
+        drift = f"memory drift {self.host_drift_bytes / 2**20:.2f} MiB" if self.host_bytes else "memory not read"
+        unit = "shapes" if self.what == "random" else "ops"
+        return f"{self.done:,} of {self.planned:,} {unit} in {self.seconds:.0f} s ({rate}), {self.compared:,} results " \
+               f"compared, {self.natively:,} native: {verdict}; {epochs}; {drift}"  # fmt: skip
+
+
+class SoakMeter:
+    """Clock and memory samples of one soak.
+
+    Args:
+        soak: Where samples go.
+        device: This rank's.
+        limit_s: Time after which no rank begins another (rank 0's clock decides; None: no limit).
+        before_reading: Called in front of every memory sample, at the same op on every rank.
+    """
+
+    _AGREE_EVERY = 16
+
+    def __init__(
+        self,
+        soak: Soak,
+        device: torch.device,
+        limit_s: float | None,
+        *,
+        before_reading: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._soak = soak
+        self._before_reading = before_reading
+        self._device = device
+        self._limit_s = limit_s
+        self._start_s = time.monotonic()
+        self._next_sample = max(soak.planned // 10, 1)
+
+    def time_is_up(self) -> bool:
+        """Whether to stop, the same on every rank (collective now and then where there is a limit)."""
+        self._soak.seconds = self._seconds()
+        if self._limit_s is None or self._soak.done % self._AGREE_EVERY:
+            return False
+        flag = torch.tensor([int(self._seconds() > self._limit_s)], device=self._device)
+        dist.broadcast(flag, src=0)
+        return bool(flag.item())
+
+    def sample(self) -> None:
+        """Reads memory, if it is time to."""
+        if self._soak.done >= self._next_sample:
+            self._next_sample += max(self._soak.planned // _SAMPLES, 1)
+            self._read()
+
+    def finish(self, last_epoch: int) -> None:
+        """The end of the run."""
+        self._read()
+        self._soak.seconds = self._seconds()
+        self._soak.last_epoch = last_epoch
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def _read(self) -> None:
+        self._before_reading()
+        gc.collect()
+        _give_back_free_memory()
+        if os.path.exists("/proc/self/statm"):
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self._soak.host_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        if self._device.type == "cuda":
+            self._soak.device_bytes.append(torch.cuda.memory_allocated(self._device))
+
+
+def _give_back_free_memory() -> None:
+    """What the C library keeps for later would hide how much is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def write_soak(folder: Path, stamp: Stamp, soak: Soak) -> Path:
+    """Writes ``<folder>/<device>x<count>/soak/<what>.json`` and returns its path."""
+    path = result_path(folder, stamp, soak.what)
+    path = path.parent / "soak" / path.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    summary = {**asdict(soak), "seconds": round(soak.seconds, 1), "host_drift_bytes": soak.host_drift_bytes,
+               "crossed_the_wrap": soak.crossed_the_wrap, "sentence": soak.sentence()}  # fmt: skip
+    path.write_text(json.dumps({"stamp": asdict(stamp), "summary": summary}, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,245 @@
+"""Compares every op with native, forward and backward, on every rank: one table, exit status 1 where a single bit
+differs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ditron_train.policy.plan import load_plan
+from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.versions import pip_command
+from ditron_train.tools.arguments import add_common_arguments, check_counts, check_folder
+from ditron_train.tools.session import BenchSession, bench_session
+from ditron_train.tools.tables import terminal
+from ditron_train.tools.verify.cases import (
+    Case,
+    ModelSizes,
+    add_case_arguments,
+    model_cases,
+    model_sizes,
+    random_cases,
+    shape_cases,
+)
+from ditron_train.tools.verify.outcome import Outcome, Stress
+from ditron_train.tools.verify.result_table import Report
+from ditron_train.tools.verify.rooms import parse_rooms, room_words, verify_rooms
+from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter
+
+__all__ = ["add_arguments", "run"]
+
+_FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``verify``."""
+    add_case_arguments(parser)
+    parser.add_argument(
+        "--rooms",
+        metavar="NAME,NAME",
+        help="the ops of these, too, timed briefly: sp, ep, pp, muon, or all (default: tensor parallel only)",
+    )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="decide as strict does, and keep it: a job with --ditron-plan FILE asks no more",
+    )
+    stress = parser.add_argument_group("stress")
+    stress.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="compare each op N times, layers on new data"
+    )
+    stress.add_argument(
+        "--straggler-ms", type=float, default=0.0, metavar="MS", help="a random rank is up to this late"
+    )
+    stress.add_argument(
+        "--poison", action="store_true", help="fill the layers' symmetric buffers with NaN in front of every op"
+    )
+    stress.add_argument(
+        "--ops", type=int, default=0, metavar="N", help="N small ops, all compared, and memory watched"
+    )
+    stress.add_argument(
+        "--seconds", type=float, metavar="S", help="begin no random shape and none of --ops after S seconds"
+    )
+    stress.add_argument(
+        "--first-epoch",
+        type=int,
+        default=_FIRST_EPOCH,
+        metavar="N",
+        help="where epochs begin (default %(default)s: near the wrap)",
+    )
+    add_common_arguments(parser.add_argument_group("timing"), model_option=False, writes_results=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verifies what the command line names.
+
+    Returns:
+        0 where every bit is equal (and, with ``--ops``, memory did not grow), else 1; the same on every rank.
+
+    Raises:
+        SettingError: A size, a count, a shape or a folder that cannot be.
+        NotSupportedError: megatron-core, the reference, is not installed.
+    """
+    rooms = _check(arguments)
+    try:
+        from ditron_train.tools.bench.megatron_tp import megatron_world
+    except ImportError as error:
+        raise NotSupportedError(
+            f"verify compares with megatron-core: {error}; {pip_command('megatron-core')}"
+        ) from None
+    if arguments.plan is not None:
+        load_plan(arguments.plan)  # raises for one that cannot be used, before anything is launched
+        os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
+    # Whatever is proven equal is verified, be it faster on this machine or not.
+    os.environ.setdefault("DITRON_POLICY", "bits")
+    get_logger("policy").setLevel(
+        logging.WARNING
+    )  # what becomes ours stands in the table; of random shapes that is thousands
+    with bench_session("verify", arguments) as session:
+        on_gpu = session.device.type == "cuda"
+        model = model_sizes(arguments, on_gpu)
+        if arguments.ops and session.world_size < 2:
+            raise SettingError("--ops takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify --ops")
+        words = room_words(rooms, model, session.world_size, on_gpu)
+        report = Report(session, arguments)
+        try:
+            with megatron_world(session):
+                verification = _Verification(session, arguments, model, report)
+                verification.compare()
+            verify_rooms(words, report, verification.stress, arguments.seed)
+        except (KeyboardInterrupt, DitronError):
+            report.finish()  # what was compared until then
+            raise
+        return verification.finish()
+
+
+def _check(arguments: argparse.Namespace) -> list[str]:
+    """The names of ``--rooms``; raises for whatever cannot be, before anything is launched."""
+    if arguments.repeat < 1 or min(arguments.random, arguments.straggler_ms, arguments.ops) < 0:
+        raise SettingError("--repeat has to be above 0, --random, --ops and --straggler-ms 0 or more")
+    check_counts(arguments)
+    if arguments.seconds is not None and arguments.seconds <= 0:
+        raise SettingError("--seconds has to be above 0")
+    if not 0 <= arguments.first_epoch < 2**31:
+        raise SettingError("--first-epoch has to be from 0 to 2**31 - 1")
+    if arguments.largest is not None and arguments.largest < 1:
+        raise SettingError("--largest has to be above 0")
+    if arguments.output is not None:
+        check_folder(arguments.output)
+    return parse_rooms(arguments.rooms)
+
+
+class _Verification:
+    """One run of the command."""
+
+    def __init__(
+        self, session: BenchSession, arguments: argparse.Namespace, model: ModelSizes, report: Report
+    ) -> None:
+        from ditron_train.tp import get_context
+
+        self.session, self.arguments, self.model, self.report = session, arguments, model, report
+        self.on_gpu = session.device.type == "cuda"
+        self.dtype = getattr(torch, arguments.dtype) if arguments.dtype else session.dtype
+        self.named = self._named_cases()
+        self.context = get_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
+        self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
+
+    def compare(self) -> None:
+        """The linear layers, one after the other, and the long runs."""
+        from ditron_train.tools.verify.compare import compare
+        from ditron_train.tools.verify.repeated_ops import endure
+
+        for number, case in enumerate(self._progress(self.named, len(self.named))):
+            seed = self.arguments.seed + 100 * number
+            self.report.add_outcome(compare(self.session, case, self.stress, seed=seed, timed=True))
+        if self.arguments.random:
+            self._soak_random(self._soak("random", self.arguments.random))
+        if self.arguments.ops:
+            soak = self._soak("ops", self.arguments.ops)
+            endure(self.session, soak, self.context, seed=self.arguments.seed, limit_s=self.arguments.seconds)
+
+    def finish(self) -> int:
+        """Shows everything; the exit status."""
+        self.report.finish()
+        grown = any(soak.what == "ops" and self._grows(soak.host_drift_bytes) for soak in self.report.soaks)
+        return 0 if self.report.is_equal and not grown else 1
+
+    def _named_cases(self) -> list[Case]:
+        arguments = self.arguments
+        named = shape_cases(arguments, self.dtype)
+        if not named and not arguments.random and not arguments.ops:
+            named = model_cases(self.model, self.dtype)
+        for case in named:
+            case.local_shapes(self.session.world_size)  # raises for all before anything runs
+        return named
+
+    def _soak(self, what: str, planned: int) -> Soak:
+        soak = Soak(what, planned, self._epoch())
+        self.report.soaks.append(soak)
+        return soak
+
+    def _soak_random(self, soak: Soak) -> None:
+        from ditron_train.tools.verify.compare import compare
+
+        session, arguments = self.session, self.arguments
+        meter = SoakMeter(soak, session.device, arguments.seconds, before_reading=self._forget)
+        cases = random_cases(
+            arguments.random, arguments.seed, session.world_size, self.on_gpu,
+            largest=arguments.largest, dtype=self.dtype if arguments.dtype else None,
+        )  # fmt: skip
+        for case in self._progress(cases, arguments.random):
+            if meter.time_is_up():
+                break
+            outcome = compare(session, case, self.stress, seed=arguments.seed + 100 * soak.done, timed=False)
+            soak.count(
+                f"{case.kind} {str(case.dtype).removeprefix('torch.')}",
+                self._num_compared(outcome),
+                native=not outcome.is_ours,
+            )
+            if not outcome.equal:
+                soak.differs(f"{case} {outcome.num_different}")
+            meter.sample()
+        meter.finish(self._epoch())
+
+    def _forget(self) -> None:
+        """Lets go of what is kept for known shapes, so that memory which grows nevertheless is seen."""
+        self.context.synchronize()
+        self.context.forget_shapes()
+
+    def _num_compared(self, outcome: Outcome) -> int:
+        return len(outcome.num_different) * self.arguments.repeat if outcome.is_ours else 0
+
+    def _epoch(self) -> int:
+        """The largest that an op of the context has reached."""
+        from ditron_train.symm.control import TICKET_UNIT_LOG2
+
+        channels = (self.context.gather_channel, self.context.scatter_channel)
+        return max(int(channel.tickets[0]) for channel in channels) >> TICKET_UNIT_LOG2
+
+    def _grows(self, drift_bytes: int) -> bool:
+        return not self.session.agree(drift_bytes < MAX_DRIFT_BYTES)
+
+    def _progress(self, cases: Iterable[Case], total: int) -> Iterator[Case]:
+        columns = (
+            TextColumn("verify"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
+        console = terminal()
+        with Progress(*columns, console=console, disable=self.session.rank != 0 or total == 0) as progress:
+            task = progress.add_task("", total=total)
+            for case in cases:
+                progress.update(task, description=f"{case.name} {case.kind} {case.m}x{case.n}x{case.k}")
+                yield case
+                progress.advance(task)

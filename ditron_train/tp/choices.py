@@ -1,0 +1,263 @@
+"""How an AG-GEMM or GEMM-RS runs at a shape: the one place where tile sizes and ways of moving data are looked up.
+
+First a table (the user's, ``DITRON_TUNING``, or the one that ships for this GPU), else the cost model. Every rank
+reads the same table and computes the same model, so all choose alike without talking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+
+from ditron_train.gemm.configs import GemmConfig, choose_config, config_variants
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.rates import MachineRates, default_rates
+from ditron_train.runtime.tuning_table import active_table, shape_class
+
+__all__ = [
+    "Choice",
+    "GatherPlan",
+    "Layout",
+    "Machine",
+    "Op",
+    "Problem",
+    "ScatterMode",
+    "choose",
+    "default_choice",
+    "entry_of",
+    "modelled_choice",
+    "prefers_native",
+    "rates_of",
+    "tile_variants",
+    "transfer_variants",
+]
+
+Op = Literal["ag_gemm", "gemm_rs"]
+Layout = Literal["nt", "nn"]
+# How partial sums of a GEMM-RS travel: stored by its epilogue, or by copy engines behind a GEMM for the rows of each
+# rank.
+ScatterMode = Literal["store", "copy"]
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """One way to move the rows of an AG-GEMM.
+
+    Attributes:
+        mode: ``push`` (SMs beside the GEMM) or ``copy`` (copy engines, no SM).
+        push_programs: SMs that push; the GEMM leaves them free.
+        num_chunks: Chunks of a shard that copy engines signal separately.
+    """
+
+    mode: Literal["push", "copy"]
+    push_programs: int = 12
+    num_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a choice depends on beside the shape: the device's name, its kernels' ``TARGET`` and multiprocessors."""
+
+    device: str
+    target: str
+    num_sms: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An op at a shape: its GEMM C [m, n] = A [m, k] @ B as one rank sees it; m are the rows of all ranks."""
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    layout: Layout
+    dtype: torch.dtype
+    world_size: int
+
+    @property
+    def table_op(self) -> str:
+        """Its name in a table."""
+        return f"{self.op} {self.layout}"
+
+    @property
+    def shape_class(self) -> str:
+        """Its class in a table."""
+        return shape_class(self.m, self.n, self.k)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Launch constants of one op at one shape. They change the time, never the bits.
+
+    Attributes:
+        config: Tile sizes.
+        gather: Of an AG-GEMM: how rows travel.
+        fold_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
+        scatter: Of a GEMM-RS: how partial sums travel.
+        use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
+        ask. source: ``table``, ``model`` or ``default``.
+    """
+
+    config: GemmConfig
+    gather: GatherPlan = GatherPlan("copy")
+    fold_rows: int = 32
+    scatter: ScatterMode = "store"
+    use_native: bool = False
+    source: str = "default"
+
+
+def default_choice(problem: Problem, machine: Machine) -> Choice:
+    """Where every search starts: the tile of fewest waves, copy engines, one chunk a shard."""
+    config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
+    gather = GatherPlan("push", push_programs=1) if machine.target == "interpreter" else GatherPlan("copy")
+    # 4 H200s: blocks of 64 rows 331 us, of 32 338 us, of 16 357 us (8192x4096x2752); with 8 ranks 64 rows spill
+    # registers.
+    fold_rows = 64 if problem.world_size <= 4 else 32
+    return Choice(config, gather, fold_rows=min(fold_rows, config.block_m))
+
+
+def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
+    """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks, rows of a fold."""
+    if problem.op == "gemm_rs":
+        rows = (16, 32, 64) if machine.target != "interpreter" else (16, 32)
+        variants = [
+            replace(base, fold_rows=count)
+            for count in rows
+            if count <= base.config.block_m and count != base.fold_rows
+        ]
+        return [*variants, replace(base, scatter="copy")] if problem.world_size > 1 else variants
+    plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
+    plans += [
+        GatherPlan("push", push_programs=programs)
+        for programs in ((1,) if machine.target == "interpreter" else (8, 12, 16))
+    ]
+    return [replace(base, gather=plan) for plan in plans if plan != base.gather]
+
+
+def tile_variants(machine: Machine, base: Choice) -> list[Choice]:
+    """``base`` with other tile sizes, stages and groups."""
+    configs = config_variants(base.config, machine.target)
+    return [replace(base, config=config, fold_rows=min(base.fold_rows, config.block_m)) for config in configs]
+
+
+def rates_of(machine: Machine) -> MachineRates:
+    """Rates that the table measured, else what is assumed of this kind of device.
+
+    Raises:
+        SettingError: As ``choose``.
+    """
+    table = active_table(machine.device)
+    return (table.rates if table is not None else None) or default_rates(machine.target)
+
+
+def choose(problem: Problem, machine: Machine) -> Choice:
+    """The choice of a shape: a table's where its class was measured, else the cost model's.
+
+    Raises:
+        SettingError: ``DITRON_TUNING`` names a file that is unreadable, no table, or of another kind of device.
+        NotSupportedError: No GEMM for this type or device.
+    """
+    table = active_table(machine.device)
+    entry = None if table is None else table.find(problem.table_op, problem.world_size, problem.shape_class)
+    if entry is not None:
+        return _choice_of(entry, problem)
+    return modelled_choice(problem, machine)
+
+
+def modelled_choice(problem: Problem, machine: Machine) -> Choice:
+    """What the cost model takes for the quickest.
+
+    Raises:
+        SettingError, NotSupportedError: As ``choose``.
+    """
+    return _modelled(problem, machine, rates_of(machine))
+
+
+@lru_cache(maxsize=4096)
+def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice:
+    base = default_choice(problem, machine)
+    if machine.target == "interpreter":
+        return base
+    from ditron_train.tp.cost_model import predict
+
+    # Of equals the first, so the default stands where the model sees no difference.
+    tried = [base, *transfer_variants(problem, machine, base)]
+    tried += [variant for choice in tried for variant in tile_variants(machine, choice)]
+    best = min(tried, key=lambda choice: predict(problem, choice, machine, rates).ditron_us)
+    return replace(best, source="model")
+
+
+def prefers_native(
+    op: Op, m: int, n: int, k: int, layout: Layout, dtype: torch.dtype, world_size: int, device: str
+) -> bool:
+    """Whether the table says that native is quicker than every choice that was tried at this shape."""
+    table = active_table(device)
+    problem = Problem(op, m, n, k, layout, dtype, world_size)
+    entry = None if table is None else table.find(problem.table_op, world_size, problem.shape_class)
+    return entry is not None and entry.get("native") is True
+
+
+def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
+    """``choice`` as it stands in a table."""
+    config = choice.config
+    entry: dict[str, Any] = {
+        "tile": f"{config.block_m}x{config.block_n}x{config.block_k}",
+        "warps": config.num_warps,
+        "stages": config.num_stages,
+        "group_m": config.group_m,
+    }
+    if problem.op == "gemm_rs" and choice.scatter == "copy":
+        entry.update(scatter="copy engine")
+    elif problem.op == "gemm_rs":
+        entry.update(scatter="SM store", fold_rows=choice.fold_rows)
+    elif choice.gather.mode == "copy":
+        entry.update(gather="copy engine", chunks=choice.gather.num_chunks)
+    else:
+        entry.update(gather="SM push", push_sms=choice.gather.push_programs)
+    entry["native"] = choice.use_native
+    return entry
+
+
+def _power_of_two(value: object, least: int) -> int:
+    if not isinstance(value, int) or value < least or value & (value - 1):
+        raise ValueError(f"{value} is no power of two from {least} up")
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{value} is no count")
+    return value
+
+
+def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
+    """Inverse of ``entry_of``."""
+    try:
+        block_m, block_n, block_k = (_power_of_two(int(size), 16) for size in entry["tile"].split("x"))
+        config = GemmConfig(
+            block_m,
+            block_n,
+            block_k,
+            _power_of_two(entry["warps"], 1),
+            _count(entry["stages"]),
+            _count(entry["group_m"]),
+        )
+        choice = Choice(config, use_native=bool(entry.get("native")), source="table")
+        if problem.op == "gemm_rs":
+            if entry["scatter"] == "copy engine":
+                return replace(choice, scatter="copy")
+            if entry["scatter"] == "SM store":
+                return replace(choice, fold_rows=min(_power_of_two(entry["fold_rows"], 16), block_m))
+            raise ValueError(f"scatter is {entry['scatter']!r}")
+        if entry["gather"] == "copy engine":
+            return replace(choice, gather=GatherPlan("copy", num_chunks=_count(entry["chunks"])))
+        if entry["gather"] == "SM push":
+            return replace(choice, gather=GatherPlan("push", push_programs=_count(entry["push_sms"])))
+        raise ValueError(f"gather is {entry['gather']!r}")
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        where = f"{problem.world_size} ranks, {problem.table_op}, {problem.shape_class}"
+        raise SettingError(f"the tuning table's entry of {where} cannot be read: {error!r}") from None

@@ -1,0 +1,155 @@
+"""GEMM-RS in chunks: a GEMM for the rows of each rank, whose partial sums copy engines send while the next one runs.
+
+The GEMM-RS that stores tiles to peers from its epilogue (``prepared.PreparedGemmRs``) loses some 60 to 80 us whatever
+the size: multiprocessors finish a wave of tiles together, share the links fairly, so they finish storing together,
+too, and loads queue behind the stores (4 H200s, 8192x4096x2752: 349 us to peers, 291 us with all stores kept local,
+cuBLAS alone 247). Copy engines read what lies in memory and hold no multiprocessor up. In us, native / cuBLAS alone /
+stores from the epilogue / this: 8192x4096x2752 434 / 245 / 332 / 285, 8192x4096x3584 508 / 314 / 406 / 354,
+8192x8192x2048 723 / 371 / 516 / 437, 8192x8192x7168 1619 / 1263 / 1371 / 1292; at 2048x4096x1024 no difference (98 /
+30 / 74 / 75).
+
+Tried: GEMMs on two streams, so that one fills the last wave of the other: 1 % less at most, 1 % more at the largest;
+holding copies back until the next GEMM is enqueued: equal; cuBLAS for the chunks: equal within 1 %; chunks of two
+neighbours: 391 us instead of 354 (8192x4096x3584), since the order of a rank whose neighbours wrap around ends with a
+pair. Where the links are last, the sum of all but the last source is made while that one's rows are on their way,
+which is why rows travel so that they arrive in the order of the sum: 216 -> 209 us at 8192x4096x1376, 226 -> 219 at
+8192x4096x1792 (4 ranks; GEMM alone 137 and 166, NCCL 193). One chunk of them stored to its owner by its GEMM's
+epilogue, so that a copy less is waited for: 235 to 255 and 251 to 274 us, whichever it is, since its stores take the
+links from the copies. Where the own rows' GEMM is last, it could only be made beside that, and what adds needs
+multiprocessors of the GEMM, which leaves it no registers. Where the links are last, the first rows go in halves, too,
+if that takes fewer waves: 200 -> 180 us at 8192x4096x1376, 218 -> 207 at 8192x4096x1792 (2 H200s; native 304 and 333).
+With 8 ranks a chunk is one wave: its halves by smaller tiles made no difference (2 H200s, each rank sending what 8
+ranks would: 229 and 228 instead of 232 and 227), quarters 253.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from ditron_train.gemm.operands import aligned_operand, padded_columns
+from ditron_train.gemm.ops import GemmLaunch, gemm_launch
+from ditron_train.stream.events import current_handle
+from ditron_train.tp.choices import Choice, Layout, Problem
+from ditron_train.tp.context import RowPartition, TPContext
+from ditron_train.tp.cost_model import first_rows, is_short, links_are_last, sums_in_parts
+from ditron_train.tp.scatter import PreparedScatter
+
+__all__ = ["PreparedChunkedGemmRs"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Rows of one owner, or the first or other part of them, and the GEMM for them; None where there are none.
+    Compared by identity: part of a launch's key. ``position``: the owner's among those that rows are sent to; None:
+    this rank."""
+
+    rows: slice
+    k: int
+    gemm: GemmLaunch | None
+    position: int | None
+    is_last: bool
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, key: Hashable) -> None:
+        """On aligned operands; see ``KernelLaunch`` for ``key``."""
+        assert self.gemm is not None
+        self.gemm(x[self.rows], self.gemm.b_descriptors(weight), partial[self.rows], self.k, key=key)
+
+
+class PreparedChunkedGemmRs:
+    """[m, k] times a weight, reduce-scattered by rows; collective to make.
+
+    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; own rows last: their GEMM
+    hides the last transfer. Then the sum (``PreparedScatter.finish``), whose order is that of the arrivals: rank + 1
+    first.
+
+    Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands,
+    result and partial sums have lain at the same addresses a few times, with the same strides: a training step
+    allocates alike each time. The graph runs on the current stream, from the start signals to the join: who may free
+    or overwrite what it reads, and when, is as without it. Start signals, epochs, deadlines and errors are the
+    kernels' own, so they are in every repetition; what a call does on the host (``OpContext.enter``) is done before.
+    """
+
+    def __init__(
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        layout: Layout,
+        choice: Choice,
+    ) -> None:
+        assert self.covers(n, dtype), f"rows of {n} x {dtype} are not whole 16 bytes"
+        self.context = context
+        self.m, self.n, self.k = partition.num_rows, n, k
+        problem = Problem("gemm_rs", self.m, n, k, layout, dtype, context.world_size)
+        in_parts = sums_in_parts(problem, choice, context.machine)
+        self._scatter = PreparedScatter(context, partition, n, dtype, in_parts=in_parts)
+        self._chunks: list[_Chunk] = []
+        options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
+        halves_first = links_are_last(problem, choice, context.machine)
+        for position, owner in enumerate([*self._scatter.peers, context.rank]):
+            start, end = edges = partition.starts[owner : owner + 2]
+            if halves_first and position == 0:
+                num_first = first_rows(end - start, n, choice.config, context.machine)
+                edges = edges if num_first == end - start else (start, start + num_first, end)
+            sent_to = position if owner != context.rank else None
+            for first, last in zip(edges, edges[1:]):
+                gemm = gemm_launch(last - first, n, *options) if last > first else None
+                self._chunks.append(_Chunk(slice(first, last), k, gemm, sent_to, last == end))
+        self._is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
+
+    @staticmethod
+    def covers(n: int, dtype: torch.dtype) -> bool:
+        """Whether partial sums of ``n`` columns can be computed where copy engines send them from."""
+        return padded_columns(n, dtype) == n
+
+    @property
+    def identity(self) -> tuple:
+        """Of two with the same one the same kernels are compiled."""
+        return tuple(chunk.gemm.launch.identity for chunk in self._chunks if chunk.gemm is not None)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
+        context = self.context
+        partial = x.new_empty(self.m, self.n)
+        key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), partial.data_ptr())
+        if not self._is_recorded:
+            self._enqueue(x, weight, partial, out, key)
+            return
+        op, copied = (self, out.data_ptr(), *key), (partial.data_ptr(),)
+        if not context.repeat_op(op, copied) and self._enqueue(x, weight, partial, out, key):
+            context.remember_op(op, lambda: self._enqueue(x, weight, partial, out, key), copied)
+
+    def _enqueue(
+        self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, out: torch.Tensor, key: tuple
+    ) -> bool:
+        """Whether it reads the operands as given: addresses and strides, ``key``, say all that it does."""
+        context, scatter = self.context, self._scatter
+        stream = current_handle(context.device)
+        operands, is_as_given = None, True
+        scatter.begin()
+        try:
+            for chunk in self._chunks:
+                if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
+                    a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
+                    is_as_given = a is x and b is weight
+                    chunk.multiply(a, b, partial, key=(chunk, *key) if is_as_given else None)
+                if chunk.position is not None:
+                    context.fork()
+                    scatter.send(partial, chunk.position, chunk.rows, signals=chunk.is_last)
+        except BaseException:  # no memory, a kernel that does not compile
+            scatter.give_up()
+            raise
+        scatter.finish(partial, out)
+        return is_as_given
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Compiles what a call with these would run, without running it."""
+        x, weight = aligned_operand(x), aligned_operand(weight)
+        partial = x.new_empty(self.m, self.n)
+        for chunk in {chunk.gemm: chunk for chunk in self._chunks if chunk.gemm is not None}.values():
+            chunk.gemm.compile(x[chunk.rows], chunk.gemm.b_descriptors(weight), partial[chunk.rows], self.k)

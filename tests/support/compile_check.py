@@ -1,0 +1,295 @@
+"""Compiles kernels for GPUs that are not there, and checks what came out: spills, shared memory, fences, barriers.
+
+Triton decides at decoration whether a function is interpreted, so a process that runs the interpreter cannot compile:
+``Compilation`` does it in one process of its own, for a list of specs. On a machine with neither GPU nor driver this
+works for sm_80, sm_90, sm_100 and gfx942.
+
+A room of the package lists its kernels as ``SPECS`` in ``tests/compile/specs_<room>.py``; the tests there compile
+every one for each of its targets and run ``check_report``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = [
+    "TARGETS",
+    "Compilation",
+    "CompileReport",
+    "KernelSpec",
+    "check_report",
+    "compile_specs",
+    "unguarded_releases",
+]
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "hip")
+_NO_SPILL_TARGETS = ("sm_90",)
+_VECTOR_TARGETS = ("sm_90", "sm_100")  # for sm_80 a descriptor's tile is moved as the mask of its edges has it
+_SHARED_LIMIT_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "hip": 64 << 10}
+# A store or atomic that makes earlier writes of its thread visible.
+_RELEASE = re.compile(r"\b(?:st|atom|red)\.(?:[a-z0-9_]+\.)*(?:release|acq_rel)\b")
+_ACQUIRE = re.compile(r"\b(?:ld|atom)\.(?:[a-z0-9_]+\.)*(?:acquire|acq_rel)\b")
+_BARRIER = re.compile(r"\b(?:bar\.sync|barrier\.sync)\b")
+# A load or store of one element of two bytes: a thread can move eight of them.
+_ONE_BY_ONE = re.compile(r"\b(?:ld|st)\.(?:[a-z0-9_:]+\.)*global\.(?:[a-z0-9_:]+\.)*[bu]16\b")
+_WRITE = re.compile(r"\b(?:st\.(?:[a-z0-9_]+\.)*global|cp\.async\.bulk\.(?:tensor\.[0-9]d\.)?global|red\.|atom\.)")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel with the types of its arguments: what a launch would have specialised.
+
+    Attributes:
+        name: What tests call it.
+        kernel: ``package.module:function``.
+        signature: Type of each argument that is not a constexpr: ``*bf16``, ``i32``, ``fp32``,
+            ``tensordesc<bf16[128,64]>``.
+        constexprs: Values of the others. ``TARGET`` is filled in where the kernel takes it.
+        num_warps: As the launch; a dict by target where it differs, with ``default``.
+        num_stages: As the launch; likewise.
+        targets: Which of ``TARGETS`` to compile for.
+        aligned: Arguments whose address or value is a multiple of 16; None for all pointers, and all integers that the
+            kernel specialises on.
+        signals: Whether it must hold a release and an acquire on CUDA targets (a kernel with neither states False;
+            None checks only that every release it has comes after a barrier).
+        max_spill_bytes: Allowed on sm_90.
+    """
+
+    name: str
+    kernel: str
+    signature: dict[str, str]
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    num_warps: int | dict[str, int] = 8
+    num_stages: int | dict[str, int] = 3
+    targets: tuple[str, ...] = TARGETS
+    aligned: tuple[str, ...] | None = None
+    signals: bool | None = False
+    max_spill_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What one compilation gave.
+
+    Attributes:
+        name: Of the spec.
+        target: One of ``TARGETS``.
+        error: Why it did not compile, or None.
+        asm: PTX or AMDGCN text.
+        num_registers: Per thread; None where no assembler is at hand (hip).
+        spill_bytes: Stores and loads to local memory; None likewise.
+        shared_bytes: Shared memory of a program.
+    """
+
+    name: str
+    target: str
+    error: str | None
+    asm: str = ""
+    num_registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int = 0
+
+
+def unguarded_releases(ptx: str) -> list[str]:
+    """Release instructions that are not preceded by a block barrier since the last write to global memory.
+
+    Without the barrier only the releasing thread's own writes are published. Order of the text stands for order of
+    execution: right for the straight code around a signal. A release inside another's poll loop does not occur here.
+    """
+    lines = [line.split("//")[0] for line in ptx.splitlines()]
+    found = []
+    for index, line in enumerate(lines):
+        if not _RELEASE.search(line):
+            continue
+        for before in reversed(lines[:index]):
+            if _BARRIER.search(before):
+                break
+            if _WRITE.search(before) or ".entry" in before:
+                found.append(line.strip())
+                break
+    return found
+
+
+def check_report(spec: KernelSpec, report: CompileReport) -> None:
+    """Asserts that a kernel compiled, fits, does not spill on sm_90, moves whole vectors and signals as it must.
+
+    Raises:
+        AssertionError: Names the kernel, the target and what is wrong.
+    """
+    where = f"{report.name} for {report.target}"
+    assert report.error is None, f"{where} does not compile: {report.error}"
+    limit = _SHARED_LIMIT_BYTES[report.target]
+    assert report.shared_bytes <= limit, (
+        f"{where}: {report.shared_bytes} bytes of shared memory, the device has {limit}"
+    )
+    if report.target in _NO_SPILL_TARGETS:
+        assert report.spill_bytes is not None, f"{where}: the assembler reported no spills at all"
+        assert report.spill_bytes <= spec.max_spill_bytes, f"{where} spills {report.spill_bytes} bytes"
+    if report.target == "hip":
+        return
+    single = _ONE_BY_ONE.findall(report.asm) if report.target in _VECTOR_TARGETS else []
+    assert not single, f"{where} moves elements one by one: {len(single)} times {single[0]}"
+    unguarded = unguarded_releases(report.asm)
+    assert not unguarded, f"{where}: no barrier between the last global write and {unguarded}"
+    if spec.signals is not None:
+        releases, acquires = bool(_RELEASE.search(report.asm)), bool(_ACQUIRE.search(report.asm))
+        assert releases == spec.signals, (
+            f"{where}: a release is {'missing' if spec.signals else 'there but not stated'}"
+        )
+        assert acquires == spec.signals, (
+            f"{where}: an acquire is {'missing' if spec.signals else 'there but not stated'}"
+        )
+
+
+class Compilation:
+    """Compiles every spec for each of its targets in one new process, meanwhile.
+
+    Args:
+        specs: What to compile.
+        niceness: Of the process: 19 takes what time others leave over.
+    """
+
+    def __init__(self, specs: Iterable[KernelSpec], *, niceness: int = 0) -> None:
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._folder = tempfile.TemporaryDirectory()
+        files = ("request.json", "answer.json", "said.txt")
+        request, self._answer, self._said = (os.path.join(self._folder.name, name) for name in files)
+        with open(request, "w") as file:
+            json.dump([asdict(spec) for spec in specs], file)
+        command = [sys.executable, "-m", "tests.support.compile_check", request, self._answer, str(niceness)]
+        with open(self._said, "w") as said:
+            self._process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+
+    def reports(self, timeout_s: float) -> dict[tuple[str, str], CompileReport]:
+        """Waits for the reports by (name, target).
+
+        Raises:
+            RuntimeError: The process died; holds the end of what it said.
+            subprocess.TimeoutExpired: It takes longer.
+        """
+        try:
+            if self._process.wait(timeout_s) != 0:
+                with open(self._said) as said:
+                    raise RuntimeError(
+                        f"the compiling process ended with {self._process.returncode}: {said.read()[-2000:]}"
+                    )
+            with open(self._answer) as file:
+                found = [CompileReport(**entry) for entry in json.load(file)]
+        finally:
+            self.stop()
+        return {(report.name, report.target): report for report in found}
+
+    def stop(self) -> None:
+        """Ends the process, where it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def compile_specs(specs: Iterable[KernelSpec], *, timeout_s: float = 600.0) -> dict[tuple[str, str], CompileReport]:
+    """``Compilation``'s reports.
+
+    Raises:
+        RuntimeError, subprocess.TimeoutExpired: As ``Compilation.reports``.
+    """
+    return Compilation(specs).reports(timeout_s)
+
+
+def _by_target(value: Any, target: str) -> int:
+    return value.get(target, value["default"]) if isinstance(value, dict) else value
+
+
+def _gpu_target(target: str):
+    from triton.backends.compiler import GPUTarget
+
+    if target == "hip":
+        return GPUTarget("hip", "gfx942", 64)
+    return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+
+
+def _assemble(ptx: str, target: str) -> str:
+    """What ptxas says of a PTX text."""
+    from triton import knobs
+
+    arch = int(target.removeprefix("sm_"))
+    tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+    name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = os.path.join(folder, "kernel.ptx")
+        with open(source, "w") as file:
+            file.write(ptx)
+        command = [tool.path, "-v", f"--gpu-name={name}", source, "-o", source + ".cubin"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _assembler_facts(said: str) -> tuple[int, int]:
+    """(registers, spilled bytes) in what ptxas said."""
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
+    return max(int(n) for n in re.findall(r"Used (\d+) registers", said)), spills
+
+
+def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
+    import triton
+    from triton.compiler import ASTSource
+
+    module, function = spec.kernel.split(":")
+    kernel = getattr(importlib.import_module(module), function)
+    constexprs = dict(spec.constexprs)
+    if "TARGET" in kernel.arg_names and "TARGET" not in constexprs:
+        constexprs["TARGET"] = target
+    unspecialised = {kernel.arg_names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
+    signature, attrs = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in spec.signature:
+            signature[name] = spec.signature[name]
+            can_align = signature[name].startswith("*") or (
+                signature[name] in ("i32", "i64") and name not in unspecialised
+            )
+            if can_align and (spec.aligned is None or name in spec.aligned):
+                attrs[(index,)] = [["tt.divisibility", 16]]
+            continue
+        signature[name] = "constexpr"
+        if name not in constexprs:
+            constexprs[name] = kernel.params[index].default
+    options = dict(num_warps=_by_target(spec.num_warps, target), num_stages=_by_target(spec.num_stages, target))
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    triton.knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        compiled = triton.compile(source, target=_gpu_target(target), options=options)
+    if target == "hip":
+        return CompileReport(spec.name, target, None, compiled.asm["amdgcn"], shared_bytes=compiled.metadata.shared)
+    # Triton has assembled it just now, or has it from its cache and says nothing.
+    registers, spills = _assembler_facts(said.getvalue() or _assemble(compiled.asm["ptx"], target))
+    return CompileReport(spec.name, target, None, compiled.asm["ptx"], registers, spills, compiled.metadata.shared)
+
+
+def _main(request: str, answer: str, niceness: str) -> None:
+    os.nice(int(niceness))
+    with open(request) as file:
+        specs = [KernelSpec(**entry) for entry in json.load(file)]
+    reports = []
+    for spec in specs:
+        for target in spec.targets:
+            try:
+                reports.append(_compile_one(spec, target))
+            except Exception as error:  # any compiler error belongs in the report of this kernel, not of all
+                reports.append(CompileReport(spec.name, target, f"{type(error).__name__}: {error}"[:2000]))
+    with open(answer, "w") as file:
+        json.dump([asdict(report) for report in reports], file)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,74 @@
+"""``bench ep`` on CPU processes: rows of parts and routings, bits equal, unknown models refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.bench import ep
+from ditron_train.tools.bench.ep_gemm import products_of_native_bits
+from ditron_train.tools.results import read_results
+from tests.support.processes import run_workers
+
+pytest.importorskip("megatron.core")
+
+
+def _run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    ep.add_arguments(parser)
+    return ep.run(parser.parse_args([*words, "--repetitions", "1", "--warmup", "0"]))
+
+
+def test_rows_of_parts_and_routings(tmp_path: Path) -> None:
+    assert run_workers(2, _run, "--part", "dispatch", "--part", "layer", "--output", str(tmp_path)) == [0, 0]
+    (path,) = tmp_path.glob("*/ep.json")
+    stamp, rows = read_results(path)
+    assert stamp.count == 2
+    each = [("dispatch", "forward"), ("moe_layer", "forward"), ("moe_layer", "forward_backward")]
+    models = ("small", "small, Zipf 1", "small, deterministic")
+    assert [(row.model, row.op, row.direction) for row in rows] == [(model, *row) for model in models for row in each]
+    assert all(row.bitwise_equal and row.native_us > 0 for row in rows)
+
+
+def _run_as_with_rows(fewest: int, *words: str) -> int:
+    ep._fewest_rows = lambda counts, device: fewest
+    return _run(*words)
+
+
+def test_grouped_gemms_that_a_layer_leaves_native_have_no_rows(tmp_path: Path) -> None:
+    options = ("--part", "group_gemm", "--no-deterministic", "--output", str(tmp_path))
+    assert run_workers(2, _run_as_with_rows, 257, *options) == [0, 0]
+    (path,) = tmp_path.glob("*/ep.json")
+    rows = read_results(path)[1]
+    ops = ["group_gemm", "group_dgrad", "group_wgrad"]
+    assert [(row.model, row.op) for row in rows] == [
+        (model, op) for model in ("small", "small, Zipf 1") for op in 2 * ops
+    ]
+    assert all(row.bitwise_equal and row.native_us > 0 for row in rows)
+    path.unlink()
+    assert run_workers(2, _run_as_with_rows, 256, *options) == [0, 0]
+    assert not path.exists() or not read_results(path)[1]
+
+
+def test_a_wgrad_of_many_tiles_is_measured_whatever_the_rows() -> None:
+    assert products_of_native_bits(256, 4096, 1408) == ("wgrad",)
+    assert products_of_native_bits(256, 1408, 2048) == ()
+    assert (
+        products_of_native_bits(257, 1408, 2048)
+        == products_of_native_bits(None, 1, 1)
+        == ("forward", "dgrad", "wgrad")
+    )
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(SettingError, match="unknown model"):
+        run_workers(2, _run, "--model", "none")
+
+
+def test_the_busiest_link_may_be_one_that_receives() -> None:
+    assert ep.busiest_link(torch.tensor([[9.0, 1.0, 2.0], [4.0, 9.0, 1.0], [4.0, 1.0, 9.0]])) == 8.0
+    assert ep.busiest_link(torch.tensor([[0.0, 4.0], [1.0, 50.0]])) == 4.0

@@ -1,0 +1,86 @@
+"""``bench policy``: modes take turns, each with its own decisions, and the ratio is that of the rounds."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.bench.policy import _summary, add_arguments, compare_policies, probe_cost, ratio_of, run
+from tests.support.processes import run_workers
+
+pytest.importorskip("megatron.core")
+
+
+def test_the_ratio_is_that_of_the_rounds() -> None:
+    drifting = [100.0 * 1.1**number for number in range(20)]
+    ratio = ratio_of([1.5 * us for us in drifting], drifting)
+    assert ratio.median == ratio.low == ratio.high == pytest.approx(1.5)
+    ratio = ratio_of([float(us) for us in range(1, 41)], [10.0] * 40)
+    assert (ratio.low, ratio.median, ratio.high) == (1.4, 2.05, 2.7)  # the 14th and 27th of 40
+    single = ratio_of([3.0], [2.0])
+    assert (single.low, single.median, single.high) == (1.5, 1.5, 1.5)
+
+
+def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, str | None]:
+    from ditron_train.megatron.tp import routing
+    from ditron_train.tools.session import BenchSession
+
+    os.environ["DITRON_POLICY"] = "bits"
+    session = BenchSession("policy", argparse.Namespace())
+    x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
+    seen: list[str] = []
+
+    def ours(index: int) -> None:
+        known = next(iter(routing._routes.values()), "nothing")
+        context = routing.route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
+        seen.append("decides" if known == "nothing" else "knows" if known is context else "other")
+
+    times, natively = compare_policies(session, ours, lambda index: None, rounds=3, calls=2)
+    return times, natively, seen, len(routing._routes), os.environ.get("DITRON_POLICY")
+
+
+def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
+    for times, natively, seen, left, mode in run_workers(2, _modes):
+        assert sorted(times) == ["force", "native", "strict"] and {
+            name: len(values) for name, values in times.items()
+        } == {"strict": 3, "force": 3, "native": 1}
+        assert natively == {"strict": 0, "force": 0}
+        assert seen == ["decides"] * 2 + ["knows"] * (2 * 2 * 4)  # two modes, two calls, three rounds and a warm-up
+        assert left == 0 and mode == "bits"
+
+
+def _cost() -> tuple[float, int, str]:
+    from ditron_train.megatron.tp import routing
+    from ditron_train.tools.session import BenchSession
+
+    x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
+    known: list[int] = []
+
+    def ours(index: int) -> None:
+        known.append(len(routing._routes))
+        routing.route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
+        if len(known) == 1 and dist.get_rank() == 1:
+            time.sleep(0.3)
+
+    cost = probe_cost(BenchSession("policy", argparse.Namespace()), ours)
+    assert known == [0, 0] and not routing._routes
+    return cost.first_s, cost.left_bytes, _summary({"strict": [2.0], "force": [2.0]}, {"strict": 0}, cost)
+
+
+def test_the_cost_of_probes_is_that_of_the_slowest_rank() -> None:
+    first, second = run_workers(2, _cost)
+    assert first == second and first[0] > 0.3 and first[1] == 0
+    assert f"took {first[0]:.1f} s with what is made once, " in first[2] and "again, and left 0.0 MiB" in first[2]
+
+
+def test_bad_numbers_are_refused() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SettingError, match="above 0"):
+        run(parser.parse_args(["--rounds", "0"]))

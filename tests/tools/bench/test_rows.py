@@ -1,0 +1,225 @@
+"""The format of results: what is written is what is read, and unknown things stay out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from ditron_train.megatron.plugin.arguments import available_features
+from ditron_train.tools.bench.document import RESULTS_PAGE, picture_path, render, render_results
+from ditron_train.tools.bench.pictures import draw_speedups
+from ditron_train.tools.results import RESULTS, TRAINING, Row, Stamp, read_results, result_path, write_results
+from ditron_train.tools.stamp import collect_stamp
+from ditron_train.tools.tables import markdown_table, model_words, show_rows
+
+ROOT = Path(__file__).parents[3]
+FULL = Row(
+    op="ag_gemm",
+    direction="forward",
+    model="LLaMA3-7B",
+    world_size=8,
+    dtype="bfloat16",
+    shape={"m": 8192, "n": 11008, "k": 4096},
+    native_us=340.0,
+    ditron_us=200.0,
+    bitwise_equal=True,
+    comm_sms=8,
+    gemm_us=133.0,
+    comm_us=170.0,
+    limit_us=160.0,
+    peer="async-TP",
+    peer_us=500.0,
+    wire_gbps=300.0,
+    logical_gbps=310.0,
+    spread=0.01,
+)
+SHORT = Row(
+    op="newton_schulz",
+    direction="forward",
+    model="square",
+    world_size=8,
+    dtype="bfloat16",
+    shape={"rows": 4096, "columns": 4096},
+    native_us=600.0,
+    ditron_us=800.0,
+    bitwise_equal=False,
+    comm_sms=0,
+)
+
+
+def stamp(**changes: object) -> Stamp:
+    return dataclasses.replace(collect_stamp(torch.device("cpu"), 8, repetitions=3), **changes)
+
+
+def test_fields_are_those_of_the_architecture() -> None:
+    assert list(FULL.to_json()) == [
+        "op",
+        "pass",
+        "model",
+        "world_size",
+        "dtype",
+        "m",
+        "n",
+        "k",
+        "native_us",
+        "ditron_us",
+        "speedup",
+        "bitwise_equal",
+        "comm_sms",
+        "gemm_us",
+        "comm_us",
+        "limit_us",
+        "fraction_of_limit",
+        "peer",
+        "peer_us",
+        "peer_speedup",
+        "wire_gbps",
+        "logical_gbps",
+        "spread",
+    ]
+    assert FULL.to_json()["speedup"] == 1.7
+    assert FULL.to_json()["fraction_of_limit"] == 0.8
+    assert FULL.to_json()["peer_speedup"] == 2.5
+    predicted = dataclasses.replace(FULL, model_native_us=374.0, model_us=190.0)
+    assert predicted.model_error == pytest.approx(-0.05) and predicted.model_native_error == pytest.approx(0.1)
+    assert Row.from_json(predicted.to_json()) == predicted
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = write_results(tmp_path, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
+    assert path == tmp_path / "H200x8" / "tp.json"
+    assert read_results(path) == (stamp(device="NVIDIA H200"), [FULL, SHORT])
+    assert "peer" not in json.loads(path.read_text())["rows"][1]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"rows": []}', '{"stamp": {"device": 1}, "rows": []}', '{"stamp": {}, "rows": [{}]}']
+)
+def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "foreign.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="foreign.json"):
+        read_results(path)
+
+
+def test_paths_hold_no_odd_characters() -> None:
+    assert (
+        result_path(Path(), stamp(device="NVIDIA H100 80GB HBM3", count=2), "pp").as_posix()
+        == "H100-80GB-HBM3x2/pp.json"
+    )
+
+
+def test_stamp_tells_what_it_ran_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("AWS_SECRET", "no")
+    collected = collect_stamp(torch.device("cpu"), 2, repetitions=7)
+    assert collected.torch == torch.__version__ and collected.count == 2 and collected.driver is None
+    assert collected.settings["NCCL_ALGO"] == "Ring" and collected.settings["repetitions"] == "7"
+    assert "AWS_SECRET" not in collected.settings
+
+
+def test_tables() -> None:
+    lines = markdown_table([FULL, SHORT]).splitlines()
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    predicted = dataclasses.replace(FULL, model_native_us=374.0, model_us=190.0)
+    header, _, line = markdown_table([predicted]).splitlines()
+    assert "model ditron ms" in header and "| 0.190 | -5 % |" in line and "| 0.374 | +10 % |" in line
+    assert "1.70x" in lines[2] and "80 %" in lines[2] and "DIFFER" in lines[3]
+    console = Console(record=True, width=240)
+    show_rows([SHORT], stamp(), console)
+    shown = console.export_text()
+    assert "0.75x" in shown and "peer" not in shown
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_speedups(
+        [dataclasses.replace(FULL, model_native_us=374.0, model_us=190.0), SHORT], stamp(), tmp_path / "sub" / "tp.png"
+    )
+    assert (tmp_path / "sub" / "tp.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_readme_parts_are_current() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert render(text, ROOT) == text, "python scripts/readme.py"
+    assert render_results(ROOT) == (ROOT / RESULTS_PAGE).read_text(encoding="utf-8"), "python scripts/readme.py"
+
+
+def test_readme_names_every_feature() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in available_features() if f"| `{name}` |" not in text] == []
+
+
+def test_every_result_file_reads_and_has_equal_bits() -> None:
+    for path in (ROOT / RESULTS).glob("*/*.json"):
+        _, rows = read_results(path)
+        assert rows and all(row.bitwise_equal for row in rows), path
+        assert path.stem == TRAINING or (ROOT / picture_path(path.relative_to(ROOT))).exists(), (
+            "python scripts/readme.py"
+        )
+
+
+def test_sizes_of_a_training_in_words() -> None:
+    sizes = dict(
+        num_layers=2, hidden_size=64, ffn_hidden_size=96, num_experts=8, moe_ffn_hidden_size=32, moe_router_topk=2
+    )
+    batch = dict(
+        global_batch_size=32,
+        micro_batch_size=2,
+        seq_length=4096,
+        expert_model_parallel_size=4,
+        pipeline_model_parallel_size=1,
+    )
+    row = dataclasses.replace(SHORT, shape={**sizes, **batch})
+    said = "2 layers, hidden 64, 8 experts of 32, top-2; EP 4; 32 sequences of 4096 tokens a step, 2 at a time"
+    assert model_words(row) == said
+    assert model_words(dataclasses.replace(SHORT, shape={"ffn_hidden_size": 96, "moe_router_topk": 2})) == "FFN 96"
+
+
+def test_readme_shows_results(tmp_path: Path) -> None:
+    write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
+    marks = "".join(
+        f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "steps", "settings", "versions")
+    )
+    text = render(f"intro\n{marks}outro", tmp_path)
+    assert text.startswith("intro") and text.endswith("outro") and "\nold\n" not in text
+    page = render_results(tmp_path)
+    assert "8 x NVIDIA H200" in page and "2.50x async-TP" in page and "**BITS DIFFER**" in page
+    write_results(tmp_path / RESULTS, "verify", stamp(device="NVIDIA H200"), [SHORT])
+    text = render(text, tmp_path)
+    assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x NVIDIA H200 |" in text
+    assert markdown_table([FULL, SHORT]) in page
+    assert render(text, tmp_path) == text
+    assert "No training step of a GPU machine" in text
+    shape = {
+        "num_layers": 6,
+        "hidden_size": 8192,
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "micro_batch_size": 1,
+    }
+    steps = [
+        dataclasses.replace(SHORT, op=f"training_step {features}", model="some", shape=shape)
+        for features in ("ep", "tp,pp", "tp")
+    ]
+    write_results(
+        tmp_path / RESULTS,
+        "training",
+        stamp(device="NVIDIA H200"),
+        [steps[0], dataclasses.replace(steps[1], commit="abc"), steps[2]],
+    )
+    text = render(text, tmp_path)
+    lines = [
+        line
+        for line in text.splitlines()
+        if "| some: 6 layers, hidden 8192; TP 2; 1 at a time | 8 x NVIDIA H200 |" in line
+    ]
+    assert [line.split("`")[1] for line in lines] == ["tp", "tp,pp", "ep"]
+    assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)
+    with pytest.raises(ValueError, match="begin gains"):
+        render("<!-- begin settings -->\n<!-- end settings -->", tmp_path)

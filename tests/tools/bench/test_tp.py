@@ -1,0 +1,70 @@
+"""``bench tp`` on CPU processes: rows of every part, bits equal, bad shapes refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.bench import tp
+from ditron_train.tools.results import read_results
+from tests.support.processes import run_workers
+
+
+def _arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    tp.add_arguments(parser)
+    return parser.parse_args([*words, "--repetitions", "1", "--warmup", "0"])
+
+
+def _run(*words: str) -> int:
+    return tp.run(_arguments(*words))
+
+
+@pytest.mark.slow
+def test_rows_of_both_ops_and_their_backward(tmp_path: Path) -> None:
+    shape = ("--shape", "128", "64", "128")
+    assert run_workers(2, _run, *shape, "--output", str(tmp_path)) == [0, 0]
+    (path,) = tmp_path.glob("*/tp.json")
+    stamp, rows = read_results(path)
+    assert stamp.count == 2
+    names = [(row.op, row.direction) for row in rows]
+    assert names[:2] == [("ag_gemm", "forward"), ("gemm_rs", "forward")]
+    assert names[2:] == [("column_linear", "backward"), ("row_linear", "backward")]
+    for row in rows:
+        assert row.bitwise_equal and row.shape == {"m": 128, "n": 64, "k": 128} and row.native_us > 0
+    assert rows[0].gemm_us and rows[0].comm_us and rows[0].peer is None and rows[0].limit_us is None
+
+
+def _refused(*words: str) -> str:
+    try:
+        tp.run(_arguments(*words))
+    except SettingError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_bad_shapes_are_refused_on_every_rank() -> None:
+    messages = run_workers(2, _refused, "--shape", "127", "64", "128", "--part", "ag_gemm")
+    assert messages == ["ag_gemm 127x64x128 does not divide over 2 ranks: M and N have to"] * 2
+    assert "accepted" not in run_workers(2, _refused_model)
+
+
+def _refused_model() -> str:
+    arguments = _arguments("--model", "GPT-9", "--part", "ag_gemm")
+    session = argparse.Namespace(device=torch.device("cuda"), world_size=2)
+    try:
+        tp.cases_of("ag_gemm", arguments, session)
+    except SettingError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_every_published_shape_divides() -> None:
+    for op in ("ag_gemm", "gemm_rs"):
+        for world_size in (2, 4, 8):
+            session = argparse.Namespace(device=torch.device("cuda"), world_size=world_size)
+            assert len(tp.cases_of(op, _arguments(), session)) == 6

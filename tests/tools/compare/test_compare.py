@@ -1,0 +1,431 @@
+"""``compare``: two jobs of the user's own command, every figure exact; a stand-in for Megatron-LM's training loop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.compare.comparison import add_arguments, run
+from ditron_train.tools.compare.launch import LAUNCHER, run_job, with_launcher
+from ditron_train.tools.compare.side_by_side import show, write_row
+from ditron_train.tools.compare.steps import differences, read_job
+from ditron_train.tools.results import read_results, write_results
+from tests.support.processes import run_workers
+
+ARGUMENTS = """
+import argparse
+
+def add_megatron_arguments(parser):
+    parser.add_argument("--train-iters", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=8)
+    parser.add_argument("--noise", choices=("none", "ours", "always"), default="none")
+    return parser
+
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+"""
+
+TRAINING = """
+import os
+import torch
+from megatron.training.arguments import parse_args
+
+_args = None
+
+def get_args():
+    return _args
+
+def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, iteration=None):
+    from ditron_train.megatron import active_features
+    optimizer.zero_grad()
+    loss = (model(torch.full((2, 8), 1.0 + iteration)) ** 2).mean()
+    loss.backward()
+    noisy = _args.noise == "always" or (_args.noise == "ours" and active_features())
+    if noisy and iteration == 2:  # one bit of one weight, of the last rank
+        with torch.no_grad():
+            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                seed = os.getpid() if _args.noise == "always" else 1
+                model.weight.view(torch.int32).view(-1)[seed % 8] ^= 1 + seed % 1000
+    norm = model.weight.grad.norm().item()
+    optimizer.step()
+    return {"lm loss": loss.detach()}, 0, False, False, 0, norm, None, 0
+
+def pretrain():
+    global _args
+    parse_args()  # as Megatron-LM does where it reads a checkpoint's arguments: twice
+    _args = parse_args()
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for iteration in range(_args.train_iters):
+        train_step(None, None, model, optimizer, None, None, None, iteration=iteration)
+    print("TRAINED", flush=True)
+    torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends without it
+"""
+
+
+@pytest.fixture
+def script(megatron_training):
+    main = "from megatron.training.training import pretrain\nif __name__ == '__main__':\n    pretrain()\n"
+    return megatron_training(main, arguments=ARGUMENTS, training=TRAINING)
+
+
+def _compare(tmp_path, *words):
+    env = dict(
+        os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), TRITON_INTERPRET="1"
+    )
+    command = [sys.executable, "-m", "ditron_train", "compare", "--ditron", "tp", "--output", tmp_path / "out", *words]
+    return subprocess.run(list(map(str, command)), check=False, env=env, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture
+def compare_here(tmp_path, monkeypatch, capsys):
+    """``compare`` without a process of its own: its status, and what it says."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+
+    def compare(*words):
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        status = run(parser.parse_args(["--ditron", "tp", "--output", str(tmp_path / "out"), *map(str, words)]))
+        return status, capsys.readouterr().out
+
+    return compare
+
+
+def _alone(monkeypatch, *words):
+    """As torchrun would start one rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launched = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    return [sys.executable, *words]
+
+
+def _torchrun(ranks, *words):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *words]
+
+
+def run_notes(*folders):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(["--notes", *map(str, folders)]))
+
+
+def test_equal_jobs_of_two_ranks(script, tmp_path):
+    pytest.importorskip("megatron.core")
+    results = tmp_path / "results"
+    traced = ("--trace", "--trace-rank", 1)
+    words = (*traced, "--again", "--results", results, "--model", "tiny", "--skip", 2)
+    done = _compare(tmp_path, *words, "--", *_torchrun(2, script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        "equal: all 20 figures of 4 steps on 2 ranks" in done.stdout
+    )  # a loss and a norm a step, two digests, two ranks
+    assert "time of a step, behind the first 2: natively" in done.stdout
+    (path,) = results.glob("*x2/training.json")
+    stamp, (row,) = read_results(path)
+    assert stamp.torch == torch.__version__ and stamp.count == 2 and stamp.settings["TRITON_INTERPRET"] == "1"
+    assert (row.op, row.model, row.world_size, row.shape) == ("training_step tp", "tiny", 2, {"hidden_size": 8})
+    assert row.bitwise_equal and row.native_us > 0 and row.ditron_us > 0
+    assert "rank 1 in step 3, ms" in done.stdout and "addmm" in done.stdout
+    for name in ("native", "ditron"):
+        assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == [
+            "rank0.jsonl",
+            "rank1.jsonl",
+            "trace-rank1.json",
+        ]
+        assert [step.number for step in read_job(tmp_path / "out" / name).ranks[0] if step.seconds is None] == [1, 3]
+    again = read_job(tmp_path / "out" / "native-again")
+    assert "natively once more, behind ours: " in done.stdout and (len(again), len(again.ranks)) == (4, 2)
+    assert "TRAINED" in (tmp_path / "out" / "native.log").read_text()
+    assert "tp: on for models built from now on" in (tmp_path / "out" / "ditron.log").read_text()
+    assert "tp: on" not in (tmp_path / "out" / "native.log").read_text()
+    assert run_notes(tmp_path / "out" / "native", tmp_path / "out" / "ditron") == 0
+    with pytest.raises(SettingError, match="ran with --ditron tp"):
+        run_notes(tmp_path / "out" / "ditron", tmp_path / "out" / "native")
+
+
+def test_one_bit_of_one_weight_is_found(monkeypatch, script, compare_here, tmp_path):
+    pytest.importorskip("megatron.core")
+    status, said = compare_here(*_alone(monkeypatch, script, "--noise", "ours"))
+    assert status == 1, said
+    assert "DIFFERENT: " in said and "of step 4 on rank 0" in said
+    assert "kernel" not in said and not list(tmp_path.glob("out/*/trace*"))
+    assert read_job(tmp_path / "out" / "native").header["trace"] is None
+
+
+def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, compare_here):
+    pytest.importorskip("megatron.core")
+    status, said = compare_here(*_alone(monkeypatch, script, "--noise", "always"))
+    assert status == 0, said
+    assert "native does not repeat itself: " in said and "all before that is equal" in said
+
+
+def test_a_job_that_fails(script, compare_here, tmp_path):
+    script.write_text("raise SystemExit('nothing to train')")
+    done = _compare(tmp_path, sys.executable, script)
+    assert done.returncode == 2 and "the job ended with status 1" in done.stderr and "nothing to train" in done.stderr
+    script.write_text("import atexit\natexit.register(print, *range(20), sep='\\n')\nraise ValueError('no data')")
+    with pytest.raises(SettingError, match="its first error: ValueError: no data\n"):
+        compare_here(sys.executable, script)
+    script.write_text("print('no loop here')")
+    with pytest.raises(SettingError, match="did the script reach Megatron-LM's training loop?"):
+        compare_here(sys.executable, script)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ([], "no Python script in"),
+        (["torchrun", "-m", "pretrain"], "no Python script in"),
+        (["torchrun", "nowhere.py"], "cannot read the script nowhere.py"),
+        (["torchrun", __file__, "--ditron", "tp"], "--ditron stands in front"),
+    ],
+)
+def test_commands_that_cannot_be_used(words, says):
+    with pytest.raises(SettingError, match=says):
+        with_launcher(words)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--output", "/proc/nowhere", "torchrun", __file__], "cannot write into /proc/nowhere"),
+        (["--results", "/proc/nowhere", "torchrun", __file__], "cannot write into /proc/nowhere"),
+        (["--skip", "-1", "torchrun", __file__], "--skip has to be 0 or more"),
+        (["--notes", "a", "b"], "--notes trains nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(monkeypatch, tmp_path, words, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ditron_train.tools.compare.comparison.run_job", lambda *_: pytest.fail("trained"))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SettingError, match=says):
+        run(parser.parse_args(["--ditron", "tp", *words]))
+
+
+def test_under_torchrun_every_rank_would_start_jobs(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SettingError, match="compare starts torchrun itself"):
+        run(parser.parse_args(["--ditron", "tp", "pretrain_gpt.py"]))
+
+
+def test_where_the_launcher_goes():
+    assert with_launcher(["torchrun", "-x", __file__, "--a.py"]) == [
+        "torchrun",
+        "-x",
+        "-m",
+        LAUNCHER,
+        __file__,
+        "--a.py",
+    ]
+    there = ["torchrun", "-m", LAUNCHER, __file__]
+    assert with_launcher(there) == there
+
+
+def test_a_command_that_does_not_exist(tmp_path):
+    with pytest.raises(SettingError, match="cannot start no-such-program"):
+        run_job(["no-such-program"], tmp_path / "log", lambda: None)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_ends_with_the_command_that_started_it(tmp_path, sent):
+    code = f"""
+import pathlib, sys
+from ditron_train.tools.compare.launch import run_job
+run_job(["sh", "-c", "echo $$ > {tmp_path}/pid; exec sleep 60"], pathlib.Path("{tmp_path}/log"), lambda: None)
+"""
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=path), stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert time.monotonic() < deadline and started.poll() is None
+        time.sleep(0.05)
+    started.send_signal(sent)
+    started.wait(30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+STAMP = {name: None for name in ("driver", "nccl", "nvshmem", "megatron_core", "transformer_engine", "commit")}
+STAMP |= {
+    "device": "NVIDIA H200",
+    "count": 1,
+    "torch": "2",
+    "triton": "3",
+    "ditron_train": "0",
+    "date": "2026-01-01",
+    "settings": {},
+}
+
+
+def _write(folder, rank, world_size, losses, sizes=None, stamp=STAMP, **others):
+    folder.mkdir(exist_ok=True)
+    header = {
+        "world_size": world_size,
+        "features": [],
+        "train_iters": len(losses),
+        "dtype": "torch.bfloat16",
+        "sizes": sizes or {},
+    }
+    header |= {} if stamp is None else {"stamp": stamp}
+    steps = [
+        {
+            "losses": {"lm loss": float(loss).hex()},
+            "grad_norm": None,
+            "seconds": None if i == 0 else 0.1 * (rank + 1),
+            "step": i + 1,
+        }
+        for i, loss in enumerate(losses)
+    ]
+    steps[-1].update(others)
+    (folder / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, [header, *steps])) + "\n")
+
+
+def test_differences_by_step_then_rank(tmp_path, capsys):
+    for kind, changed in (("one", 2.0), ("other", 2.0 + 2**-22)):
+        _write(tmp_path / kind, 0, 2, [1.0, 2.0, 3.0, changed])
+        _write(tmp_path / kind, 1, 2, [1.0, changed, float("nan"), 4.0], digest="ab" if kind == "one" else "cd")
+    one, other = read_job(tmp_path / "one"), read_job(tmp_path / "other")
+    found = differences(one, other)
+    assert [(d.step, d.rank, d.name) for d in found] == [(2, 1, "lm loss"), (4, 0, "lm loss"), (4, 1, "parameters")]
+    assert differences(one, one) == []
+    assert one.step_ms(2) == pytest.approx(200.0)  # the slower rank's
+    assert not show(one, other, found, [], 2)
+    assert "DIFFERENT: lm loss of step 2 on rank 1: 2, 2.00000024 and 2 more" in capsys.readouterr().out
+    assert show(one, other, found, found[:1], 2) and "does not repeat itself" in capsys.readouterr().out
+    assert not show(one, other, found, found[1:], 2), "native repeats step 2, and ours differs there"
+
+
+def test_more_steps_than_the_other_is_a_difference(tmp_path, capsys):
+    _write(tmp_path / "one", 0, 1, [1.0, 2.0])
+    _write(tmp_path / "other", 0, 1, [1.0, 2.0, 3.0])
+    one, other = read_job(tmp_path / "one"), read_job(tmp_path / "other")
+    assert not show(one, other, differences(one, other), [], 1)
+    assert "DIFFERENT: 2 steps natively, 3 with ditron_train" in capsys.readouterr().out
+
+
+def test_notes_that_cannot_be_read(tmp_path):
+    with pytest.raises(SettingError, match="no rank noted a step"):
+        read_job(tmp_path)
+    _write(tmp_path / "half", 0, 2, [1.0])
+    with pytest.raises(SettingError, match="1 of 2 ranks"):
+        read_job(tmp_path / "half")
+    for text in ("{", "{\n", "[1]\n", "1\n", "{}\n", '{"world_size": 2}\n'):
+        (tmp_path / "half" / "rank1.jsonl").write_text(text)
+        with pytest.raises(SettingError, match="does not hold the notes"):
+            read_job(tmp_path / "half")
+    _write(tmp_path / "half", 1, 2, [1.0])
+    (tmp_path / "half" / "rankle.jsonl").write_text("of somebody else")
+    with (tmp_path / "half" / "rank1.jsonl").open("a") as notes:
+        notes.write('{"step": 2, "los')  # killed while it wrote
+    assert len(read_job(tmp_path / "half")) == 1
+
+
+@pytest.mark.parametrize(
+    "world_size, others, says",
+    [
+        (2, {}, "ranks 1, 2"),
+        (1, {"sizes": {"hidden_size": 16}}, "hidden_size 8, 16"),
+        (1, {"sizes": {}}, "hidden_size 8, -"),
+        (1, {"step": 7}, "first step 1, 7"),
+    ],
+)
+def test_jobs_that_did_not_train_the_same(tmp_path, world_size, others, says):
+    others = {"sizes": {"hidden_size": 8}, **others}
+    _write(tmp_path / "one", 0, 1, [1.0], sizes={"hidden_size": 8})
+    for rank in range(world_size):
+        _write(tmp_path / "other", rank, world_size, [1.0], **others)
+    with pytest.raises(SettingError, match=f"did not train the same: {says}$"):
+        run_notes(tmp_path / "one", tmp_path / "other")
+    assert run_notes(tmp_path / "one", tmp_path / "one") == 0
+
+
+def test_rows_of_other_models_stay(tmp_path):
+    _write(tmp_path / "job", 0, 1, [1.0, 2.0, 3.0])
+    job = read_job(tmp_path / "job")
+    for model in ("a", "b", "a"):
+        path = write_row(tmp_path, model, job, job, 1, is_equal=True)
+    assert sorted(row.model for row in read_results(path)[1]) == ["a", "b"]
+    assert write_row(tmp_path, "a", job, job, 9, is_equal=True) is None
+    stamp, rows = read_results(path)
+    write_results(tmp_path, "training", replace(stamp, commit="before"), rows)
+    rows = read_results(write_row(tmp_path, "a", job, job, 1, is_equal=True))[1]
+    assert {row.model: row.commit for row in rows} == {"a": None, "b": "before"}
+
+
+def test_rows_are_stamped_with_the_machine_that_trained(tmp_path):
+    for name, stamp in (
+        ("old", None),
+        ("job", STAMP),
+        ("later", {**STAMP, "commit": "abc"}),
+        ("other", {**STAMP, "torch": "3"}),
+    ):
+        _write(tmp_path / name, 0, 1, [1.0, 2.0, 3.0], stamp=stamp)
+    old, job, later, other = (read_job(tmp_path / name) for name in ("old", "job", "later", "other"))
+    path = write_row(tmp_path, "a", job, later, 1, is_equal=True)
+    assert path == tmp_path / "H200x1" / "training.json" and read_results(path)[0].commit == "abc"
+    with pytest.raises(SettingError, match="no row: the notes do not say on which machine"):
+        write_row(tmp_path, "a", old, job, 1, is_equal=True)
+    with pytest.raises(SettingError, match="no row: the two jobs ran with torch 2, 3"):
+        write_row(tmp_path, "a", job, other, 1, is_equal=True)
+
+
+def test_a_digest_shows_every_bit():
+    pytest.importorskip("megatron.core")
+    from ditron_train.megatron.plugin.record_steps import digest
+
+    tensors = [torch.randn(5000, 1000), torch.randn(33).bfloat16(), torch.randn(3).double()]
+    whole = digest(tensors)
+    assert digest(tensors) == whole and digest(reversed(tensors)) != whole
+    for tensor, bits in zip(tensors, (torch.int32, torch.int16, torch.int64)):
+        for place in (0, tensor.numel() // 2, tensor.numel() - 1):
+            tensor.view(-1).view(bits)[place] ^= 1
+            assert digest(tensors) != whole
+            tensor.view(-1).view(bits)[place] ^= 1
+    assert digest(tensors) == whole
+
+
+def _digests_of_parts(whole):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from ditron_train.megatron.plugin.record_steps import digest
+
+    ranks = dist.get_world_size()
+    sharded = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (ranks,)), [Shard(0)]))
+    assert digest([sharded]) == digest([whole.chunk(ranks)[dist.get_rank()]]) != digest([whole])
+
+
+def test_the_digest_of_a_parameter_that_fsdp_shards_is_of_this_ranks_part():
+    pytest.importorskip("megatron.core")
+    run_workers(2, _digests_of_parts, torch.randn(6, 4))
+
+
+def test_a_script_without_the_loop_is_told(monkeypatch, tmp_path):
+    pytest.importorskip("megatron.core")
+    from ditron_train.megatron.plugin.record_steps import record_steps
+
+    monkeypatch.delitem(sys.modules, "megatron.training.training", raising=False)
+    with pytest.raises(SettingError, match="needs the training loop of Megatron-LM"):
+        record_steps(tmp_path, ())

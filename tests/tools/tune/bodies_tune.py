@@ -1,0 +1,66 @@
+"""What the workers of the tuning tests run: every function is called on each rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.tuning_table import forget_tables
+from ditron_train.tools.tune import trial
+from ditron_train.tools.tune import tuner as tune
+from ditron_train.tp import ag_gemm, get_context
+from ditron_train.tp.choices import Choice, Problem, choose
+
+
+def tune_once(path: str, *words: str) -> int | str:
+    """The exit status of a run, or what it refused."""
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    try:
+        return tune.run(parser.parse_args(["--output", path, *words]))
+    except SettingError as error:
+        return str(error)
+
+
+def tune_with_wrong_bits(path: str, *words: str) -> int | str:
+    """The same, where copy engines are made to give other bits."""
+    right = trial.Trial.candidate
+
+    def wrong(self: trial.Trial, choice: Choice):
+        run = right(self, choice)
+        return lambda index: run(index) + (choice.gather.mode == "copy" and self.problem.op == "ag_gemm")
+
+    trial.Trial.candidate = wrong
+    try:
+        return tune_once(path, *words)
+    finally:
+        trial.Trial.candidate = right
+
+
+def use_table(path: str, m: int, n: int, k: int) -> tuple[Choice, bool]:
+    """What ``ag_gemm`` chooses by the table at a layer's global sizes, and whether it then has native's bits."""
+    world_size = dist.get_world_size()
+    context = get_context(None, torch.device("cpu"))
+    problem = Problem("ag_gemm", m, n // world_size, k, "nt", torch.float32, world_size)
+    os.environ["DITRON_TUNING"] = path
+    forget_tables()
+    context.prepared.clear()
+    try:
+        choice = choose(problem, context.machine)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        x = torch.randint(-3, 4, (m // world_size, k), generator=generator).float()
+        weight = torch.randint(-3, 4, (n // world_size, k), generator=generator).float()
+        y = ag_gemm(x, weight, context=context)
+        gathered = torch.empty(m, k)
+        dist.all_gather_into_tensor(gathered, x)
+        prepared = next(value for key, value in context.prepared.items() if key[0] == "ag_gemm")
+        assert prepared.config == choice.config
+        return choice, torch.equal(y, gathered @ weight.t())
+    finally:
+        del os.environ["DITRON_TUNING"]
+        forget_tables()
+        context.prepared.clear()

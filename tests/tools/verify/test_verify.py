@@ -1,0 +1,331 @@
+"""``verify`` on CPU processes: equal bits pass, one wrong bit on one rank fails on all, bad input is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.symm.arena import close_all_arenas
+from ditron_train.tools.results import read_results
+from ditron_train.tools.verify import rooms
+from ditron_train.tools.verify import verifier as verify_run
+from ditron_train.tools.verify.cases import model_cases, model_sizes, random_cases, shape_cases
+from ditron_train.tools.verify.outcome import RESULTS, Outcome
+from ditron_train.tools.verify.rooms import room_words
+from ditron_train.tools.verify.verifier import add_arguments, run
+from tests.support.processes import run_workers
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--repetitions", "1", "--warmup", "0", *words])
+
+
+def _run(*words: str) -> int:
+    return run(arguments(*words))
+
+
+def _run_with_one_wrong_bit(kind: str, *words: str) -> int:
+    """Our op of ``kind`` returns a result whose last bit is off in one place, on rank 1 alone."""
+    from ditron_train.tools.verify import compare
+
+    name = f"{kind}_linear"
+    right = getattr(compare, name)
+
+    def wrong(x: torch.Tensor, weight: torch.Tensor, **options: object) -> torch.Tensor:
+        y = right(x, weight, **options)
+        if dist.get_rank() == 1:
+            y = y.clone()
+            y.view(-1).data[-1] = torch.nextafter(y.view(-1).data[-1], torch.tensor(torch.inf))
+        return y
+
+    setattr(compare, name, wrong)
+    try:
+        return run(arguments(*words))
+    finally:
+        setattr(compare, name, right)
+
+
+def _refused(*words: str) -> str:
+    try:
+        run(arguments(*words))
+    except SettingError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.slow
+def test_a_layer_under_stress(tmp_path: Path) -> None:
+    words = ("--repeat", "2", "--poison", "--straggler-ms", "5", "--output", str(tmp_path))
+    small = ("--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32", "--padded-vocab-size", "64")
+    assert run_workers(2, _run, *small, *words) == [0, 0]
+    (path,) = tmp_path.glob("*/verify.json")
+    stamp, rows = read_results(path)
+    assert [row.model for row in rows] == ["qkv", "proj", "fc1", "fc2", "output"]
+    assert all(row.bitwise_equal for row in rows)
+    assert "every bit is equal" in stamp.settings["summary"] and "10 comparisons" in stamp.settings["summary"]
+
+
+@pytest.mark.slow
+def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
+    words = ("--random", "6", "--ops", "1200", "--seed", "3", "--largest", "32", "--output", str(tmp_path))
+    assert run_workers(2, _run_soak, *words) == [0, 0]
+    shapes, ops = (
+        json.loads(next(tmp_path.glob(f"*/soak/{what}.json")).read_text())["summary"] for what in ("random", "ops")
+    )
+    assert shapes["done"] == 6 and shapes["compared"] == 18 and shapes["num_different"] == 0
+    assert ops["done"] == ops["compared"] == 1200 and ops["by_kind"]["pp exchange"] == 1188
+    assert shapes["crossed_the_wrap"] and shapes["first_epoch"] == 2**31 - 8
+    assert ops["last_epoch"] > shapes["last_epoch"] >= 2**31 and len(ops["host_bytes"]) > 10
+
+
+def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
+    """Messages of a small model; they arrive with a wrong value on rank 1, or the second pattern of them is not
+    reached."""
+    from ditron_train.tools.bench import pp
+
+    before = rooms.ROOMS["pp"], pp._Transfers.ours, pp._PATTERNS
+    rooms.ROOMS["pp"] = lambda *model: ["--no-limited", "--part", "send_recv", "--mb", "0.1"]
+    if is_wrong:
+        pp._Transfers.ours = lambda self, index: before[1](self, index).clone().add_(dist.get_rank())
+    if is_cut_short:
+        pp._PATTERNS = _one_and_then_the_end()
+    try:
+        return run(arguments(*words, "--rooms", "pp"))
+    except KeyboardInterrupt as error:
+        return str(error)
+    finally:
+        rooms.ROOMS["pp"], pp._Transfers.ours, pp._PATTERNS = before
+
+
+def _one_and_then_the_end():
+    yield "ring"
+    raise KeyboardInterrupt("cut")
+
+
+def _run_interrupted_soak(folder: str) -> str:
+    """Cut in the third of nine shapes."""
+    from ditron_train.tools.verify import compare
+
+    right, calls = compare.compare, []
+
+    def cut(*given, **options) -> Outcome:
+        calls.append(1)
+        if len(calls) == 3:
+            time.sleep(0.1)
+            raise KeyboardInterrupt("cut")
+        return right(*given, **options)
+
+    compare.compare = cut
+    close_all_arenas()
+    try:
+        run(arguments("--random", "9", "--largest", "8", "--output", folder))
+    except KeyboardInterrupt as error:
+        return str(error)
+    finally:
+        compare.compare = right
+
+
+def test_other_rooms(tmp_path: Path) -> None:
+    words = ("--random", "3", "--largest", "8", "--output", str(tmp_path))
+    assert run_workers(2, _run_rooms, False, False, *words) == [0, 0]
+    stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    assert [row.model for row in rows] == ["ring", "pairs"] and stamp.settings["rooms"] == "pp"
+    assert stamp.settings["summary"] == "2 rows of other ops (2 comparisons); every bit is equal"
+    assert run_workers(2, _run_rooms, True, False, *words) == [1, 1]
+
+
+def _run_with_a_late_difference(folder: str) -> int:
+    """The third comparison of a message differs, on rank 1 alone, and no other."""
+    from ditron_train.tools.bench import pp
+
+    before = rooms.ROOMS["pp"], pp._Transfers.ours
+    rooms.ROOMS["pp"] = lambda *model: ["--no-limited", "--part", "send_recv", "--mb", "0.1"]
+    calls: list[int] = []
+
+    def ours(self, index: int) -> torch.Tensor:
+        calls.append(index)
+        return before[1](self, index).clone().add_(dist.get_rank() if len(calls) == 6 else 0)
+
+    pp._Transfers.ours = ours  # three comparisons of the benchmark's own come first
+    try:
+        return run(
+            arguments("--random", "1", "--rooms", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder)
+        )
+    finally:
+        rooms.ROOMS["pp"], pp._Transfers.ours = before
+
+
+def test_other_rooms_under_stress(tmp_path: Path) -> None:
+    assert run_workers(2, _run_with_a_late_difference, str(tmp_path)) == [1, 1]
+    stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    assert [row.bitwise_equal for row in rows] == [False, True]
+    assert stamp.settings["summary"] == "2 rows of other ops (8 comparisons); 1 different"
+
+
+def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
+    words = ("--row", "8", "8", "8", "--output", str(tmp_path))
+    assert run_workers(2, _run_rooms, False, True, *words) == ["cut", "cut"]
+    stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    assert [row.model for row in rows] == ["custom", "ring"]
+    assert run_workers(2, _run_interrupted_soak, str(tmp_path)) == ["cut", "cut"]
+    summary = json.loads(next(tmp_path.glob("*/soak/random.json")).read_text())["summary"]
+    assert (summary["done"], summary["compared"], summary["last_epoch"]) == (2, 6, 0) and summary["seconds"] > 0
+    sentence = summary["sentence"]
+    assert sentence.startswith("2 of 9 shapes in ") and "every bit is equal; epochs 2147483584 on;" in sentence
+    summary = stamp.settings["summary"]
+    assert summary.startswith("1 shape: 1 by ours") and "1 row of other ops (1 comparison)" in summary
+
+
+def test_rooms_take_the_models_sizes() -> None:
+    words = "--hidden-size 64 --num-attention-heads 8 --num-query-groups 2 --seq-length 32 --num-experts 4".split()
+    model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
+    found = {room: " ".join(words) for room, words in room_words(rooms.parse_rooms("all"), model, 2, True).items()}
+    assert (
+        "--shape 32 8 2 8" in found["sp"] and "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
+    )
+    assert "--shape 96 64 --shape 64 64 --shape 256 64 --shape 64 128" in found["muon"]
+    assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {
+        "ep": ["--no-deterministic", "--model", "facts"]
+    }
+    for world_size in (2, 4, 8):  # the small model of machines without a GPU
+        assert len(room_words(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size, False)) == 4
+    for room, world_size, error in (("sp", 4, "2 query groups"), ("ep", 3, "4 experts"), ("pp", 3, "even number")):
+        with pytest.raises(SettingError, match=error):
+            room_words([room], model, world_size, True)
+
+
+@pytest.mark.slow
+def test_every_room(tmp_path: Path) -> None:
+    words = "--rooms all --repeat 1 --straggler-ms 1 --column 8 8 8 --seq-length 32".split()
+    assert run_workers(2, _run, *words, "--output", str(tmp_path)) == [0, 0]
+    stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    ops = {"column_linear", "gemm_a2a", "a2a_gemm", "qkv_projection", "output_projection", "dispatch", "combine", "group_gemm",
+           "group_dgrad", "group_wgrad", "moe_layer", "send_recv", "pipeline_step", "muon_step"}  # fmt: skip
+    assert {row.op for row in rows} == ops and all(row.bitwise_equal for row in rows)
+    others = len(rows) - 1
+    assert stamp.settings["summary"].endswith(
+        f"{others} rows of other ops ({2 * others} comparisons); every bit is equal"
+    )
+
+
+def _run_with_plan(folder: str) -> tuple[int, list[str]]:
+    """The decisions that a run of verify leaves behind."""
+    path = Path(folder) / "plan.json"
+    try:
+        status = _run("--column", "16", "8", "8", "--plan", str(path))
+        dist.barrier()
+        return status, list(json.loads(path.read_text())["decisions"])
+    finally:
+        os.environ.pop("DITRON_PLAN"), os.environ.pop("DITRON_POLICY")
+
+
+def test_a_plan_for_a_job(tmp_path: Path) -> None:
+    expected = (0, ["tp column 8x8 4x8 float32 on 2 ranks (strict)"])
+    assert run_workers(2, _run_with_plan, str(tmp_path)) == [expected] * 2
+    assert "not a writable folder" in run_workers(2, _refused, "--plan", str(tmp_path / "missing" / "plan.json"))[0]
+
+
+def _run_soak(*words: str) -> int:
+    """With a context of its own; memory of a worker that other tests have used says nothing."""
+    close_all_arenas()
+    verify_run.MAX_DRIFT_BYTES = 1 << 30
+    return run(arguments(*words, "--first-epoch", str(2**31 - 8)))
+
+
+def _endure_with_one_wrong_result(rank: int) -> int:
+    from ditron_train.tools.verify import repeated_ops as endure
+
+    right = endure.all_gather
+
+    def wrong(x: torch.Tensor, **options: object) -> torch.Tensor:
+        y = right(x, **options)
+        return y + 1 if dist.get_rank() == rank else y
+
+    endure.all_gather = wrong
+    try:
+        return run(arguments("--ops", "2", "--seconds", "60"))
+    finally:
+        endure.all_gather = right
+
+
+def test_a_wrong_result_of_a_soak_fails_on_all() -> None:
+    assert run_workers(2, _endure_with_one_wrong_result, 1) == [1, 1]
+
+
+def test_time_limit_of_a_soak() -> None:
+    assert run_workers(2, _run, "--random", "100000", "--largest", "16", "--seconds", "0.5") == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
+    shape = (f"--{kind}", "32", "32", "32")
+    assert run_workers(2, _run_with_one_wrong_bit, kind, *shape) == [1, 1]
+    assert run_workers(2, _run, *shape) == [0, 0]
+
+
+def test_bad_input_is_refused_on_every_rank() -> None:
+    assert (
+        run_workers(2, _refused, "--column", "31", "32", "32")
+        == ["custom column 31x32x32 does not divide over 2 ranks: M and N have to"] * 2
+    )
+    bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
+           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"),
+           ("--output", "/proc/nowhere"), ("--rooms", "tp,xp"), ("--num-experts", "0"),
+           ("--rooms", "ep", "--num-experts", "3")]  # fmt: skip
+    for words in bad:
+        messages = run_workers(2, _refused, *words)
+        assert messages[0] == messages[1] != "accepted"
+    for words in (("--ops", "5"), ("--rooms", "ep")):
+        assert (
+            f"{words[0]}{' ep' if 'ep' in words else ''} takes 2 ranks or more" in run_workers(1, _refused, *words)[0]
+        )
+
+
+def test_model_from_megatrons_arguments() -> None:
+    words = "--hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-query-groups 4 --seq-length 512".split()
+    cases = model_cases(model_sizes(arguments(*words, "--micro-batch-size", "2"), True), torch.bfloat16)
+    assert [(c.name, c.kind, c.m, c.n, c.k) for c in cases] == [
+        ("qkv", "column", 1024, 1536, 1024),
+        ("proj", "row", 1024, 1024, 1024),
+        ("fc1", "column", 1024, 8192, 1024),
+        ("fc2", "row", 1024, 1024, 4096),
+    ]
+    plain = model_cases(model_sizes(arguments(*words, "--no-swiglu", "--kv-channels", "32"), True), torch.bfloat16)
+    assert plain[0].n == (16 + 8) * 32 and plain[1].k == 512 and plain[2].n == 4096
+    llama = model_cases(model_sizes(arguments(), True), torch.bfloat16)
+    assert (llama[0].n, llama[2].n, llama[3].k) == (10240, 57344, 28672)
+
+
+def test_random_cases_divide_and_repeat_by_seed() -> None:
+    for on_gpu in (False, True):
+        for world_size in (2, 3, 8):
+            cases = list(random_cases(300, 7, world_size, on_gpu))
+            assert (
+                cases
+                == list(random_cases(300, 7, world_size, on_gpu))
+                != list(random_cases(300, 8, world_size, on_gpu))
+            )
+            for case in cases:
+                x, weight = case.local_shapes(world_size)
+                assert min(*x, *weight) >= 1 and x[1] == weight[1]
+            assert {case.kind for case in cases} == {"column", "row"}
+            assert any(case.k % 8 for case in cases), "unaligned shapes are the normal case"
+
+
+def test_verdicts() -> None:
+    (case,) = shape_cases(arguments("--row", "8", "8", "8"), torch.bfloat16)
+    same = dict.fromkeys(RESULTS, 0)
+    assert Outcome(case, True, same, 2.0, 1.0).verdict == "ours"
+    assert Outcome(case, True, same, 1.0, 2.0).verdict == "ours, slower"
+    assert Outcome(case, False, same).verdict == "native"
+    assert Outcome(case, True, {**same, "wgrad": 1}, 2.0, 1.0).verdict == "DIFFERENT"
