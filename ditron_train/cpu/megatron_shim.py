@@ -270,7 +270,7 @@ def model_parallel(**sizes: int) -> Iterator[None]:
 
     import ditron_train.megatron
     from ditron_train.cpu.groups import destroy_groups
-    from ditron_train.megatron.tp.routing import forget_routes
+    from ditron_train.policy import gate
     from ditron_train.symm import close_all_arenas
 
     with megatron_on_cpu():
@@ -282,7 +282,7 @@ def model_parallel(**sizes: int) -> Iterator[None]:
             close_all_arenas()
         finally:
             ditron_train.megatron.restore()
-            forget_routes()
+            gate.forget("tp")
             destroy_groups()
 
 

@@ -4,9 +4,9 @@ device."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,12 +20,13 @@ from ditron_train.optim.products import (
     scaled_square,
     symmetric_choices,
 )
+from ditron_train.policy import Decision, Function, OpSpec, gate
 from ditron_train.runtime.device import is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["ProductMode", "plan_products"]
+__all__ = ["NEWTON_SCHULZ", "ProductMode", "StepCall", "plan_products"]
 
 ProductMode = Literal["strict", "force", "native"]
 
@@ -38,7 +39,6 @@ _HOST_BOUND_US = 500.0  # of one step on the device: below, the host's time for 
 _COEFFICIENTS = (4.0848, -6.8946, 2.9270)
 _NUM_STEPS = 5
 
-_plans: dict[tuple, ProductPlan] = {}
 _NATIVE = ProductPlan(False, False, False, "native products were asked for")
 _FORCED = ProductPlan(True, True, True, "our products were asked for")
 
@@ -118,8 +118,7 @@ def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transpose
     ours must have the bits of both. Launches cost the host more than the device takes for short steps: these are timed
     as a whole, host included, by single launches of cuBLAS, of the chosen products and as a graph.
     """
-    generator = torch.Generator(device=device).manual_seed(1)
-    x = torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
+    x = _random_matrix(m, n, dtype, device)
     plan, words, step_us = _NATIVE, ["cuBLAS serves this type, size or alignment better"], 0.0
     if _has_kernels(m, n, dtype):
         plan, words, step_us = _measure_products(x, [x, x.t().contiguous().t()] if transposed else [x])
@@ -146,10 +145,87 @@ def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transpose
     return replace(plan if single_us < native_us else _NATIVE, reason=", ".join(words))
 
 
+def _random_matrix(m: int, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device=device).manual_seed(1)
+    return torch.empty(m, n, dtype=dtype, device=device).normal_(std=(m * n) ** -0.5, generator=generator)
+
+
 def _has_kernels(m: int, n: int, dtype: torch.dtype) -> bool:
     """Whether our products can win: their types, more than a wave of tiles, no padded copies."""
     aligned = m % _ALIGNED_ELEMENTS == 0 and n % _ALIGNED_ELEMENTS == 0
     return dtype in (torch.bfloat16, torch.float16) and m >= _MIN_ROWS and aligned
+
+
+class StepCall(NamedTuple):
+    """A Newton-Schulz step of one matrix ``[m, n]`` (m <= n); ``transposed``: the matrix has more rows than columns, so
+    the path without our kernels begins with a transposed view."""
+
+    m: int
+    n: int
+    dtype: torch.dtype
+    device: torch.device
+    transposed: bool
+
+
+class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
+    """The three products of a step. The choice cannot make ranks differ, since it changes no bit: each process decides
+    alone, product by product, and the context is what it chose."""
+
+    name, row, measured = "muon newton_schulz", "newton_schulz", "forward"
+
+    def group(self, call: StepCall) -> None:
+        """See `OpSpec`: none."""
+
+    def device(self, call: StepCall) -> torch.device:
+        """See `OpSpec`."""
+        return call.device
+
+    def key(self, call: StepCall) -> tuple[Hashable, ...]:
+        """See `OpSpec`."""
+        return call.m, call.n, call.dtype, with_index(call.device).index, call.transposed
+
+    def why_not(self, call: StepCall) -> str | None:
+        """See `OpSpec`."""
+        if call.device.type != "cuda" or is_interpreter():
+            return "no GPU: whole products of torch"
+        if not _has_kernels(call.m, call.n, call.dtype) and call.m * call.n > MAX_GRAPH_ELEMENTS:
+            return "a type, size or alignment that cuBLAS serves better"
+        return None
+
+    def context(self, call: StepCall) -> ProductPlan:
+        """See `OpSpec`: measured here."""
+        device = with_index(call.device)
+        with torch.cuda.device(device):
+            plan = _measure(call.m, call.n, call.dtype, device, call.transposed)
+        log_once(
+            f"newton_schulz {self.key(call)}",
+            f"Newton-Schulz {call.m} x {call.n}: {plan.reason}",
+            name="ditron_train.optim",
+        )
+        return plan
+
+    def decide(self, call: StepCall, context: ProductPlan) -> Decision:
+        """See `OpSpec`: the plan says it product by product."""
+        return Decision(True, context.reason, None, None, None)
+
+    def words(self, call: StepCall, context: ProductPlan) -> str:
+        """See `OpSpec`."""
+        return f"{self.name} {call.m}x{call.n} {str(call.dtype).removeprefix('torch.')}"
+
+    def inputs(self, call: StepCall) -> Sequence[torch.Tensor]:
+        """See `OpSpec`: a random matrix."""
+        return (_random_matrix(call.m, call.n, call.dtype, call.device),)
+
+    def megatron(self, call: StepCall) -> Function:
+        """See `OpSpec`: products of torch."""
+        return lambda x: [newton_schulz_step(x, *_COEFFICIENTS, _NATIVE)]
+
+    def fused(self, call: StepCall, context: ProductPlan) -> Function:
+        """See `OpSpec`."""
+        return lambda x: [newton_schulz_step(x, *_COEFFICIENTS, context)]
+
+
+NEWTON_SCHULZ = NewtonSchulzSpec()
 
 
 @outside_compile
@@ -172,15 +248,5 @@ def plan_products(
         return _FORCED
     if mode != "strict":
         raise NotSupportedError(f"mode {mode!r} is not strict, force or native")
-    if device.type != "cuda" or is_interpreter():
-        return ProductPlan(False, False, False, "no GPU: whole products of torch")
-    if not _has_kernels(m, n, dtype) and m * n > MAX_GRAPH_ELEMENTS:
-        return ProductPlan(False, False, False, "a type, size or alignment that cuBLAS serves better")
-    key = (m, n, dtype, with_index(device).index, transposed)
-    if key not in _plans:
-        if torch.cuda.is_current_stream_capturing():
-            return ProductPlan(False, False, False, "not measured before the CUDA graph capture began")
-        with torch.cuda.device(device):
-            _plans[key] = _measure(m, n, dtype, torch.device("cuda", key[3]), transposed)
-        log_once(f"newton_schulz {key}", f"Newton-Schulz {m} x {n}: {_plans[key].reason}", name="ditron_train.optim")
-    return _plans[key]
+    answer = gate.answer_for(NEWTON_SCHULZ, StepCall(m, n, dtype, device, transposed))
+    return ProductPlan(False, False, False, answer.reason or "") if answer.context is None else answer.context

@@ -33,7 +33,7 @@ def tensor_parallel(device, own_gpus):
 
     import ditron_train.megatron
     from ditron_train.cpu import megatron_shim as megatron_cpu
-    from ditron_train.megatron.tp.routing import forget_routes
+    from ditron_train.policy import gate
 
     if dist.get_world_size() == 1:
         pytest.skip("needs at least 2 GPUs")
@@ -41,7 +41,7 @@ def tensor_parallel(device, own_gpus):
     megatron_cpu.allow_torch_norm_with_sequence_parallel()
     yield
     ditron_train.megatron.restore()
-    forget_routes()
+    gate.forget()
     megatron_cpu.uninstall()
     parallel_state.destroy_model_parallel()
 
@@ -102,7 +102,7 @@ def _step(layer: torch.nn.Module, mask: torch.Tensor | None, seed: int) -> dict[
 @pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=["default", "graphs"])
 def test_transformer_layer(tensor_parallel, all_equal, use_te, options, monkeypatch):
     """Both compiled alike: what lies between parallel layers may be rounded in another way than uncompiled."""
-    from ditron_train.megatron.tp.routing import _routes
+    from ditron_train.policy import gate
 
     if use_te:
         pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
@@ -115,7 +115,8 @@ def test_transformer_layer(tensor_parallel, all_equal, use_te, options, monkeypa
         native, ours = (_step(layer, mask, seed) for layer in layers)
         for name, expected in native.items():
             assert all_equal(ours[name], expected), (seed, name)
-    assert len(_routes) == 4 and all(context is not None for context in _routes.values())
+    answers = gate.answers("tp")
+    assert len(answers) == 4 and all(answer.context is not None for answer in answers)
 
 
 def test_messages_that_later_replays_overwrite(device, all_equal, own_gpus):

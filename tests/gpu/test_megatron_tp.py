@@ -144,9 +144,9 @@ def _compare(
     seed=0,
     **options,
 ):
-    from ditron_train.megatron.tp.routing import forget_routes
+    from ditron_train.policy import gate
 
-    forget_routes()
+    gate.forget()
     config = _config(hidden=max(128, k // 128 * 128), dtype=dtype, **options)
     layers = [_build(kind, index, n, k, config, bias, skip_bias_add) for index in (0, 1)]
     for layer in layers:
@@ -156,9 +156,9 @@ def _compare(
 
 
 def _num_ops():
-    from ditron_train.megatron.tp.routing import _routes
+    from ditron_train.policy import gate
 
-    return sum(context is not None for context in _routes.values())
+    return sum(answer.context is not None for answer in gate.answers("tp"))
 
 
 @pytest.mark.parametrize("shape", AG_SHAPES, ids=lambda shape: shape["model"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import decide, forget_plans
+from ditron_train.policy import decide, forget_plans, gate
 from ditron_train.policy.order import reduction_order, reveal_order
 
 pytestmark = [
@@ -40,14 +40,13 @@ def session(device):
 
 @pytest.fixture(autouse=True)
 def _fresh(session, monkeypatch):
-    from ditron_train.megatron.tp.routing import forget_routes
 
     monkeypatch.setenv("DITRON_POLICY", "strict")
     forget_plans()
-    forget_routes()
+    gate.forget()
     yield
     forget_plans()
-    forget_routes()
+    gate.forget()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -116,7 +115,7 @@ def _inputs(session, kind, shape=(4096, 4096, 4096)):
 
 def _route(session, kind, *shape):
     """What the policy says about a call."""
-    from ditron_train.megatron.tp.routing import route
+    from ditron_train.megatron.tp.spec import route
 
     return route(kind, *_inputs(session, kind, *shape), group=dist.group.WORLD, sequence_parallel=True)
 
@@ -132,10 +131,10 @@ def _decisions(monkeypatch, tmp_path, session, kind):
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("where", ["forward", "wgrad", "dgrad", "forward of the call's own tensors"])
 def test_one_wrong_bit_on_one_rank_falls_back(session, monkeypatch, tmp_path, kind, where):
-    from ditron_train.megatron.tp import routing
+    from ditron_train.megatron.tp import spec
 
     monkeypatch.setenv("DITRON_POLICY", "bits")
-    right = getattr(routing, f"{kind}_linear")
+    right = getattr(spec, f"{kind}_linear")
     context, decision = _decisions(monkeypatch, tmp_path, session, kind)
     assert context is not None and decision.bits_equal
 
@@ -150,8 +149,8 @@ def test_one_wrong_bit_on_one_rank_falls_back(session, monkeypatch, tmp_path, ki
         y = right(x, weight, **options)
         return _FlipBit.apply(y) if where == "forward" or (is_own and "own" in where) else y
 
-    monkeypatch.setattr(routing, f"{kind}_linear", wrong)
-    routing.forget_routes()
+    monkeypatch.setattr(spec, f"{kind}_linear", wrong)
+    gate.forget()
     forget_plans()
     (tmp_path / "plan.json").unlink(missing_ok=True)
     context, decision = _decisions(monkeypatch, tmp_path, session, kind)
@@ -178,16 +177,16 @@ def test_other_bits_of_transformer_engines_products_on_one_rank_fall_back(sessio
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_slow_variant_falls_back(session, monkeypatch, tmp_path, kind):
-    from ditron_train.megatron.tp import routing
+    from ditron_train.megatron.tp import spec
 
-    right = getattr(routing, f"{kind}_linear")
+    right = getattr(spec, f"{kind}_linear")
 
     def slow(x, weight, **options):
         if dist.get_rank() == 0:
             torch.cuda._sleep(10_000_000)  # about 5 ms on one rank alone
         return right(x, weight, **options)
 
-    monkeypatch.setattr(routing, f"{kind}_linear", slow)
+    monkeypatch.setattr(spec, f"{kind}_linear", slow)
     context, decision = _decisions(monkeypatch, tmp_path, session, kind)
     assert context is None and decision.bits_equal and decision.ditron_us > decision.native_us + 2000
     assert "not faster" in decision.reason
@@ -220,7 +219,6 @@ def test_a_plan_saves_the_probe(session, device, monkeypatch, tmp_path):
 
 def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
     """A LLaMA-70B-like model: its four linear layers and the output layer."""
-    from ditron_train.megatron.tp.routing import forget_routes
     from ditron_train.tools.verify.cases import add_case_arguments, model_cases, model_sizes
 
     parser = argparse.ArgumentParser()
@@ -228,7 +226,7 @@ def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
     cases = model_cases(model_sizes(parser.parse_args(["--padded-vocab-size", "128256"]), True), torch.bfloat16)
     held, seconds, routes = [_memory(session)], [], {}
     for _ in range(2):  # the first makes what stays: symmetric memory, cuBLAS's workspaces
-        forget_routes()
+        gate.forget()
         start_s = time.perf_counter()
         routes = {case.name: _route(session, case.kind, (case.m, case.n, case.k)) for case in cases}
         seconds.append(time.perf_counter() - start_s)

@@ -91,9 +91,10 @@ def set_late(monkeypatch):
 
 
 def num_routes(kind):
-    from ditron_train.megatron.sp.routing import _routes
+    from ditron_train.policy import gate
 
-    return sum(key[0] == kind and context is not None for key, context in _routes.items())
+    name = {"projections": "sp projections", "output": "sp output projection", "exchange": "sp exchange"}[kind]
+    return sum(answer.context is not None for answer in gate.answers(name))
 
 
 @contextlib.contextmanager

@@ -395,7 +395,7 @@ def test_a_recorded_op_says_that_a_peer_is_late(device, monkeypatch, launched, o
     )  # not its sends alone
     if rank == 0:  # at once: a collective's memory in between may take the address that the result had
         with pytest.raises(PeerTimeoutError, match="tp.gather" if op == "ag_gemm" else "tp.reduce_scatter"):
-            y = run()
+            run()
             assert launched[0] == before + 1
             context.synchronize()
     dist.barrier()

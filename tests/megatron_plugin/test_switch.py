@@ -222,10 +222,10 @@ def test_a_group_across_nodes_without_peer_memory_runs_natively():
 def _too_many_shapes():
     import ditron_train.megatron as plugin
     from ditron_train.cpu.megatron_shim import model_parallel
-    from ditron_train.megatron.tp import routing
+    from ditron_train.policy import Gate, gate
 
-    saved = routing._MAX_ROUTES
-    routing._MAX_ROUTES = 2
+    fresh = Gate(most_shapes=2)
+    saved, gate.most_shapes = gate.most_shapes, 2
     try:
         with model_parallel(tensor_model_parallel_size=2):
             native = _column()
@@ -236,16 +236,16 @@ def _too_many_shapes():
                 x = torch.arange(tokens * 16.0).view(tokens, 1, 16)
                 equal = torch.equal(native(x)[0], ours(x)[0])
                 assert equal or tokens < 4  # beyond the limit it is the native path itself
-            assert len(routing._routes) == 2
+            assert len(gate.answers("tp")) == 2
             # A rank that is in another group, too, counts as those do that are not: what one group decides its ranks
             # know alike.
-            others = {(name, object()): None for name in "abc"}
-            before = routing.swap_routes(others)
+            fresh._counts["tp column", None] = 2
+            gate.swap(fresh)
             ours(torch.ones(6, 1, 16))
-            routing.swap_routes(before)
-            assert len(others) == 4 and list(others.values())[3] is not None
+            gate.swap(fresh)
+            assert [answer.context is None for answer in fresh.answers()] == [False]
     finally:
-        routing._MAX_ROUTES = saved
+        gate.most_shapes = saved
 
 
 def test_ever_new_shapes_run_natively_after_a_while():
@@ -258,25 +258,26 @@ def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
     from megatron.core.transformer.custom_layers import batch_invariant_kernels
 
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.sp import routing as sp_routing
-    from ditron_train.megatron.tp import routing
-    from ditron_train.policy import switches
+    from ditron_train.megatron.sp.exchange import AttentionShape
+    from ditron_train.megatron.sp.spec import ExchangeSpec, route_exchange
+    from ditron_train.megatron.tp.spec import LinearSpec, route
+    from ditron_train.policy import Gate, gate, switches
 
     plugin.apply(features="tp")
     plugin.restore()
     x, weight, asked = torch.zeros(2, 1, 16), torch.zeros(32, 16), []
-    monkeypatch.setattr(sp_routing, "_why_not_device", lambda tensor: asked.append("sp") or "of this test")
-    monkeypatch.setattr(routing, "_why_not", lambda *args: asked.append("tp") or "of this test")
-    monkeypatch.setattr(sp_routing, "_routes", {})
-    before = routing.swap_routes({})
+    monkeypatch.setattr(ExchangeSpec, "why_not", lambda self, call: asked.append("sp") or "of this test")
+    monkeypatch.setattr(LinearSpec, "why_not", lambda self, call: asked.append("tp") or "of this test")
+    fresh, query = Gate(), torch.zeros(2, 1, 4, 8)
+    gate.swap(fresh)
     try:
         for is_on in (False, True, False, True):
             monkeypatch.setattr(batch_invariant_kernels, "_batch_invariant_MODE", is_on)
             assert ("batch invariant" in switches()) == is_on
-            routing.route("row", x, weight, group=None, sequence_parallel=True)
-            sp_routing._decide("sp", ("a key",), x, None, None, across_nodes=False)
+            route("row", x, weight, group=None, sequence_parallel=True)
+            route_exchange(None, AttentionShape(4, 4, 8, 8), query)
     finally:
-        routing.swap_routes(before)
+        gate.swap(fresh)
     assert asked == ["tp", "sp"] * 2
 
 
@@ -302,7 +303,7 @@ def _two_groups():
     """Two tensor parallel groups in one job: each has a context and memory of its own."""
     import ditron_train.megatron as plugin
     from ditron_train.cpu.megatron_shim import model_parallel
-    from ditron_train.megatron.tp.routing import _routes
+    from ditron_train.policy import gate
 
     with model_parallel(tensor_model_parallel_size=2):
         plugin.apply()
@@ -313,7 +314,7 @@ def _two_groups():
         first = dist.get_rank() // 2 * 2
         rows = torch.cat([torch.full((2,), float(1 + first)), torch.full((2,), float(2 + first))])
         assert torch.equal(y[:, 0, 0], rows * 16 * (1 + first // 2))
-        assert len([context for context in _routes.values() if context is not None]) == 1
+        assert [answer.context is not None for answer in gate.answers("tp")] == [True]
 
 
 def test_two_tensor_parallel_groups():

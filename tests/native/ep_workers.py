@@ -213,7 +213,7 @@ def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours
 
 def policy_is_asked_once(options=None):
     """The policy's run of both dispatchers, of which the interpreter compares nothing; its answer is kept."""
-    from ditron_train.megatron.ep import decisions as ep_policy
+    from ditron_train.policy import gate
 
     options = {"params_dtype": torch.float32, "num_moe_experts": 8, **(options or {})}
     with groups(**sizes_of(options)), uneven_collectives():
@@ -221,8 +221,8 @@ def policy_is_asked_once(options=None):
         probs = torch.rand(5 + dist.get_rank(), 8)
         given = torch.randn(len(probs), 1, BASE["hidden_size"]), probs > 0, probs
         answers = [layer.token_dispatcher._ask_policy(*given) for _ in range(2)]
-        kept = len(ep_policy._answers)
-        ep_policy.forget()
+        kept = len(gate.answers("ep"))
+        gate.forget("ep")
         return answers, kept
 
 

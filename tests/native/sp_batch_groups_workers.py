@@ -60,8 +60,8 @@ def batches_of_other_groups(lengths_of_ranks):
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from ditron_train.megatron.sp.routing import _routes
     from ditron_train.megatron.sp.te_attention import DitronTEDotProductAttention
+    from ditron_train.policy import gate
 
     world, rank = dist.get_world_size(), dist.get_rank()
 
@@ -88,12 +88,12 @@ def batches_of_other_groups(lengths_of_ranks):
         )
         (whole,) = core._whole
         assert agrees(8, None) == (whole, None)
-        known = dict(_routes)
+        known = gate.answers("sp")
         assert sp_workers.num_fused_shapes("projections") == len(known) == 1
         for length in lengths_of_ranks[rank]:
             assert agrees(length, batch(length, local_cp_size=1)) == (core, None)
             assert core.left_in_heads is None
         assert agrees(8, None) == (core, None)
         assert agrees(8, batch(8, local_cp_size=world, cp_group=groups.cp)) == (core, groups.cp)
-        assert _routes == known, "the ranks were asked about a batch that is not theirs alike"
+        assert gate.answers("sp") == known, "the ranks were asked about a batch that is not theirs alike"
         assert agrees(8, None) == (whole, None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -113,10 +114,13 @@ def run(model, context_parallel, length):
     return losses.detach(), gradients, local
 
 
-def num_fused_shapes(kind):
-    from ditron_train.megatron.sp.routing import _routes
+SPECS = {"projections": "sp projections", "output": "sp output projection", "exchange": "sp exchange"}
 
-    return sum(key[0] == kind and context is not None for key, context in _routes.items())
+
+def num_fused_shapes(kind):
+    from ditron_train.policy import gate
+
+    return sum(answer.context is not None for answer in gate.answers(SPECS[kind]))
 
 
 def assert_same_bits(ours, native):
@@ -173,24 +177,30 @@ def gpt_agrees(
 def largest_sums(options, length):
     """What the policy's data that shows the order of sums leaves of them, against sums of the same magnitudes that do
     not cancel: the largest ratio among all results and gradients, for each question asked."""
-    from ditron_train.megatron.sp import routing as sp_routing
+    from ditron_train.megatron.sp import spec
+    from ditron_train.policy import results
 
-    asked, ask, world = {}, sp_routing._ask, dist.get_world_size()
+    asked, world = {}, dist.get_world_size()
+    decide = spec._UlyssesSpec.decide
 
-    def recording(key, native, ours, data, revealing, group, projections):
-        inputs, grads = revealing()
-        assert [(t.shape, t.dtype) for t in (*inputs, *grads)] == [(t.shape, t.dtype) for t in (*data[0], *data[1])]
-        left = sp_routing._forward_backward(native, inputs, grads)
-        whole = sp_routing._forward_backward(native, [t.abs() for t in inputs], [t.abs() for t in grads])
-        asked[key.split()[1]] = max(float(a.abs().max() / b.max()) for a, b in zip(left, whole))
-        return ask(key, native, ours, data, revealing, group, projections)
+    def recording(self, call, context):
+        given = self.given(call, context)
+        for one in self.revealing(call, context):
+            shapes = [[(t.shape, t.dtype) for t in (*each.values, *each.grads)] for each in (one, given)]
+            assert shapes[0] == shapes[1]
+            positive = one._replace(
+                **{name: tuple(t.abs() for t in getattr(one, name)) for name in ("values", "grads")}
+            )
+            left, whole = results(self, one), results(self, positive)
+            asked[self.word] = max(float(a.abs().max() / b.max()) for a, b in zip(left, whole))
+        return decide(self, call, context)
 
-    sp_routing._ask = recording
+    spec._UlyssesSpec.decide = recording
     try:
         with groups(world):
             run(build(world, **options), world, length)
     finally:
-        sp_routing._ask = ask
+        spec._UlyssesSpec.decide = decide
     return asked
 
 
@@ -224,7 +234,7 @@ def gpt_across_nodes(ranks_per_node, batch_of_rows):
     """Ulysses over nodes: exchanges by rails and peer memory where nodes have several ranks, else native; the same
     bits."""
     from ditron_train.megatron.sp.nodes import NodesContext
-    from ditron_train.megatron.sp.routing import _routes
+    from ditron_train.policy import gate
 
     world = dist.get_world_size()
     with posed_nodes(ranks_per_node), groups(world):
@@ -232,8 +242,8 @@ def gpt_across_nodes(ranks_per_node, batch_of_rows):
         with without("projections", "output", "exchange"):
             native = run(model, world, batch_of_rows)
         assert_same_bits(run(model, world, batch_of_rows), native)
-        contexts = {key[0]: context for key, context in _routes.items()}
-        assert contexts.keys() == {"projections", "output", "exchange"}
+        contexts = {kind: [answer.context for answer in gate.answers(name)] for kind, name in SPECS.items()}
+        contexts = {kind: of_kind[-1] for kind, of_kind in contexts.items()}
         assert contexts["projections"] is None and contexts["output"] is None
         assert isinstance(contexts["exchange"], NodesContext) == (ranks_per_node > 1)
         if ranks_per_node > 1:
@@ -245,11 +255,11 @@ def memory_missing_on_one_node(ranks_per_node):
     shape's buffers; with memory again, the next shape is exchanged by ours."""
     from megatron.core import parallel_state
 
-    from ditron_train.megatron.sp import routing as sp_routing
     from ditron_train.megatron.sp.nodes import get_nodes_context
 
-    world, log, reasons = dist.get_world_size(), sp_routing.log_native, []
-    sp_routing.log_native = lambda name, reason: reasons.append(reason) if name == "sp exchange" else None
+    module = sys.modules["ditron_train.policy.gate"]
+    world, log, reasons = dist.get_world_size(), module.log_native, []
+    module.log_native = lambda name, reason: reasons.append(reason) if name == "sp exchange" else None
     try:
         with posed_nodes(ranks_per_node), groups(world):
             model = build(world, num_layers=1)
@@ -266,7 +276,7 @@ def memory_missing_on_one_node(ranks_per_node):
                 os.environ.pop("DITRON_ARENA_BYTES", None)
                 assert num_fused_shapes("exchange") == int(not cap)
     finally:
-        sp_routing.log_native = log
+        module.log_native = log
     return reasons
 
 
@@ -322,13 +332,13 @@ def refused_calls():
 
 def bytes_of_layers():
     """Symmetric memory of the group with one layer and with three."""
-    from ditron_train.megatron.sp.routing import _routes
+    from ditron_train.policy import gate
 
     world, sizes = dist.get_world_size(), []
     for num_layers in (1, 3):
         with groups(world):
             run(build(world, num_layers=num_layers), world, 16)
-            sizes.append({context.arena.num_bytes for context in _routes.values()})
+            sizes.append({answer.context.arena.num_bytes for answer in gate.answers("sp")})
     return sizes
 
 

@@ -95,9 +95,10 @@ def _assert_equal(native, ours):
 
 
 def _assert_ran_as_ops():
-    from ditron_train.megatron.tp.routing import _routes
+    from ditron_train.policy import gate
 
-    assert _routes and all(context is not None for context in _routes.values())
+    answers = gate.answers("tp")
+    assert answers and all(answer.context is not None for answer in answers)
 
 
 def _compare(options, sizes):
@@ -151,11 +152,11 @@ def _what_runs(frozen):
     """What of native's layers and of our dgrads the policy had compared, and what training then ran, of a column layer
     whose weight is frozen or deferred."""
     from ditron_train.cpu.megatron_shim import model_parallel
-    from ditron_train.megatron.tp import routing
+    from ditron_train.megatron.tp import spec
     from ditron_train.tp import functions
 
     ran, found = [], []
-    names = {functions: ("_column_gradients", "gemm_rs"), routing: ("linear_with_frozen_weight",)}
+    names = {functions: ("_column_gradients", "gemm_rs"), spec: ("linear_with_frozen_weight",)}
     before = {(module, name): getattr(module, name) for module in names for name in names[module]}
     for (module, name), function in before.items():
         setattr(module, name, lambda *a, name=name, function=function, **k: (ran.append(name), function(*a, **k))[1])

@@ -139,7 +139,7 @@ def test_split_experts_go_over_to_native_together(options, capped):
 
 
 def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
-    from ditron_train.megatron.ep import decisions as ep_policy
+    from ditron_train.megatron.ep import spec as ep_policy
 
     monkeypatch.setattr(logs, "_seen", set())
     seen = iter([None, FEWEST_ROWS, FEWEST_ROWS - 1])

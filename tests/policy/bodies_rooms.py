@@ -86,9 +86,11 @@ def _replaced(owner: object, name: str, make: Callable[[Callable], Callable]) ->
 
 
 def _ask_exchange(device: torch.device) -> None:
-    from ditron_train.megatron.sp.routing import AttentionShape, forget_routes, route_exchange
+    from ditron_train.megatron.sp.exchange import AttentionShape
+    from ditron_train.megatron.sp.spec import route_exchange
+    from ditron_train.policy import gate
 
-    forget_routes()
+    gate.forget()
     on_gpu = device.type == "cuda"
     heads, dim = (16, 64) if on_gpu else (4, 8)
     route_exchange(
@@ -97,21 +99,25 @@ def _ask_exchange(device: torch.device) -> None:
 
 
 def _ask_projections(device: torch.device) -> None:
-    from ditron_train.megatron.sp.routing import AttentionShape, forget_routes, route_projections
+    from ditron_train.megatron.sp.exchange import AttentionShape
+    from ditron_train.megatron.sp.spec import route_projections
+    from ditron_train.policy import gate
 
-    forget_routes()
+    gate.forget()
     qkv, out, like = (_values(device, *shape) for shape in ((2048, 1024), (1024, 1024), (256, 1, 1024)))
     route_projections(dist.group.WORLD, AttentionShape(16, 8, 64, 64), tuple(like.shape), qkv, out, like)
 
 
 def _ask_message(device: torch.device) -> None:
-    from ditron_train.megatron.pp import communicator as pp
+    from ditron_train.megatron.pp.spec import MESSAGE, MessageCall
+    from ditron_train.policy import gate
     from ditron_train.pp import get_pipeline_context
 
     num_bytes = 1 << 20 if device.type == "cuda" else 4096
     context = get_pipeline_context(dist.group.WORLD, device)
     context.reserve(num_bytes)
-    pp._reason_by_policy(context, num_bytes)
+    gate.forget()
+    gate.answer_for(MESSAGE, MessageCall(context, num_bytes))
 
 
 def _routing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,17 +129,17 @@ def _routing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ask_experts(device: torch.device) -> None:
-    from ditron_train.megatron.ep import decisions as ep_policy
+    from ditron_train.policy import gate
     from ditron_train.tools.bench.megatron_ep import DispatcherPair, expert_parallel_world, moe_config
 
-    ep_policy.forget()
+    gate.forget()
     routed, probs = _routing(device)
     hidden, experts = 1024 if device.type == "cuda" else 16, probs.shape[1]
     x = _values(device, len(probs), hidden)
     sizes = dict(hidden=hidden, ffn_hidden=hidden, num_experts=experts, topk=2, dtype=x.dtype)
     with expert_parallel_world():
         DispatcherPair(moe_config(**sizes)).ditron._ask_policy(x, routed, probs)
-    ep_policy.forget()
+    gate.forget()
 
 
 def _values(device: torch.device, *shape: int) -> torch.Tensor:
@@ -152,7 +158,7 @@ def _spoil_function(module: str, name: str) -> Callable[[str], contextlib.Abstra
 
 
 def _spoil_message(fault: str) -> contextlib.AbstractContextManager[None]:
-    from ditron_train.megatron.pp import communicator as pp
+    from ditron_train.megatron.pp import spec as pp
 
     def make(right: Callable) -> Callable:
         def exchange(*given, **options):
@@ -186,8 +192,8 @@ def _spoil_experts(fault: str, *, of_own_tokens_only: bool = False) -> contextli
 
 #: By name: asks the policy, and puts a fault into ours.
 ROOMS = {
-    "exchange": (_ask_exchange, _spoil_function("ditron_train.megatron.sp.routing", "heads_exchange")),
-    "projections": (_ask_projections, _spoil_function("ditron_train.megatron.sp.routing", "qkv_projection")),
+    "exchange": (_ask_exchange, _spoil_function("ditron_train.megatron.sp.exchange", "heads_exchange")),
+    "projections": (_ask_projections, _spoil_function("ditron_train.megatron.sp.spec", "qkv_projection")),
     "message": (_ask_message, _spoil_message),
     "experts": (_ask_experts, _spoil_experts),
     "experts of the step's own tokens": (_ask_experts, partial(_spoil_experts, of_own_tokens_only=True)),

@@ -115,10 +115,10 @@ def test_tables_of_positions_that_a_graph_fills_are_its_own(captured, monkeypatc
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_native_exchanges_take_nothing_from_the_host(monkeypatch, world_size):
     pytest.importorskip("megatron.core")
-    from ditron_train.megatron.sp import routing as sp_routing
+    from ditron_train.megatron.sp import exchange as sp_exchange
 
-    monkeypatch.setattr(sp_routing.dist, "get_world_size", lambda group: world_size)
-    exchange = sp_routing.Exchange(None, sp_routing.AttentionShape(world_size, world_size, 8, 8), None)
+    monkeypatch.setattr(sp_exchange.dist, "get_world_size", lambda group: world_size)
+    exchange = sp_exchange.Exchange(None, sp_exchange.AttentionShape(world_size, world_size, 8, 8), None)
     expected = [chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank)]
 
     def refuse(*args: object, **options: object) -> None:

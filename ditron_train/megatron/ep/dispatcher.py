@@ -33,11 +33,11 @@ from ditron_train.ep import (
     rails,
 )
 from ditron_train.ep.expert_functions import pairs_of_native_bits
-from ditron_train.megatron.ep import decisions
 from ditron_train.megatron.ep.coverage import why_not_captured, why_not_config, why_not_tensors
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
-from ditron_train.megatron.tp.routing import log_native
+from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, fused_pairs_here, warns_of_few_rows
+from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
@@ -216,8 +216,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return dispatcher
 
         group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
-        options = dict(group=group, pad_factor=self.moe_expert_capacity_factor if self.drop_and_pad else None)
-        return decisions.why_not_here(make, hidden_states, routing_map, probs, topk=topk, fused=fused, **options)
+        pad_factor = self.moe_expert_capacity_factor if self.drop_and_pad else None
+        call = MovementCall(make, hidden_states, routing_map, probs, topk, fused, group, pad_factor)
+        return gate.answer_for(MOVEMENT, call).reason
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -262,7 +263,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if reason is not None:
             return self._dispatch_natively(hidden_states, probs, reason)
         if self._capacity_factor is not None and not self._has_warned:
-            self._has_warned = decisions.warns_of_few_rows(self._ep_context)
+            self._has_warned = warns_of_few_rows(self._ep_context)
         self._call = self._expert_call(hidden_states)
         if self._call is not None:
             return hidden_states, probs  # the experts dispatch them
@@ -307,7 +308,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if reason is not None:
             self._log_apart(reason)
             return frozenset()
-        pairs = decisions.fused_pairs_here(
+        pairs = fused_pairs_here(
             self._experts, self._layout, self._ep_context, hidden_states, self._order, group=self.ep_group
         )
         log_once(
@@ -426,4 +427,4 @@ def class_map() -> dict[type, type]:
 
 def stop() -> None:
     """Forget what the policy said."""
-    decisions.forget()
+    gate.forget("ep")

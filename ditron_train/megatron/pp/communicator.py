@@ -22,24 +22,20 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from ditron_train.megatron.pp.spec import MESSAGE, MessageCall
 from ditron_train.megatron.shared.devices import current_device
-from ditron_train.megatron.tp.routing import log_native
-from ditron_train.policy import decide
+from ditron_train.policy import gate, log_native
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import Header, num_bytes_of
 from ditron_train.runtime.device import replays_compiled_graphs
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.runtime.settings import get_settings
 
 __all__ = ["DitronP2PCommunicator", "class_map", "stop"]
 
 #: Groups whose context could not be made, and why; the same on every rank of the group.
 _refused: GroupCache[dist.ProcessGroup, str] = GroupCache()
-#: Why messages of a size go natively, None where they do not, by group, policy and size; the same on every rank. Not
-#: by the group's name: groups made after others were destroyed get their names again, on other ranks.
-_reasons: GroupCache[tuple[dist.ProcessGroup, str, int], str | None] = GroupCache()
 
 
 def _uses_cuda_graphs(config: Any) -> bool:
@@ -211,43 +207,10 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
         if not context.slot_bytes:
             context.reserve(num_bytes)
         return None
-    key = (context.group, get_settings().policy, num_bytes)
-    new = key not in _reasons
-    if new or num_bytes > context.slot_bytes:
-        same = context.reserve(num_bytes)
-        if new:
-            if context.device.type == "cuda":
-                dist.barrier(
-                    context.group
-                )  # all ranks make native's communicator: a message alone may be its first use later
-            _reasons[key] = _reason_by_policy(context, num_bytes) if same else None
-    return _reasons[key]
-
-
-def _reason_by_policy(context: PipelineContext, num_bytes: int) -> str | None:
-    """Asks the policy about one message around the ring (collective); why it goes natively, or None."""
-    # Values of their own, so that the user's random state does not move.
-    words = torch.arange(num_bytes // 4 + 1, dtype=torch.int32, device=context.device).mul_(2 * context.rank + 37)
-    data = words.view(torch.uint8)[:num_bytes]
-    peers = [dist.get_global_rank(context.group, rank) for rank in (context.next_rank, context.previous_rank)]
-
-    def native() -> list[torch.Tensor]:
-        received = torch.empty_like(data)
-        send = dist.P2POp(dist.isend, data, peers[0], context.group)
-        receive = dist.P2POp(dist.irecv, received, peers[1], context.group)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-        return [received]
-
-    def ours() -> list[torch.Tensor]:
-        handles = exchange(context, send_next=data, recv_prev=Header(tuple(data.shape), data.dtype))
-        for handle in handles.values():
-            handle.wait()
-        return [handles["recv_prev"].tensor]
-
-    key = f"pp send_recv {num_bytes} bytes"
-    decision = decide(key, native, ours, group=context.group, device=context.device)
-    return None if decision.use_ditron else f"messages of {num_bytes} bytes: {decision.reason}"
+    call = MessageCall(context, num_bytes)
+    if num_bytes > context.slot_bytes or not gate.knows(MESSAGE, call):
+        call = call._replace(is_alike=context.reserve(num_bytes))
+    return gate.answer_for(MESSAGE, call).reason
 
 
 def class_map() -> dict[type, type]:

@@ -28,11 +28,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.linears import linears_of
+from ditron_train.megatron.sp.nodes import forget_nodes
 from ditron_train.megatron.sp.output import LeftInHeads, output_fused
 from ditron_train.megatron.sp.packed import OneRank, packed_of, starts_of, table_of, why_not_packed
-from ditron_train.megatron.sp.routing import AttentionShape, Exchange, forget_routes, route_exchange, route_projections
-from ditron_train.megatron.tp.routing import log_native
+from ditron_train.megatron.sp.spec import route_exchange, route_projections
+from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -378,5 +380,6 @@ def class_map() -> dict[type, type]:
 
 def stop() -> None:
     """Forget what was decided about shapes, and with it the symmetric memory of this feature."""
-    forget_routes()
+    gate.forget("sp")
+    forget_nodes()
     _TablesOf.clear()

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 from ditron_train.megatron.plugin.patching import is_redirected
 from ditron_train.megatron.shared.forward_override import why_not_stand_in
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
-from ditron_train.megatron.sp.routing import AttentionShape
+from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.sp import InputShards, LateWgrad, SPContext, output_projection, qkv_projection
 
 __all__ = ["LocalLinears", "linears_of", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]

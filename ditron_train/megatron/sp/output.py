@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.packed import why_not_packed
-from ditron_train.megatron.sp.routing import AttentionShape, route_output
-from ditron_train.megatron.tp.routing import log_native
+from ditron_train.megatron.sp.spec import route_output
+from ditron_train.policy import log_native
 from ditron_train.sp import SPContext
 
 __all__ = ["LeftInHeads", "output_fused"]

@@ -21,12 +21,13 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from ditron_train.megatron.shared.forward_override import why_not_stand_in
 from ditron_train.megatron.sp.attention import config_of_one_rank, exchanged, shape_of
+from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.linears import overlaps_tensor_parallelism, reduced_output, shards_of
 from ditron_train.megatron.sp.output import LeftInHeads
 from ditron_train.megatron.sp.packed import table_of, why_not_packed
-from ditron_train.megatron.sp.routing import AttentionShape, Exchange, route_exchange
+from ditron_train.megatron.sp.spec import route_exchange
 from ditron_train.megatron.tp import te_layers
-from ditron_train.megatron.tp.routing import log_native
+from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import LateWgrad, SPContext, output_projection, qkv_projection

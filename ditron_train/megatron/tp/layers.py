@@ -13,7 +13,8 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
-from ditron_train.megatron.tp.routing import forget_routes, route
+from ditron_train.megatron.tp.spec import route
+from ditron_train.policy import gate
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.functions import column_linear, row_linear
 
@@ -85,4 +86,4 @@ def class_map() -> dict[type, type]:
 
 def stop() -> None:
     """Forget what was decided about shapes; symmetric memory stays with its process group."""
-    forget_routes()
+    gate.forget("tp")

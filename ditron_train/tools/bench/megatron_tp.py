@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply, restore
-from ditron_train.megatron.tp.routing import native_column, native_row
+from ditron_train.megatron.tp.spec import native_column, native_row
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 

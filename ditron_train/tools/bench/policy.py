@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy import Gate, gate
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import add_common_arguments
@@ -95,19 +96,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def probe_cost(session: BenchSession, ours: Run) -> ProbeCost:
     """Has ``strict`` decide about all shapes of ``ours``, and then once more (collective)."""
-    from ditron_train.megatron.tp.routing import swap_routes
-
     on_gpu = session.device.type == "cuda"
     seconds, held = [], []
     with under_policy("strict"):
         for _ in range(2):
-            previous = swap_routes({})
+            fresh = Gate()
+            gate.swap(fresh)
             start_s = time.perf_counter()
             ours(0)
             if on_gpu:
                 torch.cuda.synchronize(session.device)
             seconds.append(time.perf_counter() - start_s)
-            swap_routes(previous)
+            gate.swap(fresh)
+            del fresh
             held.append(torch.cuda.memory_allocated(session.device) if on_gpu else 0)
     mine = torch.tensor([*seconds, held[1] - held[0]], dtype=torch.float64, device=session.device)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
@@ -124,26 +125,24 @@ def compare_policies(
         us a call in every round by name (``native`` and ``MODES``), the maximum over ranks; and by mode, how many
         shapes it left to the native path.
     """
-    from ditron_train.megatron.tp.routing import swap_routes
-
-    tables: dict[str, dict] = {}
+    gates: dict[str, Gate] = {mode: Gate() for mode in MODES}
     for mode in MODES:
         with under_policy(mode):
-            previous = swap_routes({})
+            gate.swap(gates[mode])
             ours(0)  # every shape of the layer is decided on here
-            tables[mode] = swap_routes(previous)
+            gate.swap(gates[mode])
 
     def under(mode: str) -> Run:
         def decided(index: int) -> None:
-            previous = swap_routes(tables[mode])
+            gate.swap(gates[mode])
             ours(index)
-            swap_routes(previous)
+            gate.swap(gates[mode])
 
         return decided
 
     times = _in_turns(session, {mode: under(mode) for mode in MODES}, rounds, calls)
     times.update(_in_turns(session, {"native": native}, -(-rounds // 4), calls))
-    return times, {mode: sum(context is None for context in table.values()) for mode, table in tables.items()}
+    return times, {mode: sum(one.context is None for one in decided.answers()) for mode, decided in gates.items()}
 
 
 def _in_turns(session: BenchSession, contenders: Mapping[str, Run], rounds: int, calls: int) -> dict[str, list[float]]:

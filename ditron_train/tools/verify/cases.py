@@ -14,7 +14,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import check_divides
 
 if TYPE_CHECKING:  # megatron-core need not be there for what is asked of this module alone
-    from ditron_train.megatron.tp.routing import Kind
+    from ditron_train.megatron.tp.spec import Kind
 
 __all__ = [
     "Case",

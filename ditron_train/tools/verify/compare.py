@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.megatron.tp.routing import forget_routes, route
+from ditron_train.megatron.tp.spec import route
+from ditron_train.policy import gate
 from ditron_train.tools.bench.megatron_tp import native_linear
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.cases import Case
@@ -30,7 +31,7 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
     shapes = case.local_shapes(session.world_size)
     x, weight = (session.values(shape, case.dtype, seed + i) for i, shape in enumerate(shapes))
     group = dist.group.WORLD
-    forget_routes()  # thousands of random shapes are more than a job would ever ask for
+    gate.forget("tp")  # thousands of random shapes are more than a job would ever ask for
     context = route(case.kind, x, weight, group=group, sequence_parallel=True)
     if context is None:
         return Outcome(case, False, dict.fromkeys(RESULTS, 0))

@@ -28,7 +28,8 @@ def test_the_ratio_is_that_of_the_rounds() -> None:
 
 
 def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, str | None]:
-    from ditron_train.megatron.tp import routing
+    from ditron_train.megatron.tp.spec import route
+    from ditron_train.policy import gate
     from ditron_train.tools.session import BenchSession
 
     os.environ["DITRON_POLICY"] = "bits"
@@ -37,12 +38,12 @@ def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, st
     seen: list[str] = []
 
     def ours(index: int) -> None:
-        known = next(iter(routing._routes.values()), "nothing")
-        context = routing.route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
+        known = next((answer.context for answer in gate.answers()), "nothing")
+        context = route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
         seen.append("decides" if known == "nothing" else "knows" if known is context else "other")
 
     times, natively = compare_policies(session, ours, lambda index: None, rounds=3, calls=2)
-    return times, natively, seen, len(routing._routes), os.environ.get("DITRON_POLICY")
+    return times, natively, seen, len(gate.answers()), os.environ.get("DITRON_POLICY")
 
 
 def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
@@ -56,20 +57,21 @@ def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
 
 
 def _cost() -> tuple[float, int, str]:
-    from ditron_train.megatron.tp import routing
+    from ditron_train.megatron.tp.spec import route
+    from ditron_train.policy import gate
     from ditron_train.tools.session import BenchSession
 
     x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
     known: list[int] = []
 
     def ours(index: int) -> None:
-        known.append(len(routing._routes))
-        routing.route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
+        known.append(len(gate.answers()))
+        route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
         if len(known) == 1 and dist.get_rank() == 1:
             time.sleep(0.3)
 
     cost = probe_cost(BenchSession("policy", argparse.Namespace()), ours)
-    assert known == [0, 0] and not routing._routes
+    assert known == [0, 0] and not gate.answers()
     return cost.first_s, cost.left_bytes, _summary({"strict": [2.0], "force": [2.0]}, {"strict": 0}, cost)
 
 

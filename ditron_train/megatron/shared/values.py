@@ -1,0 +1,28 @@
+"""Values that comparisons of linear layers use, and where they say nothing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
+
+__all__ = ["revealing_like", "why_hidden"]
+
+
+def why_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str | None:
+    """Why the bits of a linear layer cannot be compared, or None: the partners of wgrad's sums are among the rows of
+    one rank, those of forward's and dgrad's among the features."""
+    if device.type == "cuda" and min(rows_of_a_rank, *features) <= HIDDEN_TERMS:
+        return f"the order of sums of at most {HIDDEN_TERMS} features, or tokens a rank, cannot be compared"
+    return None
+
+
+def revealing_like(
+    tensor: torch.Tensor, seed: int, signed: Literal["rows", "columns"], row_block: int | None = None
+) -> torch.Tensor:
+    """Values whose sums show their order, in the layout of `tensor`; the user's random state does not move."""
+    shape = (tensor.shape[:-1].numel(), tensor.shape[-1])
+    values = revealing_matrix(shape, tensor.dtype, tensor.device, seed=seed, signed=signed, row_block=row_block)
+    return torch.empty_like(tensor).copy_(values.view(tensor.shape))

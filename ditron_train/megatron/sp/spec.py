@@ -1,0 +1,351 @@
+"""The ops around an attention of Ulysses, declared for the policy and the tools: the two exchanges, and the projections
+fused with them.
+
+What all ranks see alike decides without talking; the rest is tried once per shape, all ranks together
+(`ditron_train.policy`): whether memory can be had, and on GPUs bits and times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
+
+from ditron_train.megatron.shared.te_products import product_pairs
+from ditron_train.megatron.shared.values import revealing_like, why_hidden
+from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
+from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context, spans_nodes
+from ditron_train.policy import Decision, Function, OpSpec, Run, gate
+from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.sp import HeadsLayout, SPContext, get_context, output_projection, qkv_projection
+
+__all__ = ["EXCHANGE", "OUTPUT", "PROJECTIONS", "route_exchange", "route_output", "route_projections"]
+
+_Tensors = Sequence[torch.Tensor]
+
+
+class UlyssesCall(NamedTuple):
+    """One attention on this rank.
+
+    Attributes:
+        group: Context parallel group.
+        shape: Heads of the attention.
+        rows: ``[s / W, b]``; packed sequences are one of them without a batch.
+        like: A tensor of the attention's type, on its device; the call's own input where its shape is the input's.
+        weights: Of the projections that are fused: none, ``(out,)`` or ``(qkv, out)``.
+        values: Inputs of a comparison; empty in a call to be decided.
+        grads: Gradients of its results.
+    """
+
+    group: dist.ProcessGroup
+    shape: AttentionShape
+    rows: tuple[int, int]
+    like: torch.Tensor
+    weights: tuple[torch.Tensor, ...] = ()
+    values: tuple[torch.Tensor, ...] = ()
+    grads: tuple[torch.Tensor, ...] = ()
+
+
+class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
+    """What the three ops have in common."""
+
+    measured = "forward_backward"
+    word: str
+
+    def group(self, call: UlyssesCall) -> dist.ProcessGroup:
+        """See `OpSpec`."""
+        return call.group
+
+    def device(self, call: UlyssesCall) -> torch.device:
+        """See `OpSpec`."""
+        return call.like.device
+
+    def key(self, call: UlyssesCall) -> tuple[Hashable, ...]:
+        """See `OpSpec`."""
+        return (
+            call.rows,
+            call.shape,
+            tuple([weight.shape for weight in call.weights]),
+            call.like.dtype,
+            call.like.device,
+            bool(call.weights) and torch.is_autocast_enabled(call.like.device.type),
+            is_batch_invariant_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    def why_not(self, call: UlyssesCall) -> str | None:
+        """See `OpSpec`."""
+        reason = _why_not_device(call.like)
+        if reason is not None or not call.weights:
+            return reason
+        if spans_nodes(call.group):
+            return "the group spans nodes"
+        if torch.is_autocast_enabled(call.like.device.type):
+            return "autocast is on"
+        if any(weight.dtype != call.like.dtype for weight in call.weights):
+            return (
+                f"the input is {call.like.dtype}, the weights are {', '.join(str(one.dtype) for one in call.weights)}"
+            )
+        features = [size for weight in call.weights for size in weight.shape]
+        return why_hidden(call.like.device, math.prod(call.rows), *features)
+
+    def context(self, call: UlyssesCall) -> SPContext | NodesContext:
+        """See `OpSpec`."""
+        if not call.weights and spans_nodes(call.group):
+            return get_nodes_context(call.group, call.like.device)
+        return get_context(call.group, call.like.device)
+
+    def decide(self, call: UlyssesCall, context: SPContext | NodesContext) -> Decision:
+        """See `OpSpec`. Nothing of the op can fail later for want of memory."""
+        decision = super().decide(call, context)
+        context.synchronize()
+        return decision
+
+    def words(self, call: UlyssesCall, context: Any) -> str:
+        """See `OpSpec`."""
+        shape = call.shape
+        heads = (shape.num_heads, shape.num_groups, shape.head_dim, shape.value_head_dim)
+        sizes = "x".join(map(str, (*self._lead(call), *heads, *(weight.shape[0] for weight in call.weights[-1:]))))
+        return f"sp {self.word} {sizes} {str(call.like.dtype).removeprefix('torch.')}"
+
+    def _lead(self, call: UlyssesCall) -> tuple[int, ...]:
+        return call.rows
+
+    def more_pairs(self, call: UlyssesCall, context: Any) -> Sequence[tuple[Run, Run]]:
+        """See `OpSpec`: both libraries' products."""
+        return [pair for weight in call.weights for pair in product_pairs(math.prod(call.rows), weight)]
+
+    def inputs(self, call: UlyssesCall) -> _Tensors:
+        """See `OpSpec`."""
+        return call.values
+
+    def needs_grad(self, call: UlyssesCall) -> list[bool]:
+        """See `OpSpec`."""
+        return [True] * len(call.values)
+
+    def grads(self, call: UlyssesCall) -> _Tensors:
+        """See `OpSpec`."""
+        return call.grads
+
+
+class ExchangeSpec(_UlyssesSpec):
+    """Both exchanges of an attention: q, k, v to heads, the attended values to the sequence."""
+
+    name, row, word = "sp exchange", "attention_exchange", "exchange"
+
+    def where(self, call: UlyssesCall) -> str:
+        """See `OpSpec`."""
+        return f"at {tuple(call.like.shape)} "
+
+    def given(self, call: UlyssesCall, context: Any) -> UlyssesCall:
+        """See `OpSpec`: normal values."""
+        world, shape, like = context.world_size, call.shape, call.like
+        local, whole = shape.qkv_layout(world), (call.rows[0] * world, call.rows[1])
+        values = _parts(call.rows, local, like, world, 1 + context.rank)
+        values += _parts(whole, shape.output_layout(world), like, 1, 11 + context.rank)
+        grads = _parts(whole, local, like, 1, 21 + context.rank)
+        grads.append(_normal((*call.rows, shape.num_heads * shape.value_head_dim), like, 31 + context.rank))
+        return call._replace(values=tuple(values), grads=tuple(grads))
+
+    def megatron(self, call: UlyssesCall) -> Function:
+        """See `OpSpec`."""
+        return self._both(Exchange(call.group, call.shape, None))
+
+    def fused(self, call: UlyssesCall, context: SPContext | NodesContext) -> Function:
+        """See `OpSpec`."""
+        return self._both(Exchange(call.group, call.shape, context))
+
+    def _both(self, exchange: Exchange) -> Function:
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attended: torch.Tensor) -> _Tensors:
+            return [*exchange.to_heads(q, k, v), exchange.to_sequence(attended.flatten(2))]
+
+        return function
+
+
+class OutputSpec(_UlyssesSpec):
+    """The output projection fused with its exchange; the exchange in front of the attention runs by itself."""
+
+    name, row, word = "sp output projection", "output_projection", "output"
+
+    def where(self, call: UlyssesCall) -> str:
+        """See `OpSpec`."""
+        return f"at {call.rows} x {tuple(call.weights[0].shape)} "
+
+    def given(self, call: UlyssesCall, context: SPContext) -> UlyssesCall:
+        """See `OpSpec`: normal values and the layer's own weight."""
+        world, rank, (weight,) = context.world_size, context.rank, call.weights
+        layout = call.shape.output_layout(world)
+        attended = _parts((call.rows[0] * world, call.rows[1]), layout, call.like, 1, 1 + rank)
+        grad = _normal((*call.rows, weight.shape[0]), call.like, 21 + rank)
+        return call._replace(values=(*attended, _given(weight.shape, weight, 0)), grads=(grad,))
+
+    def revealing(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
+        """See `OpSpec`."""
+        exchange = Exchange(call.group, call.shape, None)
+        with torch.inference_mode(False):
+            values, grads = _revealing_output(exchange, call, call.weights[-1], context.rank)
+        return [call._replace(values=values, grads=grads)]
+
+    def megatron(self, call: UlyssesCall) -> Function:
+        """See `OpSpec`: the exchange that would run otherwise, and the projection behind it."""
+        query = call.like.new_empty((*call.rows, call.shape.num_heads, call.shape.head_dim))
+        exchange = Exchange(call.group, call.shape, route_exchange(call.group, call.shape, query))
+
+        def function(attended: torch.Tensor, weight: torch.Tensor) -> _Tensors:
+            return [torch.matmul(exchange.to_sequence(attended.flatten(2)), weight.t())]
+
+        return function
+
+    def fused(self, call: UlyssesCall, context: SPContext) -> Function:
+        """See `OpSpec`."""
+        layout = call.shape.output_layout(context.world_size)
+        return lambda attended, weight: [output_projection(attended, weight, context=context, layout=layout)]
+
+
+class ProjectionsSpec(_UlyssesSpec):
+    """Both projections of an attention fused with their exchanges."""
+
+    name, row, word = "sp projections", "projections", "projections"
+
+    def where(self, call: UlyssesCall) -> str:
+        """See `OpSpec`."""
+        return f"at {self._lead(call)} x {tuple(call.weights[0].shape)} "
+
+    def _lead(self, call: UlyssesCall) -> tuple[int, ...]:
+        return (*call.rows, call.weights[0].shape[1])
+
+    def given(self, call: UlyssesCall, context: SPContext) -> UlyssesCall:
+        """See `OpSpec`: the call's input and weights, normal attended values."""
+        world, rank, (qkv, out), like = context.world_size, context.rank, call.weights, call.like
+        layout, whole = call.shape.qkv_layout(world), (call.rows[0] * world, call.rows[1])
+        values = [
+            _given(self._lead(call), like, 1 + rank),
+            *(_given(weight.shape, weight, 0) for weight in (qkv, out)),
+        ]
+        values += _parts(whole, call.shape.output_layout(world), like, 1, 41 + rank)
+        grads = _parts(whole, layout, like, 1, 51 + rank)
+        grads.append(_normal((*call.rows, out.shape[0]), like, 61 + rank))
+        return call._replace(values=tuple(values), grads=tuple(grads))
+
+    def revealing(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
+        """See `OpSpec`."""
+        rank, (qkv, out), exchange = context.rank, call.weights, Exchange(call.group, call.shape, None)
+        layout = call.shape.qkv_layout(context.world_size)
+        with torch.inference_mode(False):
+            (attended, revealing_out), (grad,) = _revealing_output(exchange, call, out, rank)
+            x = revealing_like(call.like.new_empty(self._lead(call)), 81 + rank, "rows")
+            mixed = revealing_like(call.like.new_empty(*call.rows, qkv.shape[0]), 82 + rank, "columns")
+            grads = exchange.to_heads(*_split_by_heads(mixed, layout, context.world_size))
+            values = (x, revealing_like(qkv, 83 + rank, "columns"), revealing_out, attended)
+        return [call._replace(values=values, grads=(*grads, grad))]
+
+    def megatron(self, call: UlyssesCall) -> Function:
+        """See `OpSpec`."""
+        exchange, world = Exchange(call.group, call.shape, None), dist.get_world_size(call.group)
+        layout = call.shape.qkv_layout(world)
+
+        def function(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> _Tensors:
+            parts = _split_by_heads(torch.matmul(x, qkv.t()), layout, world)
+            return [*exchange.to_heads(*parts), torch.matmul(exchange.to_sequence(attended.flatten(2)), out.t())]
+
+        return function
+
+    def fused(self, call: UlyssesCall, context: SPContext) -> Function:
+        """See `OpSpec`."""
+        layout = call.shape.qkv_layout(context.world_size)
+        out_layout = call.shape.output_layout(context.world_size)
+
+        def function(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> _Tensors:
+            parts = qkv_projection(x, qkv, context=context, layout=layout)
+            return [*parts, output_projection(attended, out, context=context, layout=out_layout)]
+
+        return function
+
+
+def _why_not_device(tensor: torch.Tensor) -> str | None:
+    if tensor.device.type == "cpu":
+        return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
+    try:
+        kernel_target(tensor.device)
+    except NotSupportedError as error:
+        return str(error)
+    return None
+
+
+def _normal(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Normal values from a generator of their own: the user's random state does not move."""
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
+
+
+def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
+    """The call's own ``like`` where it has ``shape``, else normal values."""
+    if tuple(like.shape) != tuple(shape):
+        return _normal(shape, like, seed)
+    with torch.inference_mode(False):
+        return like.clone() if like.is_inference() else like.detach()
+
+
+def _split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
+    """[s / W, b, columns of a QKV projection] -> q, k, v [s / W, b, heads, d]."""
+    lead = mixed.shape[:2]
+    parts = torch.split(mixed.view(*lead, world_size * layout.num_groups, -1), list(layout.widths), dim=3)
+    return [part.reshape(*lead, -1, dim) for part, dim in zip(parts, layout.head_dims)]
+
+
+def _revealing_output(
+    exchange: Exchange, call: UlyssesCall, weight: torch.Tensor, rank: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Attended values and weight; gradient of the output."""
+    like, rows, shape = call.like, call.rows, call.shape
+    gathered = revealing_like(like.new_empty(*rows, weight.shape[1]), 71 + rank, "rows")
+    (attended,) = exchange.to_heads(gathered.view(*rows, shape.num_heads, shape.value_head_dim))
+    grad = revealing_like(like.new_empty(*rows, weight.shape[0]), 72 + rank, "columns")
+    return (attended, revealing_like(weight, 73 + rank, "columns")), (grad,)
+
+
+def _parts(
+    lead: tuple[int, ...], layout: HeadsLayout, like: torch.Tensor, factor: int, seed: int
+) -> list[torch.Tensor]:
+    shapes = [(*lead, layout.num_heads(part) * factor, dim) for part, dim in enumerate(layout.head_dims)]
+    return [_normal(shape, like, seed + index) for index, shape in enumerate(shapes)]
+
+
+EXCHANGE, OUTPUT, PROJECTIONS = ExchangeSpec(), OutputSpec(), ProjectionsSpec()
+
+
+def route_exchange(
+    group: dist.ProcessGroup, shape: AttentionShape, query: torch.Tensor
+) -> SPContext | NodesContext | None:
+    """The context for the exchanges around the attention of ``query`` [s / W, b, heads, d] (packed [t / W, heads, d]),
+    or None for all-to-alls. Packed sequences are one of them without a batch."""
+    rows = (query.shape[0], math.prod(query.shape[1:-2]))
+    return gate.context_for(EXCHANGE, UlyssesCall(group, shape, rows, query))
+
+
+def route_output(
+    group: dist.ProcessGroup, shape: AttentionShape, rows: tuple[int, int], weight: torch.Tensor, like: torch.Tensor
+) -> SPContext | None:
+    """The context to run the output projection of [s / W, b] ``rows`` fused with its exchange, or None; the exchange
+    before the attention runs by itself."""
+    return gate.context_for(OUTPUT, UlyssesCall(group, shape, rows, like, (weight,)))
+
+
+def route_projections(
+    group: dist.ProcessGroup,
+    shape: AttentionShape,
+    input_shape: tuple[int, ...],
+    weight_qkv: torch.Tensor,
+    weight_out: torch.Tensor,
+    like: torch.Tensor,
+) -> SPContext | None:
+    """The context to run the projections of an input of ``input_shape`` [s / W, b, hidden], which is ``like`` or has
+    its type and device, fused with their exchanges, or None."""
+    rows = (input_shape[0], input_shape[1])
+    return gate.context_for(PROJECTIONS, UlyssesCall(group, shape, rows, like, (weight_qkv, weight_out)))

@@ -1,0 +1,273 @@
+"""The linear layers of tensor parallelism with sequence parallelism, declared for the policy and the tools.
+
+Whether a call is covered depends on what all ranks of the group see alike (shapes, types, options). What they cannot know
+beforehand is tried once per shape, all ranks together (`ditron_train.policy`): whether the symmetric memory can be had,
+whether all results have the bits of Megatron's path, and whether they come sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
+from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
+
+from ditron_train.megatron.shared.te_products import product_pairs
+from ditron_train.megatron.shared.values import revealing_like, why_hidden
+from ditron_train.policy import Decision, Function, OpSpec, Run, gate
+from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.settings import get_settings
+from ditron_train.tp.choices import prefers_native
+from ditron_train.tp.context import TPContext, get_context
+from ditron_train.tp.functions import column_linear, row_linear
+
+__all__ = ["COLUMN", "ROW", "Kind", "LinearCall", "LinearSpec", "native_column", "native_row", "route"]
+
+Kind = Literal["column", "row"]
+
+_GPU_DTYPES = (torch.bfloat16, torch.float16)
+_CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LinearCall(NamedTuple):
+    """One call of a linear layer on this rank.
+
+    Attributes:
+        x: Input ``[s, b, K]`` or ``[tokens, K]``: of ``column`` the local part of the sequence.
+        weight: This rank's ``[N, K]``.
+        group: Tensor parallel group.
+        sequence_parallel: Whether activations outside the layer are split along the sequence.
+        is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another kernel.
+        grad_y: Gradient of the result, for comparisons.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    group: dist.ProcessGroup
+    sequence_parallel: bool = True
+    is_frozen: bool = False
+    grad_y: torch.Tensor | None = None
+
+
+class LinearSpec(OpSpec[LinearCall, TPContext]):
+    """Gather, GEMM and their backward (``column``), or GEMM, reduce-scatter and theirs (``row``)."""
+
+    measured = "forward_backward"
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.name = f"tp {kind}"
+        self.row = f"{kind}_linear"
+
+    def group(self, call: LinearCall) -> dist.ProcessGroup:
+        """See `OpSpec`."""
+        return call.group
+
+    def device(self, call: LinearCall) -> torch.device:
+        """See `OpSpec`."""
+        return call.x.device
+
+    def key(self, call: LinearCall) -> tuple[Hashable, ...]:
+        """See `OpSpec`."""
+        x, weight = call.x, call.weight
+        return (
+            tuple(x.shape),
+            weight.shape,
+            weight.stride(),
+            x.dtype,
+            weight.dtype,
+            x.device,
+            call.sequence_parallel,
+            torch.is_autocast_enabled(x.device.type),
+            is_batch_invariant_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            call.is_frozen and self.kind == "column",
+        )
+
+    def why_not(self, call: LinearCall) -> str | None:
+        """See `OpSpec`."""
+        x, weight = call.x, call.weight
+        if not call.sequence_parallel:
+            return "sequence parallelism is off"
+        world_size = dist.get_world_size(call.group)
+        if world_size == 1:
+            return "the tensor parallel group has one rank"
+        if torch.is_autocast_enabled(x.device.type):
+            return "autocast is on"
+        if x.dtype != weight.dtype:
+            return f"the input is {x.dtype} and the weight {weight.dtype}"
+        reason = _why_not_device(x)
+        if reason is not None:
+            return reason
+        if x.dim() < 2 or 0 in x.shape or 0 in weight.shape or x.shape[-1] != weight.shape[1]:
+            return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
+        if self.kind == "row" and x.shape[0] % world_size:
+            return f"the sequence of {x.shape[0]} does not divide by {world_size}"
+        rows_of_a_rank = x.shape[:-1].numel() // (world_size if self.kind == "row" else 1)
+        return why_hidden(x.device, rows_of_a_rank, *weight.shape)
+
+    def context(self, call: LinearCall) -> TPContext:
+        """See `OpSpec`."""
+        return get_context(call.group, call.x.device)
+
+    def decide(self, call: LinearCall, context: TPContext) -> Decision:
+        """See `OpSpec`. Memory is had and kernels are compiled by it, so nothing of that fails between a forward and
+        its backward."""
+        if get_settings().policy == "strict" and self._table_prefers_native(call, context):
+            return Decision(False, "by the tuning table: nothing that was tried is faster", None, None, None)
+        decision = super().decide(call, context)
+        context.synchronize()
+        return decision
+
+    def words(self, call: LinearCall, context: TPContext) -> str:
+        """See `OpSpec`."""
+        rows = call.x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
+        sizes = f"{rows}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
+        frozen = ", frozen" if call.is_frozen and self.kind == "column" else ""
+        return f"{self.name} {sizes} {str(call.x.dtype).removeprefix('torch.')}{frozen}"
+
+    def where(self, call: LinearCall) -> str:
+        """See `OpSpec`."""
+        return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
+
+    def summed_dtype(self, call: LinearCall) -> torch.dtype:
+        """See `OpSpec`."""
+        return call.x.dtype
+
+    def more_pairs(self, call: LinearCall, context: TPContext) -> Sequence[tuple[Run, Run]]:
+        """See `OpSpec`: both libraries' products."""
+        rows = call.x.shape[:-1].numel() * (context.world_size if self.kind == "column" else 1)
+        return product_pairs(rows, call.weight)
+
+    def inputs(self, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `OpSpec`."""
+        return call.x, call.weight
+
+    def needs_grad(self, call: LinearCall) -> tuple[bool, bool]:
+        """See `OpSpec`."""
+        return True, not (call.is_frozen and self.kind == "column")
+
+    def grads(self, call: LinearCall) -> Sequence[torch.Tensor]:
+        """See `OpSpec`."""
+        assert call.grad_y is not None
+        return (call.grad_y,)
+
+    def megatron(self, call: LinearCall) -> Function:
+        """See `OpSpec`."""
+        if self.kind == "column":
+            return lambda x, weight: (native_column(x, weight, group=call.group, is_frozen=call.is_frozen),)
+        return lambda x, weight: (native_row(x, weight, group=call.group),)
+
+    def fused(self, call: LinearCall, context: TPContext) -> Function:
+        """See `OpSpec`."""
+        if self.kind == "column":
+            return lambda x, weight: (column_linear(x, weight, context=context),)
+        return lambda x, weight: (row_linear(x, weight, context=context),)
+
+    def _output_rows(self, x: torch.Tensor, world_size: int) -> int:
+        return x.shape[0] * world_size if self.kind == "column" else x.shape[0] // world_size
+
+    def given(self, call: LinearCall, context: TPContext) -> LinearCall:
+        """See `OpSpec`; the gradient's values show the order of sums."""
+        with torch.inference_mode(False):
+            x, weight = (tensor.clone() if tensor.is_inference() else tensor for tensor in (call.x, call.weight))
+            return call._replace(x=x, weight=weight, grad_y=self._revealing_grad(call, context))
+
+    def revealing(self, call: LinearCall, context: TPContext) -> list[LinearCall]:
+        """See `OpSpec`."""
+        x, weight = call.x, call.weight
+        with torch.inference_mode(False):
+            revealing_x = revealing_like(x, 1 + context.rank, "rows", self._rows_of_a_rank(x, context))
+            revealing_weight = revealing_like(weight, 101 + context.rank, "columns", weight.shape[0])
+            grad_y = self._revealing_grad(call, context)
+        return [call._replace(x=revealing_x, weight=revealing_weight, grad_y=grad_y)]
+
+    def _rows_of_a_rank(self, x: torch.Tensor, context: TPContext) -> int:
+        return min(x.shape[0], self._output_rows(x, context.world_size)) * x.shape[1:-1].numel()
+
+    def _revealing_grad(self, call: LinearCall, context: TPContext) -> torch.Tensor:
+        x = call.x
+        y = x.new_empty(self._output_rows(x, context.world_size), *x.shape[1:-1], call.weight.shape[0])
+        return revealing_like(y, 201 + context.rank, "columns", self._rows_of_a_rank(x, context))
+
+    def _table_prefers_native(self, call: LinearCall, context: TPContext) -> bool:
+        """Whether all GEMMs that the layer overlaps were quicker natively: of row layers alone, since in backward the
+        column layer overlaps more than its table says."""
+        if self.kind == "column":
+            return False
+        rows, (n, k) = call.x.shape[:-1].numel(), call.weight.shape
+        seen = (call.x.dtype, context.world_size, context.machine.device)
+        return prefers_native("gemm_rs", rows, n, k, "nt", *seen) and prefers_native(
+            "ag_gemm", rows, k, n, "nn", *seen
+        )
+
+
+def _why_not_device(x: torch.Tensor) -> str | None:
+    if x.device.type == "cpu":
+        if not is_interpreter():
+            return "the tensors are on the CPU and Triton's interpreter is off"
+        return None if x.dtype in _CPU_DTYPES else f"{x.dtype} is not covered"
+    try:
+        kernel_target(x.device)
+    except NotSupportedError as error:
+        return str(error)
+    return None if x.dtype in _GPU_DTYPES else f"{x.dtype} is not covered"
+
+
+COLUMN, ROW = LinearSpec("column"), LinearSpec("row")
+_SPECS = {"column": COLUMN, "row": ROW}
+
+
+def route(
+    kind: Kind,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    is_frozen: bool = False,
+) -> TPContext | None:
+    """The context to run this call with, or None for Megatron's path; arguments as of `LinearCall`."""
+    return gate.context_for(_SPECS[kind], LinearCall(x, weight, group, sequence_parallel, is_frozen))
+
+
+def native_column(
+    x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup, is_frozen: bool = False
+) -> torch.Tensor:
+    """megatron-core's gather, GEMM, and their overlapped backward; of a weight that is frozen without any part of its
+    gradient."""
+    return _native_linear(x, weight, group, sequence_parallel=True, is_frozen=is_frozen)
+
+
+def native_row(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+    """megatron-core's GEMM and reduce-scatter, and their backward."""
+    partial = _native_linear(x, weight, group, sequence_parallel=False)
+    return reduce_scatter_to_sequence_parallel_region(partial, group=group)
+
+
+def _native_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool,
+    is_frozen: bool = False,
+) -> torch.Tensor:
+    linear = linear_with_frozen_weight if is_frozen else linear_with_grad_accumulation_and_async_allreduce
+    return linear(
+        input=x,
+        weight=weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=sequence_parallel,
+        tp_group=group,
+    )

@@ -1,0 +1,124 @@
+"""The gate: the one place where a call is sent to the fused path or to Megatron's.
+
+Every rank of a group sees the same key, so the ranks agree without talking. What is new is decided once, by all ranks
+together (`OpSpec.decide`); afterwards a call costs one look-up. What is not covered runs by Megatron's path, with one log
+line a reason on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ditron_train.policy.spec import Call, Context, OpSpec
+from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.logs import log_once
+
+__all__ = ["Answer", "Gate", "gate", "log_native"]
+
+_CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
+
+
+def log_native(name: str, reason: str) -> None:
+    """One line, the first time that `name` runs natively for `reason`."""
+    log_once(f"native {name} {reason}", f"{name}: native, {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was decided for a key: the context of the fused path, or None and why not."""
+
+    context: Any
+    reason: str | None = None
+
+
+_Key = tuple[Hashable, ...]
+
+
+class Gate:
+    """Decisions of a process, by op, group and key.
+
+    Attributes:
+        most_shapes: Of one op and group: sequences of ever new lengths would be tried for ever.
+    """
+
+    def __init__(self, most_shapes: int = 256) -> None:
+        self.most_shapes = most_shapes
+        self._answers: GroupCache[_Key, Answer] = GroupCache()
+        self._counts: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
+
+    def context_for(self, spec: OpSpec[Call, Context], call: Call) -> Context | None:
+        """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
+        answer = self._answers.get((spec.name, spec.group(call), *spec.key(call)))
+        return (self.answer_for(spec, call) if answer is None else answer).context  # type: ignore[no-any-return]
+
+    def answer_for(self, spec: OpSpec[Call, Context], call: Call) -> Answer:
+        """The same with the reason."""
+        key = (spec.name, spec.group(call), *spec.key(call))
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._ask(spec, call, key)
+        return answer
+
+    def knows(self, spec: OpSpec[Call, Context], call: Call) -> bool:
+        """Whether ``call`` would be answered without asking anybody."""
+        return (spec.name, spec.group(call), *spec.key(call)) in self._answers
+
+    def answers(self, name: str = "") -> list[Answer]:
+        """Everything that was decided about one op (``tp column``), one room (``tp``) or all."""
+        return [answer for key, answer in self._answers.items() if _is_named(key, name)]
+
+    def forget(self, name: str = "") -> None:
+        """Decide anew from now on, and let go of the contexts; of one op, one room or all."""
+        for cache in (self._answers, self._counts):
+            for key in [key for key in cache if _is_named(key, name)]:
+                del cache[key]
+
+    def swap(self, other: Gate) -> None:
+        """Exchanges the decisions of two gates: to compare policies in one process."""
+        self._answers, other._answers = other._answers, self._answers
+        self._counts, other._counts = other._counts, self._counts
+
+    def _ask(self, spec: OpSpec[Call, Context], call: Call, key: _Key) -> Answer:
+        group = spec.group(call)
+        count = self._counts.get((spec.name, group), 0)
+        if is_capturing(spec.device(call)):
+            return self._native(spec, _CAPTURED)
+        if count >= self.most_shapes:
+            # The group's own shapes are counted, which all of its ranks know alike.
+            limit = f"more than {self.most_shapes} shapes: each has to be tried, which would cost more than it gives"
+            return self._native(spec, limit)
+        answer = self._decide(spec, call)
+        self._answers[key] = answer
+        self._counts[spec.name, group] = count + 1
+        return answer
+
+    def _native(self, spec: OpSpec[Call, Context], reason: str) -> Answer:
+        log_native(spec.log_name or spec.name, reason)
+        return Answer(None, reason)
+
+    def _decide(self, spec: OpSpec[Call, Context], call: Call) -> Answer:
+        reason = spec.why_not(call)
+        if reason is not None:
+            return self._native(spec, reason)
+        try:
+            context = spec.context(call)
+            decision = spec.decide(call, context)
+        except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+            return self._native(spec, str(error))
+        if decision.use_ditron:
+            return Answer(context)
+        return self._native(spec, f"{spec.where(call)}{decision.reason}")
+
+
+def _is_named(key: _Key, name: str) -> bool:
+    return not name or key[0] == name or str(key[0]).split()[0] == name
+
+
+#: Decisions of this process.
+gate = Gate()

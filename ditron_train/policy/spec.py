@@ -1,0 +1,249 @@
+"""``OpSpec``: all that is particular to one accelerated op, said once.
+
+The gate asks a spec whether a call may run by the fused path; ``verify``, ``bench``, ``tune`` and the tests iterate over
+the specs of the `catalog`. A new op is a new spec: no tool has to know it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy.decide import Decision, decide
+from ditron_train.policy.probe import Run
+
+__all__ = ["Call", "Context", "Cost", "Function", "OpSpec", "Pass", "Place", "Shape", "Trial", "results"]
+
+Call = TypeVar("Call")
+Context = TypeVar("Context")
+Pass = Literal["forward", "backward", "forward_backward"]
+#: From the inputs of a call to its results.
+Function = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call is made up: a process group, this rank's device and the type of activations."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return dist.get_rank(self.group)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Global sizes of one op, before they are divided over the ranks, and the model that they come from."""
+
+    model: str
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What no implementation can do without, on the busiest rank.
+
+    Attributes:
+        wire_bytes: Bytes that leave the rank.
+        flops: Operations.
+    """
+
+    wire_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the policy compares and times for one call.
+
+    Attributes:
+        words: Op, shape and dtype in words, the room first: the key of a plan file.
+        megatron: Megatron's path on some data: results, then gradients.
+        fused: The fused path on the same data.
+        summed: The type that NCCL adds up over the ranks on Megatron's path, if it does.
+        also: More of both on other data: compared, not timed.
+    """
+
+    words: str
+    megatron: Run
+    fused: Run
+    summed: torch.dtype | None = None
+    also: Sequence[tuple[Run, Run]] = field(default_factory=tuple)
+
+
+class OpSpec(ABC, Generic[Call, Context]):
+    """One op. A `Call` holds everything of one call on this rank: tensors, group and options.
+
+    Attributes:
+        name: The room, then the op: ``tp column``. It stands in log lines and in front of a plan's keys.
+        row: The op's name in rows of results.
+        measured: Which pass a row measures.
+        log_name: What log lines call it where that is not its name.
+    """
+
+    name: str
+    log_name: str | None = None
+    row: str
+    measured: Pass = "forward"
+
+    # -- deciding ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def group(self, call: Call) -> dist.ProcessGroup | None:
+        """Who decides together; None for an op of one process."""
+
+    @abstractmethod
+    def device(self, call: Call) -> torch.device:
+        """Where the call's tensors are."""
+
+    @abstractmethod
+    def key(self, call: Call) -> tuple[Hashable, ...]:
+        """All that the decision depends on beside the group; the ranks of the group see it alike."""
+
+    def why_not(self, call: Call) -> str | None:
+        """Why the call is not covered, or None. It asks no peer, and every rank of the group finds the same."""
+        return None
+
+    @abstractmethod
+    def context(self, call: Call) -> Context:
+        """Who owns the op's memory (collective at its first use).
+
+        Raises:
+            ArenaError, NotSupportedError: It cannot be had; on every rank alike.
+        """
+
+    def decide(self, call: Call, context: Context) -> Decision:
+        """The policy's decision (collective)."""
+        trial, group = self.trial(call, context), self.group(call)
+        assert group is not None, f"{self.name} decides by itself"
+        return decide(
+            trial.words,
+            trial.megatron,
+            trial.fused,
+            group=group,
+            device=self.device(call),
+            sums=trial.summed,
+            also=trial.also,
+        )
+
+    def trial(self, call: Call, context: Context) -> Trial:
+        """What is compared: the call's own tensors, which are timed, and on GPUs values that reveal the order of sums."""
+        calls = [self.given(call, context)]
+        if self.device(call).type == "cuda":
+            calls += self.revealing(call, context)
+        first, *more = (
+            (lambda one=one: results(self, one), lambda one=one: results(self, one, context)) for one in calls
+        )
+        also = [*more, *self.more_pairs(call, context)]
+        return Trial(self.words(call, context), *first, self.summed_dtype(call), also)
+
+    @abstractmethod
+    def words(self, call: Call, context: Context) -> str:
+        """Key of a plan: op, shape and dtype."""
+
+    def where(self, call: Call) -> str:
+        """The call's shape as a log line says it, in front of the reason."""
+        return ""
+
+    def summed_dtype(self, call: Call) -> torch.dtype | None:
+        """The type that NCCL adds up over the ranks on Megatron's path, if it does."""
+        return None
+
+    def more_pairs(self, call: Call, context: Context) -> Sequence[tuple[Run, Run]]:
+        """More of Megatron's path and of what the fused path relies on: compared, not timed."""
+        return ()
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def inputs(self, call: Call) -> Sequence[torch.Tensor]:
+        """The tensors that ``megatron`` and ``fused`` take."""
+
+    def needs_grad(self, call: Call) -> Sequence[bool]:
+        """Which inputs get gradients; by default all where the op has a backward."""
+        return [self.measured != "forward"] * len(self.inputs(call))
+
+    def grads(self, call: Call) -> Sequence[torch.Tensor]:
+        """Gradients of the results; empty for an op without a backward."""
+        return ()
+
+    @abstractmethod
+    def megatron(self, call: Call) -> Function:
+        """Megatron's path: a function of ``inputs``."""
+
+    @abstractmethod
+    def fused(self, call: Call, context: Context) -> Function:
+        """The fused path: the same function of ``inputs``, bit for bit."""
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def given(self, call: Call, context: Context) -> Call:
+        """The call's own tensors, with gradients for its results."""
+        return call
+
+    def revealing(self, call: Call, context: Context) -> Sequence[Call]:
+        """Calls of this shape whose values show in which order sums were taken."""
+        return ()
+
+    # -- tools ------------------------------------------------------------------------------------------------------
+
+    def shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
+        """The published shapes, or small ones where kernels are interpreted."""
+        return ()
+
+    def sample(self, shape: Shape, place: Place, seed: int) -> Call:
+        """A call of random values; ranks differ, runs do not.
+
+        Raises:
+            SettingError: The sizes do not divide over the ranks.
+        """
+        raise NotImplementedError(f"{self.name} makes up no calls")
+
+    def cost(self, shape: Shape, place: Place) -> Cost | None:
+        """Bytes and operations of the measured pass, for its limit."""
+        return None
+
+    def parts(self, call: Call, context: Context) -> Mapping[str, Run]:
+        """What stands beside both paths in a row: ``gemm`` and ``comm`` alone, ``peer`` (with ``peer_name``)."""
+        return {}
+
+    peer_name: str | None = None
+
+    def comm_sms(self, call: Call, context: Context) -> int:
+        """Multiprocessors that the fused path keeps for communication."""
+        return 0
+
+    def candidates(self, call: Call, context: Context) -> Sequence[tuple[str, Function]]:
+        """Ways to run the fused path at this shape, in words, for ``tune``; the first is what runs untuned."""
+        return ()
+
+
+def results(spec: OpSpec[Call, Context], call: Call, context: Any = None) -> list[torch.Tensor]:
+    """Results of Megatron's path, or with a context of the fused path, then the gradients of the inputs."""
+    function = spec.megatron(call) if context is None else spec.fused(call, context)
+    grads = spec.grads(call)
+    if not grads:
+        return list(function(*spec.inputs(call)))
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(spec.inputs(call), spec.needs_grad(call), strict=True)
+        ]
+        found = list(function(*leaves))
+        torch.autograd.backward(found, list(grads))
+    gradients = [leaf.grad for leaf in leaves if leaf.requires_grad]
+    return [*(one.detach() for one in found), *(grad for grad in gradients if grad is not None)]
