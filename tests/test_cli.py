@@ -19,7 +19,7 @@ def test_help_lists_only_what_exists(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "--help"])
     assert stopped.value.code == 0
-    rooms = {path.stem for path in (Path(ditron_train.__file__).parent / "bench").glob("*.py")}
+    rooms = {path.stem for path in (Path(ditron_train.__file__).parent / "tools" / "bench").glob("*.py")}
     out = capsys.readouterr().out
     for room in ("tp", "pp", "sp", "ep", "muon"):
         assert (f"\n    {room} " in out) == (room in rooms)

@@ -7,7 +7,7 @@ here.
 from ditron_train.policy.decide import Decision, check_plan, decide, forget_plans
 from ditron_train.policy.gate import Answer, Gate, gate, log_native
 from ditron_train.policy.probe import Run
-from ditron_train.policy.spec import Cost, Function, OpSpec, Pass, Place, Shape, Trial, results
+from ditron_train.policy.spec import Cost, Function, ModelSizes, OpSpec, Pass, Place, Shape, Trial, results
 from ditron_train.policy.switches import add_switch, switches
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Decision",
     "Function",
     "Gate",
+    "ModelSizes",
     "OpSpec",
     "Pass",
     "Place",

@@ -69,9 +69,10 @@ class Gate:
         """Whether ``call`` would be answered without asking anybody."""
         return (spec.name, spec.group(call), *spec.key(call)) in self._answers
 
-    def answers(self, name: str = "") -> list[Answer]:
-        """Everything that was decided about one op (``tp column``), one room (``tp``) or all."""
-        return [answer for key, answer in self._answers.items() if _is_named(key, name)]
+    def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
+        """Everything that was decided about one op (``tp column``), one room (``tp``) or all; of one group, if named."""
+        found = [(key, answer) for key, answer in self._answers.items() if _is_named(key, name)]
+        return [answer for key, answer in found if group is None or key[1] is group]
 
     def forget(self, name: str = "") -> None:
         """Decide anew from now on, and let go of the contexts; of one op, one room or all."""

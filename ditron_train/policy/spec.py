@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ditron_train.policy.decide import Decision, decide
 from ditron_train.policy.probe import Run
 
-__all__ = ["Call", "Context", "Cost", "Function", "OpSpec", "Pass", "Place", "Shape", "Trial", "results"]
+__all__ = ["Call", "Context", "Cost", "Function", "ModelSizes", "OpSpec", "Pass", "Place", "Shape", "Trial", "results"]
 
 Call = TypeVar("Call")
 Context = TypeVar("Context")
@@ -51,6 +51,48 @@ class Shape:
 
     model: str
     sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A transformer layer in Megatron's words.
+
+    Attributes:
+        hidden, ffn: Widths.
+        heads, groups, channels: Heads of q, of k and v, and the width of each.
+        seq_length, micro_batch_size: Tokens.
+        swiglu: Whether fc1 has a gate.
+        vocabulary: Padded; None leaves the output layer out.
+        experts, topk, expert_ffn: Of a MoE layer; ``experts`` is None without one.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    channels: int
+    seq_length: int
+    micro_batch_size: int
+    swiglu: bool
+    vocabulary: int | None
+    experts: int | None
+    topk: int
+    expert_ffn: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.seq_length * self.micro_batch_size
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Output and input features of the layer's four weights."""
+        return {
+            "qkv": ((self.heads + 2 * self.groups) * self.channels, self.hidden),
+            "proj": (self.hidden, self.heads * self.channels),
+            "fc1": (self.ffn * (2 if self.swiglu else 1), self.hidden),
+            "fc2": (self.hidden, self.ffn),
+        }
 
 
 @dataclass(frozen=True)
@@ -92,6 +134,9 @@ class OpSpec(ABC, Generic[Call, Context]):
         name: The room, then the op: ``tp column``. It stands in log lines and in front of a plan's keys.
         row: The op's name in rows of results.
         measured: Which pass a row measures.
+        peer: The best other implementation, which ``parts`` may hold.
+        table_op: What tuning tables call it; None for an op without a choice.
+        search_rounds: How often ``tune`` asks for candidates.
         log_name: What log lines call it where that is not its name.
     """
 
@@ -99,6 +144,9 @@ class OpSpec(ABC, Generic[Call, Context]):
     log_name: str | None = None
     row: str
     measured: Pass = "forward"
+    peer: str | None = None
+    table_op: str | None = None
+    search_rounds: int = 1
 
     # -- deciding ---------------------------------------------------------------------------------------------------
 
@@ -174,8 +222,8 @@ class OpSpec(ABC, Generic[Call, Context]):
         """The tensors that ``megatron`` and ``fused`` take."""
 
     def needs_grad(self, call: Call) -> Sequence[bool]:
-        """Which inputs get gradients; by default all where the op has a backward."""
-        return [self.measured != "forward"] * len(self.inputs(call))
+        """Which inputs get gradients where the results do."""
+        return [True] * len(self.inputs(call))
 
     def grads(self, call: Call) -> Sequence[torch.Tensor]:
         """Gradients of the results; empty for an op without a backward."""
@@ -205,31 +253,62 @@ class OpSpec(ABC, Generic[Call, Context]):
         """The published shapes, or small ones where kernels are interpreted."""
         return ()
 
+    def shapes_of_model(self, model: ModelSizes, world_size: int) -> Sequence[Shape]:
+        """The shapes that the op has in a transformer layer; by default the published ones of a machine without a GPU.
+
+        Raises:
+            SettingError: The model does not divide over the ranks.
+        """
+        return self.shapes(world_size, on_gpu=False)
+
+    def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
+        """Why ranks cannot share out these sizes, or None."""
+        return None
+
     def sample(self, shape: Shape, place: Place, seed: int) -> Call:
-        """A call of random values; ranks differ, runs do not.
+        """A call of random values, with gradients for its results; ranks differ, runs do not.
 
         Raises:
             SettingError: The sizes do not divide over the ranks.
         """
         raise NotImplementedError(f"{self.name} makes up no calls")
 
-    def cost(self, shape: Shape, place: Place) -> Cost | None:
+    def cost(self, call: Call, context: Context) -> Cost | None:
         """Bytes and operations of the measured pass, for its limit."""
         return None
 
-    def parts(self, call: Call, context: Context) -> Mapping[str, Run]:
-        """What stands beside both paths in a row: ``gemm`` and ``comm`` alone, ``peer`` (with ``peer_name``)."""
+    def parts(self, call: Call, context: Context) -> Mapping[str, Callable[[], object]]:
+        """What stands beside both paths in a row: ``gemm`` and ``comm`` alone, and ``peer``."""
         return {}
-
-    peer_name: str | None = None
 
     def comm_sms(self, call: Call, context: Context) -> int:
         """Multiprocessors that the fused path keeps for communication."""
         return 0
 
-    def candidates(self, call: Call, context: Context) -> Sequence[tuple[str, Function]]:
-        """Ways to run the fused path at this shape, in words, for ``tune``; the first is what runs untuned."""
+    def shape_class(self, call: Call) -> str:
+        """The class of shapes that share a choice in a tuning table."""
+        raise NotImplementedError(f"{self.name} is not tuned")
+
+    def candidates(self, call: Call, context: Context, ranked: Sequence[Hashable]) -> Sequence[Hashable]:
+        """Ways to run the fused path that are worth a try, the first being the one that runs untuned.
+
+        Args:
+            ranked: What was tried before, the quickest first; at the first question nothing.
+        """
         return ()
+
+    def fused_as(self, call: Call, context: Context, candidate: Any) -> Function:
+        """The fused path as ``candidate`` says."""
+        raise NotImplementedError(f"{self.name} is not tuned")
+
+    def compile(self, call: Call, context: Context, candidate: Any) -> tuple[Hashable, Callable[[], None]] | None:
+        """What tells the kernels of ``candidate`` from others, and how to compile them without running them; None where
+        they are compiled as they run."""
+        return None
+
+    def entry(self, call: Call, candidate: Any, *, is_native: bool) -> dict[str, Any]:
+        """``candidate`` as it stands in a tuning table; ``is_native``: Megatron's path was quicker than every one."""
+        raise NotImplementedError(f"{self.name} is not tuned")
 
 
 def results(spec: OpSpec[Call, Context], call: Call, context: Any = None) -> list[torch.Tensor]:

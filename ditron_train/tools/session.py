@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.values import make_values
 from ditron_train.runtime.versions import check_versions
 from ditron_train.tools.arguments import check_counts, check_folder
-from ditron_train.tools.inputs import make_values
 from ditron_train.tools.results import Pass, Row, write_results
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
@@ -92,7 +92,7 @@ class BenchSession:
         return num_input_sets(set_bytes, self.device)
 
     def values(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-        """``inputs.make_values`` on this rank; ranks differ, runs do not."""
+        """``values.make_values`` on this rank; ranks differ, runs do not."""
         return make_values(shape, dtype, self.device, seed=seed, rank=self.rank)
 
     def agree(self, mine: bool, group: dist.ProcessGroup | None = None) -> bool:

@@ -487,14 +487,14 @@ def test_the_policy_decides_alike_on_all_stages(device, monkeypatch):
     monkeypatch.setenv("DITRON_POLICY", "strict")
     with _megatron(stages) as workers:
         import ditron_train.megatron
-        from ditron_train.megatron.pp import communicator as pp
+        from ditron_train.policy import gate
 
         case = workers.Case(stages, stages, dtype=torch.bfloat16, device="cuda", batched=True)
         native = workers.train(case)
-        pp._reasons.clear()
+        gate.forget("pp")
         ditron_train.megatron.apply(features="pp")
         ours = workers.train(case)
         assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, ours)))
         decided = [None] * stages
-        dist.all_gather_object(decided, [(key[1:], reason) for key, reason in pp._reasons.items()])
+        dist.all_gather_object(decided, [answer.reason for answer in gate.answers("pp")])
         assert len(decided[0]) == 1 and all(one == decided[0] for one in decided), decided

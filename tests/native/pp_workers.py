@@ -171,12 +171,12 @@ def train(case: Case, overlap: bool = False, warmup_flush: bool = False, steps: 
 
 def messages_of_ours() -> int:
     """How many messages our contexts have sent from this rank, without what the policy tried: one for each size."""
-    from ditron_train.megatron.pp.communicator import _reasons
+    from ditron_train.policy import gate
     from ditron_train.pp.context import _contexts
 
     contexts = [context for context in _contexts.values() if not context.closed]
     senders = [sender for context in contexts for sender in context.local_senders if sender is not None]
-    tried = sum(group is context.group for context in contexts for group, _, _ in _reasons)
+    tried = sum(len(gate.answers("pp", context.group)) for context in contexts)
     return sum(sender.messages for sender in senders) - tried
 
 
@@ -250,7 +250,7 @@ def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
 
     import ditron_train.megatron
     from ditron_train.cpu.megatron_shim import model_parallel
-    from ditron_train.megatron.pp.communicator import _reasons
+    from ditron_train.policy import gate
 
     os.environ["DITRON_PLAN"] = path
     seen = []
@@ -258,7 +258,7 @@ def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
         with model_parallel(pipeline_model_parallel_size=case.pipeline):
             native = train(case)
             for _ in range(2):
-                _reasons.clear()
+                gate.forget("pp")
                 ditron_train.megatron.apply(features="pp")
                 before = messages_of_ours()
                 ours = train(case)

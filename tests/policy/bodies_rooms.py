@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ditron_train.policy import decide, forget_plans
 from ditron_train.policy.plan import Entry
 from ditron_train.policy.probe import Observation, Run, same_bits
-from ditron_train.tools.inputs import make_values
+from ditron_train.runtime.values import make_values
 
 __all__ = ["ROOMS", "decision_on_cpu", "decision_with"]
 

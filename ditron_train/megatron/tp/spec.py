@@ -7,8 +7,8 @@ whether all results have the bits of Megatron's path, and whether they come soon
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,18 @@ from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_b
 
 from ditron_train.megatron.shared.te_products import product_pairs
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
-from ditron_train.policy import Decision, Function, OpSpec, Run, gate
+from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Place, Run, Shape, gate
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.settings import get_settings
-from ditron_train.tp.choices import prefers_native
+from ditron_train.runtime.values import make_values
+from ditron_train.tp.choices import Op, Problem, choose, prefers_native
 from ditron_train.tp.context import TPContext, get_context
+from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.functions import column_linear, row_linear
+from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, why_not_linear
 
-__all__ = ["COLUMN", "ROW", "Kind", "LinearCall", "LinearSpec", "native_column", "native_row", "route"]
+__all__ = ["COLUMN", "ROW", "SPECS", "Kind", "LinearCall", "LinearSpec", "native_column", "native_row", "route"]
 
 Kind = Literal["column", "row"]
 
@@ -60,10 +63,12 @@ class LinearCall(NamedTuple):
 class LinearSpec(OpSpec[LinearCall, TPContext]):
     """Gather, GEMM and their backward (``column``), or GEMM, reduce-scatter and theirs (``row``)."""
 
-    measured = "forward_backward"
+    measured = "backward"
+    peer = "async-TP"
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
+        self._op: Op = "ag_gemm" if kind == "column" else "gemm_rs"
         self.name = f"tp {kind}"
         self.row = f"{kind}_linear"
 
@@ -172,8 +177,82 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
             return lambda x, weight: (column_linear(x, weight, context=context),)
         return lambda x, weight: (row_linear(x, weight, context=context),)
 
-    def _output_rows(self, x: torch.Tensor, world_size: int) -> int:
-        return x.shape[0] * world_size if self.kind == "column" else x.shape[0] // world_size
+    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
+        """See `OpSpec`: those of the op that the layer's forward is."""
+        return linear_shapes(self._op, world_size, on_gpu)
+
+    def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
+        """See `OpSpec`."""
+        return (AG_GEMM if self.kind == "column" else GEMM_RS).shapes_of_model(model, world_size)
+
+    def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
+        """See `OpSpec`."""
+        return why_not_linear(self._op, shape, world_size)
+
+    def sample(self, shape: Shape, place: Place, seed: int) -> LinearCall:
+        """See `OpSpec`."""
+        x_shape, weight_shape = local_shapes(self._op, shape, place.world_size)
+        y_shape = (self._output_rows(x_shape[0], place.world_size), weight_shape[0])
+        x, weight, grad_y = (
+            make_values(one, place.dtype, place.device, seed=3 * seed + index, rank=place.rank)
+            for index, one in enumerate((x_shape, weight_shape, y_shape))
+        )
+        return LinearCall(x, weight, place.group, grad_y=grad_y)
+
+    def cost(self, call: LinearCall, context: TPContext) -> Cost:
+        """See `OpSpec`: of the backward pass. Column: the input is gathered and its gradient scattered; row: the output's
+        gradient is gathered."""
+        world_size, (n, k) = context.world_size, call.weight.shape
+        rows = call.x.shape[0] * (world_size if self.kind == "column" else 1)
+        problem = Problem(self._op, rows, n, k, "nt", call.x.dtype, world_size)
+        return Cost(wire_bytes(problem) * (2 if self.kind == "column" else 1), 4.0 * rows * n * k)
+
+    def parts(self, call: LinearCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
+        """See `OpSpec`: dgrad and wgrad alone, all that is communicated, and async-TP's products in place of those that
+        communicate."""
+        x, weight, grad, group = call.x, call.weight, call.grad_y, call.group
+        assert grad is not None
+        total = x if self.kind == "row" else x.new_zeros(x.shape[0] * context.world_size, x.shape[1])
+        total_grad = grad if self.kind == "column" else grad.new_zeros(x.shape[0], grad.shape[1])
+        own = x.new_empty(total.shape[0] // context.world_size, x.shape[1])
+
+        def gemm() -> list[torch.Tensor]:
+            return [total_grad.matmul(weight), total_grad.t().matmul(total)]
+
+        def gather() -> None:
+            of_all, of_one = (total, x) if self.kind == "column" else (total_grad, grad)
+            dist.all_gather_into_tensor(of_all, of_one, group=group)
+
+        def comm() -> None:
+            gather()
+            if self.kind == "column":
+                dist.reduce_scatter_tensor(own, total, group=group)
+
+        def peer() -> list[torch.Tensor]:
+            import torch.distributed._symmetric_memory  # noqa: F401  (registers the ops)
+
+            if self.kind == "column":
+                gather()
+                scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
+                return [scatter(grad, weight, "sum", 0, group.group_name), grad.t().matmul(total)]
+            fused_gather = torch.ops.symm_mem.fused_all_gather_matmul
+            gathered, (grad_x,) = fused_gather(grad, [weight], 0, group.group_name)
+            return [grad_x, gathered.t().matmul(x)]
+
+        return {"gemm": gemm, "comm": comm, "peer": peer}
+
+    def comm_sms(self, call: LinearCall, context: TPContext) -> int:
+        """See `OpSpec`: of the row layer's gather in backward; the tiles of the column layer's dgrad are sent by its
+        GEMM."""
+        if self.kind == "column" or context.target == "interpreter":
+            return 0
+        n, k = call.weight.shape
+        problem = Problem("ag_gemm", call.x.shape[0], k, n, "nn", call.x.dtype, context.world_size)
+        plan = choose(problem, context.machine).gather
+        return plan.push_programs if plan.mode == "push" else 1
+
+    def _output_rows(self, rows: int, world_size: int) -> int:
+        return rows * world_size if self.kind == "column" else rows // world_size
 
     def given(self, call: LinearCall, context: TPContext) -> LinearCall:
         """See `OpSpec`; the gradient's values show the order of sums."""
@@ -191,11 +270,11 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
         return [call._replace(x=revealing_x, weight=revealing_weight, grad_y=grad_y)]
 
     def _rows_of_a_rank(self, x: torch.Tensor, context: TPContext) -> int:
-        return min(x.shape[0], self._output_rows(x, context.world_size)) * x.shape[1:-1].numel()
+        return min(x.shape[0], self._output_rows(x.shape[0], context.world_size)) * x.shape[1:-1].numel()
 
     def _revealing_grad(self, call: LinearCall, context: TPContext) -> torch.Tensor:
         x = call.x
-        y = x.new_empty(self._output_rows(x, context.world_size), *x.shape[1:-1], call.weight.shape[0])
+        y = x.new_empty(self._output_rows(x.shape[0], context.world_size), *x.shape[1:-1], call.weight.shape[0])
         return revealing_like(y, 201 + context.rank, "columns", self._rows_of_a_rank(x, context))
 
     def _table_prefers_native(self, call: LinearCall, context: TPContext) -> bool:
@@ -223,7 +302,8 @@ def _why_not_device(x: torch.Tensor) -> str | None:
 
 
 COLUMN, ROW = LinearSpec("column"), LinearSpec("row")
-_SPECS = {"column": COLUMN, "row": ROW}
+SPECS: Sequence[OpSpec[Any, Any]] = (COLUMN, ROW)
+_OF_KIND = {"column": COLUMN, "row": ROW}
 
 
 def route(
@@ -236,7 +316,7 @@ def route(
     is_frozen: bool = False,
 ) -> TPContext | None:
     """The context to run this call with, or None for Megatron's path; arguments as of `LinearCall`."""
-    return gate.context_for(_SPECS[kind], LinearCall(x, weight, group, sequence_parallel, is_frozen))
+    return gate.context_for(_OF_KIND[kind], LinearCall(x, weight, group, sequence_parallel, is_frozen))
 
 
 def native_column(

@@ -19,7 +19,7 @@ from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
-from ditron_train.tools.bench.tp import WIRE_GBPS
+from ditron_train.tools.op_rows import WIRE_GBPS
 from ditron_train.tools.results import Pass, Row
 from ditron_train.tools.session import BenchSession, Sink, bench_session, under_policy
 from ditron_train.tools.timing import Timing

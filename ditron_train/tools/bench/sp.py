@@ -32,7 +32,7 @@ from ditron_train.sp import (
 from ditron_train.sp import transfer_sizes as tuning
 from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.tools.bench.sp_native import NativeUlysses
-from ditron_train.tools.bench.tp import WIRE_GBPS
+from ditron_train.tools.op_rows import WIRE_GBPS
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession, Sink, bench_session
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ditron_train.policy import Shape
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import check_folder
@@ -80,13 +81,13 @@ _te = _module("transformer_engine", f"Transformer Engine: {pip_command('transfor
 
 @contextmanager
 def _tp_op(session: BenchSession, op: str, shape: tuple[int, int, int] | None) -> Iterator[tuple[str, Contenders]]:
-    from ditron_train.tools.bench.tp_contenders import Case, op_contenders
-    from ditron_train.tp import get_context
+    from ditron_train.tools.catalog import specs_of
+    from ditron_train.tools.op_rows import OpCalls
 
+    (spec,) = (one for one in specs_of("tp") if one.name == f"tp {op}")
     m, n, k = shape or (_ON_CPU if session.device.type == "cpu" else (8192, 28672, 8192))
-    case = Case(op, "custom", m, n, k)
-    case.check(session.world_size)
-    yield f"{op} {m} x {n} x {k}", op_contenders(session, case, get_context(None, session.device), session.dtype)
+    calls = OpCalls(session, spec, Shape("custom", {"m": m, "n": n, "k": k}))
+    yield f"{op} {m} x {n} x {k}", {"native": calls.run(is_fused=False), "ditron": calls.run(is_fused=True)}
 
 
 @contextmanager

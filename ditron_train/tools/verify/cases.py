@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import check_divides
 
@@ -30,48 +31,6 @@ __all__ = [
 # A LLaMA-70B-like layer, and one that the interpreter computes in seconds.
 _GPU_MODEL = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, seq_length=8192)
 _CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=16, num_query_groups=8, seq_length=64)
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """A transformer layer in Megatron's words.
-
-    Attributes:
-        hidden, ffn: Widths.
-        heads, groups, channels: Heads of q, of k and v, and the width of each.
-        seq_length, micro_batch_size: Tokens.
-        swiglu: Whether fc1 has a gate.
-        vocabulary: Padded; None leaves the output layer out.
-        experts, topk, expert_ffn: Of a MoE layer; ``experts`` is None without one.
-    """
-
-    hidden: int
-    ffn: int
-    heads: int
-    groups: int
-    channels: int
-    seq_length: int
-    micro_batch_size: int
-    swiglu: bool
-    vocabulary: int | None
-    experts: int | None
-    topk: int
-    expert_ffn: int
-
-    @property
-    def tokens(self) -> int:
-        """Of a microbatch."""
-        return self.seq_length * self.micro_batch_size
-
-    @property
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """Output and input features of the layer's four weights."""
-        return {
-            "qkv": ((self.heads + 2 * self.groups) * self.channels, self.hidden),
-            "proj": (self.hidden, self.heads * self.channels),
-            "fc1": (self.ffn * (2 if self.swiglu else 1), self.hidden),
-            "fc2": (self.hidden, self.ffn),
-        }
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 import pytest
-import torch
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.bench import tp
 from ditron_train.tools.results import read_results
+from ditron_train.tp.spec import AG_GEMM, GEMM_RS
 from tests.support.processes import run_workers
 
 
@@ -54,17 +54,14 @@ def test_bad_shapes_are_refused_on_every_rank() -> None:
 
 
 def _refused_model() -> str:
-    arguments = _arguments("--model", "GPT-9", "--part", "ag_gemm")
-    session = argparse.Namespace(device=torch.device("cuda"), world_size=2)
     try:
-        tp.cases_of("ag_gemm", arguments, session)
+        tp.shapes_for(AG_GEMM, _arguments("--model", "GPT-9", "--part", "ag_gemm"), 2, True)
     except SettingError as error:
         return str(error)
     return "accepted"
 
 
 def test_every_published_shape_divides() -> None:
-    for op in ("ag_gemm", "gemm_rs"):
+    for spec in (AG_GEMM, GEMM_RS):
         for world_size in (2, 4, 8):
-            session = argparse.Namespace(device=torch.device("cuda"), world_size=world_size)
-            assert len(tp.cases_of(op, _arguments(), session)) == 6
+            assert len(tp.shapes_for(spec, _arguments(), world_size, True)) == 6

@@ -1,0 +1,42 @@
+"""Every op that is accelerated, by room: what ``verify``, ``bench``, ``tune`` and the tests iterate over."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ditron_train.policy import OpSpec
+
+__all__ = ["ROOMS", "add_spec", "remove_spec", "specs_of"]
+
+#: Modules whose ``SPECS`` make up a room; those that need megatron-core count where it is installed.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "tp": ("ditron_train.tp.spec", "ditron_train.megatron.tp.spec"),
+    "sp": ("ditron_train.megatron.sp.spec",),
+    "ep": ("ditron_train.megatron.ep.spec",),
+    "pp": ("ditron_train.megatron.pp.spec",),
+    "muon": ("ditron_train.optim.plans",),
+}
+_added: list[OpSpec[Any, Any]] = []
+
+
+def add_spec(spec: OpSpec[Any, Any]) -> None:
+    """An op of somebody else's: every tool has it from now on."""
+    _added.append(spec)
+
+
+def remove_spec(spec: OpSpec[Any, Any]) -> None:
+    """Undoes ``add_spec``."""
+    _added.remove(spec)
+
+
+def specs_of(room: str) -> list[OpSpec[Any, Any]]:
+    """The ops of a room."""
+    found: list[OpSpec[Any, Any]] = []
+    for name in ROOMS.get(room, ()):
+        try:
+            found += importlib.import_module(name).SPECS
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "megatron":
+                raise
+    return [*found, *(spec for spec in _added if spec.name.split()[0] == room)]
