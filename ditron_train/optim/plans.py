@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["NEWTON_SCHULZ", "ProductMode", "StepCall", "plan_products"]
+__all__ = ["SPECS", "NEWTON_SCHULZ", "ProductMode", "StepCall", "plan_products"]
 
 ProductMode = Literal["strict", "force", "native"]
 
@@ -226,6 +226,7 @@ class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
 
 
 NEWTON_SCHULZ = NewtonSchulzSpec()
+SPECS: Sequence[OpSpec[Any, Any]] = (NEWTON_SCHULZ,)
 
 
 @outside_compile

@@ -150,17 +150,19 @@ class OpSpec(ABC, Generic[Call, Context]):
 
     # -- deciding ---------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def group(self, call: Call) -> dist.ProcessGroup | None:
-        """Who decides together; None for an op of one process."""
+        """Who decides together: the call's ``group``; None for an op of one process."""
+        return call.group  # type: ignore[attr-defined,no-any-return]
 
-    @abstractmethod
     def device(self, call: Call) -> torch.device:
         """Where the call's tensors are."""
+        return self.inputs(call)[0].device
 
-    @abstractmethod
     def key(self, call: Call) -> tuple[Hashable, ...]:
-        """All that the decision depends on beside the group; the ranks of the group see it alike."""
+        """All that the decision depends on beside the group, which the ranks of the group see alike: by default shapes,
+        types and device of the inputs."""
+        inputs = self.inputs(call)
+        return (*((tuple(tensor.shape), tensor.dtype) for tensor in inputs), self.device(call))
 
     def why_not(self, call: Call) -> str | None:
         """Why the call is not covered, or None. It asks no peer, and every rank of the group finds the same."""
@@ -199,9 +201,11 @@ class OpSpec(ABC, Generic[Call, Context]):
         also = [*more, *self.more_pairs(call, context)]
         return Trial(self.words(call, context), *first, self.summed_dtype(call), also)
 
-    @abstractmethod
     def words(self, call: Call, context: Context) -> str:
         """Key of a plan: op, shape and dtype."""
+        inputs = self.inputs(call)
+        sizes = " ".join("x".join(map(str, tensor.shape)) for tensor in inputs)
+        return f"{self.name} {sizes} {str(inputs[0].dtype).removeprefix('torch.')}"
 
     def where(self, call: Call) -> str:
         """The call's shape as a log line says it, in front of the reason."""
@@ -254,12 +258,8 @@ class OpSpec(ABC, Generic[Call, Context]):
         return ()
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> Sequence[Shape]:
-        """The shapes that the op has in a transformer layer; by default the published ones of a machine without a GPU.
-
-        Raises:
-            SettingError: The model does not divide over the ranks.
-        """
-        return self.shapes(world_size, on_gpu=False)
+        """The shapes that the op has in a transformer layer."""
+        return ()
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
         """Why ranks cannot share out these sizes, or None."""
@@ -286,8 +286,8 @@ class OpSpec(ABC, Generic[Call, Context]):
         return 0
 
     def shape_class(self, call: Call) -> str:
-        """The class of shapes that share a choice in a tuning table."""
-        raise NotImplementedError(f"{self.name} is not tuned")
+        """The class of shapes that share a choice in a tuning table: by default the first input's shape."""
+        return "x".join(map(str, self.inputs(call)[0].shape))
 
     def candidates(self, call: Call, context: Context, ranked: Sequence[Hashable]) -> Sequence[Hashable]:
         """Ways to run the fused path that are worth a try, the first being the one that runs untuned.
@@ -308,7 +308,7 @@ class OpSpec(ABC, Generic[Call, Context]):
 
     def entry(self, call: Call, candidate: Any, *, is_native: bool) -> dict[str, Any]:
         """``candidate`` as it stands in a tuning table; ``is_native``: Megatron's path was quicker than every one."""
-        raise NotImplementedError(f"{self.name} is not tuned")
+        return {"choice": candidate, "native": is_native}
 
 
 def results(spec: OpSpec[Call, Context], call: Call, context: Any = None) -> list[torch.Tensor]:

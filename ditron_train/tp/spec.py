@@ -87,18 +87,6 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         self.table_op = f"{op} {layout}"
         self.name = f"tp {op}" if layout == "nt" else f"tp {op} {layout}"
 
-    def group(self, call: GemmCall) -> dist.ProcessGroup:
-        """See `OpSpec`."""
-        return call.group
-
-    def device(self, call: GemmCall) -> torch.device:
-        """See `OpSpec`."""
-        return call.x.device
-
-    def key(self, call: GemmCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
-        return tuple(call.x.shape), call.weight.shape, call.x.dtype, call.x.device
-
     def context(self, call: GemmCall) -> TPContext:
         """See `OpSpec`."""
         return get_context(call.group, call.x.device)
@@ -255,7 +243,9 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
 
     def entry(self, call: GemmCall, candidate: Choice, *, is_native: bool) -> dict[str, Any]:
         """See `OpSpec`."""
-        return entry_of(self.problem(call), replace(candidate, use_native=is_native))
+        problem = self.problem(call)
+        entry = entry_of(problem, replace(candidate, use_native=is_native))
+        return {**entry, "shape": f"{problem.m}x{problem.n}x{problem.k}"}
 
 
 def _way(choice: Choice) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["MOVEMENT", "MovementCall", "fused_pairs_here", "warns_of_few_rows"]
+__all__ = ["SPECS", "MOVEMENT", "MovementCall", "fused_pairs_here", "warns_of_few_rows"]
 
 
 @contextlib.contextmanager
@@ -120,10 +120,6 @@ class MovementSpec(OpSpec[MovementCall, Any]):
     """Dispatch and combine, forward and backward, around experts that scale their rows; the context is our dispatcher."""
 
     name, log_name, row, measured = "ep movement", "ep", "dispatch_combine", "forward_backward"
-
-    def group(self, call: MovementCall) -> dist.ProcessGroup:
-        """See `OpSpec`."""
-        return call.group
 
     def device(self, call: MovementCall) -> torch.device:
         """See `OpSpec`."""
@@ -222,10 +218,6 @@ class PairSpec(OpSpec[PairCall, Any]):
     def __init__(self, pair: Pair) -> None:
         self.pair, self.name, self.row = pair, f"ep {pair}", pair
 
-    def group(self, call: PairCall) -> dist.ProcessGroup:
-        """See `OpSpec`."""
-        return call.group
-
     def device(self, call: PairCall) -> torch.device:
         """See `OpSpec`."""
         return call.runs.device
@@ -259,6 +251,7 @@ class PairSpec(OpSpec[PairCall, Any]):
 _PAIRS: dict[Pair, PairSpec] = {
     pair: PairSpec(pair) for pair in ("gemm_combine", "dgrad_combine", "beside_wgrad", "own_wgrad")
 }
+SPECS: Sequence[OpSpec[Any, Any]] = (MOVEMENT, *_PAIRS.values())
 
 
 def fused_pairs_here(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from ditron_train.pp import PipelineContext, exchange
 from ditron_train.pp.messages import Header
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["MESSAGE", "MessageCall"]
+__all__ = ["SPECS", "MESSAGE", "MessageCall"]
 
 
 class MessageCall(NamedTuple):
@@ -103,3 +103,4 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
 
 
 MESSAGE = MessageSpec()
+SPECS: Sequence[OpSpec[Any, Any]] = (MESSAGE,)

@@ -24,7 +24,7 @@ from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_context, output_projection, qkv_projection
 
-__all__ = ["EXCHANGE", "OUTPUT", "PROJECTIONS", "route_exchange", "route_output", "route_projections"]
+__all__ = ["SPECS", "EXCHANGE", "OUTPUT", "PROJECTIONS", "route_exchange", "route_output", "route_projections"]
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -56,10 +56,6 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
 
     measured = "forward_backward"
     word: str
-
-    def group(self, call: UlyssesCall) -> dist.ProcessGroup:
-        """See `OpSpec`."""
-        return call.group
 
     def device(self, call: UlyssesCall) -> torch.device:
         """See `OpSpec`."""
@@ -318,6 +314,7 @@ def _parts(
 
 
 EXCHANGE, OUTPUT, PROJECTIONS = ExchangeSpec(), OutputSpec(), ProjectionsSpec()
+SPECS: Sequence[OpSpec[Any, Any]] = (EXCHANGE, OUTPUT, PROJECTIONS)
 
 
 def route_exchange(

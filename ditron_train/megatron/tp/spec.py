@@ -72,14 +72,6 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
         self.name = f"tp {kind}"
         self.row = f"{kind}_linear"
 
-    def group(self, call: LinearCall) -> dist.ProcessGroup:
-        """See `OpSpec`."""
-        return call.group
-
-    def device(self, call: LinearCall) -> torch.device:
-        """See `OpSpec`."""
-        return call.x.device
-
     def key(self, call: LinearCall) -> tuple[Hashable, ...]:
         """See `OpSpec`."""
         x, weight = call.x, call.weight

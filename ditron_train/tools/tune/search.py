@@ -1,24 +1,29 @@
-"""The search: for each shape class first ways of moving data and what the cost model takes, then tiles with the two
-best ways."""
+"""The search: for each class of shapes of an op the candidates that its `OpSpec` names, in rounds that learn from what was
+quickest, beside Megatron's path."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy import OpSpec, Shape
+from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.logs import get_logger
+from ditron_train.tools.op_rows import OpCalls
 from ditron_train.tools.session import BenchSession
-from ditron_train.tools.timing import measure
-from ditron_train.tools.tune.rates import Observed
-from ditron_train.tools.tune.trial import Trial, compile_all
-from ditron_train.tp.choices import Choice, default_choice, entry_of, modelled_choice, tile_variants, transfer_variants
-from ditron_train.tp.context import TPContext
+from ditron_train.tools.timing import Contender, measure
 
-__all__ = ["Result", "STAGES", "ShapeClass", "Turns", "search"]
+__all__ = ["Result", "ShapeClass", "Turns", "search", "trials_of"]
 
-STAGES = ("transfer", "tile")
 _WORTH = 0.99  # of the default's time; what gains less may be noise, and the default it stays
+_COMPILER_THREADS = 8
+_PARTS = ("gemm", "comm", "link")
 
 
 @dataclass(frozen=True)
@@ -32,145 +37,176 @@ class Turns:
 
 @dataclass
 class Result:
-    """What was seen of one shape: times by choice (us, of those with native's bits), and of native and its parts."""
+    """What was seen of one shape: times by candidate (us, of those with the bits of Megatron's path), of that path and of
+    its parts."""
 
-    times_us: dict[Choice, float] = field(default_factory=dict)
+    times_us: dict[Hashable, float] = field(default_factory=dict)
     native_us: float = math.inf
-    observed: Observed | None = None
+    parts_us: dict[str, float] = field(default_factory=dict)
 
 
 class ShapeClass:
     """All shapes of one class of one op; they share the candidates and get the choice that is best over all of
     them."""
 
-    def __init__(self, trials: Sequence[Trial], context: TPContext) -> None:
+    def __init__(self, spec: OpSpec[Any, Any], trials: Sequence[OpCalls]) -> None:
+        self.spec = spec
         self.trials = list(trials)
-        self.problem = trials[0].problem
-        self.machine = context.machine
-        self.default = default_choice(self.problem, self.machine)
         self.results = [Result() for _ in trials]
-        self.differing: list[Choice] = []
+        self.differing: list[Hashable] = []
+        self.default = self.candidates()[0]
 
-    def candidates(self, stage: str) -> list[Choice]:
-        """What a stage tries; the first is its starting point."""
-        if stage == "transfer":
-            modelled = replace(modelled_choice(self.problem, self.machine), source=self.default.source)
-            variants = transfer_variants(self.problem, self.machine, self.default)
-            return list(dict.fromkeys([self.default, *variants, modelled]))
-        best = self.best()
-        if best is None:
-            return []
-        ways = [best, *self._best_other_way(best)]
-        return list(dict.fromkeys([*ways, *(variant for way in ways for variant in tile_variants(self.machine, way))]))
+    @property
+    def first(self) -> Any:
+        """A call of the class's first shape."""
+        return self.trials[0].calls[0]
 
-    def _best_other_way(self, best: Choice) -> list[Choice]:
-        """The quickest that moves data otherwise: what it loses to ``best`` with one tile it may win with another,
-        since SMs that push are missing in the GEMM's last wave or are not."""
-        tried = dict.fromkeys(choice for result in self.results for choice in result.times_us)
-        others = [choice for choice in tried if _way(choice) != _way(best) and self.score(choice) < math.inf]
-        return sorted(others, key=self.score)[:1]
+    @property
+    def name(self) -> str:
+        """Op and class, in words."""
+        return f"{self.spec.table_op} {self.spec.shape_class(self.first)}"
 
-    def score(self, choice: Choice) -> float:
-        """Geometric mean over the shapes of time over the default's, or over native's where the default has other
-        bits."""
+    def candidates(self) -> list[Hashable]:
+        """What the next round tries; the first is its starting point."""
+        ranked = self.ranked() if any(result.times_us for result in self.results) else []
+        if not ranked and any(result.native_us < math.inf for result in self.results):
+            return []  # nothing had the bits
+        return list(self.spec.candidates(self.first, self.trials[0].context, ranked))
+
+    def score(self, candidate: Hashable) -> float:
+        """Geometric mean over the shapes of time over the default's, or over Megatron's path's where the default has
+        other bits."""
         logs = []
         for result in self.results:
-            if choice not in result.times_us:
+            if candidate not in result.times_us:
                 return math.inf
-            logs.append(math.log(result.times_us[choice] / result.times_us.get(self.default, result.native_us)))
+            logs.append(math.log(result.times_us[candidate] / result.times_us.get(self.default, result.native_us)))
         return math.exp(sum(logs) / len(logs))
 
-    def best(self) -> Choice | None:
-        """The quickest choice with native's bits at every shape; None where there is none."""
-        tried = dict.fromkeys(choice for result in self.results for choice in result.times_us)
-        best = min(tried, key=self.score, default=None)
-        if best is None or self.score(best) == math.inf:
-            return None
-        kept = self.default in tried and self.score(best) > _WORTH * self.score(self.default)
-        return self.default if kept else best
+    def ranked(self) -> list[Hashable]:
+        """What has the bits at every shape, the quickest first; the default stands in front of what is no gain."""
+        tried = dict.fromkeys(candidate for result in self.results for candidate in result.times_us)
+        found = sorted((one for one in tried if self.score(one) < math.inf), key=self.score)
+        if found and self.default in found and self.score(found[0]) > _WORTH * self.score(self.default):
+            found.remove(self.default)
+            found.insert(0, self.default)
+        return found
 
-    def entry(self) -> dict[str, object]:
+    def entry(self) -> dict[str, Any]:
         """The line of the table; times are those of the class's first shape."""
-        best, result = self.best(), self.results[0]
-        if best is None:
-            return {
-                **entry_of(self.problem, replace(self.default, use_native=True)),
-                "native_us": round(result.native_us, 1),
-            }
-        slower = sum(math.log(r.times_us[best] / r.native_us) for r in self.results) >= 0
+        ranked, result = self.ranked(), self.results[0]
+        if not ranked:
+            native = self.spec.entry(self.first, self.default, is_native=True)
+            return {**native, "native_us": round(result.native_us, 1)}
+        best = ranked[0]
+        slower = sum(math.log(one.times_us[best] / one.native_us) for one in self.results) >= 0
+        default_us = result.times_us.get(self.default)
         return {
-            **entry_of(self.problem, replace(best, use_native=slower)),
-            "shape": "x".join(str(size) for size in (self.problem.m, self.problem.n, self.problem.k)),
+            **self.spec.entry(self.first, best, is_native=slower),
             "ditron_us": round(result.times_us[best], 1),
-            "default_us": round(result.times_us.get(self.default, math.inf), 1)
-            if self.default in result.times_us
-            else None,
+            "default_us": None if default_us is None else round(default_us, 1),
             "native_us": round(result.native_us, 1),
             "tried": len(result.times_us),
         }
 
 
-def _way(choice: Choice) -> tuple[str, str]:
-    return choice.gather.mode, choice.scatter
+def trials_of(session: BenchSession, spec: OpSpec[Any, Any], shapes: Sequence[Shape]) -> list[ShapeClass]:
+    """The shapes of one op by class."""
+    classes: dict[str, list[OpCalls]] = {}
+    for shape in shapes:
+        calls = OpCalls(session, spec, shape)
+        classes.setdefault(spec.shape_class(calls.calls[0]), []).append(calls)
+    return [ShapeClass(spec, trials) for trials in classes.values()]
 
 
 def search(
     classes: Sequence[ShapeClass],
     turns: Turns,
     session: BenchSession,
-    context: TPContext,
     *,
     advance: Callable[[str], None],
     keep: Callable[[], None],
 ) -> None:
     """Tries everything (collective).
 
-    ``advance`` is told what was done after each shape of each stage; ``keep`` is called after each stage, so that what
+    ``advance`` is told what was done after each shape of each round; ``keep`` is called after each round, so that what
     was found survives whatever ends the run.
     """
-    for stage in STAGES:
+    for number in range(max((one.spec.search_rounds for one in classes), default=0)):
+        active = [one for one in classes if number < one.spec.search_rounds]
         planned = [
-            (shape_class, trial, result, shape_class.candidates(stage))
-            for shape_class in classes
-            for trial, result in zip(shape_class.trials, shape_class.results)
+            (one, trial, result, candidates)
+            for one in active
+            for candidates in [one.candidates()]
+            for trial, result in zip(one.trials, one.results, strict=True)
         ]
-        compile_all([(trial, choice) for _, trial, _, choices in planned for choice in choices], context)
-        for shape_class, trial, result, choices in planned:
-            kept = [choice for choice in choices if _has_native_bits(shape_class, trial, choice, session)]
-            _time(trial, result, kept, turns, session, first=stage == STAGES[0])
-            advance(f"{trial.problem.table_op} {trial.problem.shape_class}")
-        context.synchronize()
+        _compile_all([(trial, one) for _, trial, _, candidates in planned for one in candidates], session)
+        for shape_class, trial, result, candidates in planned:
+            kept = [one for one in candidates if _has_native_bits(shape_class, trial, one, session)]
+            _time(trial, result, kept, turns, session, first=number == 0)
+            advance(shape_class.name)
+        if session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)
         keep()
 
 
-def _has_native_bits(shape_class: ShapeClass, trial: Trial, choice: Choice, session: BenchSession) -> bool:
-    if session.equal([trial.candidate(choice)(0)], [trial.native(0)]):
+def _run_as(trial: OpCalls, candidate: Hashable) -> Contender:
+    spec = trial.spec
+
+    def run(index: int) -> list[torch.Tensor]:
+        call = trial.calls[index % len(trial.calls)]
+        return list(spec.fused_as(call, trial.context, candidate)(*spec.inputs(call)))
+
+    return run
+
+
+def _compile_all(pairs: Sequence[tuple[OpCalls, Hashable]], session: BenchSession) -> None:
+    """Compiles the kernels of all pairs, each by one of the ranks, several at a time, so that every rank finds them in
+    Triton's cache (collective; ranks of one machine share that cache)."""
+    by_kernel: dict[Hashable, Callable[[], None]] = {}
+    for trial, candidate in pairs:
+        found = trial.spec.compile(trial.calls[0], trial.context, candidate)
+        if found is not None:
+            by_kernel.setdefault((trial.spec.name, found[0]), found[1])
+    if is_interpreter():
+        return
+    from triton import AsyncCompileMode
+
+    mine = list(by_kernel.values())[session.rank :: session.world_size]
+    with ThreadPoolExecutor(_COMPILER_THREADS) as executor, AsyncCompileMode(executor):
+        for compile_one in mine:
+            compile_one()
+    torch.cuda.synchronize(session.device)
+    dist.barrier()
+
+
+def _has_native_bits(shape_class: ShapeClass, trial: OpCalls, candidate: Hashable, session: BenchSession) -> bool:
+    fused, native = _run_as(trial, candidate), trial.run(is_fused=False)
+    if session.equal(list(fused(0)), list(native(0))):
         return True
-    shape_class.differing.append(choice)
+    shape_class.differing.append(candidate)
     if session.rank == 0:
-        p = trial.problem
-        get_logger("tune").warning("%s %dx%dx%d: bits differ from native's with %s", p.table_op, p.m, p.n, p.k, choice)
+        get_logger("tune").warning("%s: bits differ from native's with %s", shape_class.name, candidate)
     return False
 
 
 def _time(
-    trial: Trial, result: Result, choices: Sequence[Choice], turns: Turns, session: BenchSession, *, first: bool
+    trial: OpCalls, result: Result, candidates: Sequence[Hashable], turns: Turns, session: BenchSession, *, first: bool
 ) -> None:
-    contenders: dict[object, Callable[[int], object]] = {"native": trial.native}
+    contenders: dict[Hashable, Contender] = {"native": trial.run(is_fused=False)}
     if first:
-        contenders.update(gemm=trial.gemm, comm=trial.collective)
-        if trial.problem.op == "ag_gemm":
-            contenders["link"] = trial.link
-    contenders.update({choice: trial.candidate(choice) for choice in choices})
+        parts = trial.spec.parts(trial.calls[0], trial.context)
+        contenders.update({name: lambda index, name=name: parts[name]() for name in _PARTS if name in parts})
+    names = list(contenders)
+    contenders.update({candidate: _run_as(trial, candidate) for candidate in candidates})
     timings = measure(
         contenders, group=None, device=session.device, repetitions=turns.repetitions, warmup=1, passes=turns.rounds
     )
     times = {name: timing.median_us for name, timing in timings.items()}
-    # Drift between the stages is taken out by what both have timed: native.
-    native_us = times["native"]
-    scale = 1.0 if first else result.native_us / native_us
-    for choice in choices:
-        result.times_us.setdefault(choice, times[choice] * scale)
+    # Drift between the rounds is taken out by what both have timed: Megatron's path.
+    scale = 1.0 if first else result.native_us / times["native"]
+    for candidate in candidates:
+        result.times_us.setdefault(candidate, times[candidate] * scale)
     if first:
-        result.native_us = native_us
-        result.observed = Observed(trial.problem, times["gemm"], times["comm"], times.get("link"))
+        result.native_us = times["native"]
+        result.parts_us = {str(name): times[name] for name in names if name != "native"}

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,29 +21,34 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import ditron_train
-from ditron_train.runtime.device import driver_version
+from ditron_train.policy import OpSpec, Shape
+from ditron_train.runtime.device import device_name, driver_version
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.provenance import nccl_version
+from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.tuning_table import TuningTable, read_table
 from ditron_train.runtime.versions import find_versions
 from ditron_train.tools.arguments import add_shape_argument
-from ditron_train.tools.bench.tp import cases_of
-from ditron_train.tools.bench.tp_contenders import Case
+from ditron_train.tools.bench.tp import shapes_for
+from ditron_train.tools.catalog import ROOMS, specs_of
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
-from ditron_train.tools.tune.rates import fit_rates
-from ditron_train.tools.tune.search import STAGES, ShapeClass, Turns, search
-from ditron_train.tools.tune.trial import Trial
-from ditron_train.tools.verify.cases import add_model_arguments, model_cases, model_sizes
-from ditron_train.tp import TPContext, get_context
-from ditron_train.tp.choices import Problem
+from ditron_train.tools.tune.rates import Observed, fit_rates
+from ditron_train.tools.tune.search import ShapeClass, Turns, search, trials_of
+from ditron_train.tools.verify.cases import add_model_arguments, model_sizes
+from ditron_train.tp.context import get_context
+from ditron_train.tp.spec import AG_GEMM, GEMM_RS, GemmSpec, local_shapes
 
 __all__ = ["add_arguments", "run"]
 
-_OPS = ("ag_gemm nt", "ag_gemm nn", "gemm_rs nt", "gemm_rs nn")
-_DEFAULT_OPS = _OPS[:3]  # the last runs where a weight is frozen, or copy engines cannot be driven
 _ROW_BYTES = 16  # rows of symmetric memory are whole so many bytes
+_NOT_BY_DEFAULT = ("gemm_rs nn",)  # it runs where a weight is frozen, or copy engines cannot be driven
+
+
+def _tuned_specs() -> dict[str, OpSpec[Any, Any]]:
+    """The ops that have a choice, by their name in a table."""
+    return {spec.table_op: spec for room in ROOMS for spec in specs_of(room) if spec.table_op is not None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op",
         action="append",
-        choices=_OPS,
-        help=f"op and layout, may be repeated (default: {', '.join(_DEFAULT_OPS)})",
+        choices=list(_tuned_specs()),
+        help=f"op and layout, may be repeated (default: all but {', '.join(_NOT_BY_DEFAULT)})",
     )
     parser.add_argument(
         "--model",
@@ -93,10 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
             divide over the ranks.
     """
     with bench_session("tune", arguments) as session:
-        context = get_context(dist.group.WORLD, session.device)
-        table = _agreed_table(arguments.table, session, context)
-        classes = _classes(_problems(arguments, session), session, context)
-        num_steps = len(STAGES) * sum(len(shape_class.trials) for shape_class in classes)
+        table = _agreed_table(arguments.table, session)
+        classes = [one for spec, shapes in _planned(arguments, session) for one in trials_of(session, spec, shapes)]
+        num_steps = sum(one.spec.search_rounds * len(one.trials) for one in classes)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), disable=session.rank != 0) as progress:
             task = progress.add_task("compiling", total=num_steps)
@@ -104,33 +110,43 @@ def run(arguments: argparse.Namespace) -> int:
                 classes,
                 Turns(arguments.rounds, arguments.repetitions),
                 session,
-                context,
                 advance=lambda what: progress.update(task, advance=1, description=what),
-                keep=lambda: _save(table, classes, arguments.table, session, context),
+                keep=lambda: _save(table, classes, arguments.table, session),
             )
         if session.rank == 0:
-            terminal().print(_as_table(classes, context))
+            terminal().print(_as_table(classes, session))
             get_logger("tune").info("written: %s (to use it: DITRON_TUNING=%s)", arguments.table, arguments.table)
         return 1 if any(shape_class.differing for shape_class in classes) else 0
 
 
-def _save(
-    table: TuningTable, classes: list[ShapeClass], path: Path, session: BenchSession, context: TPContext
-) -> None:
+def _save(table: TuningTable, classes: list[ShapeClass], path: Path, session: BenchSession) -> None:
     """Writes what is known so far."""
-    observed = [result.observed for shape_class in classes for result in shape_class.results if result.observed]
-    table.rates = fit_rates(observed, context.machine)
+    table.rates = _rates(classes, session) or table.rates
     table.made_with = _made_with()
-    for shape_class in classes:
-        problem = shape_class.problem
-        table.put(problem.table_op, problem.world_size, problem.shape_class, shape_class.entry())
+    for one in classes:
+        assert one.spec.table_op is not None
+        table.put(one.spec.table_op, session.world_size, one.spec.shape_class(one.first), one.entry())
     if session.rank == 0:
         table.save(path)
 
 
-def _agreed_table(path: Path, session: BenchSession, context: TPContext) -> TuningTable:
+def _rates(classes: list[ShapeClass], session: BenchSession) -> MachineRates | None:
+    """Rates of the machine from the parts of AG-GEMM and GEMM-RS, where any was timed."""
+    observed = []
+    for one in classes:
+        for trial, result in zip(one.trials, one.results, strict=True):
+            if isinstance(one.spec, GemmSpec) and result.parts_us:
+                parts = result.parts_us
+                problem = one.spec.problem(trial.calls[0])
+                observed.append(Observed(problem, parts["gemm"], parts["comm"], parts.get("link")))
+    if not observed:
+        return None
+    return fit_rates(observed, get_context(dist.group.WORLD, session.device).machine)
+
+
+def _agreed_table(path: Path, session: BenchSession) -> TuningTable:
     """What is there already, as rank 0 reads it."""
-    device = context.machine.device
+    device = device_name(session.device)
     found: list[object] = [None]
     if session.rank == 0:
         try:
@@ -148,46 +164,70 @@ def _agreed_table(path: Path, session: BenchSession, context: TPContext) -> Tuni
     return found[0]
 
 
-def _cases(arguments: argparse.Namespace, session: BenchSession, dtype: torch.dtype) -> list[Case]:
-    """Layers by their global sizes: what ``--shape``, ``--model`` and a model's sizes name, or all that is
+def _planned(arguments: argparse.Namespace, session: BenchSession) -> list[tuple[OpSpec[Any, Any], list[Shape]]]:
+    """The ops asked for and their shapes."""
+    specs = _tuned_specs()
+    wanted = arguments.op or [name for name in specs if name not in _NOT_BY_DEFAULT]
+    layers = _linear_layers(arguments, session)
+    planned: list[tuple[OpSpec[Any, Any], list[Shape]]] = []
+    for name in wanted:
+        spec = specs[name]
+        shapes = _gemms_of(spec, layers) if isinstance(spec, GemmSpec) else _shapes_of(spec, arguments, session)
+        distinct = {tuple(shape.sizes.items()): shape for shape in shapes}
+        for shape in distinct.values():
+            why = spec.why_not_shape(shape, session.world_size)
+            if why is not None:
+                raise SettingError(why)
+        if isinstance(spec, GemmSpec):
+            _check_rows(spec, distinct.values(), session)
+        if distinct:
+            planned.append((spec, list(distinct.values())))
+    return planned
+
+
+def _linear_layers(arguments: argparse.Namespace, session: BenchSession) -> list[tuple[str, Shape]]:
+    """Layers by the op of their forward: what ``--shape``, ``--model`` and a model's sizes name, or all that is
     published."""
-    cases = []
-    names_layer = arguments.hidden_size is not None
+    on_gpu = session.device.type == "cuda"
+    layers: list[tuple[str, Shape]] = []
+    names_model = arguments.hidden_size is not None
     names_shapes = bool(arguments.shape or arguments.model)
-    if names_shapes or not names_layer:
-        cases += [case for op in ("ag_gemm", "gemm_rs") for case in cases_of(op, arguments, session)]
-    if names_layer or not names_shapes:
-        for layer in model_cases(model_sizes(arguments, session.device.type == "cuda"), dtype):
-            layer.local_shapes(session.world_size)  # raises where it does not divide
-            cases.append(
-                Case("ag_gemm" if layer.kind == "column" else "gemm_rs", layer.name, layer.m, layer.n, layer.k)
-            )
-    return cases
+    if names_shapes or not names_model:
+        for spec in (AG_GEMM, GEMM_RS):
+            layers += [(spec.op, shape) for shape in shapes_for(spec, arguments, session.world_size, on_gpu)]
+    if names_model or not names_shapes:
+        model = model_sizes(arguments, on_gpu)
+        for spec in (AG_GEMM, GEMM_RS):
+            layers += [(spec.op, shape) for shape in spec.shapes_of_model(model, session.world_size)]
+    return layers
 
 
-def _problems(arguments: argparse.Namespace, session: BenchSession) -> list[Problem]:
-    """The GEMMs of every layer asked for: forward, and the data gradient in backward."""
-    dtype, world_size = session.dtype, session.world_size
-    problems = []
-    for case in _cases(arguments, session, dtype):
-        problems.append(case.problem(dtype, world_size))
-        if case.op == "ag_gemm":
-            problems.append(Problem("gemm_rs", case.m, case.k, case.n // world_size, "nn", dtype, world_size))
-        else:
-            problems.append(Problem("ag_gemm", case.m, case.k // world_size, case.n, "nn", dtype, world_size))
-    wanted = arguments.op or _DEFAULT_OPS
-    problems = [problem for problem in dict.fromkeys(problems) if problem.table_op in wanted]
-    for problem in problems:
-        if problem.k * dtype.itemsize % _ROW_BYTES or problem.n * dtype.itemsize % _ROW_BYTES:
-            raise SettingError(f"tune: rows of {problem.k} and {problem.n} {dtype} are not whole {_ROW_BYTES} bytes")
-    return problems
+def _gemms_of(spec: GemmSpec, layers: list[tuple[str, Shape]]) -> list[Shape]:
+    """The GEMMs of every layer that this op runs: forward, or the data gradient in backward."""
+    forward = [shape for op, shape in layers if op == spec.op]
+    if spec.layout == "nt":
+        return forward
+    backward = [shape.sizes for op, shape in layers if op != spec.op]
+    return [Shape("dgrad", {"m": sizes["m"], "n": sizes["k"], "k": sizes["n"]}) for sizes in backward]
 
 
-def _classes(problems: list[Problem], session: BenchSession, context: TPContext) -> list[ShapeClass]:
-    groups: dict[tuple[str, str], list[Problem]] = {}
-    for problem in problems:
-        groups.setdefault((problem.table_op, problem.shape_class), []).append(problem)
-    return [ShapeClass([Trial(problem, session, context) for problem in group], context) for group in groups.values()]
+def _check_rows(spec: GemmSpec, shapes: Iterable[Shape], session: BenchSession) -> None:
+    itemsize = session.dtype.itemsize
+    for shape in shapes:
+        (_, k), (n, _) = local_shapes(spec.op, shape, session.world_size)
+        if k * itemsize % _ROW_BYTES or n * itemsize % _ROW_BYTES:
+            raise SettingError(f"tune: rows of {k} and {n} {session.dtype} are not whole {_ROW_BYTES} bytes")
+
+
+def _shapes_of(spec: OpSpec[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
+    """Of an op that is no linear layer: a model's, or what is published; nothing where ``--shape`` names layers."""
+    on_gpu = session.device.type == "cuda"
+    if arguments.hidden_size is not None:
+        return list(spec.shapes_of_model(model_sizes(arguments, on_gpu), session.world_size))
+    if arguments.shape and not arguments.op:
+        return []
+    published = list(spec.shapes(session.world_size, on_gpu))
+    return [shape for shape in published if not arguments.model or shape.model in arguments.model]
 
 
 def _made_with() -> dict[str, str]:
@@ -203,17 +243,16 @@ def _made_with() -> dict[str, str]:
     return {name: value for name, value in made_with.items() if value}
 
 
-def _as_table(classes: list[ShapeClass], context: TPContext) -> Table:
-    shown = Table(title=f"{context.world_size} x {context.machine.device}", title_justify="left")
+def _as_table(classes: list[ShapeClass], session: BenchSession) -> Table:
+    shown = Table(title=f"{session.world_size} x {device_name(session.device)}", title_justify="left")
     names = ("op", "class", "choice", "ours us", "default us", "native us", "tried", "other bits")
     for name in names:
         shown.add_column(name, no_wrap=True, justify="left" if name in ("op", "class", "choice") else "right")
     times = ("ditron_us", "default_us", "native_us", "tried")
-    for shape_class in classes:
-        entry = shape_class.entry()
+    for one in classes:
+        entry = one.entry()
         hidden = {*times, "shape", "native"}
         choice = "native" if entry["native"] else ", ".join(f"{k} {v}" for k, v in entry.items() if k not in hidden)
         cells = [str(entry.get(name) if entry.get(name) is not None else "") for name in times]
-        problem = shape_class.problem
-        shown.add_row(problem.table_op, problem.shape_class, choice, *cells, str(len(shape_class.differing)))
+        shown.add_row(one.spec.table_op, one.spec.shape_class(one.first), choice, *cells, str(len(one.differing)))
     return shown

@@ -1,20 +1,17 @@
-"""Runs one linear layer natively and with our ops on the same data, and compares every bit of every result."""
+"""Runs one linear layer by Megatron's path and by the fused path on the same data, and compares every bit of every result."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.megatron.tp.spec import route
-from ditron_train.policy import gate
-from ditron_train.tools.bench.megatron_tp import native_linear
+from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall, LinearSpec
+from ditron_train.policy import Place, Shape, gate, results
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.cases import Case
 from ditron_train.tools.verify.outcome import RESULTS, Outcome, Stress
-from ditron_train.tp import TPContext, column_linear, row_linear
+from ditron_train.tp import TPContext
 
 __all__ = ["compare"]
 
@@ -28,33 +25,34 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
         SettingError: The shape does not divide over the ranks.
         PeerTimeoutError: A peer did not come.
     """
-    shapes = case.local_shapes(session.world_size)
-    x, weight = (session.values(shape, case.dtype, seed + i) for i, shape in enumerate(shapes))
-    group = dist.group.WORLD
+    spec = COLUMN if case.kind == "column" else ROW
+    call = _sample(session, spec, case, seed)
     gate.forget("tp")  # thousands of random shapes are more than a job would ever ask for
-    context = route(case.kind, x, weight, group=group, sequence_parallel=True)
+    context = gate.context_for(spec, call)
     if context is None:
         return Outcome(case, False, dict.fromkeys(RESULTS, 0))
     different = torch.zeros(len(RESULTS), dtype=torch.int64, device=session.device)
     late = np.random.default_rng(seed)
     for turn in range(stress.repeat):
         if turn:
-            x, weight = (session.values(shape, case.dtype, seed + 2 * turn + i) for i, shape in enumerate(shapes))
-        native = _run_native(session, case, x, weight, seed)
+            call = _sample(session, spec, case, seed + turn)
+        native = results(spec, call)
         _disturb(session, context, stress, late)
-        ours = _run_ours(session, case, x, weight, seed, context)
-        different += _differences(ours, native)
+        different += _differences(results(spec, call, context), native)
     context.synchronize()  # raises what an op recorded
     num_different = dict(zip(RESULTS, different.tolist()))
     if not timed:
         return Outcome(case, True, num_different)
-    timings = session.measure(
-        {
-            "native": lambda index: _run_native(session, case, x, weight, seed),
-            "ditron": lambda index: _run_ours(session, case, x, weight, seed, context),
-        }
-    )
+    contenders = {"native": lambda index: results(spec, call), "ditron": lambda index: results(spec, call, context)}
+    timings = session.measure(contenders)
     return Outcome(case, True, num_different, timings["native"].median_us, timings["ditron"].median_us)
+
+
+def _sample(session: BenchSession, spec: LinearSpec, case: Case, seed: int) -> LinearCall:
+    world = dist.group.WORLD
+    assert world is not None
+    shape = Shape(case.name, {"m": case.m, "n": case.n, "k": case.k})
+    return spec.sample(shape, Place(world, session.device, case.dtype), seed)
 
 
 def _differences(ours: list[torch.Tensor], native: list[torch.Tensor]) -> torch.Tensor:
@@ -62,34 +60,6 @@ def _differences(ours: list[torch.Tensor], native: list[torch.Tensor]) -> torch.
     mine = torch.tensor([int(not torch.equal(a, b)) for a, b in zip(ours, native)], device=ours[0].device)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return mine
-
-
-def _run_native(
-    session: BenchSession, case: Case, x: torch.Tensor, weight: torch.Tensor, seed: int
-) -> list[torch.Tensor]:
-    layer = native_linear("ag_gemm" if case.kind == "column" else "gemm_rs")
-    return _forward_backward(session, layer, x, weight, seed)
-
-
-def _run_ours(
-    session: BenchSession, case: Case, x: torch.Tensor, weight: torch.Tensor, seed: int, context: TPContext
-) -> list[torch.Tensor]:
-    function = column_linear if case.kind == "column" else row_linear
-    return _forward_backward(session, lambda a, b: function(a, b, context=context), x, weight, seed)
-
-
-def _forward_backward(
-    session: BenchSession,
-    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    seed: int,
-) -> list[torch.Tensor]:
-    """Output, gradient of the input, gradient of the weight."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = layer(x, weight)
-    grad = session.values(tuple(y.shape), y.dtype, seed + 9)
-    return [y.detach(), *torch.autograd.grad(y, [x, weight], grad)]
 
 
 def _disturb(session: BenchSession, context: TPContext, stress: Stress, late: np.random.Generator) -> None:

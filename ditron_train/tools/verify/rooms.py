@@ -11,15 +11,18 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.catalog import ROOMS as CATALOG
+from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.op_rows import op_row
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender
-from ditron_train.tools.verify.cases import ModelSizes
 from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.result_table import Report
 
-__all__ = ["ROOMS", "parse_rooms", "room_words", "verify_rooms"]
+__all__ = ["ROOMS", "check_rooms", "parse_rooms", "room_words", "verify_rooms"]
 
 _PUBLISHED_EXPERTS = 128
 _QUICK = ("--repetitions", "2", "--warmup", "1")
@@ -34,9 +37,9 @@ def parse_rooms(text: str | None) -> list[str]:
     if text == "all":
         return list(ROOMS)
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    unknown = sorted(set(names) - set(ROOMS))
+    unknown = sorted(set(names) - set(CATALOG))
     if unknown:
-        raise SettingError(f"--rooms knows {', '.join(ROOMS)}, not {', '.join(unknown)}")
+        raise SettingError(f"--rooms knows {', '.join(CATALOG)}, not {', '.join(unknown)}")
     return names
 
 
@@ -91,6 +94,21 @@ def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu:
     return {room: ROOMS[room](model, world_size, on_gpu) for room in rooms}
 
 
+def check_rooms(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu: bool) -> None:
+    """Refuses what cannot be, before anything is launched.
+
+    Raises:
+        SettingError: The model does not divide over the ranks.
+    """
+    room_words([room for room in rooms if room in ROOMS], model, world_size, on_gpu)
+    for room in rooms:
+        for spec in specs_of(room):
+            for shape in spec.shapes_of_model(model, world_size):
+                why = spec.why_not_shape(shape, world_size)
+                if why is not None:
+                    raise SettingError(why)
+
+
 class _UnderStress:
     """A benchmark's sink: compares what is measured again and again, and gives its rows to the report with what that
     found."""
@@ -127,9 +145,20 @@ def _tensors(result: object) -> Iterable[torch.Tensor]:
             yield from _tensors(part)
 
 
-def verify_rooms(words: Mapping[str, Sequence[str]], report: Report, stress: Stress, seed: int) -> None:
-    """Runs the rooms' benchmarks shortly (collective), compares under ``stress``, and adds their rows to
-    ``report``."""
+def verify_rooms(
+    rooms: Sequence[str], model: ModelSizes, report: Report, stress: Stress, seed: int, session: BenchSession
+) -> None:
+    """Compares every op of the rooms at a model's shapes under ``stress``, times it shortly, and adds a row to ``report``
+    (collective)."""
+    for room in rooms:
+        sink = _UnderStress(report, stress, seed)
+        quick = BenchSession("verify", argparse.Namespace(repetitions=2, warmup=1), sink)
+        for spec in specs_of(room):
+            for shape in spec.shapes_of_model(model, session.world_size):
+                quick.add(op_row(quick, spec, shape))
+    words = room_words(
+        [room for room in rooms if room in ROOMS], model, session.world_size, session.device.type == "cuda"
+    )
     for room, options in words.items():
         module = importlib.import_module(f"ditron_train.tools.bench.{room}")
         parser = argparse.ArgumentParser()

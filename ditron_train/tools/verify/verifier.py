@@ -31,7 +31,7 @@ from ditron_train.tools.verify.cases import (
 )
 from ditron_train.tools.verify.outcome import Outcome, Stress
 from ditron_train.tools.verify.result_table import Report
-from ditron_train.tools.verify.rooms import parse_rooms, room_words, verify_rooms
+from ditron_train.tools.verify.rooms import check_rooms, parse_rooms, verify_rooms
 from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter
 
 __all__ = ["add_arguments", "run"]
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rooms",
         metavar="NAME,NAME",
-        help="the ops of these, too, timed briefly: sp, ep, pp, muon, or all (default: tensor parallel only)",
+        help="the ops of these, too, timed briefly: tp, sp, ep, pp, muon, or all (default: linear layers only)",
     )
     parser.add_argument(
         "--plan",
@@ -109,13 +109,13 @@ def run(arguments: argparse.Namespace) -> int:
         model = model_sizes(arguments, on_gpu)
         if arguments.ops and session.world_size < 2:
             raise SettingError("--ops takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify --ops")
-        words = room_words(rooms, model, session.world_size, on_gpu)
+        check_rooms(rooms, model, session.world_size, on_gpu)
         report = Report(session, arguments)
         try:
             with megatron_world(session):
                 verification = _Verification(session, arguments, model, report)
                 verification.compare()
-            verify_rooms(words, report, verification.stress, arguments.seed)
+            verify_rooms(rooms, model, report, verification.stress, arguments.seed, session)
         except (KeyboardInterrupt, DitronError):
             report.finish()  # what was compared until then
             raise

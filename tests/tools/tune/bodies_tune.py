@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.tuning_table import forget_tables
-from ditron_train.tools.tune import trial
 from ditron_train.tools.tune import tuner as tune
 from ditron_train.tp import ag_gemm, get_context
 from ditron_train.tp.choices import Choice, Problem, choose
+from ditron_train.tp.context import TPContext
+from ditron_train.tp.spec import GemmCall, GemmSpec
 
 
 def tune_once(path: str, *words: str) -> int | str:
@@ -28,17 +29,18 @@ def tune_once(path: str, *words: str) -> int | str:
 
 def tune_with_wrong_bits(path: str, *words: str) -> int | str:
     """The same, where copy engines are made to give other bits."""
-    right = trial.Trial.candidate
+    right = GemmSpec.fused_as
 
-    def wrong(self: trial.Trial, choice: Choice):
-        run = right(self, choice)
-        return lambda index: run(index) + (choice.gather.mode == "copy" and self.problem.op == "ag_gemm")
+    def wrong(self: GemmSpec, call: GemmCall, context: TPContext, candidate: Choice):
+        run = right(self, call, context, candidate)
+        is_wrong = candidate.gather.mode == "copy" and self.op == "ag_gemm"
+        return lambda *given: [one + is_wrong for one in run(*given)]
 
-    trial.Trial.candidate = wrong
+    GemmSpec.fused_as = wrong
     try:
         return tune_once(path, *words)
     finally:
-        trial.Trial.candidate = right
+        GemmSpec.fused_as = right
 
 
 def use_table(path: str, m: int, n: int, k: int) -> tuple[Choice, bool]:

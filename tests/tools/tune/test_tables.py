@@ -41,6 +41,7 @@ from ditron_train.tp.choices import (
     transfer_variants,
 )
 from ditron_train.tp.cost_model import _last_tile_us, collective_us, first_rows, gemm_us, predict, wire_bytes
+from ditron_train.tp.spec import GemmSpec
 
 H200 = Machine("NVIDIA H200", "sm_90", 132)
 RATES = default_rates("sm_90")
@@ -256,33 +257,47 @@ def test_measured_rates_come_back() -> None:
     assert fit_rates(observed[:1], H200).nccl_gbps == RATES.nccl_gbps  # one size makes no line
 
 
+class _PosedSpec(GemmSpec):
+    """Calls are problems."""
+
+    def problem(self, call: Problem) -> Problem:
+        return call
+
+
 class _Trial:
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.calls = [problem]
+        self.context = _Context()
 
 
 class _Context:
     machine = H200
 
 
+def _shape_class(*problems: Problem) -> ShapeClass:
+    return ShapeClass(_PosedSpec("ag_gemm", "nt"), [_Trial(problem) for problem in problems])
+
+
 def _class_of(*times: dict[Choice, float]) -> ShapeClass:
-    trials = [_Trial(Problem("ag_gemm", 8192, n, 8192, "nt", torch.bfloat16, 4)) for n in (7168, 7392)[: len(times)]]
-    shape_class_ = ShapeClass(trials, _Context())
+    sizes = (7168, 7392)[: len(times)]
+    shape_class_ = _shape_class(*(Problem("ag_gemm", 8192, n, 8192, "nt", torch.bfloat16, 4) for n in sizes))
     shape_class_.results = [Result(dict(t), native_us=100.0) for t in times]
     return shape_class_
+
+
+def _best(*times: dict[Choice, float]) -> Choice:
+    return _class_of(*times).ranked()[0]
 
 
 def test_the_best_choice_is_best_over_all_shapes_of_its_class() -> None:
     default = default_choice(Problem("ag_gemm", 8192, 7168, 8192, "nt", torch.bfloat16, 4), H200)
     other, third = (dataclasses.replace(default, gather=GatherPlan("push", push_programs=n)) for n in (8, 16))
-    assert _class_of({default: 90.0, other: 80.0}).best() == other
-    assert _class_of({default: 90.0, other: 89.5}).best() == default  # within the noise
-    assert (
-        _class_of({default: 90.0, other: 80.0, third: 85.0}, {default: 90.0, other: 99.0, third: 85.0}).best() == third
-    )
-    assert _class_of({other: 80.0}).best() == other  # the default's bits differed
-    assert _class_of({default: 90.0, other: 80.0}, {default: 90.0}).best() == default  # other bits at the second shape
-    assert _class_of({}).best() is None and _class_of({}).entry()["native"] is True
+    assert _best({default: 90.0, other: 80.0}) == other
+    assert _best({default: 90.0, other: 89.5}) == default  # within the noise
+    assert _best({default: 90.0, other: 80.0, third: 85.0}, {default: 90.0, other: 99.0, third: 85.0}) == third
+    assert _best({other: 80.0}) == other  # the default's bits differed
+    assert _best({default: 90.0, other: 80.0}, {default: 90.0}) == default  # other bits at the second shape
+    assert _class_of({}).ranked() == [] and _class_of({}).entry()["native"] is True
     slower = _class_of({default: 120.0, other: 110.0}).entry()
     assert slower["native"] is True and slower["push_sms"] == 8 and slower["ditron_us"] == 110.0
     assert _class_of({default: 90.0}).entry()["native"] is False
@@ -293,14 +308,14 @@ def test_tiles_are_tried_with_the_two_best_ways_of_moving_data() -> None:
     default = default_choice(problem, H200)
     pushes = [dataclasses.replace(default, gather=GatherPlan("push", push_programs=n)) for n in (8, 12, 16)]
     chunks = dataclasses.replace(default, gather=GatherPlan("copy", num_chunks=2))
-    shape_class_ = ShapeClass([_Trial(problem)], _Context())
-    first = shape_class_.candidates("transfer")
+    shape_class_ = _shape_class(problem)
+    first = shape_class_.candidates()
     assert first[0] == default and {*pushes, chunks} < {*first} and len({*first}) == len(first)
     assert dataclasses.replace(modelled_choice(problem, H200), source=default.source) in first
     shape_class_.results = [
         Result({default: 90.0, chunks: 80.0, pushes[0]: 99.0, pushes[1]: 95.0, pushes[2]: 97.0}, native_us=100.0)
     ]
-    second = shape_class_.candidates("tile")
+    second = shape_class_.candidates()
     assert second[:2] == [chunks, pushes[1]] and {choice.gather for choice in second} == {
         chunks.gather,
         pushes[1].gather,

@@ -36,10 +36,10 @@ def _run(*words: str) -> int:
 
 def _run_with_one_wrong_bit(kind: str, *words: str) -> int:
     """Our op of ``kind`` returns a result whose last bit is off in one place, on rank 1 alone."""
-    from ditron_train.tools.verify import compare
+    from ditron_train.megatron.tp import spec
 
     name = f"{kind}_linear"
-    right = getattr(compare, name)
+    right = getattr(spec, name)
 
     def wrong(x: torch.Tensor, weight: torch.Tensor, **options: object) -> torch.Tensor:
         y = right(x, weight, **options)
@@ -48,11 +48,11 @@ def _run_with_one_wrong_bit(kind: str, *words: str) -> int:
             y.view(-1).data[-1] = torch.nextafter(y.view(-1).data[-1], torch.tensor(torch.inf))
         return y
 
-    setattr(compare, name, wrong)
+    setattr(spec, name, wrong)
     try:
         return run(arguments(*words))
     finally:
-        setattr(compare, name, right)
+        setattr(spec, name, right)
 
 
 def _refused(*words: str) -> str:

@@ -1,0 +1,128 @@
+"""What the workers of the specs' tests run, and an op that is declared for them alone."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.cpu.megatron_shim import model_parallel
+from ditron_train.policy import OpSpec, Place, Shape, gate, results
+from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.values import make_values
+from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
+from ditron_train.tp import all_gather, get_context
+
+
+class GatherCall(NamedTuple):
+    x: torch.Tensor
+    group: dist.ProcessGroup
+
+
+class DoubledGather(OpSpec):
+    """Rows of all ranks, doubled."""
+
+    name, row, table_op = "tp doubled_gather", "doubled_gather", "doubled_gather"
+    wrong = 0.0
+
+    def context(self, call):
+        return get_context(call.group, call.x.device)
+
+    def inputs(self, call):
+        return (call.x,)
+
+    def megatron(self, call):
+        def function(x):
+            gathered = x.new_empty(x.shape[0] * dist.get_world_size(call.group), *x.shape[1:])
+            dist.all_gather_into_tensor(gathered, x, group=call.group)
+            return [2 * gathered]
+
+        return function
+
+    def fused(self, call, context):
+        return lambda x: [2 * all_gather(x, context=context) + self.wrong]
+
+    def shapes(self, world_size, on_gpu):
+        return [Shape("test", {"m": 32, "n": 16, "k": 16})]
+
+    def shapes_of_model(self, model, world_size):
+        return [Shape("hidden", {"m": 32, "n": 16, "k": model.hidden})]
+
+    def sample(self, shape, place, seed):
+        rows = shape.sizes["m"] // place.world_size
+        values = make_values((rows, shape.sizes["k"]), place.dtype, place.device, seed=seed, rank=place.rank)
+        return GatherCall(values, place.group)
+
+    def candidates(self, call, context, ranked):
+        return ["twice", "plus"]
+
+    def fused_as(self, call, context, candidate):
+        gathered = self.fused(call, context)
+        return gathered if candidate == "twice" else lambda x: [one / 2 + one / 2 for one in gathered(x)]
+
+
+def run_tool(module: str, *words: str, wrong: float = 0.0) -> int:
+    """A tool's command line with the test's op among the others."""
+    import importlib
+
+    spec = DoubledGather()
+    spec.wrong = wrong * dist.get_rank()
+    add_spec(spec)
+    try:
+        tool = importlib.import_module(f"ditron_train.tools.{module}")
+        parser = argparse.ArgumentParser()
+        tool.add_arguments(parser)
+        return tool.run(parser.parse_args(list(words)))
+    finally:
+        remove_spec(spec)
+
+
+def ask_gate() -> list[bool]:
+    """Whether the op runs by the fused path at two shapes, one of them asked for twice, and how many were decided."""
+    spec, place = DoubledGather(), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    gate.forget()
+    calls = [spec.sample(Shape("test", {"m": m, "k": 16}), place, 0) for m in (8, 16, 8)]
+    found = [gate.context_for(spec, call) is not None for call in calls]
+    decided = len(gate.answers("tp doubled_gather"))
+    gate.forget()
+    return [*found, decided == 2]
+
+
+def names_of_specs() -> list[str]:
+    """Those that make up calls of their own."""
+    return [spec.name for room in ROOMS for spec in specs_of(room) if spec.shapes(2, False)]
+
+
+def _spec(name: str) -> OpSpec:
+    return next(spec for spec in [DoubledGather(), *specs_of(name.split()[0])] if spec.name == name)
+
+
+def same_bits(name: str) -> bool:
+    """Whether both paths agree on every small shape and seed."""
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        return _same_bits(name)
+
+
+def _same_bits(name: str) -> bool:
+    spec, place = _spec(name), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    equal = True
+    for shape in spec.shapes(place.world_size, False):
+        for seed in range(2):
+            call = spec.sample(shape, place, seed)
+            pairs = zip(results(spec, call, spec.context(call)), results(spec, call), strict=True)
+            equal &= all(torch.equal(fused, native) for fused, native in pairs)
+    return equal
+
+
+def bad_calls_are_refused(name: str) -> bool:
+    """Operands of other dimensions raise on every rank; a good call behind them has the right bits."""
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        spec, place = _spec(name), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+        call = spec.sample(spec.shapes(place.world_size, False)[0], place, 0)
+        context = spec.context(call)
+        with pytest.raises(DitronError):
+            spec.fused(call, context)(*(tensor.flatten() for tensor in spec.inputs(call)))
+        return _same_bits(name)

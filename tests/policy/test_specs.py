@@ -1,0 +1,73 @@
+"""Every op is declared once: an op that is declared for this test is there in every tool, and every declared op keeps what
+`OpSpec` says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bodies_specs import ask_gate, bad_calls_are_refused, names_of_specs, run_tool, same_bits  # noqa: E402
+
+from ditron_train.tools.results import read_results  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
+
+SPECS = ["tp doubled_gather", *names_of_specs()]
+QUICK = ("--repetitions", "1")
+
+
+def test_the_gate_decides_about_it_once_a_shape() -> None:
+    assert run_workers(2, ask_gate) == [[True] * 4] * 2
+
+
+def test_bench_measures_it(tmp_path: Path) -> None:
+    words = ("--part", "doubled_gather", *QUICK, "--warmup", "0", "--output", str(tmp_path))
+    assert run_workers(2, run_tool, "bench.tp", *words) == [0, 0]
+    _, rows = read_results(next(tmp_path.glob("*/tp.json")))
+    assert [(row.op, row.model, row.bitwise_equal) for row in rows] == [("doubled_gather", "test", True)]
+
+
+def _verify_wrong(*words: str) -> int:
+    return run_tool("verify.verifier", *words, wrong=1.0)
+
+
+def test_verify_compares_it(tmp_path: Path) -> None:
+    words = (
+        "--rooms",
+        "tp",
+        "--row",
+        "8",
+        "8",
+        "8",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "2",
+        "--seq-length",
+        "16",
+    )
+    assert run_workers(2, run_tool, "verify.verifier", *words, *QUICK, "--output", str(tmp_path)) == [0, 0]
+    _, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    assert "doubled_gather" in {row.op for row in rows} and all(row.bitwise_equal for row in rows)
+    assert run_workers(2, _verify_wrong, *words, *QUICK) == [1, 1]
+
+
+def test_tune_tries_its_candidates(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    words = ("--op", "doubled_gather", *QUICK, "--rounds", "1", "--output", str(path))
+    assert run_workers(2, run_tool, "tune.tuner", *words) == [0, 0]
+    (entry,) = json.loads(path.read_text())["choices"]["2 ranks"]["doubled_gather"].values()
+    assert entry["choice"] in ("twice", "plus") and entry["tried"] == 2 and entry["ditron_us"] > 0
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_both_paths_of_an_op_have_the_same_bits(name: str) -> None:
+    assert run_workers(2, same_bits, name) == [True, True]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_bad_calls_are_the_same_error_on_every_rank(name: str) -> None:
+    assert run_workers(2, bad_calls_are_refused, name) == [True, True]
