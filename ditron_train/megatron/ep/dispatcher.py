@@ -59,9 +59,11 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     have nothing left to move.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._arguments, self._keywords = args, kwargs
+    def __init__(
+        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
+    ) -> None:
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+        self._arguments = (num_local_experts, local_expert_indices, config, pg_collection)
         self._asks_policy = True
         self._native_because: str | None = why_not_config(self)
         self._ep_context: EPContext | RailContext | None = None
@@ -210,7 +212,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         fused, topk = self.config.moe_permute_fusion, self.config.moe_router_topk
 
         def make(native: bool) -> DitronMoEAlltoAllTokenDispatcher:
-            dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments, **self._keywords)
+            dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments)
             dispatcher._asks_policy = False
             dispatcher._native_because = _COMPARED if native else None
             return dispatcher
@@ -248,7 +250,10 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self.shared_experts.pre_forward_comm(hidden_states)
         return (tokens.clone(), probs.clone()) if self._apart else (tokens, probs)
 
-    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_dispatch(
+        self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, probs = permutated_local_input_tokens, permuted_probs
         if self._ep_context is None:
             return super().token_dispatch(hidden_states, probs)
         pending, self._pending = self._pending, None
@@ -333,8 +338,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return super().token_dispatch(*permuted)
 
     def dispatch_postprocess(
-        self, hidden_states: torch.Tensor, probs: torch.Tensor
+        self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden_states, probs = global_input_tokens, global_probs
         if self._ep_context is None:
             return super().dispatch_postprocess(hidden_states, probs)
         if self.shared_experts is not None:
@@ -358,22 +364,24 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         slices, self._slices = self._slices, None
         return hidden_states if slices is None else slices.scatter(hidden_states, self.probs.dtype)
 
-    def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def token_combine(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
         if self._ep_context is None:
-            return super().token_combine(hidden_states, *args, **kwargs)
+            return super().token_combine(hidden_states, async_finish, allocate_on_comm_stream)
         layout, self._layout = self._layout, None
         call, self._call = self._call, None
         if call is not None:
             return hidden_states  # the experts have combined them
         return combine_rows(hidden_states, layout, self._ep_context, self._order)
 
-    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         if self._ep_context is None:
-            return super().combine_postprocess(hidden_states)
+            return super().combine_postprocess(permutated_local_input_tokens)
         if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
             self.shared_experts.post_forward_comm()
-        output = hidden_states.view(self.hidden_shape)
+        output = permutated_local_input_tokens.view(self.hidden_shape)
         if self.shared_experts is not None:
             output += self.shared_experts.get_output()
         return output
