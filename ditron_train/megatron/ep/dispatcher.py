@@ -37,6 +37,7 @@ from ditron_train.megatron.ep import decisions
 from ditron_train.megatron.ep.coverage import why_not_captured, why_not_config, why_not_tensors
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
+from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.tp.routing import log_native
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -83,6 +84,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._slices_agree = self.tp_size == 1
         #: The combined 1F1B schedule calls each method on a stream of its own and frees what it gave to it.
         self._apart = self.config.overlap_moe_expert_parallel_comm
+        watch_schedule_nodes()
         if self._apart and self._native_because is None:
             self._pairs = frozenset()
             log_once(
@@ -143,6 +145,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> EPContext | RailContext | None:
         """The context of this call, or None for the native path; every rank that holds these experts gets the same
         answer."""
+        if in_schedule_node() and not self._apart:
+            log_native("ep", "a schedule plan runs the layer in pieces, with overlap_moe_expert_parallel_comm off")
+            return None
         if self._native_because is None and is_capturing(hidden_states.device):
             is_sized = self.drop_and_pad or self._capacity_factor is not None
             reason = why_not_captured(is_decided=not self._asks_policy, is_sized=is_sized, slices=self.tp_size)
