@@ -347,8 +347,8 @@ def whole_step(model, device="cpu"):
 
 
 def with_and_without_plans(native, ours, num_microbatches=3, device="cpu"):
-    """Of a whole step, of schedule plans, and of a whole step again: which losses and gradients differ, and whether the
-    dispatchers of the MoE layers ran ours."""
+    """Of a whole step, of schedule plans, and of a whole step again: which losses and gradients differ, and whether
+    the dispatchers of the MoE layers ran ours."""
     found = []
     steps = (whole_step, functools.partial(combined_steps, num_microbatches=num_microbatches), whole_step)
     for step in steps:
@@ -360,7 +360,7 @@ def with_and_without_plans(native, ours, num_microbatches=3, device="cpu"):
 
 
 def schedule_without_its_flag():
-    """``with_and_without_plans`` with overlap_moe_expert_parallel_comm off, as a caller that builds plans by itself."""
+    """``with_and_without_plans`` with overlap_moe_expert_parallel_comm off, as of a caller who builds plans himself."""
     from megatron.core.transformer import TransformerConfig
 
     import ditron_train.megatron as plugin

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ep_workers import (  # noqa: E402
     captured_calls,
     combined_schedule,
-    schedule_without_its_flag,
     experts_wrapped_after_their_capacity,
     falls_back_when_memory_is_capped,
     groups_of_layers,
@@ -22,6 +21,7 @@ from ep_workers import (  # noqa: E402
     layers_agree_over_two_nodes,
     policy_is_asked_once,
     said_of,
+    schedule_without_its_flag,
     sliced_layers_agree,
 )
 
