@@ -13,9 +13,10 @@ import torch
 
 megatron = pytest.importorskip("megatron.core")
 
-from ditron_train.megatron.arguments import FEATURES  # noqa: E402
+from ditron_train.megatron.plugin.arguments import FEATURE_MODULES  # noqa: E402
+from tests.support.processes import run_workers_once  # noqa: E402
 
-_TE_MODULES = ("tp_te", "ep_te", "sp_te")
+_TE_MODULES = ("tp/te_layers.py", "ep/te_experts.py", "sp/te_attention.py")
 
 
 def _form(function):
@@ -34,9 +35,8 @@ def _overrides(ours, native):
                 yield name, member, inherited
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_overrides_have_the_signatures_of_what_they_override(feature):
-    module, seen = importlib.import_module(f"ditron_train.megatron.{feature}"), 0
+def _compare_overrides(feature):
+    module, seen = importlib.import_module(FEATURE_MODULES[feature]), 0
     for native, ours in module.class_map().items():
         for name, member, inherited in _overrides(ours, native):
             assert _form(member) == _form(inherited), f"{ours.__qualname__}.{name}"
@@ -44,15 +44,27 @@ def test_overrides_have_the_signatures_of_what_they_override(feature):
     assert seen
 
 
-def test_what_is_replaced_by_name_has_the_signature_of_what_it_replaces():
+def _compare_what_is_replaced_by_name():
     from megatron.core.optimizer.muon import TensorParallelMuon
     from megatron.core.parallel_state import initialize_model_parallel
 
-    from ditron_train.megatron.meeting import _make_groups_and_meet
-    from ditron_train.megatron.muon import DitronTensorParallelMuon
+    from ditron_train.megatron.muon.optimizer import DitronTensorParallelMuon
+    from ditron_train.megatron.plugin.job_start import _make_groups_and_meet
 
     assert _form(DitronTensorParallelMuon.__init__) == _form(TensorParallelMuon.__init__)
     assert _form(_make_groups_and_meet) == _form(initialize_model_parallel)
+
+
+@pytest.mark.parametrize("feature", FEATURE_MODULES)
+def test_overrides_have_the_signatures_of_what_they_override(feature):
+    """In a process of its own: what is imported here is imported by the workers of all later tests."""
+    (outcome,) = run_workers_once(1, _compare_overrides, feature)
+    assert outcome.ok, outcome.traceback
+
+
+def test_what_is_replaced_by_name_has_the_signature_of_what_it_replaces():
+    (outcome,) = run_workers_once(1, _compare_what_is_replaced_by_name)
+    assert outcome.ok, outcome.traceback
 
 
 def _classes(*paths):
@@ -84,7 +96,7 @@ def test_overrides_beside_transformer_engine_are_written_as_what_they_override(n
     core = pathlib.Path(megatron.__path__[0])
     native = _classes(core / "extensions/transformer_engine.py", core / "transformer/moe/experts.py")
     package = pathlib.Path(importlib.import_module("ditron_train.megatron").__path__[0])
-    ours, seen = _classes(package / f"{name}.py"), 0
+    ours, seen = _classes(package / name), 0
     for kind, node in ours.items():
         natives = [base for base in map(ast.unparse, node.bases) if base in native]
         for base in natives:
@@ -99,7 +111,7 @@ def test_overrides_beside_transformer_engine_are_written_as_what_they_override(n
 def test_experts_are_called_by_keyword(monkeypatch):
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-    from ditron_train.megatron.ep_experts import DitronTEGroupedMLP
+    from ditron_train.megatron.ep.experts import DitronTEGroupedMLP
 
     experts = DitronTEGroupedMLP.__new__(DitronTEGroupedMLP)
     torch.nn.Module.__init__(experts)
