@@ -19,10 +19,10 @@ def main() -> int:
     from ditron_train.tools.bench.document import RESULTS_PAGE, picture_path, render, render_results, roofline_path
     from ditron_train.tools.bench.pictures import draw_speedups
     from ditron_train.tools.bench.roofline import draw_roofline, has_roofline
-    from ditron_train.tools.results import RESULTS, TRAINING, read_results
+    from ditron_train.tools.results import TRAINING, measurement_files, read_results
 
     if not arguments.check:
-        for path in sorted((ROOT / RESULTS).glob("*/*.json")):
+        for path in measurement_files(ROOT):
             if path.stem == TRAINING:  # a picture of one bar each says nothing
                 continue
             stamp, rows = read_results(path)

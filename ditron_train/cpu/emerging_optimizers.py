@@ -68,18 +68,33 @@ def _fp32_matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _newton_schulz(x: torch.Tensor, steps: int, coefficient_type: str) -> torch.Tensor:
-    transpose = x.shape[0] > x.shape[1]
+def _newton_schulz(
+    x: torch.Tensor,
+    steps: int,
+    coefficient_type: str,
+    transpose: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Of a whole matrix; with ``group`` of this rank's columns (behind ``transpose``), sums of all ranks added up."""
+    transpose = x.shape[0] > x.shape[1] if transpose is None else transpose
     x = x.mT if transpose else x
-    x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7)
+    if group is None:
+        x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7)
+    else:
+        x = x / _sum_over(group, (x * x).sum()).sqrt().clamp_min(1e-7)
     if torch.get_float32_matmul_precision() == "medium":
         x = x.to(torch.bfloat16)
     for a, b, c in step_coefficients(coefficient_type, steps):
-        gram = x @ x.mT
+        gram = x @ x.mT if group is None else _sum_over(group, x @ x.mT)
         polynomial = torch.addmm(gram, gram, gram, alpha=c, beta=b)
         x = torch.addmm(x, polynomial, x, alpha=1.0, beta=a)
     x = x.to(torch.float32)
     return x.mT if transpose else x
+
+
+def _sum_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def _newton_schulz_tp(
@@ -90,11 +105,12 @@ def _newton_schulz_tp(
     partition_dim: int | None = None,
     mode: str = "duplicated",
 ) -> torch.Tensor:
-    """Whole where the matrix is not cut, else gathered, computed on every rank, and cut again."""
+    """Whole where the matrix is not cut; else gathered, computed on every rank and cut again, or (``distributed``) as
+    it is cut."""
     if partition_dim is None:
         return _newton_schulz(x, steps, coefficient_type)
-    if mode != "duplicated":
-        raise NotImplementedError(f"mode {mode}: the stand-in computes whole matrices only")
+    if mode == "distributed":
+        return _newton_schulz(x, steps, coefficient_type, transpose=partition_dim == 0, group=tp_group)
     shards = [torch.empty_like(x) for _ in range(dist.get_world_size(tp_group))]
     dist.all_gather(shards, x.contiguous(), group=tp_group)
     whole = _newton_schulz(torch.cat(shards, dim=partition_dim), steps, coefficient_type)

@@ -12,12 +12,14 @@ from typing import Any, Literal
 from ditron_train.runtime.files import replace_file
 
 __all__ = [
+    "MEGATRON_TESTS",
     "Pass",
     "RESULTS",
     "Row",
     "Stamp",
     "TRAINING",
     "TRAINING_STEP",
+    "measurement_files",
     "read_results",
     "result_path",
     "write_results",
@@ -27,6 +29,8 @@ RESULTS = Path("benchmarks") / "results"
 #: The file of ``compare``, and what the op of its rows begins with; the features stand behind it.
 TRAINING = "training"
 TRAINING_STEP = "training_step "
+#: The file of Megatron-LM's own tests, whose rows are no measurements.
+MEGATRON_TESTS = "megatron_tests"
 Pass = Literal["forward", "backward", "forward_backward"]
 
 
@@ -169,6 +173,11 @@ def result_path(folder: Path, stamp: Stamp, bench: str) -> Path:
     """Returns ``<folder>/<device>x<count>/<bench>.json`` (``NVIDIA H200`` on 8 ranks: ``H200x8``)."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", stamp.device.replace("NVIDIA", "")).strip("-")
     return folder / f"{device}x{stamp.count}" / f"{bench}.json"
+
+
+def measurement_files(root: Path) -> list[Path]:
+    """The committed files of measurements below ``root``."""
+    return sorted(path for path in (root / RESULTS).glob("*/*.json") if path.stem != MEGATRON_TESTS)
 
 
 def write_results(folder: Path, bench: str, stamp: Stamp, rows: Iterable[Row]) -> Path:

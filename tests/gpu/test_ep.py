@@ -28,7 +28,7 @@ from ditron_train.tools.bench.megatron_ep import (  # noqa: E402
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
-from ep_workers import COMBINED, combined_steps, gpt  # noqa: E402
+from ep_workers import COMBINED, combined_steps, gpt, with_and_without_plans  # noqa: E402
 
 import ditron_train.megatron as plugin  # noqa: E402
 from ditron_train.ep import (  # noqa: E402
@@ -450,6 +450,29 @@ def test_combined_schedule(monkeypatch):
     for ours_result in results[2:]:
         wrong = [index for index, (a, b) in enumerate(zip(results[0], ours_result)) if not torch.equal(a, b)]
         assert not wrong, wrong
+
+
+@NEEDS_TE
+@pytest.mark.parametrize("policy", ["strict", "bits", "force"])
+def test_schedule_plans_without_their_flag(policy, monkeypatch):
+    """Plans that are built with overlap_moe_expert_parallel_comm off, as Megatron's own tests do: their nodes free
+    what ours would still send or keep."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    monkeypatch.setenv("DITRON_POLICY", policy)
+    without = {**COMBINED, "overlap_moe_expert_parallel_comm": False}
+    options = config(4 * dist.get_world_size(), 3, 512, fused=True, num_attention_heads=8, **without)
+    native = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
+    plugin.apply(features="ep")
+    try:
+        ours = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
+    finally:
+        plugin.restore()
+    results = with_and_without_plans(native, ours, 6, device="cuda")
+    torch.cuda.synchronize()
+    assert [wrong for wrong, _ in results] == [[], [], []]
+    assert results[1][1] == {False}
+    if policy == "force":
+        assert results[0][1] == results[2][1] == {True}
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 
@@ -330,6 +331,57 @@ def combined_steps(model, num_microbatches, device="cpu"):
 
 #: A configuration whose MoE layers run in pieces, beside those of another microbatch.
 COMBINED = dict(num_layers=3, overlap_moe_expert_parallel_comm=True, moe_layer_freq=[0, 1, 1])
+
+
+def whole_step(model, device="cpu"):
+    """Loss and gradients of one microbatch, forward and backward as ever."""
+    sequence = model.max_sequence_length
+    mask = torch.ones(1, 1, sequence, sequence, device=device).triu(1).bool()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(0, model.vocab_size, (1, sequence), generator=generator).to(device)
+    loss = model(tokens, torch.arange(sequence, device=device)[None], mask, labels=tokens.roll(1))
+    loss.backward(torch.ones_like(loss))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+def with_and_without_plans(native, ours, num_microbatches=3, device="cpu"):
+    """Of a whole step, of schedule plans, and of a whole step again: which losses and gradients differ, and whether
+    the dispatchers of the MoE layers ran ours."""
+    found = []
+    steps = (whole_step, functools.partial(combined_steps, num_microbatches=num_microbatches), whole_step)
+    for step in steps:
+        results = [step(model, device=device) for model in (native, ours)]
+        wrong = [index for index, (a, b) in enumerate(zip(*results)) if not torch.equal(a, b)]
+        dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
+        found.append((wrong, {dispatcher._ep_context is not None for dispatcher in dispatchers}))
+    return found
+
+
+def schedule_without_its_flag():
+    """``with_and_without_plans`` with overlap_moe_expert_parallel_comm off, as of a caller who builds plans himself."""
+    from megatron.core.transformer import TransformerConfig
+
+    import ditron_train.megatron as plugin
+
+    fields = {
+        **megatron_cpu.CPU_CONFIG, **BASE, **COMBINED, "params_dtype": torch.bfloat16, "bf16": True,
+        "moe_shared_expert_intermediate_size": 24, "expert_model_parallel_size": dist.get_world_size(),
+        "overlap_moe_expert_parallel_comm": False,
+    }  # fmt: skip
+    torch.use_deterministic_algorithms(True)
+    try:
+        with groups(expert_model_parallel_size=dist.get_world_size()):
+            native = gpt(TransformerConfig(**fields)).bfloat16()
+            plugin.apply(features="ep")
+            try:
+                ours = gpt(TransformerConfig(**fields)).bfloat16()
+                return with_and_without_plans(native, ours)
+            finally:
+                plugin.restore()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def combined_schedule(num_microbatches, **options):

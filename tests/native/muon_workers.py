@@ -150,8 +150,52 @@ def native_and_ours_agree(layer_wise, tensor_parallel, options):
             ours, losses, optimizer = _train(layer_wise, **options)
         finally:
             plugin.restore()
-    assert isinstance(optimizer.chained_optimizers[0].optimizer, DitronTensorParallelMuon)
+    is_covered = options.get("muon_tp_mode") != "distributed"
+    assert isinstance(optimizer.chained_optimizers[0].optimizer, DitronTensorParallelMuon) == is_covered
     return _different(native, ours), native_losses == losses
+
+
+def what_is_refused_runs_natively():
+    """Types of the optimizers that constructors give, the log, and Megatron's error for steps that are none."""
+    import logging
+
+    from ditron_train.cpu import emerging_optimizers
+
+    assert emerging_optimizers.install()
+    from megatron.core.optimizer import muon as native
+
+    import ditron_train.megatron as plugin
+
+    native_class, lines = native.TensorParallelMuon, []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ditron_train").addHandler(handler)
+    logging.getLogger("ditron_train").setLevel(logging.INFO)
+    plugin.apply(features="muon")
+    matrix, cube = torch.nn.Parameter(torch.eye(4)), torch.nn.Parameter(torch.zeros(2, 4, 4))
+    matrix.is_embedding_or_output_parameter = True
+    cases = {
+        "taken": dict(),
+        "distributed": dict(mode="distributed"),
+        "polar_express": dict(coefficient_type="polar_express", num_ns_steps=8),
+        "momentum": dict(momentum_beta=1.0),
+        "split": dict(split_qkv=True),
+        "steps": dict(num_ns_steps=7),
+    }
+    kinds = {name: type(native.TensorParallelMuon([matrix], **case)) is native_class for name, case in cases.items()}
+    kinds["cube"] = type(native.TensorParallelMuon(iter([dict(params=[cube])]))) is native_class
+    error = ""
+    try:
+        native.TensorParallelMuon([matrix], num_ns_steps=0)
+    except ValueError as raised:
+        error = str(raised)
+    ours = native.TensorParallelMuon([matrix], lr=0.5, weight_decay=0.0)
+    matrix.grad = torch.randn(4, 4)
+    ours.step()
+    states = set(ours.state[matrix])
+    groups = native.TensorParallelMuon([dict(params=[matrix])], mode="distributed").param_groups[0]
+    plugin.restore()
+    return kinds, [line for line in lines if "native" in line], error, states, sorted(groups)
 
 
 def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):

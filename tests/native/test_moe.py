@@ -21,6 +21,7 @@ from ep_workers import (  # noqa: E402
     layers_agree_over_two_nodes,
     policy_is_asked_once,
     said_of,
+    schedule_without_its_flag,
     sliced_layers_agree,
 )
 
@@ -238,6 +239,14 @@ def test_the_combined_schedule_runs_ours_method_by_method():
     """overlap_moe_expert_parallel_comm: a forward pass beside the backward pass of another microbatch; nothing is
     fused."""
     assert run_workers(2, combined_schedule, 3, env={"DITRON_POLICY": "bits"}) == [([], [(True, True)] * 2)] * 2
+
+
+@pytest.mark.parametrize("policy", ["strict", "bits", "force"])
+def test_a_schedule_plan_without_its_flag_runs_natively(policy):
+    """Plans that are built with overlap_moe_expert_parallel_comm off: their nodes free what ours would still send or
+    keep."""
+    plain, in_pieces = ([], {True}), ([], {False})
+    assert run_workers(2, schedule_without_its_flag, env={"DITRON_POLICY": policy}) == [[plain, in_pieces, plain]] * 2
 
 
 def test_two_nodes():

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.processes import WorkerPool, run_workers
+from tests.support.processes import WorkerPool, run_workers, run_workers_once
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -35,6 +35,9 @@ NATIVE_CASES = {
     "tensor parallel, blockwise": (False, 2, dict(muon_tp_mode="blockwise", clip_grad=0.5)),
     "sharded over one rank": (True, 2, dict(muon_tp_mode="duplicated")),
     "tensor parallel, duplicated": (False, 2, dict(muon_tp_mode="duplicated", clip_grad=0.5)),
+    "tensor parallel, distributed": (False, 2, dict(muon_tp_mode="distributed", clip_grad=0.5)),
+    "sharded, distributed": (True, 1, dict(muon_tp_mode="distributed")),
+    "sharded, distributed, bf16": (True, 1, dict(muon_tp_mode="distributed", bf16=True, clip_grad=0.5)),
     "qkv together, fp32, other scale": (
         False, 1, dict(muon_split_qkv=False, muon_fp32_matmul_prec="highest", muon_scale_mode="unit_rms_norm"),
     ),
@@ -70,6 +73,18 @@ def test_checkpoints_interchange_with_native(layer_wise, from_ours, sharding, fr
     results = [r.value if r.ok else (r.error, r.traceback) for r in
                fresh_workers.run(workers.checkpoints_interchange, call, 200.0)]  # fmt: skip
     assert results == [([], True), ([], True)]
+
+
+@pytest.mark.timeout(400)
+def test_what_is_not_supported_builds_the_native_optimizer():
+    (result,) = run_workers_once(1, workers.what_is_refused_runs_natively)
+    assert result.ok, result.traceback
+    kinds, lines, error, states, groups = result.value
+    assert kinds == {name: name != "taken" for name in kinds}
+    assert len(lines) == len(kinds) - 1 and "muon: native, --muon-tp-mode distributed is another algorithm" in lines
+    assert error == "num_ns_steps must be at least 1, got 0"
+    assert states == {"momentum_buffer"}
+    assert groups == ["lr", "momentum_beta", "params", "weight_decay"]
 
 
 @pytest.mark.timeout(400)

@@ -36,6 +36,7 @@ from ditron_train.ep.expert_functions import pairs_of_native_bits
 from ditron_train.megatron.ep.coverage import why_not_captured, why_not_config, why_not_tensors
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
+from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, fused_pairs_here, warns_of_few_rows
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
@@ -59,9 +60,11 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     have nothing left to move.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._arguments, self._keywords = args, kwargs
+    def __init__(
+        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
+    ) -> None:
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+        self._arguments = (num_local_experts, local_expert_indices, config, pg_collection)
         self._asks_policy = True
         self._native_because: str | None = why_not_config(self)
         self._ep_context: EPContext | RailContext | None = None
@@ -81,6 +84,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._slices_agree = self.tp_size == 1
         #: The combined 1F1B schedule calls each method on a stream of its own and frees what it gave to it.
         self._apart = self.config.overlap_moe_expert_parallel_comm
+        watch_schedule_nodes()
         if self._apart and self._native_because is None:
             self._pairs = frozenset()
             log_once(
@@ -141,6 +145,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> EPContext | RailContext | None:
         """The context of this call, or None for the native path; every rank that holds these experts gets the same
         answer."""
+        if in_schedule_node() and not self._apart:
+            log_native("ep", "a schedule plan runs the layer in pieces, with overlap_moe_expert_parallel_comm off")
+            return None
         if self._native_because is None and is_capturing(hidden_states.device):
             is_sized = self.drop_and_pad or self._capacity_factor is not None
             reason = why_not_captured(is_decided=not self._asks_policy, is_sized=is_sized, slices=self.tp_size)
@@ -210,7 +217,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         fused, topk = self.config.moe_permute_fusion, self.config.moe_router_topk
 
         def make(native: bool) -> DitronMoEAlltoAllTokenDispatcher:
-            dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments, **self._keywords)
+            dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments)
             dispatcher._asks_policy = False
             dispatcher._native_because = _COMPARED if native else None
             return dispatcher
@@ -249,7 +256,10 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self.shared_experts.pre_forward_comm(hidden_states)
         return (tokens.clone(), probs.clone()) if self._apart else (tokens, probs)
 
-    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_dispatch(
+        self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, probs = permutated_local_input_tokens, permuted_probs
         if self._ep_context is None:
             return super().token_dispatch(hidden_states, probs)
         pending, self._pending = self._pending, None
@@ -334,8 +344,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return super().token_dispatch(*permuted)
 
     def dispatch_postprocess(
-        self, hidden_states: torch.Tensor, probs: torch.Tensor
+        self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden_states, probs = global_input_tokens, global_probs
         if self._ep_context is None:
             return super().dispatch_postprocess(hidden_states, probs)
         if self.shared_experts is not None:
@@ -359,22 +370,24 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         slices, self._slices = self._slices, None
         return hidden_states if slices is None else slices.scatter(hidden_states, self.probs.dtype)
 
-    def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def token_combine(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
         if self._ep_context is None:
-            return super().token_combine(hidden_states, *args, **kwargs)
+            return super().token_combine(hidden_states, async_finish, allocate_on_comm_stream)
         layout, self._layout = self._layout, None
         call, self._call = self._call, None
         if call is not None:
             return hidden_states  # the experts have combined them
         return combine_rows(hidden_states, layout, self._ep_context, self._order)
 
-    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         if self._ep_context is None:
-            return super().combine_postprocess(hidden_states)
+            return super().combine_postprocess(permutated_local_input_tokens)
         if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
             self.shared_experts.post_forward_comm()
-        output = hidden_states.view(self.hidden_shape)
+        output = permutated_local_input_tokens.view(self.hidden_shape)
         if self.shared_experts is not None:
             output += self.shared_experts.get_output()
         return output

@@ -129,9 +129,11 @@ def _weights_of(linear: torch.nn.Module) -> list[torch.nn.Parameter]:
 class DitronTEGroupedMLP(TEGroupedMLP):
     """``TEGroupedMLP`` that takes tokens and an ``ExpertCall`` too, and returns tokens then."""
 
-    def forward(self, hidden_states: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> Any:
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: Any, permuted_probs: torch.Tensor
+    ) -> Any:
         if not isinstance(tokens_per_expert, ExpertCall):
-            return super().forward(hidden_states, tokens_per_expert, probs)
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         first = second = tokens_per_expert
         if tokens_per_expert.gemm is not None:
             splits = tokens_per_expert.layout.tokens_per_expert.tolist()
@@ -139,9 +141,9 @@ class DitronTEGroupedMLP(TEGroupedMLP):
             second = dataclasses.replace(second, wgrad=_wgrad_of(self.linear_fc2, splits))
         # As calls of the two layers, whose hooks gather their weights with --overlap-param-gather.
         with calling(
-            self.linear_fc1, lambda x: dispatch_linear(x, probs, _weights_of(self.linear_fc1), first)
+            self.linear_fc1, lambda x: dispatch_linear(x, permuted_probs, _weights_of(self.linear_fc1), first)
         ) as linear:
-            y, row_probs = linear(hidden_states)
+            y, row_probs = linear(permuted_local_hidden_states)
         h = self._activate(y, row_probs.unsqueeze(-1))
         with calling(self.linear_fc2, lambda x: linear_combine(x, _weights_of(self.linear_fc2), second)) as linear:
             return linear(h), None

@@ -27,6 +27,8 @@ __all__ = ["DitronLayerWiseDistributedOptimizer", "DitronTensorParallelMuon", "c
 
 _BATCH_BELOW = 1024  # sides of matrices that the opt-in "batched" steps together
 _SMALL_ELEMENTS = 1 << 20  # tensors below travel together: a collective of their own would cost more than their bytes
+_NATIVE = native_muon.TensorParallelMuon
+_NATIVE_COEFFICIENTS = ("quintic", "simple")  # of which Muon has the same sets
 _had_emerging_optimizers: list[bool] = []
 
 
@@ -40,7 +42,7 @@ def start() -> None:
     if not _had_emerging_optimizers:
         _had_emerging_optimizers.append(native_muon.HAVE_EMERGING_OPTIMIZERS)
         native_muon.HAVE_EMERGING_OPTIMIZERS = True
-    patching.replace_symbol(_native_class(), DitronTensorParallelMuon)
+    patching.replace_symbol(_NATIVE, DitronTensorParallelMuon)
     for native, ours in class_map().items():
         patching.redirect_construction(native, ours)
 
@@ -51,18 +53,35 @@ def stop() -> None:
         native_muon.HAVE_EMERGING_OPTIMIZERS = _had_emerging_optimizers.pop()
 
 
-def _native_class() -> type:
-    return native_muon.TensorParallelMuon
+class _OrNative(type):
+    """Of a class whose constructor builds Megatron's own optimizer for what `Muon` does not support."""
+
+    def __call__(cls, params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        given = list(params)
+        copies = [dict(one) if isinstance(one, dict) else one for one in given]  # optimizers write into their groups
+        try:
+            return super().__call__(given, *args, **kwargs)
+        except NotSupportedError as error:
+            if native_muon.OrthogonalizedOptimizer is object:
+                raise NotSupportedError(
+                    f"{error}, and Megatron's own optimizer needs emerging_optimizers, which is not installed"
+                ) from None
+            log_once(f"native muon {error}", f"muon: native, {error}")
+        return _NATIVE(copies, *args, **kwargs)
 
 
 @outside_compile
-class DitronTensorParallelMuon(Muon):
+class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
     """`Muon` with the constructor of ``megatron.core.optimizer.muon.TensorParallelMuon``.
+
+    Every parameter takes Muon, as natively. What is not supported (``mode="distributed"``, which is another algorithm;
+    coefficients that `Muon` does not have, ...) builds Megatron's own optimizer, with one log line.
 
     Args: as there. ``mode`` is Megatron's ``--muon-tp-mode``. ``DITRON_MUON_OPT_INS`` adds variants that change bits.
 
     Raises:
-        NotSupportedError: ``mode="distributed"``, which is another algorithm.
+        ValueError: Less than one Newton-Schulz step, in Megatron's words.
+        NotSupportedError: What is not supported, where ``emerging_optimizers`` is not installed.
     """
 
     def __init__(
@@ -84,11 +103,12 @@ class DitronTensorParallelMuon(Muon):
         pg_collection: Any = None,
         mode: str = "duplicated",
     ) -> None:
+        if num_ns_steps < 1:
+            raise ValueError(f"num_ns_steps must be at least 1, got {num_ns_steps}")
         if mode == "distributed":
-            raise NotSupportedError(
-                "--muon-tp-mode distributed is another algorithm with other bits: use blockwise or duplicated, or leave "
-                "muon out of --ditron"
-            )
+            raise NotSupportedError("--muon-tp-mode distributed is another algorithm")
+        if coefficient_type not in _NATIVE_COEFFICIENTS:
+            raise NotSupportedError(f"coefficients {coefficient_type!r} are emerging_optimizers' own")
         self.pg_collection = pg_collection
         opt_ins = get_settings().muon_opt_ins or ()
         if opt_ins:
@@ -113,6 +133,16 @@ class DitronTensorParallelMuon(Muon):
             form="gram" if "gram" in opt_ins else "steps",
             batch_below=_BATCH_BELOW if "batched" in opt_ins else 0,
         )
+
+    @staticmethod
+    def _check_group(group: dict[str, Any]) -> None:
+        Muon._check_group(group)
+        for param in group["params"]:
+            if param.dim() != 2:
+                raise NotSupportedError(f"a parameter has shape {tuple(param.shape)}, Muon takes matrices")
+
+    def _algorithm(self, group: dict[str, Any], param: torch.Tensor) -> str:
+        return "muon"
 
     def _tp_group(self, param: torch.Tensor) -> dist.ProcessGroup | None:
         """Tensor-parallel group of a weight: experts have their own."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["calling", "why_not_stand_in"]
+__all__ = ["calling", "signed_as", "why_not_stand_in"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: Where the forwards are that ours know. Not all of megatron-core: for inference, and for attentions of other kinds,
 #: it has subclasses of these layers whose forwards do more.
@@ -16,6 +19,16 @@ _KNOWN = (
     "megatron.core.tensor_parallel.layers", "megatron.core.extensions.transformer_engine", "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.dot_product_attention", "transformer_engine.", "ditron_train.",
 )  # fmt: skip
+
+
+def signed_as(native: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorates an override that passes on whatever it is called with: tools see the signature of ``native``."""
+
+    def sign(function: _Function) -> _Function:
+        function.__signature__ = inspect.signature(native)  # type: ignore[attr-defined]
+        return function
+
+    return sign
 
 
 @contextlib.contextmanager

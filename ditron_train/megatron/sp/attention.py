@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.shared.forward_override import calling, signed_as, why_not_stand_in
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.nodes import forget_nodes
@@ -125,7 +125,17 @@ class DitronDotProductAttention(DotProductAttention):
 
     takes_packed = False
 
-    def __init__(self, config: Any, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
         """As the native constructor.
 
         Raises:
@@ -135,9 +145,12 @@ class DitronDotProductAttention(DotProductAttention):
         inner = config
         # Softmax offsets that are trained would be other heads' on every rank, and their gradients added up.
         if config.context_parallel_size > 1 and cp_comm_type == "a2a" and config.softmax_type != "learnable":
-            group = getattr(kwargs.get("pg_collection"), "cp", None) or _context_parallel_group()
+            group = getattr(pg_collection, "cp", None) or _context_parallel_group()
             inner = config_of_one_rank(config, dist.get_world_size(group))
-        super().__init__(inner, *args, cp_comm_type=cp_comm_type, **kwargs)
+        super().__init__(
+            inner, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, cp_comm_type,
+            pg_collection,
+        )  # fmt: skip
         if inner is not config:
             self.exchange_group = group
         self.left_in_heads: list[LeftInHeads] | None = None
@@ -223,6 +236,7 @@ class DitronSelfAttention(SelfAttention):
     """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as
     inherited."""
 
+    @signed_as(SelfAttention.forward)
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -355,6 +369,7 @@ class DitronSelfAttention(SelfAttention):
 class DitronMLASelfAttention(MLASelfAttention):
     """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
 
+    @signed_as(MLASelfAttention.forward)
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -49,19 +49,36 @@ class DitronTEDotProductAttention(TEDotProductAttention):
 
     takes_packed = True
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = "p2p",
+        pg_collection: Any = None,
+    ) -> None:
+        arguments = (
+            layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, k_channels, v_channels,
+            num_splits, cp_comm_type, pg_collection,
+        )  # fmt: skip
+        super().__init__(config, *arguments)
         self._whole: list[TEDotProductAttention] = []
         self.exchange_group: dist.ProcessGroup | None = None
         self.left_in_heads: list[LeftInHeads] | None = None
-        group = getattr(kwargs.get("pg_collection"), "cp", None)
+        group = getattr(pg_collection, "cp", None)
         if config.context_parallel_size > 1 and group is not None:
             try:
-                inner = self._config_of_one_rank(config, group.size(), kwargs.get("cp_comm_type"))
+                inner = self._config_of_one_rank(config, group.size(), cp_comm_type)
             except NotSupportedError as error:
                 log_native("sp attention", str(error))
             else:
-                self._whole.append(TEDotProductAttention(inner, *args, **kwargs))
+                self._whole.append(TEDotProductAttention(inner, *arguments))
                 self.exchange_group = group
 
     @staticmethod
@@ -109,23 +126,25 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         value: torch.Tensor,
         attention_mask: Any,
         attn_mask_type: Any,
-        **kwargs: Any,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        num_splits: int | None = None,
     ) -> torch.Tensor:
-        reason = None
+        packed, options, reason = packed_seq_params, (attention_bias, packed_seq_params, num_splits), None
         if self._whole:
-            reason = self._why_not() or self._why_not_call(query, attn_mask_type, kwargs)
+            others = {"attention_bias": attention_bias, "num_splits": num_splits}
+            reason = self._why_not() or self._why_not_call(query, attn_mask_type, packed, others)
             if reason is not None:
                 log_native("sp attention", reason)
         if not self._whole or reason is not None:
-            return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
-        packed = kwargs.get("packed_seq_params")
+            return super().forward(query, key, value, attention_mask, attn_mask_type, *options)
         if packed is None:
             attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
             return exchanged(self.exchange_group, attend, query, key, value, self.left_in_heads)
         shape = shape_of(query, key, value)
         context = route_exchange(self.exchange_group, shape, query)
         if context is None:
-            return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
+            return super().forward(query, key, value, attention_mask, attn_mask_type, *options)
         table = table_of(packed, context.world_size, query.shape[0])
         exchange = Exchange(self.exchange_group, shape, context, table)
         attended = self.attend(*exchange.to_heads(query, key, value), attn_mask_type, packed)
@@ -135,11 +154,10 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         return exchange.to_sequence(attended)
 
     @staticmethod
-    def _why_not_call(query: torch.Tensor, attn_mask_type: Any, kwargs: dict[str, Any]) -> str | None:
-        given = sorted(name for name, value in kwargs.items() if value is not None and name != "packed_seq_params")
+    def _why_not_call(query: torch.Tensor, attn_mask_type: Any, packed: Any, others: dict[str, Any]) -> str | None:
+        given = sorted(name for name, value in others.items() if value is not None)
         if given:
             return f"the attention is called with {', '.join(given)}"
-        packed = kwargs.get("packed_seq_params")
         reason = None if packed is None else why_not_packed(packed)
         if reason is None and packed is None and attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             reason = f"the mask is {attn_mask_type}"

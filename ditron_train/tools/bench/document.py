@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ditron_train.runtime.settings import SETTINGS
 from ditron_train.runtime.versions import SUPPORTED
-from ditron_train.tools.results import RESULTS, TRAINING, TRAINING_STEP, Row, Stamp, read_results
+from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, measurement_files, read_results
 from ditron_train.tools.tables import markdown_table, model_words
 
 __all__ = ["PICTURES", "RESULTS_PAGE", "picture_path", "render", "render_results", "roofline_path"]
@@ -82,14 +82,10 @@ def _versions() -> str:
     return "\n".join(lines)
 
 
-def _result_files(root: Path) -> list[Path]:
-    return sorted((root / RESULTS).glob("*/*.json"))
-
-
 def _gains(root: Path) -> str:
     """One line a parallelism; of an op that several machines measured, the rows of the most GPUs. Those of ``verify``
     were timed shortly and do not count."""
-    measured = (read_results(path) for path in _result_files(root) if path.stem != "verify")
+    measured = (read_results(path) for path in measurement_files(root) if path.stem != "verify")
     results = sorted(measured, key=lambda result: result[0].count)
     lines = [
         "| `--ditron` | speed over native, from the least to the most of the shapes | bits | measured on |",
@@ -117,7 +113,7 @@ def _gains(root: Path) -> str:
 
 def _steps(root: Path) -> str:
     """Every training that ``compare`` ran, by feature and number of GPUs."""
-    results = (read_results(path) for path in _result_files(root) if path.stem == TRAINING)
+    results = (read_results(path) for path in measurement_files(root) if path.stem == TRAINING)
     steps = [(stamp, row) for stamp, rows in results for row in rows]
     return _step_table(steps) if steps else "No training step of a GPU machine is committed yet."
 
@@ -145,7 +141,7 @@ def _op_words(op: str, direction: str) -> str:
 
 def render_results(root: Path) -> str:
     """The page with every committed result: conditions, means, tables and pictures."""
-    sections = [_section(path, root) for path in _result_files(root)]
+    sections = [_section(path, root) for path in measurement_files(root)]
     intro = "# Results\n\nMade by `python scripts/readme.py` from `results/`. How it is measured: [README](../README.md#measured)."
     return "\n\n".join([intro, *sections]) + "\n"
 

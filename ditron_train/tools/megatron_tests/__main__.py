@@ -1,0 +1,19 @@
+"""``python -m ditron_train.tools.megatron_tests``."""
+
+import argparse
+import logging
+import sys
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.megatron_tests.campaign import __doc__ as description
+from ditron_train.tools.megatron_tests.campaign import add_arguments, run
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("ditron_train").setLevel(logging.INFO)
+    parser = argparse.ArgumentParser(description=description)
+    add_arguments(parser)
+    try:
+        sys.exit(run(parser.parse_args()))
+    except SettingError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,103 @@
+"""Runs Megatron-LM's own unit tests natively and with every feature on, under several policies, and writes the table
+of what passes natively and not with ours. The environment variable MEGATRON_LM names a checkout of Megatron-LM (tag
+core_v0.16.1); nothing is fetched. What was run before is kept: a run that is stopped by --seconds is continued by the
+next one with the same --records."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.megatron_tests.launches import NATIVE, Launcher
+from ditron_train.tools.megatron_tests.records import Suite, read_suite
+from ditron_train.tools.megatron_tests.suites import SUITES, paths_of
+from ditron_train.tools.megatron_tests.table import Row, row_of, write_table
+from ditron_train.tools.results import RESULTS
+from ditron_train.tools.stamp import collect_stamp
+
+__all__ = ["add_arguments", "run"]
+
+_POLICIES = ("strict", "bits", "force")
+_logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the script."""
+    parser.add_argument(
+        "--folder", action="append", choices=sorted(SUITES), help="only this part of the tests; may be given again"
+    )
+    parser.add_argument("--policy", action="append", choices=_POLICIES, help="only this policy; may be given again")
+    parser.add_argument("--ranks", type=int, help="processes (default: GPUs, at most 8; 2 without any)")
+    parser.add_argument("--features", default="tp,sp,ep,pp,muon", help="what to switch on")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing runs longer than this")
+    parser.add_argument("--test-seconds", type=float, default=120.0, help="after which a test counts as hung")
+    parser.add_argument(
+        "--records", type=Path, default=Path("build") / "megatron_tests", help="what was run, test by test, and logs"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs what has no outcome yet, writes and shows the table; 1 where a test is lost or was not reached."""
+    checkout = _checkout()
+    has_gpus = torch.cuda.is_available()
+    num_ranks = arguments.ranks or (min(8, torch.cuda.device_count()) if has_gpus else 2)
+    if not has_gpus:
+        os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    launcher = Launcher(
+        checkout, arguments.records, num_ranks, arguments.features, arguments.test_seconds,
+        time.monotonic() + arguments.seconds,
+    )  # fmt: skip
+    policies = arguments.policy or _POLICIES
+    for name in arguments.folder or SUITES:
+        paths = paths_of(checkout, name)
+        native = launcher.run(NATIVE, name, paths)
+        for policy in policies:
+            passed = native.with_outcome("passed")
+            if passed:
+                launcher.run(policy, name, paths, passed)
+    rows = [row_of(policy, num_ranks, _pairs(arguments.records, policy)) for policy in policies]
+    device = torch.device("cuda" if has_gpus else "cpu")
+    settings = {"features": arguments.features, "megatron_lm": _version(checkout)}
+    path = write_table(arguments.output, collect_stamp(device, num_ranks, **settings), rows)
+    _show(rows, path)
+    return int(any(row.lost or row.not_run for row in rows))
+
+
+def _checkout() -> Path:
+    name = os.environ.get("MEGATRON_LM")
+    if not name:
+        raise SettingError("MEGATRON_LM names no checkout of Megatron-LM (tag core_v0.16.1)")
+    checkout = Path(name).resolve()
+    if not (checkout / "tests" / "unit_tests").is_dir():
+        raise SettingError(f"MEGATRON_LM is {name}, which has no folder tests/unit_tests")
+    return checkout
+
+
+def _version(checkout: Path) -> str:
+    text = (checkout / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
+    parts = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(part.group(1) if part else "?" for part in parts)
+
+
+def _pairs(records: Path, policy: str) -> list[tuple[Suite, Suite]]:
+    """Of every part that was ever run: native outcomes and those with ours."""
+    return [(read_suite(records / NATIVE / name), read_suite(records / policy / name)) for name in SUITES]
+
+
+def _show(rows: Sequence[Row], path: Path) -> None:
+    for row in rows:
+        words = f"{row.policy}: {row.native_passed} pass natively, {row.ours_passed} of them with ours, which ran in "
+        words += f"{row.ours_ran}; {len(row.lost)} lost, {row.not_run} not run"
+        _logger.info("%s", words)
+        for test, outcome in row.lost.items():
+            _logger.info("%s", f"  {outcome}: {test}")
+    _logger.info("%s", f"written: {path}")

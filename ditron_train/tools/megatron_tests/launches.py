@@ -1,0 +1,147 @@
+"""Launches a suite of Megatron-LM's tests, again and again until every test has an outcome or the time is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ditron_train.tools.megatron_tests.plugin import JOB, Job
+from ditron_train.tools.megatron_tests.records import Suite, read_suite, stop_mark
+
+__all__ = ["Launcher", "NATIVE"]
+
+#: The mode in which nothing is switched on; the others are policies.
+NATIVE = "native"
+_PLUGIN = "ditron_train.tools.megatron_tests.plugin"
+_LEAST_SECONDS = 20.0  # in which a launch gets nowhere
+_END_SECONDS = 45.0  # torchrun kills what has not ended 30 s after it was told to
+_REPOSITORY = Path(__file__).resolve().parents[3]
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Launcher:
+    """How launches are made.
+
+    Attributes:
+        checkout: Of Megatron-LM.
+        records: Folder of all notes; of a suite in a mode, ``<records>/<mode>/<suite>``.
+        num_ranks: Processes of a launch.
+        features: What is switched on in all modes but the native one.
+        test_seconds: After which a test counts as hung.
+        deadline: By ``time.monotonic``, after which nothing runs.
+        most_launches: Of a suite in a mode, in one call.
+    """
+
+    checkout: Path
+    records: Path
+    num_ranks: int
+    features: str
+    test_seconds: float
+    deadline: float
+    most_launches: int = 8
+
+    def run(self, mode: str, suite: str, paths: Sequence[str], only: Sequence[str] | None = None) -> Suite:
+        """Runs what has no outcome yet; with ``only`` those tests alone, and once more what fails among them."""
+        folder = self.records / mode / suite
+        known = read_suite(folder)
+        for _ in range(self.most_launches):
+            is_done = bool(known.launches) and not (known.open if only is None else set(only) - set(known.outcomes))
+            if is_done or not self._has_time():
+                break
+            before = dict(known.outcomes)
+            known = self._launch(mode, folder, known.launches, paths, tuple(before), only)
+            if known.outcomes == before:  # nothing could be collected, or run
+                break
+        return known if only is None else self._run_again(mode, folder, paths, known)
+
+    def _run_again(self, mode: str, folder: Path, paths: Sequence[str], known: Suite) -> Suite:
+        """What failed beside other tests, without them: one that breaks a process breaks what follows in it."""
+        left = set(known.with_outcome("failed", "crashed", "hung"))
+        mark = folder / "again"
+        if known.open or mark.exists():
+            return known
+        while left and self._has_time():
+            mark.touch()
+            known = self._launch(mode, folder, known.launches, paths, (), sorted(left))
+            if not left & known.latest:
+                break
+            left -= known.latest
+        return known
+
+    def _has_time(self) -> bool:
+        return time.monotonic() < self.deadline - _LEAST_SECONDS
+
+    def _launch(
+        self,
+        mode: str,
+        folder: Path,
+        number: int,
+        paths: Sequence[str],
+        skip: Sequence[str],
+        only: Sequence[str] | None,
+    ) -> Suite:
+        folder.mkdir(parents=True, exist_ok=True)
+        features = "" if mode == NATIVE else self.features
+        chosen = None if only is None else tuple(only)
+        job = Job(str(folder.resolve()), number, features, tuple(skip), chosen, self.test_seconds)
+        job_file = folder.resolve() / f"{number}.job.json"
+        job_file.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+        words = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.num_ranks),
+            "-m", "pytest", "-p", _PLUGIN, "-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=native",
+            "--continue-on-collection-errors", *paths,
+        ]  # fmt: skip
+        log = folder / f"{number}.log"
+        if self._run_until_deadline(words, self._environment(mode, job_file), log):
+            stop_mark(folder, number).touch()
+        _logger.info("%s", f"{mode} {folder.name}: launch {number} is over, {log}")
+        return read_suite(folder)
+
+    def _environment(self, mode: str, job_file: Path) -> Mapping[str, str]:
+        path = os.pathsep.join([str(self.checkout.resolve()), str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        defaults = {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "DITRON_TIMEOUT_S": "60",
+            "NCCL_ALGO": "Ring",
+            "NVIDIA_PYTORCH_VERSION": "26.01",  # without it tests of newer releases skip themselves
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "PYTHONWARNINGS": "ignore",
+        }
+        chosen = {"PYTHONPATH": path, JOB: str(job_file)}
+        if mode != NATIVE:
+            chosen["DITRON_POLICY"] = mode
+        return {**defaults, **os.environ, **chosen}
+
+    def _run_until_deadline(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> bool:
+        """Runs a command in the checkout; whether the deadline ended it."""
+        with log.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                words, cwd=self.checkout, env=environment, stdout=output, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            try:
+                process.wait(max(0.0, self.deadline - time.monotonic()))
+                return False
+            except subprocess.TimeoutExpired:
+                return True
+            finally:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a launch that is still there: torchrun ends its workers."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

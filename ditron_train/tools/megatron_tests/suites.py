@@ -1,0 +1,57 @@
+"""Which of Megatron-LM's unit tests are run, and how their parallel sizes are made to fit fewer ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["SUITES", "fit_expert_sizes", "fit_sizes", "paths_of"]
+
+_TRANSFORMER = (
+    "attention", "attention_no_rope", "attention_packed_seq", "core_attention", "mlp", "multi_latent_attention",
+    "multi_token_prediction", "spec_customization", "submodule_callables", "transformer_block",
+    "transformer_block_custom_pgs", "transformer_layer",
+)  # fmt: skip
+
+#: Folders and files below ``tests/unit_tests``, by name. The tests of a suite share a process.
+SUITES: dict[str, tuple[str, ...]] = {
+    "tensor_parallel": ("tensor_parallel",),
+    "transformer": tuple(f"transformer/test_{name}.py" for name in _TRANSFORMER),
+    "moe": ("transformer/moe",),
+    "pipeline_parallel": ("pipeline_parallel",),
+    "a2a_overlap": ("a2a_overlap",),
+    "gpt": ("models/test_gpt_model.py", "models/test_gpt_model_batch_invariant.py"),
+    "dist_checkpointing": ("dist_checkpointing/models/test_gpt_model.py", "dist_checkpointing/models/test_moe_experts.py"),
+    "optimizer": (
+        "test_muon_optimizer.py", "test_layer_wise_optimizer.py", "test_optimizer.py", "optimizer",
+        "dist_checkpointing/test_layer_wise_optimizer.py",
+    ),
+    "distributed": ("distributed",),
+}  # fmt: skip
+
+
+def paths_of(checkout: Path, suite: str) -> list[str]:
+    """What to give pytest in ``checkout``: the suite's folders and files, as far as that version has them."""
+    paths = [f"tests/unit_tests/{part}" for part in SUITES[suite]]
+    return [path for path in paths if (checkout / path).exists()]
+
+
+def fit_sizes(world_size: int, *sizes: int) -> tuple[int, ...]:
+    """``sizes`` whose product is at most ``world_size``: the largest is halved until it is, of equal ones the last."""
+    fitting = list(sizes)
+    while _product(fitting) > world_size:
+        largest = max(fitting)
+        index = len(fitting) - 1 - fitting[::-1].index(largest)
+        fitting[index] = largest // 2
+    return tuple(fitting)
+
+
+def fit_expert_sizes(world_size: int, pipeline: int, expert: int, expert_tensor: int) -> tuple[int, int]:
+    """Expert parallel and expert tensor parallel sizes that fit beside ``pipeline`` stages, which stay."""
+    return fit_sizes(max(1, world_size // pipeline), expert_tensor, expert)[::-1]
+
+
+def _product(sizes: list[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

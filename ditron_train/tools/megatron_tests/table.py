@@ -1,0 +1,75 @@
+"""The table of Megatron-LM's tests: what passes natively, what of it passes with ours, and what is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ditron_train.runtime.files import replace_file
+from ditron_train.tools.megatron_tests.records import Suite
+from ditron_train.tools.results import MEGATRON_TESTS, Stamp, result_path
+
+__all__ = ["Row", "row_of", "write_table"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy.
+
+    Attributes:
+        policy: ``DITRON_POLICY``.
+        world_size: Ranks.
+        native_passed: Tests that pass natively.
+        ours_passed: Of these, with every feature on.
+        ours_ran: Of these, in which ours ran.
+        calls: How often it ran in them, by feature.
+        passed_again: Of those that pass, the tests that failed beside others and passed in a launch of their own.
+        not_run: Tests that pass natively and were not reached with ours.
+        lost: Names of those that pass natively and not with ours, with what became of them.
+    """
+
+    policy: str
+    world_size: int
+    native_passed: int
+    ours_passed: int
+    ours_ran: int
+    calls: dict[str, int]
+    passed_again: list[str]
+    not_run: int
+    lost: dict[str, str]
+
+
+def row_of(policy: str, world_size: int, suites: Iterable[tuple[Suite, Suite]]) -> Row:
+    """The row of a policy from each suite's native outcomes and those with ours."""
+    passed, ours_passed, ran, not_run = 0, 0, 0, 0
+    calls: dict[str, int] = {}
+    again: list[str] = []
+    lost: dict[str, str] = {}
+    for native, ours in suites:
+        for test in native.with_outcome("passed"):
+            passed += 1
+            outcome = ours.outcomes.get(test)
+            if outcome is None:
+                not_run += 1
+                continue
+            ours_passed += outcome == "passed"
+            if outcome != "passed":
+                lost[test] = outcome
+            elif test in ours.again:
+                again.append(test)
+            counts = ours.ran.get(test, {})
+            ran += bool(counts)
+            for feature, count in counts.items():
+                calls[feature] = calls.get(feature, 0) + count
+    return Row(policy, world_size, passed, ours_passed, ran, dict(sorted(calls.items())), again, not_run, lost)
+
+
+def write_table(folder: Path, stamp: Stamp, rows: Iterable[Row]) -> Path:
+    """Writes ``<folder>/<device>x<count>/megatron_tests.json`` and returns its path."""
+    path = result_path(folder, stamp, MEGATRON_TESTS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values: Mapping[str, object] = {"stamp": asdict(stamp), "rows": [asdict(row) for row in rows]}
+    replace_file(path, json.dumps(values, indent=1) + "\n")
+    return path
