@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ditron_train.runtime.launch import COMPILE_OPTIONS
+
 __all__ = [
     "TARGETS",
     "Compilation",
@@ -222,16 +224,15 @@ def _gpu_target(target: str):
 
 def _assemble(ptx: str, target: str) -> str:
     """What ptxas says of a PTX text."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas  # which of its two depends on Triton's version
 
     arch = int(target.removeprefix("sm_"))
-    tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
     name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
     with tempfile.TemporaryDirectory() as folder:
         source = os.path.join(folder, "kernel.ptx")
         with open(source, "w") as file:
             file.write(ptx)
-        command = [tool.path, "-v", f"--gpu-name={name}", source, "-o", source + ".cubin"]
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", source, "-o", source + ".cubin"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
@@ -264,7 +265,9 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
         signature[name] = "constexpr"
         if name not in constexprs:
             constexprs[name] = kernel.params[index].default
-    options = dict(num_warps=_by_target(spec.num_warps, target), num_stages=_by_target(spec.num_stages, target))
+    options = dict(
+        num_warps=_by_target(spec.num_warps, target), num_stages=_by_target(spec.num_stages, target), **COMPILE_OPTIONS
+    )
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     triton.knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(io.StringIO()) as said:
