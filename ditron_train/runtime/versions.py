@@ -80,9 +80,7 @@ SUPPORTED: tuple[Supported, ...] = (
         ("numpy",),
         "without a GPU below 2.4 beside Triton 3.6, in whose interpreter later ones break range()",
     ),
-    Supported(
-        "megatron-core", ">=0.16.1,<0.17", False, "megatron.core", ("megatron-core",), "0.16.1 is the reference"
-    ),
+    Supported("megatron-core", ">=0.16.1,<0.20", False, "megatron.core", ("megatron-core",), "WHY"),
     Supported(
         "nvshmem4py",
         ">=0.4,<0.5",
