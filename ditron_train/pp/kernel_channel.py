@@ -14,6 +14,7 @@ from ditron_train.pp.kernels import BLOCK_WORDS, MAX_PROGRAMS, NUM_WARPS, await_
 from ditron_train.pp.mailbox import Mailbox
 from ditron_train.pp.messages import LANE_NAMES
 from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream.waits import cyclic_difference
 from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.channel import Channel
@@ -35,7 +36,7 @@ def launch(
 ) -> None:
     """Launches on ``stream``; in the interpreter (None) it is done when the call returns."""
     with nullcontext() if stream is None else torch.cuda.stream(stream):
-        kernel[(num_programs,)](*arguments, **constants, num_warps=num_warps)
+        kernel[(num_programs,)](*arguments, **constants, num_warps=num_warps, **COMPILE_OPTIONS)
 
 
 def await_flag(

@@ -119,7 +119,7 @@ def push_kernel(
         from_words = tl.multiple_of(from_bytes.to(tl.pointer_type(tl.int32)), 16)
         dl.putmem(to_words, from_words, words, program, programs, BLOCK)
         rest = words * 4 + tl.arange(0, 16)
-        inside = (rest < size) & (program == 0)
+        inside = rest < tl.where(program == 0, size, 0)
         tl.store(to_bytes + rest, tl.load(from_bytes + rest, mask=inside), mask=inside)
     else:
         dl.putmem(to_bytes, from_bytes, size, program, programs, BLOCK)

@@ -13,7 +13,6 @@ cuBLAS: 61).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,8 +21,12 @@ from typing import Any
 import torch
 
 from ditron_train.runtime.device import is_interpreter
+from ditron_train.runtime.triton_launcher import RecordedCall, has_launch_hooks, record_call
 
-__all__ = ["KernelLaunch", "compiled_together"]
+__all__ = ["COMPILE_OPTIONS", "KernelLaunch", "compiled_together"]
+
+# Of every kernel, since bits depend on it: a product and a sum become one instruction (Triton to 3.9 does it unasked).
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
 _COMPILER_THREADS = 8
 
@@ -68,10 +71,10 @@ class KernelLaunch:
         self._kernel = kernel
         self._num_programs = num_programs
         self._constants = constants
-        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILE_OPTIONS}
         self._values = tuple(constants.values())
         self._compiled: dict[tuple, Any] = {}
-        self._repeated: dict[Hashable, tuple[Callable, tuple]] = {}
+        self._repeated: dict[Hashable, RecordedCall] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:
         """Launches on the stream of this handle what was launched with ``key`` before; False where that is not
@@ -79,8 +82,7 @@ class KernelLaunch:
         kept = self._repeated.get(key)
         if kept is None:
             return False
-        launch, arguments = kept
-        launch(self._num_programs, 1, 1, stream, *arguments)
+        kept.launch(*kept.before, stream, *kept.after)
         return True
 
     def __call__(self, *arguments: Any, stream: torch.cuda.Stream | None = None, key: Hashable = None) -> None:
@@ -103,11 +105,11 @@ class KernelLaunch:
         )  # fmt: skip
 
     def _remember(self, key: Hashable, compiled: Any, arguments: tuple) -> None:
-        direct = _direct_call(compiled, (*arguments, *self._values))
-        if direct is not None:
+        call = record_call(compiled, self._num_programs, (*arguments, *self._values))
+        if call is not None:
             if len(self._repeated) >= _MAX_REPEATED:
                 self._repeated.clear()
-            self._repeated[key] = direct
+            self._repeated[key] = call
 
     def compile(self, *arguments: Any) -> None:
         """Compiles for such arguments without launching; inside ``compiled_together`` it does not wait for it."""
@@ -118,7 +120,8 @@ class KernelLaunch:
     def identity(self) -> tuple:
         """Kernel, constants and options: launches with the same one run the same code, but for what Triton specialises
         on."""
-        return (self._kernel.__name__, *self._constants.items(), *self._options.items())
+        chosen = {name: value for name, value in self._options.items() if name not in COMPILE_OPTIONS}
+        return (self._kernel.__name__, *self._constants.items(), *chosen.items())
 
     def _first(self, key: tuple, arguments: tuple, stream: torch.cuda.Stream | None) -> None:
         """The launch through Triton, which compiles; the interpreter takes it every time."""
@@ -150,7 +153,8 @@ def compiled_together(device: torch.device) -> Iterator[None]:
     with ThreadPoolExecutor(_COMPILER_THREADS) as executor:
         with AsyncCompileMode(executor, ignore_errors=True) as mode:
             yield
-        list(executor.map(load, mode.future_kernels.values()))
+            futures = list(mode.future_kernels.values())  # Triton 3.9 forgets them at the end of the mode
+        list(executor.map(load, futures))
 
 
 def _current_device() -> int:
@@ -163,41 +167,4 @@ def _current_stream() -> int:
 
 def _runs_directly(compiled: Any) -> bool:
     """Whether this Triton's compiled kernel offers what ``__call__`` uses, and nobody has hooked launches."""
-    import triton
-
-    for name in ("launch_enter_hook", "launch_exit_hook"):
-        hook = getattr(triton.knobs.runtime, name, None)
-        if getattr(hook, "calls", hook):
-            return False
-    return all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
-
-
-def _direct_call(compiled: Any, arguments: tuple) -> tuple[Callable, tuple] | None:
-    """The launcher behind this Triton's wrappers, and what it takes behind grid and stream; None where they are
-    others.
-
-    Descriptors are encoded once, and tensors are given as their addresses: nothing here keeps memory alive.
-    """
-    run = compiled.run
-    launch = getattr(run, "launch", None)
-    if launch is None or getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
-        return None
-    if inspect.isbuiltin(launch):  # a kernel without descriptors
-        expanded: list = list(arguments)
-    else:
-        names = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
-        expand = getattr(launch, "__globals__", {}).get("make_tensordesc_arg")
-        if expand is None or not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= names.keys():
-            return None
-        launch, metas = names["launcher"], iter(names["tensordesc_meta"])
-        expanded = []
-        for index, argument in enumerate(arguments):
-            if index in names["tensordesc_indices"]:
-                expanded.extend(expand(argument, next(metas)))
-            else:
-                expanded.append(argument)
-    addresses = (value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expanded)
-    return launch, (
-        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None,
-        *addresses,
-    )  # fmt: skip
+    return not has_launch_hooks() and all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))

@@ -220,6 +220,15 @@ SETTINGS: tuple[Setting, ...] = (
         "Where each rank keeps its last 1,000 calls, whatever ends it; `python -m ditron_train postmortem` reads them. Across "
         "nodes a folder that they share. Unset: a temporary folder, emptied at a normal end.",
     ),
+    Setting(
+        "versions",
+        "DITRON_VERSIONS",
+        _one_of("newer", "strict"),
+        "newer",
+        "newer, strict",
+        "What becomes of a library that is newer than those that were tried. newer: it is tried, after one warning. strict: it "
+        "is refused.",
+    ),
 )
 
 
@@ -242,6 +251,7 @@ class Settings:
     plan: str | None
     tuning: str | None
     postmortem: str | None
+    versions: str
 
 
 def get_settings() -> Settings:

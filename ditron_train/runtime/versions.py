@@ -7,22 +7,33 @@ time and by ``python -m ditron_train doctor``. Nothing but the standard library 
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 import platform
+import re
 import sys
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
+    "PAIRS",
     "SUPPORTED",
     "Supported",
+    "check_used",
     "check_versions",
     "find_version",
     "find_versions",
+    "interpreted_specifier",
+    "is_newer",
     "is_supported",
     "pip_command",
     "specifier_here",
+    "triton_of",
     "version_problems",
+    "version_warnings",
 ]
 
 
@@ -36,7 +47,7 @@ class Supported(NamedTuple):
         module: Top module; an imported one is asked for its version first.
         distributions: Names under which pip may know it, the first one found counts.
         why: What sets the limits.
-        interpreted: A narrower range where kernels are interpreted (``TRITON_INTERPRET=1``).
+        where_used: Whether it is checked where it is used, not at the start of every job.
     """
 
     name: str
@@ -45,21 +56,21 @@ class Supported(NamedTuple):
     module: str
     distributions: tuple[str, ...]
     why: str
-    interpreted: str = ""
+    where_used: bool = False
 
 
 SUPPORTED: tuple[Supported, ...] = (
-    Supported("python", ">=3.10,<3.13", True, "", (), "3.11 and 3.12 are tested; the code parses on 3.10"),
+    Supported("python", ">=3.10,<3.14", True, "", (), "3.11 and 3.12 are tested; the code parses on 3.10"),
     Supported(
-        "torch", ">=2.11,<2.14", True, "torch", ("torch",), "symmetric memory as of 2.11; 2.13 is the newest one tried"
+        "torch", ">=2.11,<2.16", True, "torch", ("torch",), "2.11 ran on GPUs and CPUs, 2.13 and 2.15 on CPUs alone"
     ),
     Supported(
         "triton",
-        ">=3.6,<3.7",
+        ">=3.6,<3.10",
         True,
         "triton",
         ("triton",),
-        "memory order of the kernels was checked in the code of 3.6",
+        "3.6 ran on GPUs; the kernels of 3.7, 3.8 and 3.9 order memory as those of 3.6, 3.9 ran in the interpreter",
     ),
     Supported(
         "numpy",
@@ -67,30 +78,39 @@ SUPPORTED: tuple[Supported, ...] = (
         True,
         "numpy",
         ("numpy",),
-        "without a GPU below 2.4, which breaks range() in Triton 3.6's interpreter",
-        interpreted=">=1.26,<2.4",
+        "without a GPU below 2.4 beside Triton 3.6, in whose interpreter later ones break range()",
     ),
+    Supported("megatron-core", ">=0.16.1,<0.20", False, "megatron.core", ("megatron-core",), "WHY"),
     Supported(
-        "megatron-core", ">=0.16.1,<0.17", False, "megatron.core", ("megatron-core",), "0.16.1 is the reference"
+        "nvshmem4py",
+        ">=0.4,<0.5",
+        False,
+        "nvshmem",
+        ("nvshmem4py-cu13", "nvshmem4py-cu12"),
+        "0.4.1 was tried",
+        where_used=True,
     ),
-    Supported("nvshmem4py", ">=0.4,<0.5", False, "nvshmem", ("nvshmem4py-cu13", "nvshmem4py-cu12"), "0.4.1 was tried"),
     Supported(
         "nvidia-nvshmem",
         ">=3.4.5,<3.5",
         False,
         "",
         ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
-        "has to match torch 2.11 and Triton 3.6",
+        "3.4.5 was tried, with torch 2.11 and Triton 3.6; checked where NVSHMEM starts",
+        where_used=True,
     ),
     Supported(
         "transformer-engine",
-        ">=2.10,<2.12",
+        ">=2.10,<2.21",
         False,
         "transformer_engine",
         ("transformer-engine", "transformer_engine"),
-        "2.10 was tried; megatron-core 0.16.1 asks for less than 2.12",
+        "2.10 was tried; of those to 2.20 names and signatures were read",
     ),
 )
+
+# The Triton that PyPI's CUDA build of each torch asks for, exactly: from this minor version of torch on.
+PAIRS: tuple[tuple[str, str], ...] = (("2.11", "3.6"), ("2.12", "3.7"), ("2.14", "3.8"), ("2.15", "3.9"))
 
 
 def find_version(entry: Supported) -> str | None:
@@ -100,11 +120,29 @@ def find_version(entry: Supported) -> str | None:
     loaded = getattr(sys.modules.get(entry.module), "__version__", None) if entry.module else None
     if isinstance(loaded, str):
         return loaded
+    if entry.name == "megatron-core" and (checkout := _megatron_version()) is not None:
+        return checkout
     for distribution in entry.distributions:
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
+    return None
+
+
+def _megatron_version() -> str | None:
+    """Of the ``megatron.core`` that would be imported: one in a checkout on the path is in no list of packages."""
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ImportError:
+        return None
+    if found is None or found.origin is None:
+        return None
+    with suppress(OSError):
+        text = Path(found.origin).with_name("package_info.py").read_text(encoding="utf-8")
+        numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
+        if len(numbers) == 3:
+            return f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}"
     return None
 
 
@@ -125,10 +163,36 @@ def is_supported(entry: Supported, version: str, specifier: str | None = None) -
         return False
 
 
-def specifier_here(entry: Supported) -> str:
-    """The range of ``entry`` that holds in this process: the narrower one where kernels are interpreted."""
+def is_newer(entry: Supported, version: str) -> bool:
+    """Whether ``version`` is above the range of ``entry``: nobody has tried it, and it may well work."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    lower = ",".join(part for part in entry.specifier.split(",") if not part.startswith("<"))
+    try:
+        return not is_supported(entry, version, entry.specifier) and SpecifierSet(lower).contains(
+            Version(version), prereleases=True
+        )
+    except InvalidVersion:
+        return False
+
+
+def specifier_here(entry: Supported, versions: dict[str, str | None] | None = None) -> str:
+    """The range of ``entry`` that holds in this process, beside ``versions`` (default: what is installed)."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-    return entry.interpreted if entry.interpreted and interpreted else entry.specifier
+    return interpreted_specifier(entry, versions) if interpreted else entry.specifier
+
+
+def interpreted_specifier(entry: Supported, versions: dict[str, str | None] | None = None) -> str:
+    """The range of ``entry`` where kernels are interpreted: Triton 3.6 does it with numpy below 2.4 alone."""
+    if entry.name != "numpy":
+        return entry.specifier
+    triton = find_version(_entry("triton")) if versions is None else versions.get("triton")
+    return ">=1.26,<2.4" if triton is not None and triton.startswith("3.6") else entry.specifier
+
+
+def _entry(name: str) -> Supported:
+    return next(entry for entry in SUPPORTED if entry.name == name)
 
 
 def pip_command(name: str, specifier: str | None = None) -> str:
@@ -142,36 +206,121 @@ def pip_command(name: str, specifier: str | None = None) -> str:
     return f"pip install '{distribution}{extra}{specifier or specifier_here(entry)}'"
 
 
-def version_problems(versions: dict[str, str | None] | None = None) -> list[str]:
-    """Returns one sentence for each dependency that is missing or outside its range.
+def version_problems(versions: dict[str, str | None] | None = None, *, strict: bool = False) -> list[str]:
+    """Returns one sentence for each dependency that is missing or that cannot be used here, with the fix.
 
     Args:
         versions: What is installed, as ``find_versions()`` gives it (the default).
+        strict: Refuse what is newer than everything that was tried, too.
     """
     versions = find_versions() if versions is None else versions
     problems = []
     for entry in SUPPORTED:
         version = versions.get(entry.name)
-        if version is None:
-            if entry.required:
-                problems.append(f"{entry.name} is not installed; {entry.specifier} is needed")
+        if version is None and entry.required:
+            problems.append(f"{entry.name} is not installed; {entry.specifier} is needed")
+        if version is not None and not entry.where_used:
+            problems += _problems_of(entry, version, versions, strict)
+    return problems or _foreign_pair(versions)
+
+
+def _problems_of(entry: Supported, version: str, versions: dict[str, str | None], strict: bool) -> list[str]:
+    specifier = specifier_here(entry, versions)
+    if is_supported(entry, version, specifier) or (is_newer(entry, version) and not strict):
+        return []
+    fix = f"; {pip_command(entry.name, specifier)}" if entry.distributions else ""
+    return [f"{entry.name} {version} is outside the supported range {specifier} ({entry.why}){fix}"]
+
+
+def _foreign_pair(versions: dict[str, str | None]) -> list[str]:
+    """A CUDA build of torch with an older Triton than the one that it was built for; a newer one has been tried."""
+    from packaging.version import Version
+
+    torch, triton = versions.get("torch"), versions.get("triton")
+    wanted = triton_of(torch) if torch is not None else None
+    if torch is None or triton is None or wanted is None or "+cpu" in torch:
+        return []
+    if Version(triton) >= Version(wanted):
+        return []
+    return [f"torch {torch} with triton {triton} is a mix that no index gives; pip install 'triton=={wanted}.*'"]
+
+
+def triton_of(torch: str) -> str | None:
+    """The minor version of Triton that PyPI's CUDA build of this ``torch`` asks for; None for one beyond ``PAIRS``."""
+    from packaging.version import Version
+
+    if is_newer(_entry("torch"), torch):
+        return None
+    known = [triton for lowest, triton in PAIRS if Version(torch) >= Version(lowest)]
+    return known[-1] if known else None
+
+
+def version_warnings(versions: dict[str, str | None] | None = None) -> list[str]:
+    """Returns one sentence for each library that is newer than what was tried, and for each that is there twice."""
+    found = find_versions() if versions is None else versions
+    sentences = [
+        f"{entry.name} {found[entry.name]} is newer than what was tried ({entry.specifier}); DITRON_VERSIONS=strict refuses it"
+        for entry in SUPPORTED
+        if found.get(entry.name) is not None and not entry.where_used and is_newer(entry, str(found[entry.name]))
+    ]
+    return sentences + _installed_twice() if versions is None else sentences
+
+
+def _installed_twice() -> list[str]:
+    sentences = []
+    for entry in SUPPORTED:
+        if not entry.required or entry.name == "python":
             continue
-        if not is_supported(entry, version):
-            fix = f"; {pip_command(entry.name)}" if entry.distributions else ""
-            problems.append(
-                f"{entry.name} {version} is outside the supported range {specifier_here(entry)} ({entry.why}){fix}"
+        places = [
+            str(found.locate_file("")) for name in entry.distributions for found in metadata.distributions(name=name)
+        ]
+        if len({os.path.realpath(place) for place in places}) > 1:
+            sentences.append(
+                f"{entry.name} is installed {len(places)} times, {places[0]} is used: {', '.join(places)}"
             )
-    return problems
+    return sentences
 
 
-def check_versions() -> None:
-    """Checks everything that is installed here against ``SUPPORTED``.
+def check_versions() -> bool:
+    """Checks everything that is installed here against ``SUPPORTED``, and says once what is newer or there twice.
+
+    Returns:
+        Whether something is newer than what was tried.
 
     Raises:
         VersionError: Something required is missing, or something installed is outside its range; names all of them.
+        SettingError: ``DITRON_VERSIONS`` is neither.
     """
-    problems = version_problems()
-    if problems:
-        from ditron_train.runtime.errors import VersionError
+    from ditron_train.runtime.errors import VersionError
+    from ditron_train.runtime.logs import log_once
+    from ditron_train.runtime.settings import get_settings
 
+    problems = version_problems(strict=get_settings().versions == "strict")
+    if problems:
+        raise VersionError("; ".join(problems))
+    for sentence in version_warnings():
+        log_once(sentence, sentence, level=logging.WARNING)
+    versions = find_versions()
+    return any(
+        version is not None and is_newer(entry, version) for entry, version in zip(SUPPORTED, versions.values())
+    )
+
+
+def check_used(*names: str) -> None:
+    """Checks what is only checked where it is used.
+
+    Raises:
+        VersionError: One of ``names`` is installed outside its range, or newer under ``DITRON_VERSIONS=strict``.
+    """
+    from ditron_train.runtime.errors import VersionError
+    from ditron_train.runtime.settings import get_settings
+
+    versions, strict = find_versions(), get_settings().versions == "strict"
+    problems = [
+        problem
+        for name in names
+        if versions.get(name) is not None
+        for problem in _problems_of(_entry(name), str(versions[name]), versions, strict)
+    ]
+    if problems:
         raise VersionError("; ".join(problems))

@@ -14,6 +14,7 @@ from ditron_train.runtime.device import kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
@@ -210,7 +211,7 @@ class OpContext:
             )
         agree_kernel[(1,)](
             channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
-            NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, num_warps=1,
+            NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, num_warps=1, **COMPILE_OPTIONS,
         )  # fmt: skip
         channel.synchronize()
         if len(self._agreed) >= MAX_KNOWN_SHAPES and not self.arena.graph_captured:

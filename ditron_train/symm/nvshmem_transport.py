@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.versions import check_used
 from ditron_train.symm.device_bytes import DeviceBytes
 from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.reserve import Reserve, first_common_gap
@@ -152,6 +153,7 @@ def _start(device: torch.device) -> torch.Tensor:
 
 
 def _load() -> None:
+    check_used("nvshmem4py", "nvidia-nvshmem")
     import cuda.core  # noqa: F401
     import nvshmem.bindings
     import nvshmem.core  # noqa: F401

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -220,6 +221,10 @@ def _build_optimizer(job: Job, model: Any) -> Any:
     return get_megatron_muon_optimizer(config, [model], layer_wise_distributed_optimizer=job.optimizer == "dist_muon")
 
 
+# Newer versions of Megatron-core ask whether sequences are dealt out by their lengths.
+_NO_HYBRID = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+
+
 def _causal_mask(job: Job, device: torch.device) -> torch.Tensor | None:
     """True where attention is forbidden; Transformer Engine's attention and the fused softmax need none."""
     if job.use_te:
@@ -228,7 +233,7 @@ def _causal_mask(job: Job, device: torch.device) -> torch.Tensor | None:
 
 
 def _forward_step(mask: torch.Tensor | None, batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
-    batch = get_batch_on_this_cp_rank(next(batches))
+    batch = get_batch_on_this_cp_rank(next(batches), **_NO_HYBRID)
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
 
     def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

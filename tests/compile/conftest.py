@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.compile_check import Compilation, KernelSpec
+from tests.support.compile_check import TARGETS, Compilation, KernelSpec
 
 _HERE = pathlib.Path(__file__).parent
 _STARTED = pytest.StashKey[list[Compilation]]()
@@ -33,6 +33,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(spec, target, id=f"{spec.name}-{target}") for spec in room_specs() for target in spec.targets
         ]
         metafunc.parametrize("spec, target", cases)
+    if "hopper_spec" in metafunc.fixturenames:
+        specs = [spec for spec in room_specs() if "sm_90" in spec.targets]
+        metafunc.parametrize("hopper_spec", [pytest.param(spec, id=spec.name) for spec in specs])
 
 
 @pytest.hookimpl(trylast=True)
@@ -42,13 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts what the selected tests need."""
-    targets: dict[str, tuple[KernelSpec, list[str]]] = {}
+    targets: dict[str, tuple[KernelSpec, set[str]]] = {}
     for item in session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") and item.path.parent == _HERE else {}
-        if "spec" in parameters:
-            spec = parameters["spec"]
-            targets.setdefault(spec.name, (spec, []))[1].append(parameters["target"])
-    specs = [replace(spec, targets=tuple(chosen)) for spec, chosen in targets.values()]
+        spec = parameters.get("spec", parameters.get("hopper_spec"))
+        if spec is not None:
+            targets.setdefault(spec.name, (spec, set()))[1].add(parameters.get("target", "sm_90"))
+    specs = [replace(spec, targets=tuple(t for t in TARGETS if t in chosen)) for spec, chosen in targets.values()]
     started = session.stash[_STARTED] = []
     if not session.config.option.collectonly:
         niceness = 19 if any(item.path.parent != _HERE for item in session.items) else 0

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from ditron_train.cpu import interpreter
 from ditron_train.cpu import reference_muon as reference
@@ -78,6 +80,15 @@ def test_newton_schulz_orthogonalises():
     assert torch.dist(orthogonalize(grad, dtype=torch.float32), u @ v) < 0.35 * 30**0.5
 
 
+@triton.jit
+def _multiply_add(x_ptr, add_ptr, factor, size, BLOCK: tl.constexpr):
+    """x * factor + add by the multiply-add of the products' epilogue, which rounds once from Triton 3.9's interpreter
+    on."""
+    lanes = tl.arange(0, BLOCK)
+    x, add = tl.load(x_ptr + lanes, mask=lanes < size), tl.load(add_ptr + lanes, mask=lanes < size)
+    tl.store(x_ptr + lanes, tl.fma(x, tl.full(x.shape, factor, tl.float32), add), mask=lanes < size)
+
+
 @needs_interpreter
 def test_half_products_give_the_weights_of_whole_tile_products(monkeypatch):
     """50 steps of a small model by the symmetric kernels and by the same tiles computed whole: equal weights."""
@@ -111,7 +122,9 @@ def test_half_products_give_the_weights_of_whole_tile_products(monkeypatch):
     def whole_square(a, b, c, config=None):
         calls.append("square")
         block = products._symmetric_config(a.shape[0], a.shape[1], a.dtype, "interpreter", 1)
-        return matmul_nt(a, a, config=block) * c + a * b  # fp32: no rounding between product and epilogue
+        result, scaled = matmul_nt(a, a, config=block), a * b  # fp32: no rounding between product and epilogue
+        _multiply_add[(1,)](result, scaled, c, result.numel(), BLOCK=2048)
+        return result
 
     monkeypatch.setattr(products, "gram", whole_gram)
     monkeypatch.setattr(products, "scaled_square", whole_square)

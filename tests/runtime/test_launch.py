@@ -1,122 +1,107 @@
-"""``KernelLaunch.repeat``: the driver is given what Triton itself gives it, for the arguments that the key stands
-for."""
+"""``KernelLaunch``: the driver is given what the installed Triton's own launcher gives it, for the arguments that the
+key stands for. A driver that records stands where there is no GPU."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
-import triton.language as tl
-from triton.backends.nvidia import driver as nvidia
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ditron_train.runtime import launch as launching
-from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.triton_launcher import record_call
+
+_HERE = Path(__file__).parent
 
 
-@triton.jit
-def _kernel(a_desc, x_ptr, size, b_desc, BLOCK: tl.constexpr):
-    tl.store(x_ptr, size)
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``launch_worker.py`` saw."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("Triton builds its launcher by a C compiler, and there is none")
+    folder = tmp_path_factory.mktemp("driver")
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    library = ["-shared", "-fPIC", "-O1", "-w", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
+    command = [compiler, *library, "-o", str(folder / "libcuda.so.1"), str(_HERE / "recording_driver.c")]
+    subprocess.run(command, check=True)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment.update(TRITON_LIBCUDA_PATH=str(folder), TRITON_CACHE_DIR=str(folder / "cache"))
+    environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # what a later version does unasked
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    worker = [sys.executable, str(_HERE / "launch_worker.py"), str(folder)]
+    done = subprocess.run(worker, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-_SIGNATURE = {
-    "a": "tensordesc<bf16[16, 64]>",
-    "x": "*bf16",
-    "size": "i32",
-    "b": "tensordesc<bf16[16, 64]>",
-    "BLOCK": "constexpr",
-}
+@pytest.mark.parametrize("kernel", ["with_descriptors", "without_descriptors"])
+def test_the_driver_is_given_what_triton_gives_it(seen: dict[str, Any], kernel: str) -> None:
+    found = seen[kernel]
+    assert len(found["triton"]["parameters"]) > 4 and found["triton"]["stream"] == 5
+    assert found["directly"] == found["triton"]
+    assert found["repeated"] == {**found["triton"], "stream": 6}
+    assert found["known"] and not found["unknown"]
+    assert found["launches_of_a_recorded_call"] == 1 and found["launches"] == 2  # to record is not to launch
 
 
-def _compiled(calls: list[tuple], *, scratch_bytes: int = 0) -> Any:
-    run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, True
-    run.global_scratch_size = run.profile_scratch_size = scratch_bytes
-    run.global_scratch_align = run.profile_scratch_align = 1
-    metas = [{"number": 0}, None]  # None: a descriptor that the kernel reads through pointers
-    run.launch = nvidia.wrap_handle_tensordesc(lambda *arguments: calls.append(arguments), _SIGNATURE, metas)
-    return SimpleNamespace(run=run, function=77, packed_metadata=(8, 1, 4096))
+def test_no_memory_is_kept_alive(seen: dict[str, Any]) -> None:
+    assert not seen["with_descriptors"]["keeps_memory"] and not seen["without_descriptors"]["keeps_memory"]
 
 
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> tuple[KernelLaunch, list[tuple]]:
-    """A launch whose kernel has been compiled, and what the driver gets."""
-    calls: list[tuple] = []
-    expand = nvidia.make_tensordesc_arg
-    monkeypatch.setattr(
-        nvidia, "make_tensordesc_arg",
-        lambda desc, meta: expand(desc, None) if meta is None else [("map", desc.base.data_ptr()), *desc.shape, *desc.strides],
-    )  # fmt: skip
-    monkeypatch.setattr(launching, "_current_stream", lambda: 5)
-    monkeypatch.setattr(launching, "_current_device", lambda: 0)
-    made = KernelLaunch(_kernel, 131, {"BLOCK": 64})
-    monkeypatch.setattr(made, "_first", lambda key, arguments, stream: made._compiled.update({key: _compiled(calls)}))
-    made(*_arguments(torch.zeros(64, 64, dtype=torch.bfloat16)))  # compiles
-    return made, calls
+def test_kernels_compiled_together_are_loaded_at_once(seen: dict[str, Any]) -> None:
+    assert seen["preloaded"]["functions"] == [0x77] and seen["preloaded"]["launches"] == 0
 
 
-def _arguments(x: torch.Tensor) -> tuple:
-    desc = TensorDescriptor(x, [64, 64], [64, 1], [16, 64])
-    return desc, x, 12, desc
+def test_products_and_sums_are_fused_whatever_the_default(seen: dict[str, Any]) -> None:
+    assert seen["with_descriptors"]["fp_fusion"] and seen["without_descriptors"]["fp_fusion"]
 
 
-def _as_addresses(arguments: tuple) -> tuple:
-    return tuple(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments)
+def test_what_is_kept_is_bounded_and_needs_a_key(seen: dict[str, Any]) -> None:
+    assert not seen["kept"]["without_key"] and seen["kept"]["most"] == 3
 
 
-def test_repeating_gives_the_driver_what_triton_gives_it(launch: tuple[KernelLaunch, list[tuple]]) -> None:
-    made, calls = launch
-    x, y = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16)
-    assert not made.repeat("x", 5)
-    made(*_arguments(x), key="x")
-    made(*_arguments(y), key="y")
-    assert made.repeat("x", 5) and made.repeat("y", 5) and made.repeat("x", 6)
-    first, second, again, again_second, elsewhere = map(_as_addresses, calls)
-    assert again == first and again_second == second != first
-    assert elsewhere == (131, 1, 1, 6, *first[4:])
-    assert all(
-        not isinstance(value, (torch.Tensor, TensorDescriptor)) for value in calls[2]
-    )  # no memory is kept alive
-
-
-def test_what_has_no_key_is_not_kept(launch: tuple[KernelLaunch, list[tuple]]) -> None:
-    made, calls = launch
-    made(*_arguments(torch.zeros(64, 64, dtype=torch.bfloat16)))
-    assert len(calls) == 1 and not made.repeat(None, 5)
-
-
-def test_another_device_loads_the_kernel_itself(
-    launch: tuple[KernelLaunch, list[tuple]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_device_loads_the_kernel_itself(seen: dict[str, Any]) -> None:
     """Loaded code belongs to one device: launched on another, the driver calls it an invalid handle."""
-    made, calls = launch
-    arguments = _arguments(torch.zeros(64, 64, dtype=torch.bfloat16))
-    monkeypatch.setattr(launching, "_current_device", lambda: 1)
-    made(*arguments)  # compiles again
-    assert not calls and len(made._compiled) == 2
-    for device in (0, 1, 0):
-        monkeypatch.setattr(launching, "_current_device", lambda: device)
-        made(*arguments)
-    assert len(calls) == 3 and len(made._compiled) == 2
+    assert seen["kept"]["compiled_by_device"] == [2, 2, 2]
 
 
-def test_what_is_kept_is_bounded(launch: tuple[KernelLaunch, list[tuple]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_MAX_REPEATED", 3)
-    made, _ = launch
-    arguments = _arguments(torch.zeros(64, 64, dtype=torch.bfloat16))
-    for number in range(10):
-        made(*arguments, key=number)
-        assert made.repeat(number, 5) and len(made._repeated) <= 3
+def _launcher(**changes: Any) -> Any:
+    launch = changes.pop("launch", len)
+    return SimpleNamespace(launch=launch, **{"global_scratch_size": 0, "profile_scratch_size": 0, **changes})
 
 
-def test_another_kind_of_launcher_is_left_alone() -> None:
-    x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    assert launching._direct_call(_compiled([], scratch_bytes=8), (*_arguments(x), 64)) is None
-    assert launching._direct_call(SimpleNamespace(run=lambda *arguments: None), (x,)) is None
-    compiled = _compiled([])
-    compiled.run.launch = len  # a launcher of C, without descriptors
-    given = (77, False, True, None, None, (8, 1, 4096), None, None, None, x.data_ptr(), 12, 64)
-    assert launching._direct_call(compiled, (x, 12, 64)) == (len, given)
+class _Compiled:
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def __getitem__(self, grid: tuple) -> Any:
+        return lambda *arguments, stream: self.run.launch(*grid, stream, *arguments)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _launcher(global_scratch_size=8),
+        _launcher(profile_scratch_size=8),
+        _launcher(gsan_enabled=True),
+        _launcher(launch=lambda *arguments: None),
+        _launcher(launch=SimpleNamespace()),
+        lambda *arguments: None,
+    ],
+)
+def test_another_kind_of_launcher_is_left_alone(run: Any) -> None:
+    assert record_call(_Compiled(_launcher()), 131, (torch.zeros(4), 12)) is not None
+    assert record_call(_Compiled(run), 131, (torch.zeros(4), 12)) is None
+
+
+def test_nothing_is_recorded_for_who_wants_to_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    assert record_call(_Compiled(_launcher()), 131, (12,)) is None

@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ditron_train.runtime.launch import COMPILE_OPTIONS
+
 __all__ = [
     "TARGETS",
     "Compilation",
@@ -30,6 +32,7 @@ __all__ = [
     "KernelSpec",
     "check_report",
     "compile_specs",
+    "memory_order",
     "unguarded_releases",
 ]
 
@@ -44,6 +47,9 @@ _BARRIER = re.compile(r"\b(?:bar\.sync|barrier\.sync)\b")
 # A load or store of one element of two bytes: a thread can move eight of them.
 _ONE_BY_ONE = re.compile(r"\b(?:ld|st)\.(?:[a-z0-9_:]+\.)*global\.(?:[a-z0-9_:]+\.)*[bu]16\b")
 _WRITE = re.compile(r"\b(?:st\.(?:[a-z0-9_]+\.)*global|cp\.async\.bulk\.(?:tensor\.[0-9]d\.)?global|red\.|atom\.)")
+
+# What orders memory between blocks and GPUs, and what is copied in bulk.
+_ORDERED = re.compile(r"(?<![\w.])(ld|st|atom|red|fence|cp)\.([a-z0-9_.:]+)")
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,38 @@ def unguarded_releases(ptx: str) -> list[str]:
                 found.append(line.strip())
                 break
     return found
+
+
+def memory_order(ptx: str) -> str:
+    """The acquires, releases, fences and bulk copies of a kernel in their order, with their scopes; as text.
+
+    What a version of Triton may choose freely is left out: how an atomic whose result nobody reads is spelt, fences of
+    a block's own shared memory, and where it waits for its own copies.
+    """
+    found: list[tuple[str, int]] = []
+    for line in ptx.splitlines():
+        match = _ORDERED.search(line.split("//")[0])
+        what = _ordering(match[1], match[2].split(".")) if match else None
+        if what and found and found[-1][0] == what:
+            found[-1] = what, found[-1][1] + 1
+        elif what:
+            found.append((what, 1))
+    return "; ".join(f"{count} x {what}" if count > 1 else what for what, count in found)
+
+
+def _ordering(operation: str, parts: list[str]) -> str | None:
+    scope = next((part for part in parts if part in ("cta", "cluster", "gpu", "sys")), "block")
+    if operation == "fence":
+        if parts[0] == "proxy":
+            return None if parts[-1].startswith("shared") else f"proxy fence {parts[-1]}"
+        return f"fence {parts[0]} {scope}"
+    if operation == "cp":
+        shared = next((index for index, part in enumerate(parts) if part.startswith("shared")), None)
+        if parts[:2] != ["async", "bulk"] or shared is None:
+            return None
+        return "bulk load" if shared < parts.index("global") else "bulk store"
+    kind = next((part for part in parts if part in ("acquire", "release", "acq_rel")), None)
+    return f"{kind} {scope}" if kind else None
 
 
 def check_report(spec: KernelSpec, report: CompileReport) -> None:
@@ -222,16 +260,15 @@ def _gpu_target(target: str):
 
 def _assemble(ptx: str, target: str) -> str:
     """What ptxas says of a PTX text."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas  # which of its two depends on Triton's version
 
     arch = int(target.removeprefix("sm_"))
-    tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
     name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
     with tempfile.TemporaryDirectory() as folder:
         source = os.path.join(folder, "kernel.ptx")
         with open(source, "w") as file:
             file.write(ptx)
-        command = [tool.path, "-v", f"--gpu-name={name}", source, "-o", source + ".cubin"]
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", source, "-o", source + ".cubin"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
@@ -264,7 +301,9 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
         signature[name] = "constexpr"
         if name not in constexprs:
             constexprs[name] = kernel.params[index].default
-    options = dict(num_warps=_by_target(spec.num_warps, target), num_stages=_by_target(spec.num_stages, target))
+    options = dict(
+        num_warps=_by_target(spec.num_warps, target), num_stages=_by_target(spec.num_stages, target), **COMPILE_OPTIONS
+    )
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     triton.knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(io.StringIO()) as said:

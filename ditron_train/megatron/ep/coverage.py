@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.enums import CudaGraphScope
 
 from ditron_train.ep.launch import DTYPES
+from ditron_train.megatron.compat import captures_dispatch
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.settings import get_settings
 
@@ -29,9 +29,7 @@ def why_not_config(dispatcher: Any) -> str | None:
         # wait in a circle.
         if config.tensor_model_parallel_size * config.context_parallel_size > 1:
             return "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, too"
-    if config.cuda_graph_impl != "none" and (
-        not config.cuda_graph_scope or CudaGraphScope.moe_preprocess in config.cuda_graph_scope
-    ):
+    if captures_dispatch(config):
         return "the layer is captured in a CUDA graph, which its host sync does not allow"
     return None
 

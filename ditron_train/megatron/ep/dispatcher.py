@@ -408,10 +408,15 @@ class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
     spec."""
 
     def __init__(
-        self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,  # of newer versions: is_mtp_layer, name
     ) -> None:
         pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, pg_collection)
+        super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
         if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             self.token_dispatcher = DitronMoEAlltoAllTokenDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection

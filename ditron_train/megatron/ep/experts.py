@@ -21,6 +21,7 @@ from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_r
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
+from ditron_train.megatron.compat import why_not_experts
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
 from ditron_train.megatron.shared.wgrad import main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
@@ -178,6 +179,9 @@ def why_not_called(experts: torch.nn.Module) -> str | None:
     their layers, long after the layer was built."""
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
+    reason = why_not_experts(experts)
+    if reason is not None:
+        return reason
     linears = (experts.linear_fc1, experts.linear_fc2)
     for module in (experts, *linears):
         reason = why_not_stand_in(module)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from ditron_train.megatron.compat import captures_iteration
 from ditron_train.megatron.pp.spec import MESSAGE, MessageCall
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.policy import gate, log_native
@@ -55,7 +56,7 @@ def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
         return "one stage"
     if config.use_ring_exchange_p2p:
         return "use_ring_exchange_p2p"
-    if any("full_iteration" in str(scope) for scope in getattr(config, "cuda_graph_scope", None) or ()):
+    if captures_iteration(config):
         return "the whole iteration is captured in a CUDA graph"
     return _refused.get(group)
 

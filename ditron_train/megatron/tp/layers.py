@@ -6,15 +6,17 @@ inherited; only the call differs, and it falls back to the inherited one for wha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from ditron_train.megatron.compat import why_not_arguments, why_not_weight
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.spec import route
-from ditron_train.policy import gate
+from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.functions import column_linear, row_linear
 
@@ -33,7 +35,7 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
         context = None
         # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of
         # experts are exchanged by their dispatcher.
-        if not args and not self.explicit_expert_comm:
+        if not args and not self.explicit_expert_comm and self._is_covered(input, kwargs):
             context = route(
                 "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
                 is_frozen=not weight.requires_grad,
@@ -48,6 +50,12 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
         )
         return column_linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
 
+    def _is_covered(self, input: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
+        reason = why_not_weight(self.weight) or why_not_arguments(input, arguments)
+        if reason is not None:
+            log_native("tp column", reason)
+        return reason is None
+
 
 @outside_compile
 class DitronRowParallelLinear(RowParallelLinear):
@@ -59,8 +67,10 @@ class DitronRowParallelLinear(RowParallelLinear):
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        context = None
-        if self.input_is_parallel and not self.explicit_expert_comm and self.config._cpu_offloading_context is None:
+        context, reason = None, why_not_weight(self.weight)
+        if reason is not None:
+            log_native("tp row", reason)
+        elif self.input_is_parallel and not self.explicit_expert_comm and self.config._cpu_offloading_context is None:
             context = route("row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel)
         if context is None:
             return super().forward(input_)

@@ -21,6 +21,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module._common import apply_normalization
 from transformer_engine.pytorch.module.base import _2X_ACC_WGRAD, get_dummy_wgrad
 
+from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.wgrad import main_grad_of
 from ditron_train.megatron.tp.spec import Kind, route
 from ditron_train.policy import log_native
@@ -144,7 +145,7 @@ def _why_not(layer: Any, x: torch.Tensor) -> str | None:
         return "activations are offloaded to the CPU"
     if is_in_onnx_export_mode() or layer.is_debug_iter() or layer.fsdp_group is not None:
         return "ONNX export, debugging or FSDP scattering is on"
-    return None
+    return why_not_weight(layer.weight)
 
 
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:

@@ -8,7 +8,15 @@ from typing import Literal
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import get_settings, unknown_variables
-from ditron_train.runtime.versions import SUPPORTED, is_supported, pip_command, specifier_here
+from ditron_train.runtime.versions import (
+    SUPPORTED,
+    interpreted_specifier,
+    is_newer,
+    is_supported,
+    pip_command,
+    specifier_here,
+    version_problems,
+)
 from ditron_train.tools.doctor.facts import Facts, island_words
 
 __all__ = ["Finding", "find_problems"]
@@ -55,19 +63,24 @@ def _versions(facts: Facts) -> list[Finding]:
     findings = []
     for entry in SUPPORTED:
         version = facts.versions.get(entry.name)
+        specifier, interpreted = (of(entry, facts.versions) for of in (specifier_here, interpreted_specifier))
         if version is None:
             level: Level = "error" if entry.required else "note"
             findings.append(Finding("versions", level, f"{entry.name} is not installed", pip_command(entry.name)))
-        elif not is_supported(entry, version):
-            fix = pip_command(entry.name) if entry.distributions else f"use one in {specifier_here(entry)}"
-            text = f"{entry.name} {version} is outside {specifier_here(entry)} ({entry.why})"
+        elif is_newer(entry, version):
+            text = f"{entry.name} {version} is newer than what was tried ({specifier}: {entry.why})"
+            findings.append(Finding("versions", "warning", text, pip_command(entry.name, specifier)))
+        elif not is_supported(entry, version, specifier):
+            fix = pip_command(entry.name, specifier) if entry.distributions else f"use one in {specifier}"
+            text = f"{entry.name} {version} is outside {specifier} ({entry.why})"
             findings.append(Finding("versions", "error", text, fix))
-        elif entry.interpreted and not facts.gpus and not is_supported(entry, version, entry.interpreted):
+        elif not facts.gpus and not is_supported(entry, version, interpreted):
             text = f"{entry.name} {version} is too new for Triton's interpreter, all that runs without a GPU ({entry.why})"
-            findings.append(Finding("versions", "warning", text, pip_command(entry.name, entry.interpreted)))
+            findings.append(Finding("versions", "warning", text, pip_command(entry.name, interpreted)))
         else:
-            findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {specifier_here(entry)})"))
-    return findings
+            findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {specifier})"))
+    known = {problem for problem in version_problems(facts.versions) if "mix that no index gives" in problem}
+    return findings + [Finding("versions", "error", *problem.rsplit("; ", 1)) for problem in known]
 
 
 def _gpus(facts: Facts) -> list[Finding]:

@@ -74,7 +74,8 @@ def test_good_machine() -> None:
 @pytest.mark.parametrize(
     ("changes", "topic", "words"),
     [
-        ({"versions": {**GOOD_VERSIONS, "triton": "3.9.0"}}, "versions", "triton 3.9.0"),
+        ({"versions": {**GOOD_VERSIONS, "triton": "3.5.1"}}, "versions", "triton 3.5.1"),
+        ({"versions": {**GOOD_VERSIONS, "torch": "2.15.0+cu132"}}, "versions", "a mix that no index gives"),
         ({"versions": {**GOOD_VERSIONS, "triton": None}}, "versions", "triton is not installed"),
         ({"peer_access": ((True, False), (False, True))}, "peer access", "0-1"),
         ({"libraries": {"nccl": ("/a/libnccl.so.2", "/b/libnccl.so.2")}}, "copies", "/b/libnccl.so.2"),
@@ -94,6 +95,7 @@ def test_errors_make_it_unhealthy_and_have_a_fix(changes: dict, topic: str, word
 @pytest.mark.parametrize(
     ("changes", "topic", "words"),
     [
+        ({"versions": {**GOOD_VERSIONS, "triton": "3.10.0"}}, "versions", "newer than what was tried"),
         ({"links": {"0-1": "SYS"}}, "links", "1 pairs SYS"),
         ({"environment": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),
         ({"environment": {"NCCL_ALGO": "allreduce:ring;reducescatter:ring,nvls"}}, "NCCL", "another order"),

@@ -1,0 +1,108 @@
+"""Configurations, weights and calls of Megatron-core 0.16 and newer: one question for what the versions call
+differently, and a reason for Megatron's path for what came later than 0.16 and is not covered."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = [
+    "captured_parts",
+    "captures_dispatch",
+    "captures_iteration",
+    "why_not_arguments",
+    "why_not_experts",
+    "why_not_weight",
+]
+
+# Of ``linear_with_grad_accumulation_and_async_allreduce`` in 0.16: what the tp ops do themselves or hand on.
+_KNOWN_ARGUMENTS = frozenset(
+    ("allreduce_dgrad", "async_grad_allreduce", "bias", "grad_output_buffer", "gradient_accumulation_fusion", "sequence_parallel", "tp_group",
+     "wgrad_deferral_limit")
+)  # fmt: skip
+
+_NEUTRAL = {"gtp_remat_size": 1}  # weights that are not shared
+
+
+def captured_parts(config: Any) -> frozenset[str] | None:
+    """Names of what is captured in CUDA graphs, empty for whole layers; None where nothing is.
+
+    0.16 and 0.17 name the parts in ``cuda_graph_scope``, 0.18 and newer in ``cuda_graph_modules``.
+    """
+    if getattr(config, "cuda_graph_impl", "none") == "none":
+        return None
+    parts = getattr(config, "cuda_graph_modules", None)
+    if parts is None:
+        parts = getattr(config, "cuda_graph_scope", None)
+    if not parts or parts == "full":
+        return frozenset()
+    return frozenset(getattr(part, "name", str(part)) for part in ([parts] if isinstance(parts, str) else parts))
+
+
+def captures_dispatch(config: Any) -> bool:
+    """Whether the exchange of the experts' counts is part of a CUDA graph."""
+    parts = captured_parts(config)
+    return parts is not None and (not parts or "moe_preprocess" in parts)
+
+
+def captures_iteration(config: Any) -> bool:
+    """Whether a whole iteration is one CUDA graph: an implementation of its own since 0.18, a scope before."""
+    if getattr(config, "cuda_graph_impl", "none") == "full_iteration":
+        return True
+    scopes = getattr(config, "cuda_graph_scope", None) or ()
+    return any("full_iteration" in str(scope) for scope in ([scopes] if isinstance(scopes, str) else scopes))
+
+
+def why_not_experts(experts: torch.nn.Module) -> str | None:
+    """Why experts of a newer Megatron-core run by its own path, or None."""
+    config = experts.config
+    if getattr(config, "use_transformer_engine_op_fuser", False) or getattr(experts, "_with_fused_impl", False):
+        return "Transformer Engine's operation fuser computes the experts"
+    if getattr(config, "moe_mlp_glu_interleave_size", None) is not None:
+        return "moe_mlp_glu_interleave_size is set"
+    if config.activation_func_clamp_value is not None and config.activation_func == F.silu and _clamps_swiglu():
+        return "activation_func_clamp_value is set for SwiGLU"
+    for name in ("linear_fc1", "linear_fc2"):
+        linear = getattr(experts, name, None)
+        if getattr(linear, "single_grouped_weight", False):
+            return "the experts share one grouped weight"
+        reason = why_not_weight(getattr(linear, "weight0", None))
+        if reason is not None:
+            return reason
+    return None
+
+
+def _clamps_swiglu() -> bool:
+    """Whether Megatron's fused SwiGLU takes the clamp, as it does after 0.19."""
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    return "clamp_value" in inspect.signature(weighted_bias_swiglu_impl).parameters
+
+
+def why_not_weight(weight: Any) -> str | None:
+    """Why a layer with this weight runs by Megatron's path, or None: since 0.19 a weight may be a part that is gathered
+    for each product."""
+    size = getattr(weight, "gtp_remat_size", None)
+    return (
+        None if size is None or size == 1 else f"its weight is shared by {size} ranks (generalized tensor parallelism)"
+    )
+
+
+def why_not_arguments(x: torch.Tensor, arguments: Mapping[str, Any]) -> str | None:
+    """Why a linear layer that is called with these keywords runs by Megatron's path, or None: what 0.16 does not know
+    must not ask for anything."""
+    for name in sorted(arguments.keys() - _KNOWN_ARGUMENTS):
+        value = arguments[name]
+        if (
+            value is None
+            or value is False
+            or value == _NEUTRAL.get(name)
+            or (name, value) == ("output_dtype", x.dtype)
+        ):
+            continue
+        return f"{name}={value} is not covered"
+    return None

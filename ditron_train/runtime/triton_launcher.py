@@ -1,0 +1,114 @@
+"""What the installed Triton's launcher gives the driver, so that a launch can be repeated without the launcher.
+
+The function of C behind Triton's wrappers takes its arguments in an order that is Triton's own and changes from version
+to version: 3.6 wants them one by one, 3.7 a tuple of them behind annotations and a signature. So nobody here knows that
+order: Triton's own launcher runs once with a function in the place of that of C, and what it is given is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["RecordedCall", "has_launch_hooks", "record_call"]
+
+_STREAM = 0x5EA_0F_57_EA5  # stands for the stream while a call is recorded: no other argument has its identity
+
+
+class RecordedCall(NamedTuple):
+    """One launch as the driver's function takes it.
+
+    Attributes:
+        launch: The function of C.
+        before: Its arguments in front of the stream.
+        after: Its arguments behind the stream.
+    """
+
+    launch: Callable[..., Any]
+    before: tuple
+    after: tuple
+
+
+class _Standing:
+    """A compiled kernel whose launcher is another one; everything else is the kernel's."""
+
+    def __init__(self, compiled: Any, run: Any) -> None:
+        self._compiled, self.run = compiled, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    def launch_metadata(self, *arguments: Any) -> None:
+        """None: it is made for hooks alone."""
+
+
+def has_launch_hooks() -> bool:
+    """Whether somebody wants to hear of launches: a profiler."""
+    return any(getattr(hook, "calls", hook) for hook in _hooks())
+
+
+def _hooks() -> list[Any]:
+    import triton
+
+    runtime = triton.knobs.runtime
+    return [getattr(runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook")]
+
+
+def record_call(compiled: Any, num_programs: int, arguments: tuple) -> RecordedCall | None:
+    """What a launch of ``compiled`` with ``arguments`` gives the driver; None where this Triton's launcher is of a kind
+    that cannot be recorded, or does more at each launch than to call the driver.
+
+    Nothing is launched. Descriptors are encoded once, and tensors are given as their addresses: nothing here keeps
+    memory alive.
+    """
+    run = compiled.run
+    if getattr(run, "gsan_enabled", False) or has_launch_hooks():
+        return None
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):  # allocated at each launch
+        return None
+    calls: list[tuple] = []
+    found = _with_another_end(getattr(run, "launch", None), lambda *given: calls.append(given))
+    if found is None:
+        return None
+    launch, recording = found
+    recorder = copy.copy(run)
+    recorder.launch = recording
+    stream = int(str(_STREAM))  # an object of its own
+    type(compiled).__getitem__(_Standing(compiled, recorder), (num_programs, 1, 1))(*arguments, stream=stream)
+    (given,) = calls
+    places = [index for index, value in enumerate(given) if value is stream]
+    if len(places) != 1:
+        return None
+    kept = tuple(_as_addresses(value) for value in given)
+    return RecordedCall(launch, kept[: places[0]], kept[places[0] + 1 :])
+
+
+def _with_another_end(launch: Any, end: Callable[..., None]) -> tuple[Callable, Callable] | None:
+    """(the function of C, ``launch`` with ``end`` in its place); None where ``launch`` is neither the function itself
+    nor one closure around it."""
+    if inspect.isbuiltin(launch):  # a kernel without descriptors
+        return launch, end
+    if not inspect.isfunction(launch):
+        return None
+    cells = launch.__closure__ or ()
+    inner = [cell.cell_contents for cell in cells if inspect.isbuiltin(cell.cell_contents)]
+    if len(inner) != 1:
+        return None
+    closure = tuple(CellType(end) if cell.cell_contents is inner[0] else cell for cell in cells)
+    same = FunctionType(launch.__code__, launch.__globals__, launch.__name__, launch.__defaults__, closure)
+    same.__kwdefaults__ = launch.__kwdefaults__
+    return inner[0], same
+
+
+def _as_addresses(value: Any) -> Any:
+    """``value`` with tensors as their addresses and without hooks, of which there are none that listen."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_as_addresses, value)) if type(value) in (tuple, list) else value
+    return None if any(value is hook for hook in _hooks()) else value
