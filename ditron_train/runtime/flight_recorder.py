@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.errors import DitronError, PeerTimeoutError
 from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 
@@ -84,14 +84,19 @@ class _Ring:
         self._write_header()
         return len(groups) - 1
 
-    def note(self, kind: str, text: str, group: str | None, missing_rank: int | None) -> None:
+    def note(self, error: BaseException, group: str | None) -> None:
         if self._header["error"] is not None:
             return  # the first says most
-        text = text[:_ERROR_CHARACTERS]
+        text = str(error)[:_ERROR_CHARACTERS]
         if len(json.dumps(text)) > 2 * _ERROR_CHARACTERS:  # what is not ASCII takes up to twelve times its length
             text = text[: _ERROR_CHARACTERS // 6]
-        self._header["error"] = {"kind": kind, "text": text, "time_ns": time.time_ns(), "group": group,
-                                 "missing_rank": missing_rank}  # fmt: skip
+        missing_rank, waited_s = (
+            (error.missing_rank, error.timeout_s) if isinstance(error, PeerTimeoutError) else (None, None)
+        )
+        self._header["error"] = {
+            "kind": type(error).__name__, "text": text, "time_ns": time.time_ns(), "group": group,
+            "missing_rank": missing_rank, "waited_s": waited_s,
+        }  # fmt: skip
         self._header["state"] = "raised"
         self._keep = True
         self._write_header()
@@ -105,8 +110,7 @@ class _Ring:
         self.memory[: len(text)] = text
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not issubclass(kind, DitronError):  # those are noted where they are found
-            self.note(kind.__name__, str(error), None, None)
+        self.note(error, error.group if isinstance(error, PeerTimeoutError) else None)
         self._previous_hook(kind, error, traceback)
 
     def _end(self) -> None:
@@ -257,7 +261,7 @@ def note_error(error: DitronError, group_name: str) -> None:
     ring = _ring
     if ring is None:
         return
-    ring.note(type(error).__name__, str(error), group_name, getattr(error, "missing_rank", None))
+    ring.note(error, group_name)
     get_logger("records").error(
         "the last calls of this rank are in %s: python -m ditron_train postmortem %s", ring.path, ring.path.parent
     )
