@@ -31,6 +31,7 @@ __all__ = [
     "check_table",
     "forget_tables",
     "named_table",
+    "parse_table",
     "read_table",
     "shape_class",
     "shipped_name",
@@ -108,7 +109,12 @@ def _sizes(name: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", name)]
 
 
-def _parse(text: str, name: str) -> TuningTable:
+def parse_table(text: str, name: str) -> TuningTable:
+    """The table that a file called ``name`` holds as ``text``.
+
+    Raises:
+        SettingError: It is no table.
+    """
     try:
         content = json.loads(text)
     except ValueError:
@@ -142,7 +148,7 @@ def _read(path: Path) -> TuningTable:
         raise SettingError(
             f"cannot read the tuning table {path}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    return _parse(text, str(path))
+    return parse_table(text, str(path))
 
 
 def read_table(path: Path, device: str) -> TuningTable:
@@ -217,4 +223,4 @@ def _load(setting: str | None, device: str) -> TuningTable | None:
     if setting is not None:
         return read_table(Path(setting), device)
     shipped = resources.files("ditron_train.data").joinpath("tuning", shipped_name(device))
-    return _parse(shipped.read_text(encoding="utf-8"), shipped.name) if shipped.is_file() else None
+    return parse_table(shipped.read_text(encoding="utf-8"), shipped.name) if shipped.is_file() else None

@@ -98,7 +98,7 @@ def test_published_shapes_of_four_ranks_make_few_classes() -> None:
 def test_an_entry_reads_back_as_it_was(problem: Problem, choice: Choice) -> None:
     table = TuningTable(H200.device, {"torch": "2.11"}, RATES)
     table.put(problem.table_op, problem.world_size, problem.shape_class, entry_of(problem, choice))
-    read = tuning._parse(table.to_text(), "here")
+    read = tuning.parse_table(table.to_text(), "here")
     assert read == table
     entry = read.find(problem.table_op, problem.world_size, problem.shape_class)
     back = entry_of(problem, dataclasses.replace(choice, source="table"))
