@@ -22,7 +22,7 @@ from transformer_engine.pytorch.module._common import apply_normalization
 from transformer_engine.pytorch.module.base import _2X_ACC_WGRAD, get_dummy_wgrad
 
 from ditron_train.megatron.shared.wgrad import main_grad_of
-from ditron_train.megatron.tp.layers.spec import Kind, route
+from ditron_train.megatron.tp.spec import Kind, route
 from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
