@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -119,8 +120,11 @@ class _Ring:
         if self._header["state"] == "running":
             self._header["state"] = "ended"
             self._write_header()
-        if not self._keep and self.path.exists():
-            self.path.unlink()
+        if not self._keep:
+            self.path.unlink(missing_ok=True)
+            for folder in (self.path.parent, self.path.parent.parent):  # the job's, and the user's
+                with suppress(OSError):  # others write there
+                    folder.rmdir()
 
 
 class OpRecords:
@@ -208,7 +212,7 @@ def _default_folder() -> Path:
         OSError: It cannot be made, or somebody else has made it: a file there could be a link to another one.
     """
     words = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_PORT")]
-    job = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(word for word in words if word)) or "alone"
+    job = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(word for word in words if word)).strip(".")[:200] or "alone"
     mine = Path(tempfile.gettempdir()) / f"ditron_postmortem-{os.getuid()}"
     mine.mkdir(mode=0o700, exist_ok=True)
     if mine.is_symlink() or mine.stat().st_uid != os.getuid():
@@ -221,6 +225,10 @@ _ring_failed = False
 _records: dict[tuple[str, tuple[int, ...]], OpRecords] = {}  # a name may come again, for other ranks
 
 
+def _make_ring(named: str | None) -> _Ring:
+    return _Ring(Path(named) if named else _default_folder(), keep=named is not None)
+
+
 def _open_ring() -> _Ring | None:
     """The ring of this process; None where it is switched off or its folder cannot be written (one log line)."""
     global _ring, _ring_failed
@@ -230,7 +238,10 @@ def _open_ring() -> _Ring | None:
     if named == _OFF:
         return None
     try:
-        _ring = _Ring(Path(named) if named else _default_folder(), keep=named is not None)
+        try:
+            _ring = _make_ring(named)
+        except FileNotFoundError:  # a rank that ended has removed the folder meanwhile
+            _ring = _make_ring(named)
     except OSError as error:
         _ring_failed = True
         where = error.filename or named or tempfile.gettempdir()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.files import replace_file
+from ditron_train.runtime.files import parse_json, read_regular, replace_file
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
@@ -116,7 +116,7 @@ def parse_table(text: str, name: str) -> TuningTable:
         SettingError: It is no table.
     """
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError:
         raise SettingError(f"{name} is not a tuning table: no JSON") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -143,7 +143,7 @@ def _is_rate(value: object) -> bool:
 
 def _read(path: Path) -> TuningTable:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
             f"cannot read the tuning table {path}: {getattr(error, 'strerror', None) or error}"
@@ -191,7 +191,7 @@ def named_table() -> str | None:
     if setting in (None, "off"):
         return setting
     try:
-        return f"table {hashlib.sha256(Path(setting).read_bytes()).hexdigest()[:12]}"
+        return f"table {hashlib.sha256(read_regular(Path(setting))).hexdigest()[:12]}"
     except OSError as error:
         raise SettingError(f"cannot read the tuning table {setting}: {error.strerror}") from None
 
