@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.errors import ArenaError, DitronError, PeerTimeoutError
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.plain import from_plain, to_plain
 
@@ -200,6 +200,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 def _meeting_of(group: dist.ProcessGroup) -> _Meeting:
     if group not in _meetings:
+        check_member(group)
         _meetings[group] = _Meeting(group)
     return _meetings[group]
 

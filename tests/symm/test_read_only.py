@@ -17,7 +17,7 @@ from ditron_train.pp.mailbox import Mailbox
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.symm import SymmetricArena
 from ditron_train.symm.shm_transport import FOLDER
-from ditron_train.testing.processes import run_workers
+from tests.support.processes import run_workers
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def _megatron_layer() -> tuple[bool, int]:
     from megatron.core.transformer import TransformerConfig
 
     import ditron_train.megatron as plugin
-    from ditron_train.testing.megatron_cpu import CPU_CONFIG, model_parallel
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG, model_parallel
 
     handler, logger = _Lines(), logging.getLogger("ditron_train")
     logger.addHandler(handler)
