@@ -13,7 +13,7 @@ from ditron_train.ep.layout import Layout, LayoutShape, Room
 from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.stream.call_order import CallOrder
@@ -97,6 +97,7 @@ class EPContext:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> None:
+        check_member(group)
         self.target = kernel_target(device)
         world_size = dist.get_world_size(group)
         if is_interpreter():

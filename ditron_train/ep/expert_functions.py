@@ -30,6 +30,7 @@ from ditron_train.ep.context import EPContext
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = [
@@ -194,6 +195,7 @@ class _DispatchLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor, grad_row_probs: torch.Tensor):
+        refuse_second_derivatives("dispatch_linear")
         rows, *weights = ctx.saved_tensors
         grad_x, grad_probs, grads = backward_in(
             grad_y, rows, weights, ctx.call, grad_row_probs, ctx.probs_dtype, any(ctx.needs_input_grad[3:])
@@ -211,6 +213,7 @@ class _LinearCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor):
+        refuse_second_derivatives("linear_combine")
         h, *weights = ctx.saved_tensors
         grad_h, grad_rows = backward_out(grad_out, weights, ctx.call)
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)

@@ -16,6 +16,7 @@ from ditron_train.ep.context import EPContext
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.rails import RailContext, RailLayout
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = ["combine_rows", "dispatch_tokens"]
@@ -44,6 +45,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor):
+        refuse_second_derivatives("dispatch")
         grad_x, grad_probs = _mover(ctx.layout).combine(
             grad_rows,
             ctx.layout,
@@ -64,6 +66,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor):
+        refuse_second_derivatives("combine")
         return _mover(ctx.layout).dispatch(grad_out, ctx.layout, ctx.context)[0], None, None, None
 
 

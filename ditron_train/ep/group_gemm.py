@@ -16,6 +16,7 @@ from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_ke
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
@@ -304,6 +305,7 @@ class _GroupLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("group_linear")
         x, *weights = ctx.saved_tensors
         dx = group_gemm(grad, weights, ctx.tiles, transpose=False) if ctx.needs_input_grad[0] else None
         dw: Sequence[torch.Tensor | None] = [None] * len(weights)

@@ -22,6 +22,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.exchange import exchange
 
 __all__ = ["Decision", "check_plan", "decide", "forget_plans"]
 
@@ -144,9 +145,7 @@ def _check_suited(plan: Plan, room: str, mode: str, place: str, group: dist.Proc
     read, mine = plan.places_read(room, mode), None
     if read and place not in read:
         mine = _unsuited(plan, room, read, place)
-    said: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
-    refusals = [text for text in said if text is not None]
+    refusals = [text for text in exchange(group, mine) if text is not None]
     if refusals:
         raise SettingError(refusals[0])
     _suited[once] = True

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.groups import GroupCache
+from ditron_train.symm.exchange import exchange
 
 __all__ = ["ReduceScatter", "ReductionOrder", "forget_orders", "reduction_order", "reveal_order"]
 
@@ -96,10 +97,8 @@ def reveal_order(
             seen.append(None)
             continue
         seen += sizes
-    rows: list[list | None] = [None] * world
     mine = [None if one is None else tuple(one) for one in seen]
-    dist.all_gather_object(rows, mine, group=group)
-    order = _name(rows, world)
+    order = _name(exchange(group, mine), world)
     if order.is_ours and world > 2:
         same = torch.tensor([int(_rounds_each_hop(reduce_scatter, group, device, dtype))], device=device)
         dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import torch
 from ditron_train import __version__
 from ditron_train.runtime.device import driver_version
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.files import replace_file
+from ditron_train.runtime.files import locked, parse_json, read_regular, replace_file
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import SETTINGS, get_settings
 from ditron_train.runtime.tuning_table import named_table
@@ -101,8 +100,7 @@ class Plan:
         """
         self.entries[key] = entry
         try:
-            with open(self.path.with_name(f".{self.path.name}.lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(self.path.with_name(f".{self.path.name[:200]}.lock")):
                 self._write({**self._written(), key: entry})
         except OSError as error:
             log_once(
@@ -132,12 +130,12 @@ def load_plan(path: Path) -> Plan:
         SettingError: The file cannot be read or written, is no plan, or was made with another device or other
             libraries.
     """
-    if not path.exists():
-        if not os.access(path.parent, os.W_OK):
-            raise SettingError(f"cannot write the plan {path}: {path.parent} is not a writable folder")
-        return Plan(path, {})
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(read_regular(path))
+    except (FileNotFoundError, NotADirectoryError):
+        if not os.access(path.parent, os.W_OK):
+            raise SettingError(f"cannot write the plan {path}: {path.parent} is not a writable folder") from None
+        return Plan(path, {})
     except OSError as error:
         raise SettingError(f"cannot read the plan {path}: {error.strerror}") from None
     except ValueError:

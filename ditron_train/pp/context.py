@@ -20,7 +20,7 @@ from ditron_train.pp.slots import Slots
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.versions import pip_command
@@ -70,6 +70,7 @@ class PipelineContext:
         num_slots: int | None = None,
         num_loans: int | None = None,
     ) -> None:
+        check_member(group)
         self.group, self.device = group, with_index(device)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if self.world_size < 2:

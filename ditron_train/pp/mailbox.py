@@ -15,14 +15,13 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.stream import driver
 from ditron_train.symm.exchange import exchange, on_all_ranks
-from ditron_train.symm.shm_transport import FOLDER, map_file
+from ditron_train.symm.shm_transport import FOLDER, discard_file, map_file
 
 __all__ = ["FLAGS", "HEADER_DEPTH", "HEADER_WORDS", "MAX_LOANS", "Mailbox"]
 
@@ -80,8 +79,7 @@ class Mailbox:
             return on_all_ranks(group, "mapping a mailbox", share, (OSError,))
         finally:
             if self.rank == 0:
-                with suppress(FileNotFoundError):
-                    os.unlink(path_of_first)
+                discard_file(path_of_first)
 
     def _register(self, group: dist.ProcessGroup, device: torch.device) -> int | None:
         """Address of the memory for the device's streams; None where the driver of any rank refuses to register it."""
@@ -202,6 +200,8 @@ class Mailbox:
             while words[0] == 0 and time.monotonic() < deadline_s:
                 time.sleep(0.001)
             return
+        except OSError:  # the folder is read-only or full by now: of two that write at once the last one is heard
+            pass
         try:
             if words[0] == 0:
                 encoded = text.encode()[: _FAULT_BYTES - 8 * _FAULT_WORDS]
@@ -211,7 +211,7 @@ class Mailbox:
                 words[1] = len(encoded)
                 words[0] = 1
         finally:
-            os.unlink(self._claim_path)
+            discard_file(self._claim_path)
 
     @property
     def failed(self) -> bool:

@@ -21,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.errors import DitronError, PeerTimeoutError
 from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 
@@ -84,14 +85,19 @@ class _Ring:
         self._write_header()
         return len(groups) - 1
 
-    def note(self, kind: str, text: str, group: str | None, missing_rank: int | None) -> None:
+    def note(self, error: BaseException, group: str | None) -> None:
         if self._header["error"] is not None:
             return  # the first says most
-        text = text[:_ERROR_CHARACTERS]
+        text = str(error)[:_ERROR_CHARACTERS]
         if len(json.dumps(text)) > 2 * _ERROR_CHARACTERS:  # what is not ASCII takes up to twelve times its length
             text = text[: _ERROR_CHARACTERS // 6]
-        self._header["error"] = {"kind": kind, "text": text, "time_ns": time.time_ns(), "group": group,
-                                 "missing_rank": missing_rank}  # fmt: skip
+        missing_rank, waited_s = (
+            (error.missing_rank, error.timeout_s) if isinstance(error, PeerTimeoutError) else (None, None)
+        )
+        self._header["error"] = {
+            "kind": type(error).__name__, "text": text, "time_ns": time.time_ns(), "group": group,
+            "missing_rank": missing_rank, "waited_s": waited_s,
+        }  # fmt: skip
         self._header["state"] = "raised"
         self._keep = True
         self._write_header()
@@ -105,8 +111,7 @@ class _Ring:
         self.memory[: len(text)] = text
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not issubclass(kind, DitronError):  # those are noted where they are found
-            self.note(kind.__name__, str(error), None, None)
+        self.note(error, error.group if isinstance(error, PeerTimeoutError) else None)
         self._previous_hook(kind, error, traceback)
 
     def _end(self) -> None:
@@ -115,8 +120,11 @@ class _Ring:
         if self._header["state"] == "running":
             self._header["state"] = "ended"
             self._write_header()
-        if not self._keep and self.path.exists():
-            self.path.unlink()
+        if not self._keep:
+            self.path.unlink(missing_ok=True)
+            for folder in (self.path.parent, self.path.parent.parent):  # the job's, and the user's
+                with suppress(OSError):  # others write there
+                    folder.rmdir()
 
 
 class OpRecords:
@@ -204,7 +212,7 @@ def _default_folder() -> Path:
         OSError: It cannot be made, or somebody else has made it: a file there could be a link to another one.
     """
     words = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_PORT")]
-    job = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(word for word in words if word)) or "alone"
+    job = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(word for word in words if word)).strip(".")[:200] or "alone"
     mine = Path(tempfile.gettempdir()) / f"ditron_postmortem-{os.getuid()}"
     mine.mkdir(mode=0o700, exist_ok=True)
     if mine.is_symlink() or mine.stat().st_uid != os.getuid():
@@ -217,6 +225,10 @@ _ring_failed = False
 _records: dict[tuple[str, tuple[int, ...]], OpRecords] = {}  # a name may come again, for other ranks
 
 
+def _make_ring(named: str | None) -> _Ring:
+    return _Ring(Path(named) if named else _default_folder(), keep=named is not None)
+
+
 def _open_ring() -> _Ring | None:
     """The ring of this process; None where it is switched off or its folder cannot be written (one log line)."""
     global _ring, _ring_failed
@@ -226,7 +238,10 @@ def _open_ring() -> _Ring | None:
     if named == _OFF:
         return None
     try:
-        _ring = _Ring(Path(named) if named else _default_folder(), keep=named is not None)
+        try:
+            _ring = _make_ring(named)
+        except FileNotFoundError:  # a rank that ended has removed the folder meanwhile
+            _ring = _make_ring(named)
     except OSError as error:
         _ring_failed = True
         where = error.filename or named or tempfile.gettempdir()
@@ -257,7 +272,7 @@ def note_error(error: DitronError, group_name: str) -> None:
     ring = _ring
     if ring is None:
         return
-    ring.note(type(error).__name__, str(error), group_name, getattr(error, "missing_rank", None))
+    ring.note(error, group_name)
     get_logger("records").error(
         "the last calls of this rank are in %s: python -m ditron_train postmortem %s", ring.path, ring.path.parent
     )

@@ -15,13 +15,29 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["GroupCache", "belongs_to", "forget_destroyed_groups", "is_destroyed"]
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["GroupCache", "belongs_to", "check_member", "forget_destroyed_groups", "is_destroyed"]
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 _caches: list[weakref.ref[GroupCache]] = []
 _owners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def check_member(group: object) -> None:
+    """Refuses what is no group of this process, before anybody waits for it.
+
+    Raises:
+        NotSupportedError: This process is not in the group, or there is none yet.
+    """
+    if group is None:
+        raise NotSupportedError("there is no process group: call torch.distributed.init_process_group first")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what ``new_group`` returns on the others
+        raise NotSupportedError("this rank is not in the process group: only its members may use it")
+    if not isinstance(group, dist.ProcessGroup):
+        raise NotSupportedError(f"{group!r} is no process group")
 
 
 def belongs_to(group: dist.ProcessGroup, owner: dist.ProcessGroup) -> dist.ProcessGroup:

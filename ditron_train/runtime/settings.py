@@ -62,9 +62,11 @@ def _number(kind: Callable[[str], Any], allowed: Callable[[Any], bool], words: s
     return parse
 
 
-_positive_float = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
-_positive_int = _number(int, lambda value: value > 0, "a whole number above 0")
-_count = _number(int, lambda value: value >= 0, "a whole number from 0 up")
+# The largest leave room for a product of two of them: what is counted in nanoseconds, bytes or rows stays a number.
+_MOST, _MOST_COUNT = 1e30, 2**31 - 1
+_positive_float = _number(float, lambda value: 0 < value <= _MOST, f"a number above 0, at most {_MOST:g}")
+_positive_int = _number(int, lambda value: 0 < value <= _MOST_COUNT, f"a whole number from 1 to {_MOST_COUNT}")
+_count = _number(int, lambda value: 0 <= value <= _MOST_COUNT, f"a whole number from 0 to {_MOST_COUNT}")
 
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}

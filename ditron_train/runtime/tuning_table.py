@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.files import replace_file
+from ditron_train.runtime.files import parse_json, read_regular, replace_file
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
@@ -31,6 +31,7 @@ __all__ = [
     "check_table",
     "forget_tables",
     "named_table",
+    "parse_table",
     "read_table",
     "shape_class",
     "shipped_name",
@@ -108,9 +109,14 @@ def _sizes(name: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", name)]
 
 
-def _parse(text: str, name: str) -> TuningTable:
+def parse_table(text: str, name: str) -> TuningTable:
+    """The table that a file called ``name`` holds as ``text``.
+
+    Raises:
+        SettingError: It is no table.
+    """
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError:
         raise SettingError(f"{name} is not a tuning table: no JSON") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -137,12 +143,12 @@ def _is_rate(value: object) -> bool:
 
 def _read(path: Path) -> TuningTable:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
             f"cannot read the tuning table {path}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    return _parse(text, str(path))
+    return parse_table(text, str(path))
 
 
 def read_table(path: Path, device: str) -> TuningTable:
@@ -185,7 +191,7 @@ def named_table() -> str | None:
     if setting in (None, "off"):
         return setting
     try:
-        return f"table {hashlib.sha256(Path(setting).read_bytes()).hexdigest()[:12]}"
+        return f"table {hashlib.sha256(read_regular(Path(setting))).hexdigest()[:12]}"
     except OSError as error:
         raise SettingError(f"cannot read the tuning table {setting}: {error.strerror}") from None
 
@@ -217,4 +223,4 @@ def _load(setting: str | None, device: str) -> TuningTable | None:
     if setting is not None:
         return read_table(Path(setting), device)
     shipped = resources.files("ditron_train.data").joinpath("tuning", shipped_name(device))
-    return _parse(shipped.read_text(encoding="utf-8"), shipped.name) if shipped.is_file() else None
+    return parse_table(shipped.read_text(encoding="utf-8"), shipped.name) if shipped.is_file() else None

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp.context import SPContext
@@ -136,6 +137,7 @@ class _QkvProjection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("qkv_projection")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = grad_rows = grad_late = None
@@ -191,6 +193,7 @@ class _OutputProjection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("output_projection")
         weight, gathered = ctx.saved_tensors
         needs_attended, needs_weight = ctx.needs_input_grad[:2]
         grad_attended = grad_weight = None
@@ -229,6 +232,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("the exchange of heads and sequence")
         inverse = to_sequence if ctx.towards_heads else to_heads
         return (None, None, None, None, *inverse(grads, **ctx.options))
 

@@ -71,6 +71,7 @@ def _check_rows(
     """``lead``: leading dimensions, the rows of ``num_ranks`` ranks."""
     length, num_rows = lead[0], torch.Size(lead).numel()
     if num_rows == 0:
+        context.agree_on_nothing((context.heads_channel, context.sequence_channel))
         raise NotSupportedError(f"{name}: an empty sequence")
     if row_table is not None and (
         length % num_ranks

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.lang.agree import agree_kernel
-from ditron_train.runtime.device import kernel_target, num_sms, with_index
+from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
+from ditron_train.stream.nothing import compare_calls
 from ditron_train.stream.recorded_graph import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
@@ -209,15 +209,39 @@ class OpContext:
             raise NotSupportedError(
                 f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}"
             )
-        agree_kernel[(1,)](
-            channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
-            NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, num_warps=1, **COMPILE_OPTIONS,
-        )  # fmt: skip
+        self._announce(channel, signature, num_roles, verify=True)
         channel.synchronize()
         if len(self._agreed) >= MAX_KNOWN_SHAPES and not self.arena.graph_captured:
             self.forget_shapes()
         self._agreed.add(key)
         return signature
+
+    def _announce(self, channel: Channel, signature: torch.Tensor, num_roles: int, *, verify: bool) -> None:
+        agree_kernel[(1,)](
+            channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
+            NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, VERIFY=verify, num_warps=1,
+            **COMPILE_OPTIONS,
+        )  # fmt: skip
+
+    def agree_on_nothing(self, channels: Sequence[Channel], **values: int | torch.dtype) -> None:
+        """A call without rows: the peers' calls have to be without rows, too (collective each time).
+
+        While a CUDA graph is captured nothing is asked: the call has been made before.
+
+        Args:
+            channels: All that a peer might take for such a call with rows.
+            values: Of the signature, by name; the others are 0.
+
+        Raises:
+            MismatchError: They are not; the same on every rank.
+            PeerTimeoutError: A peer did not come.
+        """
+        if is_capturing(self.device):
+            return
+        for channel in channels:
+            signature = channel.signature([values.get(name, 0) for name in channel.signature_fields])
+            self._announce(channel, signature, 2, verify=False)
+        compare_calls({channel: channel.epoch for channel in channels}, self.rank)
 
     def forget_shapes(self) -> None:
         """Lets go of what is kept for the shapes seen so far; each is agreed on anew when it comes again.

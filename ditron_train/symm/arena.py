@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device import is_capturing, with_index
 from ditron_train.runtime.errors import ArenaError
-from ditron_train.runtime.groups import GroupCache, forget_destroyed_groups
+from ditron_train.runtime.groups import GroupCache, check_member, forget_destroyed_groups
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
@@ -89,10 +89,12 @@ class SymmetricArena:
         transport: ``torch``, ``nvshmem``, ``shm`` or ``None`` for ``DITRON_TRANSPORT``.
 
     Raises:
+        NotSupportedError: This rank is not in the group.
         ArenaError: On every rank alike: transport not available, peers out of reach, cap or memory exceeded.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, transport: str | None = None) -> None:
+        check_member(group)
         self.group = group
         self.device = torch.device(device)
         self.rank = dist.get_rank(group)

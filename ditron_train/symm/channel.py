@@ -118,6 +118,11 @@ class Channel:
         self.arena._quiesce()
         return tensor
 
+    @property
+    def epoch(self) -> int:
+        """Of the last launch that the device has begun (a sync)."""
+        return int(self.tickets[0]) >> TICKET_UNIT_LOG2
+
     def reserve_signals(self, num_signals: int) -> None:
         """Makes room for ``num_signals`` flags (collective when it must grow; syncs then).
 
@@ -128,7 +133,7 @@ class Channel:
         before = self.signals.local.numel()
         if before >= num_signals:
             return
-        epoch = int(self.tickets[0]) >> TICKET_UNIT_LOG2  # a fresh flag must not be ahead of the epoch after a wrap
+        epoch = self.epoch  # a fresh flag must not be ahead of it after a wrap
         name = f"{self.op_name}/signals"
         try:
             self.signals = self._filled(name, (num_signals,), epoch)
@@ -190,6 +195,13 @@ class Channel:
             self._record_words[RECORD_SEEN] = seen_epoch
             self._record_words[RECORD_STATE] = 1
 
+    def record_mismatch(self, epoch: int) -> None:
+        """Records from the host that the ranks' signatures of a call differ (first record wins)."""
+        if self._record_words[RECORD_STATE] == 0:
+            self._record_words[RECORD_KIND] = KIND_MISMATCH
+            self._record_words[RECORD_EXPECTED] = epoch
+            self._record_words[RECORD_STATE] = 1
+
     @property
     def failed(self) -> bool:
         """Whether a failure is recorded (host memory only)."""
@@ -210,7 +222,7 @@ class Channel:
     def _timeout_error(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> PeerTimeoutError:
         """Names the rank that is really missing: a peer that has begun the call may itself be waiting for one that has
         not, and both waits end at about the same time, so that either may be the one that was recorded."""
-        epochs = [words[0] for words in self._start_signals(expected_epoch)]
+        epochs = [words[0] for words in self.start_signals(expected_epoch)]
         absent = [rank for rank, epoch in enumerate(epochs) if cyclic_difference(epoch, expected_epoch) < 0]
         if absent and peer not in absent and self.arena.rank not in absent:
             peer, chunk, seen_epoch = absent[0], -1, epochs[absent[0]]
@@ -225,7 +237,7 @@ class Channel:
             timeout_s=self.timeout_s,
         )
 
-    def _start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:
+    def start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:
         """The start signal of every rank, [epoch, signature...], as this rank's pad for ``epoch`` holds it now.
 
         Read beside the current stream, which may be held up by anything (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` so is
@@ -259,7 +271,7 @@ class Channel:
     def _describe_mismatch(self, epoch: int) -> str:
         """The same words on every rank: what each rank of the group called, in rank order."""
         calls = []
-        for rank, words in enumerate(self._start_signals(epoch, patient=True)):
+        for rank, words in enumerate(self.start_signals(epoch, patient=True)):
             if words[0] != epoch:
                 calls.append(f"rank {rank}: not heard")
                 continue

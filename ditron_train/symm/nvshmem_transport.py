@@ -12,6 +12,7 @@ computed.
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 
 import torch
@@ -130,22 +131,23 @@ def _start(device: torch.device) -> torch.Tensor:
     world = dist.group.WORLD
     on_all_ranks(world, "loading NVSHMEM", _load)
     reserve_bytes = _agreed_reserve_bytes(world)
+    import nvshmem.bindings
     import nvshmem.core
     from cuda.core import Device
 
     rank = dist.get_rank()
     unique_id = on_all_ranks(world, "starting NVSHMEM", lambda: nvshmem.core.get_unique_id(empty=rank != 0))
-    unique_id_of_first = exchange(world, unique_id)[0]
+    num_bytes = nvshmem.bindings.uniqueid_dtype.itemsize
+    id_of_first = exchange(world, ctypes.string_at(unique_id.ptr, num_bytes))[0]
+    if not isinstance(id_of_first, bytes) or len(id_of_first) != num_bytes:
+        raise ArenaError("starting NVSHMEM: ranks have different versions of nvshmem4py")
+    ctypes.memmove(unique_id.ptr, id_of_first, num_bytes)
 
     def initialise() -> torch.Tensor:
         cuda_device = Device(device.index)
         cuda_device.set_current()
         nvshmem.core.init(
-            device=cuda_device,
-            uid=unique_id_of_first,
-            rank=rank,
-            nranks=dist.get_world_size(),
-            initializer_method="uid",
+            device=cuda_device, uid=unique_id, rank=rank, nranks=dist.get_world_size(), initializer_method="uid"
         )
         return nvshmem.core.tensor((reserve_bytes,), dtype=torch.uint8)
 

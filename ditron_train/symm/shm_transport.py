@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.transport import Segment
 
-__all__ = ["FOLDER", "ShmTransport", "map_file"]
+__all__ = ["FOLDER", "ShmTransport", "discard_file", "map_file"]
 
 FOLDER = "/dev/shm"  # where shared memory is a file
 
@@ -32,6 +32,16 @@ def map_file(path: str, num_bytes: int, create: bool) -> mmap.mmap:
         return mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
+
+
+def discard_file(path: str) -> None:
+    """Removes the name of a file of shared memory, if it is there: who has mapped it keeps the memory.
+
+    Where that cannot be (a read-only folder says so of files that never were, too), nothing is raised: what came
+    before says more.
+    """
+    with suppress(OSError):
+        os.unlink(path)
 
 
 class ShmTransport:
@@ -55,8 +65,7 @@ class ShmTransport:
             paths = exchange(group, path)
             maps = on_all_ranks(group, "mapping the peers' shared memory", map_all, (OSError,))
         finally:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            discard_file(path)
         tensors = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in maps]
         addresses = [tensor.data_ptr() for tensor in tensors]
         return Segment(local=tensors[rank], peers=list(tensors), addresses=addresses, is_mappable=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -107,7 +108,7 @@ def check_sizes(option: str, shapes: Iterable[Sequence[float]] | None) -> None:
         SettingError: One of them is not above 0.
     """
     for shape in shapes or ():
-        if min(shape) <= 0:
+        if not all(0 < size < math.inf for size in shape):
             raise SettingError(f"{option} {' '.join(map(str, shape))}: sizes have to be above 0")
 
 

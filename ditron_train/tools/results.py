@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ditron_train.runtime.files import replace_file
+from ditron_train.runtime.files import parse_json, read_regular, replace_file
 
 __all__ = [
     "MEGATRON_TESTS",
@@ -201,7 +201,7 @@ def read_results(path: Path) -> tuple[Stamp, list[Row]]:
         ValueError: The file is not one of this format; names the file and what is wrong.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_regular(path))
         return Stamp(**values["stamp"]), [Row.from_json(row) for row in values["rows"]]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no benchmark results: {error!r}") from error

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.ops import ag_gemm, can_copy, gemm_rs, start_all_gather, start_reduce_scatter
@@ -78,6 +79,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
+        refuse_second_derivatives("column_linear")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
@@ -136,6 +138,7 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
+        refuse_second_derivatives("row_linear")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = total_grad = None

@@ -137,6 +137,7 @@ def ag_gemm(
         n, k = _check("ag_gemm", context, x, weight, layout)
         partition = _partition("ag_gemm", context, x, counts, total=False)
         if partition.num_rows == 0:
+            context.agree_on_nothing((context.gather_channel,), columns=padded_columns(k, x.dtype), dtype=x.dtype)
             shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
             empty = x.new_empty(*shape, n)
             return (empty, x.new_empty(0, k)) if return_gathered else empty
@@ -196,6 +197,7 @@ def start_all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequenc
             raise NotSupportedError(f"all_gather: {x.dtype} is not supported")
         partition = _partition("all_gather", context, x, counts, total=False)
         if partition.num_rows == 0 or x.shape[-1] == 0:
+            context.agree_on_nothing((context.gather_channel,), dtype=x.dtype)
             raise NotSupportedError(f"all_gather: nothing to gather in {tuple(x.shape)}")
         columns = padded_columns(x.shape[-1], x.dtype)
         prepared = PreparedGather(context, partition, columns, x.dtype, GatherPlan("copy"), block_m=1, is_awaited=True)
@@ -248,6 +250,7 @@ def gemm_rs(
         n, k = _check("gemm_rs", context, x, weight, layout)
         partition = _partition("gemm_rs", context, x, counts, total=True)
         if partition.num_rows == 0:
+            context.agree_on_nothing((context.scatter_channel, context.reduce_channel), columns=n, dtype=x.dtype)
             shape = (0,) if counts is not None else (x.shape[0] // context.world_size, *x.shape[1:-1])
             return x.new_empty(*shape, n)
         choice = _choose("gemm_rs", context, partition.num_rows, n, k, x.dtype, layout)
@@ -320,7 +323,10 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     key = ("reduce_scatter", partial.shape, partial.dtype, partial.device)
     prepared = context.prepared.get(key)
     if prepared is None:
-        if partial.device != context.device or partial.dim() < 2 or partial.numel() == 0:
+        is_fitting = partial.device == context.device and partial.dim() >= 2
+        if is_fitting and partial.numel() == 0:
+            context.agree_on_nothing((context.reduce_channel,))
+        if not is_fitting or partial.numel() == 0:
             raise NotSupportedError(
                 f"reduce_scatter: {tuple(partial.shape)} on {partial.device}, context on {context.device}"
             )

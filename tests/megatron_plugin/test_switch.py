@@ -151,6 +151,8 @@ def test_names_in_the_place_of_a_spec_are_refused_and_a_spec_without_a_layer_of_
     assert run_workers(1, _lines_of_specs, [dict, dict])[0] == ["tp: 0 modules of the layer spec replaced"]
     with pytest.raises(SettingError, match=re.escape("'tp' is no layer spec: apply(features='tp')")):
         run_workers(1, _lines_of_specs, "tp")
+    with pytest.raises(SettingError, match="5 is no layer spec: a ModuleSpec or TransformerBlockSubmodules"):
+        run_workers(1, _lines_of_specs, 5)
 
 
 def test_failed_op_never_reaches_the_weights():

@@ -258,6 +258,7 @@ def test_force_runs_ours_once_and_is_not_planned(tmp_path):
     "text, words",
     [
         ("not json", "no JSON"),
+        ("[" * 100_000, "no JSON"),
         ("[]", "is not a plan of this version"),
         ('{"format": "something else"}', "is not a plan of this version"),
         ('{"format": "ditron_train plan 2", "made_with": {"torch": "1.0"}, "decisions": {}}', "stale"),
@@ -369,6 +370,23 @@ def test_damaged_decisions_and_unwritable_paths(tmp_path):
         load_plan(path)
     with pytest.raises(SettingError, match="not a writable folder"):
         load_plan(tmp_path / "missing" / "plan.json")
+
+
+def test_a_plan_of_no_file_is_refused(tmp_path):
+    """A pipe would be waited for for ever; a name may be too long for a file."""
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(SettingError, match="cannot read the plan .*no regular file"):
+        load_plan(tmp_path / "pipe.json")
+    with pytest.raises(SettingError, match="cannot read the plan .*File name too long"):
+        load_plan(tmp_path / ("n" * 256))
+
+
+def test_a_plan_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / f"{'n' * 250}.json"
+    plan = Plan(path, {})
+    for key in ("tp a on 2 ranks (strict)", "tp b on 2 ranks (strict)"):
+        plan.add(key, Entry(True, "", True, 2.0, 1.0))
+    assert list(tmp_path.iterdir()) == [path] and len(load_plan(path).entries) == 2
 
 
 def test_a_plan_that_cannot_be_added_to_is_said_once(tmp_path, caplog):

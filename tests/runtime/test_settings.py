@@ -43,12 +43,12 @@ def test_good_values(variable: str, text: str, field: str, value: object, monkey
     ("variable", "texts"),
     [
         ("DITRON_TRANSPORT", ["tcp"]),
-        ("DITRON_TIMEOUT_S", ["soon", "0", "-1", "inf", "nan"]),
+        ("DITRON_TIMEOUT_S", ["soon", "0", "-1", "inf", "nan", "1e308"]),
         ("DITRON_ARENA_BYTES", ["much", "0", "-5M", "1T", "inf", "nan"]),
-        ("DITRON_PP_SLOTS", ["0", "two"]),
+        ("DITRON_PP_SLOTS", ["0", "two", "99999999999999999999"]),
         ("DITRON_PP_LOANS", ["-1", "1.5"]),
         ("DITRON_MUON_OPT_INS", ["gram;batched", ","]),
-        ("DITRON_EP_CAPACITY", ["0"]),
+        ("DITRON_EP_CAPACITY", ["0", "1e308"]),
     ],
 )
 def test_bad_values_are_refused_by_name(variable: str, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

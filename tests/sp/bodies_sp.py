@@ -454,3 +454,23 @@ def packed(lengths: list[int], heads: int, groups: int, head_dim: int, hidden: i
     assert torch.equal(x.grad.squeeze(1), grad_mixed @ weight.detach())
     assert torch.equal(weight.grad, grad_mixed.t() @ x.detach().squeeze(1))
     context.arena.close()
+
+
+def empty_on_one_rank() -> list[str]:
+    """What each rank hears where the last one has an empty sequence, on the way to heads and back."""
+    from ditron_train.sp import gemm_a2a, to_sequence
+
+    world, words = dist.get_world_size(), []
+    is_last = dist.get_rank() == world - 1
+    out, attended = output_layout(2 * world, 8, world), torch.zeros(4 * world, 1, 2, 8)
+    calls = (
+        lambda context: gemm_a2a(context=context, **_small(context, x=torch.zeros(0 if is_last else 8, 1, 16))),
+        lambda context: to_sequence((attended[:0] if is_last else attended,), context=context, layout=out),
+    )
+    for call in calls:
+        context = SPContext(dist.new_group(list(range(world))), torch.device("cpu"))
+        try:
+            call(context)
+        except Exception as error:
+            words.append(f"{type(error).__name__}: {error}")
+    return words

@@ -122,3 +122,9 @@ def test_a_table_of_another_shape_or_type_is_refused(name):
     """Also where one of the same shape was right before: its type is not in the kernels' arguments."""
     errors = run_workers(2, bodies_sp.bad_input, name)
     assert errors[0] == errors[1] and "table of rows" in errors[0]
+
+
+def test_an_empty_sequence_on_one_rank_is_the_same_error_on_every_rank():
+    words = run_workers(2, bodies_sp.empty_on_one_rank, env={"DITRON_TIMEOUT_S": "20"})
+    assert words[0] == words[1] and len(words[0]) == 2
+    assert all(text.startswith("MismatchError: sp.") and "rank 1: operation=0, rows=0" in text for text in words[0])

@@ -236,3 +236,26 @@ def _free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return bound.getsockname()[1]
+
+
+def somebody_writes_to_the_store(word: bytes) -> list[str]:
+    """What each rank hears where ``word`` is in the store as the last rank's value, and then as the outcome."""
+    group, rank, heard = dist.new_group(list(range(dist.get_world_size()))), dist.get_rank(), []
+    for key in ("1/1", "1/outcome"):
+        dist.barrier()
+        meeting = module._Meeting(group)
+        dist.barrier()
+        if rank == 1 and key == "1/1":
+            meeting.store.set(key, word)
+            meeting.store, real = _Answers(meeting.store), meeting.store
+            meeting.store.set = lambda name, value, real=real: None if name == "1/1" else real.set(name, value)
+        elif rank == 1:
+            meeting.store.set(key, word)
+        dist.barrier()
+        try:
+            heard.append(str(meeting.exchange("here")))
+        except Exception as error:
+            heard.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+        meeting.store.delete_key("1/outcome") if rank == 0 else None
+    return heard

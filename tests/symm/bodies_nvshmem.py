@@ -4,6 +4,7 @@ reach."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import time
@@ -21,6 +22,14 @@ CPU = torch.device("cpu")
 RESERVE_BYTES = 10 * 4096
 
 
+class _UniqueId:
+    """128 bytes at an address."""
+
+    def __init__(self, content: bytes) -> None:
+        self.memory = ctypes.create_string_buffer(content, len(content))
+        self.ptr = ctypes.addressof(self.memory)
+
+
 @contextlib.contextmanager
 def stand_in(*, fails: str | None = None) -> Iterator[None]:
     """nvshmem4py as the transport calls it. ``fails``: on rank 1 this function of it raises, or ``import`` does."""
@@ -34,12 +43,20 @@ def stand_in(*, fails: str | None = None) -> Iterator[None]:
 
         return call
 
+    uid = _UniqueId(b"\0" * 128 if dist.get_rank() else bytes(range(128)))
+
+    def init(*, uid, **_):
+        assert uid.memory.raw == bytes(range(128)), "the first rank's"
+        return function("init", None)()
+
     core = types.SimpleNamespace(
-        get_unique_id=function("get_unique_id", "the id"),
-        init=function("init", None),
+        get_unique_id=function("get_unique_id", uid),
+        init=init,
         tensor=function("tensor", torch.full((RESERVE_BYTES,), 7, dtype=torch.uint8)),
     )
-    bindings = types.SimpleNamespace(ptr=lambda address, pe: 0)
+    bindings = types.SimpleNamespace(
+        ptr=lambda address, pe: 0, uniqueid_dtype=types.SimpleNamespace(itemsize=len(uid.memory))
+    )
     package = types.ModuleType("nvshmem")
     package.core, package.bindings = core, bindings
     cuda_core = types.SimpleNamespace(Device=lambda index: types.SimpleNamespace(set_current=lambda: None))

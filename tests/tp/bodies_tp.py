@@ -528,3 +528,26 @@ def check_interrupted(op: str) -> None:
         for module, function in zip(modules, aligned):
             module.aligned_operand = function
         context.arena.close()
+
+
+def nothing_on_one_rank(op: str, is_known: bool) -> str:
+    """The last rank's call has no rows; the others' shape is known, or new. Returns the error's words."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = TPContext(dist.new_group(list(range(world))), CPU)
+    calls = {
+        "ag_gemm": lambda x: ag_gemm(x, integers((16, 32), 2), context=context),
+        "gemm_rs copy": lambda x: gemm_rs(x, integers((16, 32), 2), context=context, scatter="copy"),
+        "gemm_rs store": lambda x: gemm_rs(x, integers((16, 32), 2), context=context, scatter="store"),
+        "all_gather": lambda x: all_gather(x, context=context),
+        "reduce_scatter": lambda x: start_reduce_scatter(x, context=context).wait(),
+    }
+    call, rows = calls[op], integers((16 * world, 32), 1)
+    if is_known:
+        call(rows)
+    if "reduce" not in op and op != "all_gather":  # these refuse nothing on all ranks, too
+        call(rows[:0])
+    try:
+        call(rows[:0] if rank == world - 1 else rows)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -110,6 +110,14 @@ def test_mismatch_is_the_same_error_on_every_rank(field):
     assert "rank 0: total_rows=64" in words[0] and "rank 1:" in words[0]
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs copy", "gemm_rs store", "all_gather", "reduce_scatter"])
+def test_nothing_on_one_rank_is_the_same_error_on_every_rank(op: str, is_known: bool):
+    words = run_workers(3, bodies.nothing_on_one_rank, op, is_known, env={"DITRON_TIMEOUT_S": "20"})
+    assert len(set(words)) == 1, words
+    assert words[0].startswith("MismatchError: tp.") and "rank 2: total_rows=0" in words[0]
+
+
 def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled():
     words, words_1 = run_workers(2, bodies.bad_calls)
     assert words == words_1 and len(words) == 24

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.traces import export_trace
 
 __all__ = ["StepTracer", "TraceRequest", "parse_trace_request", "steps_of_warmup", "trace_path"]
 
@@ -101,16 +102,12 @@ class StepTracer:
             self._profiler.start_trace()
 
     def stop(self) -> None:
-        """Behind the step; what it launched is waited for, and written. Collective.
-
-        Raises:
-            OSError, RuntimeError: The file cannot be written.
-        """
+        """Behind the step; what it launched is waited for, and written. Collective."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if self._profiler is not None:
             self._profiler.stop_trace()
-            self._profiler.export_chrome_trace(str(self._path))
+            export_trace(self._profiler, self._path)
             self._profiler = None
         _meet()
 

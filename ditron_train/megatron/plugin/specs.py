@@ -7,7 +7,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["count_replacements", "rewrite_spec"]
+__all__ = ["count_replacements", "is_spec", "rewrite_spec"]
+
+
+def is_spec(spec: Any) -> bool:
+    """Whether ``rewrite_spec`` can walk through ``spec``: it can hold module classes, or is one."""
+    return isinstance(spec, (type, functools.partial, dict, list, tuple)) or dataclasses.is_dataclass(spec)
 
 
 def rewrite_spec(spec: Any, classes: Mapping[type, type]) -> Any:

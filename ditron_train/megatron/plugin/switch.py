@@ -23,7 +23,7 @@ from typing import Any
 from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, Options, parse_features
 from ditron_train.megatron.plugin.record_steps import record_steps
-from ditron_train.megatron.plugin.specs import count_replacements, rewrite_spec
+from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
 from ditron_train.policy import add_switch, check_plan, forget_plans
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import log_once
@@ -79,6 +79,8 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     """`apply` for options that were parsed from a command line; no feature at all changes nothing."""
     if isinstance(spec, str):
         raise SettingError(f"{spec!r} is no layer spec: apply(features={spec!r}) switches features on for every model")
+    if spec is not None and not is_spec(spec):
+        raise SettingError(f"{spec!r} is no layer spec: a ModuleSpec or TransformerBlockSubmodules is expected")
     if options.record is not None:
         record_steps(options.record, options.features, options.record_trace)
     elif options.record_trace is not None:

@@ -25,6 +25,7 @@ from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.wgrad import main_grad_of
 from ditron_train.megatron.tp.spec import Kind, route
 from ditron_train.policy import log_native
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import column_linear, row_linear
@@ -107,6 +108,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("the norm of a column layer")
         x, weight, mean, inverse_deviation = ctx.saved_tensors
         options = (ctx.sm_margin, ctx.zero_centered_gamma)
         grad_bias = None

@@ -26,6 +26,7 @@ from ditron_train.tools.timing import Timing
 
 __all__ = ["add_arguments", "moe_contenders", "run"]
 
+_MOST_ZIPF = 8.0  # above, all tokens go to the same experts
 _PARTS = ("dispatch", "combine", "group_gemm", "layer")
 
 
@@ -90,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
     w = session.world_size
     check_sizes("--shape", arguments.shape)
+    if not 0 <= arguments.zipf <= _MOST_ZIPF:
+        raise SettingError(f"--zipf has to be from 0 to {_MOST_ZIPF}")
     if arguments.shape:
         cases = [Case("custom", *shape) for shape in arguments.shape]
         for case in cases:

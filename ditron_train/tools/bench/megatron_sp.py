@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import build_module
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.gemm.configs import choose_config
 from ditron_train.megatron import apply, restore
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.device import num_sms as num_sms_of
 from ditron_train.sp import transfer_sizes as tuning
@@ -100,6 +101,7 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("a stand-in for an exchange")
         return ctx.grad, *(None,) * (1 + ctx.num_outputs)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ditron_train.symm.exchange import exchange
 
 __all__ = ["Span", "draw_steps", "record_step"]
 
@@ -101,9 +103,8 @@ def record_step(step: Callable[[int], object], device: torch.device) -> list[lis
             step(index)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, recorder.spans(begin))
-    return everyone
+    told = exchange(dist.group.WORLD, [astuple(span) for span in recorder.spans(begin)])
+    return [[Span(*span) for span in spans] for spans in told]
 
 
 def draw_steps(title: str, steps: Mapping[str, Sequence[Sequence[Span]]], path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.files import parse_json, read_regular
 
 __all__ = ["Difference", "Job", "Step", "count_figures", "differences", "read_job"]
 
@@ -78,12 +78,12 @@ class Difference:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], list[Step]]:
-    whole = path.read_text(encoding="utf-8").split("\n")[
-        :-1
-    ]  # the last line of a job that was killed may be half written
+    whole = (
+        read_regular(path).decode("utf-8").split("\n")[:-1]
+    )  # the last line of a job that was killed may be half written
     if not whole:
         raise ValueError(f"{path.name} is empty")
-    header, *entries = [json.loads(line) for line in whole]
+    header, *entries = [parse_json(line) for line in whole]
     if any(name not in header for name in ("world_size", "features", "dtype", "sizes")):
         raise ValueError(f"{path.name} begins with {header}")
     steps = []
@@ -107,7 +107,7 @@ def read_job(folder: Path) -> Job:
         raise SettingError(f"no rank noted a step in {folder}: did the script reach Megatron-LM's training loop?")
     try:
         parsed = [_parse(path) for path in paths]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingError(f"{folder} does not hold the notes of a job: {error!r}") from None
     header = parsed[0][0]
     if len(parsed) != header["world_size"]:

@@ -1,20 +1,29 @@
-"""Finds the rank that first went another way than its group, from the last calls of every rank.
+"""Finds the rank that first went another way than its group, from the last calls and the errors of every rank.
 
 Ranks of a group make the same calls in the same order, so calls are compared by their number on the group. A rank
 *differs* where its call of a number is another one than the others'; it is *behind* where it never made a call that
-others made. Of all such places the earliest by the clock is the one that the others suffered from. Where no calls tell
-(a pipeline's stages each go their own way; a device may hang behind a host that went on), the first error that names a
-missing rank does, and last a rank that ended without a word.
+others made, though nothing kept it from that (``postmortem.blame``). A difference that is older than every error is
+what the errors came from. Else the first error tells: one that no peer caused is its rank's own, and the first wait
+that was given up leads to the rank that was missing. Last come calls without errors, and a rank that ended without a
+word.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ditron_train.runtime.flight_recorder import CAPACITY
+from ditron_train.tools.postmortem.blame import (
+    Wait,
+    calls_on,
+    first_own_errors,
+    is_excused,
+    root_of,
+    stuck_in,
+    waits_given_up,
+)
 from ditron_train.tools.postmortem.files import Call, Group, RankFile
 
 __all__ = ["Divergence", "find_divergence"]
@@ -25,17 +34,17 @@ class Divergence:
     """Who went another way, where.
 
     Attributes:
-        kind: ``differs`` (another call), ``behind`` (no call), ``missing`` (others waited for it), ``silent`` (it
-            ended without a word).
+        kind: ``differs`` (another call), ``behind`` (no call), ``raised`` (an error that no peer caused), ``missing``
+            (others waited for it), ``silent`` (it ended without a word).
         ranks: Global ranks, all of them where nobody can say which of them is right.
-        group: The group in question; None for ``silent``.
+        group: The group in question; None for ``raised`` and ``silent``.
         number: Of the call on the group, where calls tell.
         time_ns: When the first rank made that call, or raised.
         calls: By rank what each called there, None where it did not; empty where calls do not tell.
         text: One sentence.
     """
 
-    kind: Literal["differs", "behind", "missing", "silent"]
+    kind: Literal["differs", "behind", "raised", "missing", "silent"]
     ranks: tuple[int, ...]
     group: Group | None
     number: int | None
@@ -48,33 +57,36 @@ def find_divergence(files: Sequence[RankFile]) -> Divergence | None:
     """The first divergence, or None where all ranks ended alike."""
     by_rank = {file.rank: file for file in files}
     groups = sorted({group for file in files for group in file.groups})
-    found = [place for group in groups for place in _in_group(group, by_rank)]
-    if found:
-        return min(found, key=lambda place: place.time_ns)
-    return _by_errors(files) or _by_silence(files)
+    differing = _first(_differing(group, by_rank) for group in groups)
+    own = _raised(first_own_errors(files))
+    waits = waits_given_up(files)
+    raised_ns = min([place.time_ns for place in (own, *waits[:1]) if place is not None], default=None)
+    if differing is not None and (raised_ns is None or differing.time_ns <= raised_ns):
+        return differing
+    if own is not None and own.time_ns == raised_ns:
+        return own
+    behind = list(_behind(groups, by_rank))
+    if waits:
+        return _missing(waits[0], by_rank, behind)
+    return _first(behind) or differing or _by_silence(files)
 
 
-def _in_group(group: Group, by_rank: dict[int, RankFile]) -> Iterator[Divergence]:
-    """At most one place of each kind: the first."""
-    calls = {
-        rank: {call.number: call for call in file.calls if call.group == group and call.compared}
-        for rank in group.ranks
-        if (file := by_rank.get(rank)) is not None
-    }
-    # A ring that is full of other calls may have forgotten those of this group.
-    calls = {rank: made for rank, made in calls.items() if made or len(by_rank[rank].calls) < CAPACITY}
+def _first(places: Iterable[Divergence | None]) -> Divergence | None:
+    return min((place for place in places if place is not None), key=lambda place: place.time_ns, default=None)
+
+
+def _differing(group: Group, files: dict[int, RankFile]) -> Divergence | None:
+    """Where the ranks' calls first differ."""
+    calls = calls_on(group, files)
     if not any(calls.values()):
-        return
-    last = {rank: max(made, default=0) for rank, made in calls.items()}
-    fewest = min(last.values())
+        return None
+    fewest = min(max(made, default=0) for made in calls.values())
     oldest = max(min(made, default=1) for made in calls.values())  # before it, some rank's ring has forgotten
     for number in range(oldest, fewest + 1):
         texts = {rank: made[number].text for rank, made in calls.items() if number in made}
         if len(set(texts.values())) > 1:
-            yield _differs(group, number, texts, calls)
-            return
-    if fewest < max(last.values()):
-        yield _behind(group, fewest + 1, calls, last)
+            return _differs(group, number, texts, calls)
+    return None
 
 
 def _differs(group: Group, number: int, texts: dict[int, str], calls: dict[int, dict[int, Call]]) -> Divergence:
@@ -90,26 +102,69 @@ def _differs(group: Group, number: int, texts: dict[int, str], calls: dict[int, 
     )
 
 
-def _behind(group: Group, number: int, calls: dict[int, dict[int, Call]], last: dict[int, int]) -> Divergence:
-    ranks = tuple(sorted(rank for rank, count in last.items() if count < number))
+def _behind(groups: Sequence[Group], files: dict[int, RankFile]) -> Iterator[Divergence]:
+    """Of each group the first call that a rank never made, which others made.
+
+    Not for ranks that hang in a call of another group, unless there are no others: each waits for another one then.
+    """
+    lagging = {}
+    for group in groups:
+        calls = calls_on(group, files)
+        last = {rank: max(made, default=0) for rank, made in calls.items()}
+        late = [rank for rank, count in last.items() if count < max(last.values()) and not is_excused(files[rank])]
+        if late:
+            lagging[group] = (calls, last, late)
+    free = {group: [rank for rank in late if not _hangs_elsewhere(rank, group, files)]
+            for group, (_, _, late) in lagging.items()}  # fmt: skip
+    for group, (calls, last, late) in lagging.items():
+        guilty = free[group] if any(free.values()) else late
+        if guilty:
+            yield _never_made(group, guilty, calls, last)
+
+
+def _hangs_elsewhere(rank: int, group: Group, files: dict[int, RankFile]) -> bool:
+    stuck = stuck_in(rank, files)
+    return stuck is not None and stuck[0].group != group
+
+
+def _never_made(
+    group: Group, late: Sequence[int], calls: dict[int, dict[int, Call]], last: dict[int, int]
+) -> Divergence:
+    number = min(last[rank] for rank in late) + 1
+    ranks = tuple(sorted(rank for rank in late if last[rank] < number))
     made = {rank: calls[rank][number] for rank in calls if number in calls[rank]}
     time_ns = min((call.time_ns for call in made.values()), default=0)
     what = next(iter(made.values())).text if made else "a call that is no longer recorded"
-    text = f"{_names(ranks)} never made call {number} of {_title(group)} ({what}), which {_names(sorted(set(last) - set(ranks)))} made"
+    others = _names(sorted(rank for rank, count in last.items() if count >= number))
+    text = f"{_names(ranks)} never made call {number} of {_title(group)} ({what}), which {others} made"
     texts = {rank: made[rank].text if rank in made else None for rank in last}
     return Divergence("behind", ranks, group, number, time_ns, texts, text)
 
 
-def _by_errors(files: Sequence[RankFile]) -> Divergence | None:
-    raised = [file for file in files if file.error is not None]
-    for file in sorted(raised, key=lambda file: file.error["time_ns"]):
-        error = file.error
-        group = next((group for group in file.groups if group.name == error["group"]), None)
-        if group is not None and error["missing_rank"] is not None and error["missing_rank"] < len(group.ranks):
-            rank = group.ranks[error["missing_rank"]]
-            text = f"{_names([rank])} did not come: rank {file.rank} waited for it in {_title(group)}; their calls do not differ"
-            return Divergence("missing", (rank,), group, None, error["time_ns"], {}, text)
-    return None
+def _raised(own: Sequence[RankFile]) -> Divergence | None:
+    if not own:
+        return None
+    first = min(own, key=lambda file: file.error["time_ns"])
+    ranks, error = tuple(sorted(file.rank for file in own)), first.error
+    text = f"{_names(ranks)} raised what no peer caused: {error['kind']}: {error['text']}"
+    return Divergence("raised", ranks, None, None, error["time_ns"], {}, text)
+
+
+def _missing(wait: Wait, files: dict[int, RankFile], behind: Sequence[Divergence]) -> Divergence:
+    """The rank that the first wait came from: with the call that it did not make, where there is one."""
+    rank = root_of(wait, files)
+    place = _first(place for place in behind if rank in place.ranks and place.time_ns <= wait.time_ns)
+    if place is not None:
+        return place
+    file = files.get(rank)
+    if file is None:
+        what = "left no records here"
+    elif file.calls and file.calls[-1].time_ns > wait.time_ns:
+        what = "came too late"
+    else:
+        what = "did not go on"
+    text = f"{_names([rank])} {what}: rank {wait.rank} was the first to give up waiting, in {_title(wait.group)}"
+    return Divergence("missing", (rank,), wait.group, None, wait.time_ns, {}, text)
 
 
 def _by_silence(files: Sequence[RankFile]) -> Divergence | None:

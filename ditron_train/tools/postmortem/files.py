@@ -1,16 +1,21 @@
-"""Reads the records that ``runtime.records`` left behind."""
+"""Reads the records that ``runtime.flight_recorder`` left behind."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.files import parse_json, read_regular
 from ditron_train.runtime.flight_recorder import CAPACITY, FILE_PATTERN, HEADER_BYTES, MAGIC, SLOT
 
 __all__ = ["Call", "Group", "RankFile", "read_file", "read_folder"]
+
+_STATES = ("running", "raised", "ended")
+_MOST_RANKS = 1 << 17  # more than any job has: lists of all of them must not take the memory of this machine
+_MOST_MEMBERS = 1 << 22  # of all groups of a rank
 
 
 @dataclass(frozen=True, order=True)
@@ -87,25 +92,84 @@ def read_file(path: Path) -> RankFile:
         SettingError: It cannot be read or is something else.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise SettingError(f"cannot read {path}: {error.strerror}") from None
     if not content.startswith(MAGIC) or len(content) != HEADER_BYTES + CAPACITY * SLOT.size:
         raise SettingError(f"{path} holds no records of this version")
     try:
-        header = json.loads(content[len(MAGIC) :].split(b"\n", 1)[0])
-        groups = tuple(Group(name, _ranks(spans)) for name, spans in header["groups"])
-        return RankFile(
-            **{name: header[name] for name in ("rank", "world_size", "host", "pid", "state", "error")},
-            calls=_calls(content[HEADER_BYTES:], groups),
-            groups=groups,
-        )
+        header = parse_json(content[len(MAGIC) : HEADER_BYTES].split(b"\n", 1)[0])
+        fields = _fields(header)
+        groups = _groups(header["groups"])
+        return RankFile(**fields, calls=_calls(content[HEADER_BYTES:], groups), groups=groups)
     except (ValueError, KeyError, TypeError, IndexError):
         raise SettingError(f"{path} is damaged") from None
 
 
-def _ranks(spans: list[Any]) -> tuple[int, ...]:
-    return tuple(range(*spans[1:])) if spans and spans[0] == "range" else tuple(spans)
+def _fields(header: dict[str, Any]) -> dict[str, Any]:
+    """What describes the rank.
+
+    Raises:
+        ValueError, KeyError, TypeError: Something is missing, or is nothing that a rank writes.
+    """
+    world_size, error = _whole(header["world_size"], 1, _MOST_RANKS), header["error"]
+    if header["state"] not in _STATES:
+        raise ValueError(header["state"])
+    return {
+        "rank": _whole(header["rank"], 0, world_size - 1),
+        "world_size": world_size,
+        "host": _text(header["host"]),
+        "pid": _whole(header["pid"], 0, 2**63),
+        "state": header["state"],
+        "error": None if error is None else _error(error),
+    }
+
+
+def _error(error: dict[str, Any]) -> dict[str, Any]:
+    group, missing_rank, waited_s = error["group"], error["missing_rank"], error.get("waited_s")
+    return {
+        "kind": _text(error["kind"]),
+        "text": _text(error["text"]),
+        "time_ns": _whole(error["time_ns"], 0, 2**63),
+        "group": None if group is None else _text(group),
+        "missing_rank": None if missing_rank is None else _whole(missing_rank, 0, _MOST_RANKS),
+        "waited_s": None if waited_s is None else _seconds(waited_s),
+    }
+
+
+def _whole(value: object, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+def _seconds(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise ValueError(value)
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _groups(described: list[Any]) -> tuple[Group, ...]:
+    found, num_members = [], 0
+    for name, spans in described:
+        ranks = _ranks(spans)
+        num_members += len(ranks)
+        if num_members > _MOST_MEMBERS:
+            raise ValueError(num_members)
+        found.append(Group(_text(name), tuple(ranks)))
+    return tuple(found)
+
+
+def _ranks(spans: list[Any]) -> Sequence[int]:
+    if spans and spans[0] == "range":
+        return range(*(_whole(edge, 0, _MOST_RANKS) for edge in spans[1:]))
+    return [_whole(rank, 0, _MOST_RANKS) for rank in spans]
 
 
 def _calls(slots: bytes, groups: tuple[Group, ...]) -> tuple[Call, ...]:

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ditron_train.policy import Shape
 from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.traces import export_trace
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import check_folder
 from ditron_train.tools.session import BenchSession, bench_session
@@ -200,5 +201,5 @@ def _profile(session: BenchSession, label: str, contender: Callable[[int], objec
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
             with record_function(label):
                 call()
-        profiler.export_chrome_trace(str(path))
+        export_trace(profiler, path)
     dist.barrier()

@@ -7,13 +7,14 @@ that they take.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from ditron_train.runtime.files import parse_json, read_regular
 
 __all__ = [
     "Interval", "computation_us", "exposed", "idle", "is_gemm", "not_launched", "read_chrome_trace", "total_us", "union",
@@ -61,7 +62,7 @@ def read_chrome_trace(path: Path) -> list[Interval]:
         ValueError: The file is no Chrome trace.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events = parse_json(read_regular(path))["traceEvents"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no Chrome trace: {error!r}") from error
     complete = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]

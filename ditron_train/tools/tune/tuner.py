@@ -27,8 +27,9 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.provenance import nccl_version
 from ditron_train.runtime.rates import MachineRates
-from ditron_train.runtime.tuning_table import TuningTable, read_table
+from ditron_train.runtime.tuning_table import TuningTable, parse_table, read_table
 from ditron_train.runtime.versions import find_versions
+from ditron_train.symm.exchange import exchange
 from ditron_train.tools.arguments import add_shape_argument
 from ditron_train.tools.bench.tp import shapes_for
 from ditron_train.tools.catalog import ROOMS, specs_of
@@ -147,21 +148,21 @@ def _rates(classes: list[ShapeClass], session: BenchSession) -> MachineRates | N
 def _agreed_table(path: Path, session: BenchSession) -> TuningTable:
     """What is there already, as rank 0 reads it."""
     device = device_name(session.device)
-    found: list[object] = [None]
+    text, refusal = None, None
     if session.rank == 0:
         try:
-            found[0] = read_table(path, device) if path.exists() else TuningTable(device)
+            table = read_table(path, device) if path.exists() else TuningTable(device)
+            text = table.to_text()
             parent = path.absolute().parent
             if not parent.is_dir() or not os.access(parent, os.W_OK):
                 why = "its folder is read-only" if parent.is_dir() else "there is no such folder"
-                found[0] = SettingError(f"cannot write the tuning table {path}: {why}")
-        except SettingError as error:
-            found[0] = error
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], SettingError):
-        raise found[0]
-    assert isinstance(found[0], TuningTable)
-    return found[0]
+                refusal = f"cannot write the tuning table {path}: {why}"
+        except (SettingError, OSError) as error:
+            refusal = str(error)
+    text, refusal = exchange(dist.group.WORLD, (text, refusal))[0]
+    if refusal is not None:
+        raise SettingError(refusal)
+    return parse_table(text, str(path))
 
 
 def _planned(arguments: argparse.Namespace, session: BenchSession) -> list[tuple[OpSpec[Any, Any], list[Shape]]]:

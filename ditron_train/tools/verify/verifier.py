@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter
 __all__ = ["add_arguments", "run"]
 
 _FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
+_MOST_STRAGGLER_MS = 1e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,11 +126,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> list[str]:
     """The names of ``--rooms``; raises for whatever cannot be, before anything is launched."""
-    if arguments.repeat < 1 or min(arguments.random, arguments.straggler_ms, arguments.ops) < 0:
-        raise SettingError("--repeat has to be above 0, --random, --ops and --straggler-ms 0 or more")
+    if arguments.repeat < 1 or min(arguments.random, arguments.ops) < 0:
+        raise SettingError("--repeat has to be above 0, --random and --ops 0 or more")
+    if not 0 <= arguments.straggler_ms <= _MOST_STRAGGLER_MS:
+        raise SettingError(f"--straggler-ms has to be from 0 to {_MOST_STRAGGLER_MS:g}")
+    if not 0 <= arguments.seed < 2**32:
+        raise SettingError("--seed has to be from 0 to 2**32 - 1")
     check_counts(arguments)
-    if arguments.seconds is not None and arguments.seconds <= 0:
-        raise SettingError("--seconds has to be above 0")
+    if arguments.seconds is not None and not 0 < arguments.seconds < math.inf:
+        raise SettingError("--seconds has to be a number above 0")
     if not 0 <= arguments.first_epoch < 2**31:
         raise SettingError("--first-epoch has to be from 0 to 2**31 - 1")
     if arguments.largest is not None and arguments.largest < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -70,3 +71,12 @@ def subgroups(late_rank: int) -> None:
         if rank == late_rank and step == 1:
             return
         all_gather(torch.ones(2, 8), context=context)
+
+
+def rank_comes_too_late(late_rank: int, seconds: float) -> None:
+    """After two gathers one rank sleeps past the deadline, comes back, and goes on alone."""
+    gathers([4, 4])
+    if dist.get_rank() == late_rank:
+        time.sleep(seconds)
+        gathers([4, 4])
+    gathers([4])

@@ -65,7 +65,11 @@ def test_the_group_that_stopped_first_counts(tmp_path: Path) -> None:
 def test_an_error_of_the_users_is_kept(tmp_path: Path) -> None:
     _, files = _after(2, tmp_path, bodies.rank_raises, 0)
     assert files[0].error["kind"] == "ValueError" and files[0].error["text"] == "the user's own"
-    assert find_divergence(files).ranks == (1,)  # killed with its pool, without a word
+    found = find_divergence(files)
+    assert (found.kind, found.ranks) == (
+        "raised",
+        (0,),
+    )  # rank 1 was killed with its pool, without a word: a launcher's doing
 
 
 WORLD = Group("0", (0, 1, 2))
@@ -165,7 +169,7 @@ def test_ever_more_groups_and_words_do_not_end_a_job(no_ring, monkeypatch, tmp_p
     monkeypatch.setenv("DITRON_POSTMORTEM", str(tmp_path))
     for number in range(600):
         records.records_of(f"{number}_{'name' * 20}", [number, number + 1, 3 * number + 5]).record("op", number)
-    records._ring.note("ValueError", "\N{GRINNING FACE}" * 5000, None, None)
+    records._ring.note(ValueError("\N{GRINNING FACE}" * 5000), None)
     (file,) = read_folder(tmp_path)
     assert (
         len(file.groups) == len(file.calls) == records._MAX_GROUPS

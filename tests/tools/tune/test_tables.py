@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_published_shapes_of_four_ranks_make_few_classes() -> None:
 def test_an_entry_reads_back_as_it_was(problem: Problem, choice: Choice) -> None:
     table = TuningTable(H200.device, {"torch": "2.11"}, RATES)
     table.put(problem.table_op, problem.world_size, problem.shape_class, entry_of(problem, choice))
-    read = tuning._parse(table.to_text(), "here")
+    read = tuning.parse_table(table.to_text(), "here")
     assert read == table
     entry = read.find(problem.table_op, problem.world_size, problem.shape_class)
     back = entry_of(problem, dataclasses.replace(choice, source="table"))
@@ -125,6 +126,7 @@ def test_the_users_table_is_chosen_by(tmp_path: Path, monkeypatch: pytest.Monkey
     ("text", "message"),
     [
         ("", "no JSON"),
+        ("[" * 100_000, "no JSON"),
         ("[]", "not a tuning table of this version"),
         ('{"format": "ditron_train tuning 0"}', "not a tuning table of this version"),
         ('{"format": "ditron_train tuning 1", "device": "NVIDIA H200"}', "make it anew"),
@@ -138,6 +140,14 @@ def test_a_bad_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(SettingError, match=message) as error:
         active_table(H200.device)
     assert "bad.json" in str(error.value)
+
+
+def test_a_table_of_no_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    monkeypatch.setenv("DITRON_TUNING", str(tmp_path / "pipe.json"))
+    for read in (lambda: active_table(H200.device), tuning.named_table, tuning.check_table):
+        with pytest.raises(SettingError, match="pipe.json: it is no regular file"):
+            read()
 
 
 def test_a_missing_file_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -281,7 +281,9 @@ def test_bad_input_is_refused_on_every_rank() -> None:
     bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
            ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"),
            ("--output", "/proc/nowhere"), ("--rooms", "tp,xp"), ("--num-experts", "0"),
-           ("--rooms", "ep", "--num-experts", "3")]  # fmt: skip
+           ("--rooms", "ep", "--num-experts", "3"),
+           ("--seed", "-1"), ("--seed", str(2**32)), ("--straggler-ms", "nan"), ("--straggler-ms", "inf"),
+           ("--straggler-ms", "-1"), ("--seconds", "nan"), ("--seconds", "inf")]  # fmt: skip
     for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
