@@ -101,8 +101,8 @@ def make_venv(folder: Path) -> Path:
     """Creates the environment where it is not there yet and returns its interpreter."""
     python = folder / "bin" / "python"
     if python.exists():
-        version = _output([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).strip()
-        if version == "%d.%d" % sys.version_info[:2]:
+        version = _output([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"]).strip()
+        if version == ".".join(map(str, sys.version_info[:2])):
             return python
         raise SetupError(
             f"{folder} was made by Python {version}, this is {sys.version.split()[0]}: remove {folder} first"
@@ -168,7 +168,8 @@ def _install_core(python: Path, names: list[str], pins: dict[str, str], gpu: boo
         except SetupError as error:
             print(error, file=sys.stderr)
             _say(
-                f"trying torch {CUDA_TORCH} with its CUDA libraries instead (some 3 GB; it runs on the CPU, too). To avoid that,"
+                f"trying torch {CUDA_TORCH} with its CUDA libraries instead (some 3 GB; it runs on the CPU, too). To "
+                "avoid that,"
             )
             _say("install a CPU build as pytorch.org shows, and name the Python that can import it: PYTHON=...")
     version = os.environ.get("TORCH", CUDA_TORCH) if "torch" in names else pins["torch"]
@@ -199,8 +200,9 @@ def _pip(python: Path, arguments: list[str]) -> None:
             reasons = re.findall(r"(?:\[Errno -?\d+\] |')([A-Z][^'\[\]]+)'\)", done.stderr)
             why = f" ({reasons[-1]})" if reasons else ""
             raise NoNetwork(
-                f"pip reaches no package index{why}, and {' '.join(word for word in arguments if '==' in word)} is missing here. "
-                f"PIP_FIND_LINKS=/folder/of/wheels names wheels, PYTHON=... a Python that can import torch and triton"
+                f"pip reaches no package index{why}, and {' '.join(word for word in arguments if '==' in word)} is "
+                "missing here. PIP_FIND_LINKS=/folder/of/wheels names wheels, PYTHON=... a Python that can import "
+                "torch and triton"
             )
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
         raise SetupError(f"pip could not install {' '.join(arguments)}:\n{tail}")

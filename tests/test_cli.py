@@ -124,8 +124,13 @@ def test_the_launcher_ends_without_a_traceback(tmp_path: Path, sent: signal.Sign
     script.write_text(
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print('ready', flush=True); time.sleep(60)"
     )
-    launched = subprocess.Popen([sys.executable, "scripts/launch.py", "1", str(script)], cwd=Path(ditron_train.__file__).parents[1],
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    launched = subprocess.Popen(
+        [sys.executable, "scripts/launch.py", "1", str(script)],
+        cwd=Path(ditron_train.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert launched.stdout.readline() == "ready\n"
     launched.send_signal(sent)
     _, said = launched.communicate(timeout=60)

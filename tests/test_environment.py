@@ -69,11 +69,15 @@ def test_gpus_and_torch_by_name(environment: ModuleType, tmp_path: Path, monkeyp
 
 
 _NO_ANSWER = (
-    "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<pip."
-    "HTTPSConnection at 0x7fba>: Failed to establish a new connection: [Errno -3] Temporary failure in name resolution')': /\n"
-    "ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies.\n"
+    "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by "
+    "'NewConnectionError('<pip.HTTPSConnection at 0x7fba>: Failed to establish a new connection: [Errno -3] Temporary "
+    "failure in name resolution')': /\nERROR: Cannot install torch==2.13.0+cpu because these package versions have "
+    "conflicting dependencies.\n"
 )
-_OF_OTHERS = "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from versions: 2.11.0, 2.13.0)\n"
+_OF_OTHERS = (
+    "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu "
+    "(from versions: 2.11.0, 2.13.0)\n"
+)
 
 
 @pytest.mark.parametrize("said, tries", [(_NO_ANSWER, 1), (_NO_ANSWER + _OF_OTHERS, 2), (_OF_OTHERS, 2)])

@@ -81,7 +81,8 @@ class StepGraph:
         dtype: Of the products.
         device: A CUDA device.
         is_view: Whether X is a transposed view of ``storage``, as native's is for matrices with more rows than
-        columns. coefficients: Of each step.
+            columns.
+        coefficients: Of each step.
         plan: Which products run by our kernels.
 
     Raises:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.optim.adamw import adamw
 
+from ditron_train.optim.adamw_step import adamw_step
 from ditron_train.optim.elementwise import DecayMethod, apply_update, momentum_step
 from ditron_train.optim.newton_schulz import (
     CoefficientType,
@@ -77,8 +77,9 @@ class Muon(torch.optim.Optimizer):
         use_nesterov: Whether to look ahead.
         weight_decay: 0 for none.
         weight_decay_method: ``decoupled`` (times lr), ``independent`` (not times lr) or ``l2`` (added to the
-        gradient). fp32_matmul_prec: ``medium`` runs the products in bf16; ``high`` and ``highest`` in fp32, by torch
-        alone. coefficient_type: Polynomials of Newton-Schulz; any but ``quintic`` changes results against native Muon.
+            gradient).
+        fp32_matmul_prec: ``medium`` runs the products in bf16; ``high`` and ``highest`` in fp32, by torch alone.
+        coefficient_type: Polynomials of Newton-Schulz; any but ``quintic`` changes results against Megatron's Muon.
         num_ns_steps: Newton-Schulz steps.
         scale_mode: See ``muon_scale``.
         extra_scale_factor: Multiplies every update.
@@ -197,7 +198,8 @@ class Muon(torch.optim.Optimizer):
         for param in group["params"]:
             if group["algorithm"] == "muon" and param.dim() != 2:
                 raise NotSupportedError(
-                    f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group algorithm='adamw'"
+                    f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group "
+                    "algorithm='adamw'"
                 )
             if not param.is_floating_point():
                 raise NotSupportedError(f"a parameter of {param.dtype}")
@@ -225,7 +227,7 @@ class Muon(torch.optim.Optimizer):
                     matrices.append((param, group))
                 elif param.grad is not None:
                     others.append(param)
-            self._adamw_step(group, others)
+            adamw_step(group, self.state, others)
         if self.shard_group is not None and dist.get_world_size(self.shard_group) > 1:
             self._sharded_step(matrices)
         else:
@@ -393,25 +395,3 @@ class Muon(torch.optim.Optimizer):
         if dim is None or dim < 0 or tp_group is None or dist.get_world_size(tp_group) == 1:
             return None, -1
         return tp_group, dim
-
-    def _adamw_step(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """torch's AdamW on the group's parameters that Muon does not take."""
-        if not params:
-            return
-        for param in params:
-            state = self.state[param]
-            if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        beta1, beta2 = group["adamw_betas"]
-        adamw(
-            params,
-            [param.grad for param in params],
-            [self.state[param]["exp_avg"] for param in params],
-            [self.state[param]["exp_avg_sq"] for param in params],
-            [],
-            [self.state[param]["step"] for param in params],
-            amsgrad=False, beta1=beta1, beta2=beta2, lr=float(group["lr"]), weight_decay=group["weight_decay"],
-            eps=group["adamw_eps"], maximize=False,
-        )  # fmt: skip

@@ -148,9 +148,16 @@ def _symmetric(
 
 
 def _launch_symmetric(
-    a: torch.Tensor, b: torch.Tensor, add: torch.Tensor, out: torch.Tensor, alpha: float, beta: float, config: GemmConfig,
-    has_add: bool, num_programs: int,
-) -> None:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    add: torch.Tensor,
+    out: torch.Tensor,
+    alpha: float,
+    beta: float,
+    config: GemmConfig,
+    has_add: bool,
+    num_programs: int,
+) -> None:
     """Launches on aligned, not empty operands."""
     m, k = a.shape
     order, num_whole, num_quarters = _triangle(m, config, num_programs, a.device)

@@ -67,7 +67,8 @@ def _plan() -> Plan | None:
 
 
 def _unsuited(plan: Plan, room: str, places: set[str], here: str) -> str:
-    return f"the plan {plan.path} holds decisions of {room} on {'; '.join(sorted(places))}, here it is {here}: name another file"
+    elsewhere = "; ".join(sorted(places))
+    return f"the plan {plan.path} holds decisions of {room} on {elsewhere}, here it is {here}: name another file"
 
 
 def decide(

@@ -25,8 +25,10 @@ class Observation:
 
     Attributes:
         bits_equal: Whether every bit of every result is equal on every rank; None where that says nothing
-        (interpreter). native_us: Median time of the native run, maximum over the ranks; None where it was not
-        measured. ditron_us: The same of ours.
+            (interpreter).
+        native_us: Median time of the native run, maximum over the ranks; None where it was not
+            measured.
+        ditron_us: The same of ours.
     """
 
     bits_equal: bool | None

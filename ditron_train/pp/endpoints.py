@@ -17,8 +17,8 @@ the receiver's host waits for the header before it enqueues the receive. The ord
 memory operations, and a stream's flag write is fenced at system scope, so no fragment is read before it is complete
 and no slot is overwritten while it is in use. All counters only grow and are compared cyclically. On the CPU the same
 code runs without streams: a copy is done when the call returns and a wait blocks the caller. What waits, copies and
-sets flags is the channel's: by kernels (``kernel_channel``) the same ends run with the ring alone, and ``far`` has
-ends whose headers travel with the data.
+sets flags is the channel's: by kernels (``kernel_channel``) the same ends run with the ring alone, and those of
+``nvshmem_endpoints`` send headers that travel with the data.
 
 Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
 wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
@@ -33,11 +33,7 @@ that execution as in ours. With overlapped receives the rendezvous is the *posti
 posted messages and takes the oldest when it posts another, so posting message ``k - 1`` frees the slot of message
 ``k``.
 
-What was tried for small messages, which NCCL's kernel delivers sooner (4 H200s, ring, 8 KB / 1 MB: 11 / 20 us, here 28
-/ 28 us): copying on the caller's stream where the slot is known to be free, with enough slots that a host far ahead
-finds one: 24 / 25 us, and rings of 4 and 8 MB between 48 and 122 us instead of 46; giving slots back behind the sends
-instead of in front of them: 87 / 88 us, since each rank then waits for the next one's send. What is left is the copy
-engine's start, two writes to host memory fenced at system scope, and a wait that polls it over PCIe.
+Small messages take longer than NCCL's kernel needs; what was tried: ``docs/measurements/pp.md``.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ from ditron_train.stream.copies import copy_bytes
 from ditron_train.stream.events import EventPool, StreamEvent, current_stream
 
 if TYPE_CHECKING:
-    from ditron_train.pp.nvshmem_endpoints import FarChannel, FarSlots
+    from ditron_train.pp.nvshmem_channel import NvshmemChannel, NvshmemSlots
 
 __all__ = ["Incoming", "Receiver", "Sender"]
 
@@ -84,12 +80,14 @@ class Sender:
 
     Attributes:
         messages: Sent so far; ``lent`` of them into slots that the receiver lends.
-        tells_host: Whether the receiver's host learns what is coming.
+        header_on_host: Whether the receiver's host learns what is coming.
     """
 
-    tells_host = True
+    header_on_host = True
 
-    def __init__(self, channel: PipelineChannel | FarChannel, slots: Slots | FarSlots, lane: int, peer: int) -> None:
+    def __init__(
+        self, channel: PipelineChannel | NvshmemChannel, slots: Slots | NvshmemSlots, lane: int, peer: int
+    ) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
         self.messages = 0
         self.lent = 0
@@ -230,12 +228,14 @@ class _Loan:
 
 
 class Receiver:
-    """The receiving end of a lane, from group rank ``peer``; ``told_on_host``: whether its host learns what is
+    """The receiving end of a lane, from group rank ``peer``; ``header_on_host``: whether its host learns what is
     coming."""
 
-    told_on_host = True
+    header_on_host = True
 
-    def __init__(self, channel: PipelineChannel | FarChannel, slots: Slots | FarSlots, lane: int, peer: int) -> None:
+    def __init__(
+        self, channel: PipelineChannel | NvshmemChannel, slots: Slots | NvshmemSlots, lane: int, peer: int
+    ) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
         self.messages = 0
         self._ring_messages = 0

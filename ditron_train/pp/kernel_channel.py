@@ -80,7 +80,7 @@ class KernelChannel(PipelineChannel):
         self._target = kernel_target(arena.device)
         self._arrived = torch.zeros((len(LANE_NAMES), _WORDS_APART), dtype=torch.int64, device=arena.device)
         self._load_kernels()
-        arena._quiesce()
+        arena.quiesce()
 
     def _load_kernels(self) -> None:
         """Loads every kernel now: to load one may wait for all kernels that run, and later one of them may wait for a

@@ -76,9 +76,9 @@ class PeerTimeoutError(DitronError):
         self.seen_epoch = seen_epoch
         self.timeout_s = timeout_s
         super().__init__(
-            f"{op} on group {group}: rank {waiting_rank} waited {timeout_s:g} s for rank {missing_rank}, chunk {chunk}: "
-            f"expected epoch {expected_epoch}, saw {seen_epoch}. The peer is dead, stalled or never called this op; "
-            "the result of this call must not be used. DITRON_TIMEOUT_S sets the deadline."
+            f"{op} on group {group}: rank {waiting_rank} waited {timeout_s:g} s for rank {missing_rank}, chunk "
+            f"{chunk}: expected epoch {expected_epoch}, saw {seen_epoch}. The peer is dead, stalled or never called "
+            "this op; the result of this call must not be used. DITRON_TIMEOUT_S sets the deadline."
         )
 
     def __reduce__(self):  # keyword-only constructor: spell it out so that the error crosses process borders

@@ -198,6 +198,14 @@ def _direct_call(compiled: Any, arguments: tuple) -> tuple[Callable, tuple] | No
                 expanded.append(argument)
     addresses = (value.data_ptr() if isinstance(value, torch.Tensor) else value for value in expanded)
     return launch, (
-        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None,
+        compiled.function,
+        run.launch_cooperative_grid,
+        run.launch_pdl,
+        None,
+        None,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
         *addresses,
-    )  # fmt: skip
+    )

@@ -55,7 +55,8 @@ class Channel:
     Attributes:
         signals: int32 ``SymmetricTensor`` of data-arrival flags; peers write, this rank waits.
         ready: int32 ``SymmetricTensor`` ``[2, world_size, READY_WORDS]``: start signals with signatures, by epoch
-        parity. control: int64 control block on the device (see ``symm.control``).
+            parity.
+        control: int64 control block on the device (see ``symm.control``).
         tickets: int64 ``[TICKET_ROLES]``: launch counters in slots 0 and 1, one for each kernel role of the op; slots
             2 and 3 are zero at first and free for the op's own counters.
 
@@ -113,9 +114,9 @@ class Channel:
 
     def _filled(self, name: str, shape: tuple[int, ...], epoch: int) -> SymmetricTensor:
         tensor = self.arena.tensor(name, shape, torch.int32)
-        self.arena._quiesce()  # a channel of this name before this one may have used the memory
+        self.arena.quiesce()  # a channel of this name before this one may have used the memory
         tensor.local.fill_(cyclic_difference(epoch, 0))
-        self.arena._quiesce()
+        self.arena.quiesce()
         return tensor
 
     def reserve_signals(self, num_signals: int) -> None:

@@ -68,8 +68,8 @@ class NvshmemTransport:
             if num_ranks < world_size:
                 raise ArenaError(
                     cls._why_not
-                    or f"NVSHMEM starts on all {world_size} ranks of a job at once, and this group has {num_ranks}: call "
-                    f"ditron_train.symm.start_nvshmem() on every rank before"
+                    or f"NVSHMEM starts on all {world_size} ranks of a job at once, and this group has {num_ranks}: "
+                    f"call ditron_train.symm.start_nvshmem() on every rank before"
                 )
             try:
                 cls._instance = cls(_start(device))
@@ -86,8 +86,8 @@ class NvshmemTransport:
         offset = first_common_gap(exchange(group, self._reserve.gaps), size)
         if offset is None:
             raise ArenaError(
-                f"symmetric memory: no {size} bytes are free on all ranks in the NVSHMEM reserve of {self._reserve.num_bytes}; "
-                f"raise DITRON_ARENA_BYTES"
+                f"symmetric memory: no {size} bytes are free on all ranks in the NVSHMEM reserve of "
+                f"{self._reserve.num_bytes}; raise DITRON_ARENA_BYTES"
             )
         self._reserve.take(offset, size)
         try:

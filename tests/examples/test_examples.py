@@ -24,7 +24,8 @@ def get_args():
 def pretrain(datasets, model_provider, model_type, forward_step, extra_args_provider, **options):
     global args
     args = extra_args_provider(argparse.ArgumentParser()).parse_args()
-    print("PRETRAIN", args.ditron, model_provider(pre_process=True, post_process=True), datasets.is_distributed, sorted(options))
+    model = model_provider(pre_process=True, post_process=True)
+    print("PRETRAIN", args.ditron, model, datasets.is_distributed, sorted(options))
 """,
     "gpt_builders.py": "def gpt_builder(): pass",
     "model_provider.py": """

@@ -43,7 +43,8 @@ if __name__ == "__main__":
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from ditron_train.megatron import active_features
     from ditron_train.megatron.plugin.patching import is_redirected
-    print("RESULT", args.num_layers, active_features(), is_redirected(ColumnParallelLinear), sys.argv[0].endswith("train.py"))
+    is_script = sys.argv[0].endswith("train.py")
+    print("RESULT", args.num_layers, active_features(), is_redirected(ColumnParallelLinear), is_script)
 """
 
 

@@ -49,9 +49,14 @@ def _experts(**options):
     experts = DitronTEGroupedMLP.__new__(DitronTEGroupedMLP)
     torch.nn.Module.__init__(experts)
     experts.config = types.SimpleNamespace(
-        use_te_activation_func=False, bias_activation_fusion=False, gated_linear_unit=True, activation_func_clamp_value=None,
-        activation_func=torch.nn.functional.silu, glu_linear_offset=0.0, **options,
-    )  # fmt: skip
+        use_te_activation_func=False,
+        bias_activation_fusion=False,
+        gated_linear_unit=True,
+        activation_func_clamp_value=None,
+        activation_func=torch.nn.functional.silu,
+        glu_linear_offset=0.0,
+        **options,
+    )
     experts.activation_func = torch.nn.functional.silu
     experts.linear_fc1, experts.linear_fc2 = _Grouped(2 * FFN, HIDDEN, 1), _Grouped(HIDDEN, FFN, 2)
     return experts
@@ -254,7 +259,12 @@ class Layer:
     forward.__module__ = native.__name__
 
 
-for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"):
+for name in (
+    "TEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear",
+    "TERowParallelLinear",
+    "TEDotProductAttention",
+):
     setattr(native, name, type(name, (Layer,), {}))
 from ditron_train.megatron.tp import te_layers as tp_te
 

@@ -20,7 +20,7 @@ PATHS = ["kernel", "nvshmem"]
 @pytest.mark.parametrize("path", PATHS)
 def test_ends_of_the_path_that_is_asked_for(path):
     channels, prefix = (
-        (["NoneType", "FarChannel"], "Far") if path == "nvshmem" else (["KernelChannel", "NoneType"], "")
+        (["NoneType", "NvshmemChannel"], "Nvshmem") if path == "nvshmem" else (["KernelChannel", "NoneType"], "")
     )
     expected = channels + [f"{prefix}Sender"] * 2 + [f"{prefix}Receiver"] * 2
     assert run_workers(2, on_path, path, "ends") == [(expected, False)] * 2
@@ -99,7 +99,7 @@ def test_a_second_context_finds_no_flags_of_the_first(path):
 def test_two_nodes_on_one_machine(near, name):
     results = run_workers(4, bodies.mixed_nodes, near)
     assert [right for right, _ in results] == [True] * 4
-    assert [names for _, names in results] == [[name, "FarChannel"], ["FarChannel", name]] * 2
+    assert [names for _, names in results] == [[name, "NvshmemChannel"], ["NvshmemChannel", name]] * 2
 
 
 def test_ranks_that_ask_for_different_paths_are_told_so():

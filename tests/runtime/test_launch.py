@@ -47,9 +47,12 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> tuple[KernelLaunch, list[tuple]]:
     calls: list[tuple] = []
     expand = nvidia.make_tensordesc_arg
     monkeypatch.setattr(
-        nvidia, "make_tensordesc_arg",
-        lambda desc, meta: expand(desc, None) if meta is None else [("map", desc.base.data_ptr()), *desc.shape, *desc.strides],
-    )  # fmt: skip
+        nvidia,
+        "make_tensordesc_arg",
+        lambda desc, meta: (
+            expand(desc, None) if meta is None else [("map", desc.base.data_ptr()), *desc.shape, *desc.strides]
+        ),
+    )
     monkeypatch.setattr(launching, "_current_stream", lambda: 5)
     monkeypatch.setattr(launching, "_current_device", lambda: 0)
     made = KernelLaunch(_kernel, 131, {"BLOCK": 64})
@@ -98,7 +101,7 @@ def test_another_device_loads_the_kernel_itself(
     made(*arguments)  # compiles again
     assert not calls and len(made._compiled) == 2
     for device in (0, 1, 0):
-        monkeypatch.setattr(launching, "_current_device", lambda: device)
+        monkeypatch.setattr(launching, "_current_device", lambda device=device: device)
         made(*arguments)
     assert len(calls) == 3 and len(made._compiled) == 2
 

@@ -86,8 +86,8 @@ class DitronTensorParallelMuon(Muon):
     ) -> None:
         if mode == "distributed":
             raise NotSupportedError(
-                "--muon-tp-mode distributed is another algorithm with other bits: use blockwise or duplicated, or leave "
-                "muon out of --ditron"
+                "--muon-tp-mode distributed is another algorithm with other bits: use blockwise or duplicated, or "
+                "leave muon out of --ditron"
             )
         self.pg_collection = pg_collection
         opt_ins = get_settings().muon_opt_ins or ()

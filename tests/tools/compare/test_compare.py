@@ -46,7 +46,10 @@ _args = None
 def get_args():
     return _args
 
-def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, iteration=None):
+def train_step(
+    forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func,
+    iteration=None,
+):
     from ditron_train.megatron import active_features
     optimizer.zero_grad()
     loss = (model(torch.full((2, 8), 1.0 + iteration)) ** 2).mean()
