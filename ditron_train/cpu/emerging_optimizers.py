@@ -8,17 +8,16 @@ changed.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.optim.newton_schulz import muon_scale, step_coefficients
+from ditron_train.optim.newton_schulz import CoefficientType, fp32_matmul_precision, muon_scale, step_coefficients
 
 __all__ = ["OrthogonalizedOptimizer", "install", "is_stand_in"]
 
@@ -37,9 +36,9 @@ def install() -> bool:
         return False
     if "megatron.core.optimizer.muon" in sys.modules:
         raise RuntimeError("megatron.core.optimizer.muon was imported before emerging_optimizers was there")
-    package = types.ModuleType(_PACKAGE)
-    optimizers = types.ModuleType(f"{_PACKAGE}.orthogonalized_optimizers")
-    utilities = types.ModuleType(f"{_PACKAGE}.orthogonalized_optimizers.muon_utils")
+    package: Any = types.ModuleType(_PACKAGE)
+    optimizers: Any = types.ModuleType(f"{_PACKAGE}.orthogonalized_optimizers")
+    utilities: Any = types.ModuleType(f"{_PACKAGE}.orthogonalized_optimizers.muon_utils")
     package.orthogonalized_optimizers = optimizers
     package.is_ditron_stand_in = True
     optimizers.OrthogonalizedOptimizer = OrthogonalizedOptimizer
@@ -58,20 +57,10 @@ def is_stand_in() -> bool:
     return getattr(sys.modules.get(_PACKAGE), "is_ditron_stand_in", False)
 
 
-@contextlib.contextmanager
-def _fp32_matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _newton_schulz(x: torch.Tensor, steps: int, coefficient_type: str) -> torch.Tensor:
+def _newton_schulz(x: torch.Tensor, steps: int, coefficient_type: CoefficientType) -> torch.Tensor:
     transpose = x.shape[0] > x.shape[1]
     x = x.mT if transpose else x
-    x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7)
+    x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7)  # type: ignore[arg-type]
     if torch.get_float32_matmul_precision() == "medium":
         x = x.to(torch.bfloat16)
     for a, b, c in step_coefficients(coefficient_type, steps):
@@ -85,7 +74,7 @@ def _newton_schulz(x: torch.Tensor, steps: int, coefficient_type: str) -> torch.
 def _newton_schulz_tp(
     x: torch.Tensor,
     steps: int,
-    coefficient_type: str,
+    coefficient_type: CoefficientType,
     tp_group: dist.ProcessGroup,
     partition_dim: int | None = None,
     mode: str = "duplicated",
@@ -127,7 +116,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         return self.scaled_orthogonalize_fn(grad)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every parameter with a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -138,6 +127,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
 
     def _step_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         grad, decay, lr = param.grad, group["weight_decay"], group["lr"]
+        assert grad is not None
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
@@ -148,6 +138,6 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         momentum = state["momentum_buffer"]
         momentum.lerp_(grad, 1 - group["momentum_beta"])
         direction = grad.lerp(momentum, group["momentum_beta"]) if self.use_nesterov else momentum
-        with _fp32_matmul_precision(self.fp32_matmul_prec):
+        with fp32_matmul_precision(self.fp32_matmul_prec):
             update = self.orthogonalize(param, direction)
         param.add_(update, alpha=-lr)

@@ -93,6 +93,13 @@ def record_failure(control_ptr, kind, peer, chunk, expected, seen):
         tl.atomic_xchg(record + RECORD_STATE, tl.cast(1, tl.int64), sem="release", scope="sys")
 
 
+def _never_compiled(function):
+    """A plain function that jit functions name: the compiler's walk over what they use refuses others."""
+    function.__triton_builtin__ = True
+    return function
+
+
+@_never_compiled
 def _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk):
     """The interpreter's wait: polls the flag with the interpreter's own acquire, yielding the core between polls."""
     control = _int64_words(control_ptr, layout.CONTROL_WORDS)
@@ -121,11 +128,6 @@ def _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk):
     record[layout.RECORD_EXPECTED] = expected
     record[layout.RECORD_SEEN] = seen
     record[layout.RECORD_STATE] = 1
-
-
-_wait_on_host.__triton_builtin__ = (
-    True  # the compiler's dependency walk refuses plain functions that it never compiles
-)
 
 
 def _scalar(value) -> int:

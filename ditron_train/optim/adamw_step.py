@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.adamw import adamw
@@ -32,7 +32,7 @@ def adamw_step(
     beta1, beta2 = group["adamw_betas"]
     adamw(
         params,
-        [param.grad for param in params],
+        [cast(torch.Tensor, param.grad) for param in params],
         [state[param]["exp_avg"] for param in params],
         [state[param]["exp_avg_sq"] for param in params],
         [],

@@ -140,7 +140,7 @@ def _symmetric(
     a = aligned_operand(a)
     b = a if same else aligned_operand(b)
     has_add = add is not None
-    add = aligned_operand(add) if has_add else a  # a stand-in that is not read
+    add = a if add is None else aligned_operand(add)  # a stand-in that is not read
     out = empty_aligned(m, m, a.dtype, a.device)
     num_programs = _SMALL_PER_SM * sms if config == _SMALL else sms
     _launch_symmetric(a, b, add, out, float(alpha), float(beta), config, has_add, num_programs)

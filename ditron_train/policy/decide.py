@@ -113,7 +113,7 @@ def decide(
             if decision.use_ditron:
                 ours()  # memory is had and kernels are loaded now, while every rank can still turn to native
         elif order is not None and not order.is_ours:
-            decision = Decision(False, order.reason, None, None, None)
+            decision = Decision(False, str(order.reason), None, None, None)
         else:
             decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits", also=also))
     if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's

@@ -80,7 +80,7 @@ def fingerprint() -> dict[str, Any]:
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
         found["driver"] = driver_version()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         if not has_driver():  # linear layers multiply by other kernels then, whose bits nobody has compared
             found["copy engines"] = "out of use (cuda-bindings is missing)"
     else:

@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -89,6 +89,8 @@ class Sender:
         self, channel: PipelineChannel | NvshmemChannel, slots: Slots | NvshmemSlots, lane: int, peer: int
     ) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
+        # For what ends through NVSHMEM never do: tell the neighbour's host, and lend.
+        self._host_channel, self._lending_slots = cast(PipelineChannel, channel), cast(Slots, slots)
         self.messages = 0
         self.lent = 0
         self._ring_messages = 0
@@ -103,10 +105,10 @@ class Sender:
     def announce(self, header: Header) -> None:
         """Publishes the header of the next message."""
         message = self.messages
-        mailbox = self.channel.mailbox
+        mailbox = self._host_channel.mailbox
         words = header.to_words()
         if not mailbox.has_room(self.peer, self.lane, message + 1):
-            self.channel.wait_on_host(
+            self._host_channel.wait_on_host(
                 lambda: mailbox.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message
             )
         mailbox.write_header(self.peer, self.lane, message + 1, words)
@@ -151,13 +153,13 @@ class Sender:
         if not self._uses:
             return None
         own = self.channel.arena.rank
-        returned = self.channel.mailbox.returned(own, self.lane)
+        returned = self._host_channel.mailbox.returned(own, self.lane)
         count, first = len(self._uses), None
         for place in range(1, count + 1):
             loan = (self._newest_loan + place) % count
             if returned[loan] != self._uses[loan]:
                 continue
-            if self.channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]):
+            if self._host_channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]):
                 return loan
             first = loan if first is None else first
         return first
@@ -168,7 +170,7 @@ class Sender:
         self._uses[loan] = uses + 1
         self._newest_loan = loan
         self.lent += 1
-        return self.slots.to_lend(self.peer, self.lane, loan)
+        return self._lending_slots.to_lend(self.peer, self.lane, loan)
 
     def _slot_of_ring(self, stream: torch.cuda.Stream | None) -> int:
         message = self._ring_messages
@@ -237,6 +239,8 @@ class Receiver:
         self, channel: PipelineChannel | NvshmemChannel, slots: Slots | NvshmemSlots, lane: int, peer: int
     ) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
+        # For what ends through NVSHMEM never do: tell the neighbour's host, and lend.
+        self._host_channel, self._lending_slots = cast(PipelineChannel, channel), cast(Slots, slots)
         self.messages = 0
         self._ring_messages = 0
         self._fragments = 0
@@ -255,10 +259,10 @@ class Receiver:
         return self._header_of(self.messages)
 
     def _header_of(self, message: int) -> Header:
-        mailbox = self.channel.mailbox
+        mailbox = self._host_channel.mailbox
         words = mailbox.read_header(self.lane, message + 1)
         if words is None:
-            self.channel.wait_on_host(
+            self._host_channel.wait_on_host(
                 lambda: mailbox.read_header(self.lane, message + 1) is not None, peer=self.peer, chunk=message
             )
             words = mailbox.read_header(self.lane, message + 1)
@@ -274,7 +278,7 @@ class Receiver:
 
     def verify(self) -> None:
         """Compares the headers that have come since with what was expected."""
-        mailbox = self.channel.mailbox
+        mailbox = self._host_channel.mailbox
         while self._unverified:
             message, expected = self._unverified[0]
             words = mailbox.read_header(self.lane, message + 1)
@@ -286,7 +290,7 @@ class Receiver:
                 own = self.channel.arena.rank
                 how = " through the network" if sent.by_network else ""
                 group = self.channel.arena.group_name
-                self.channel.fail_mismatch(
+                self._host_channel.fail_mismatch(
                     disagreement(group, self.lane, message, (self.peer, f"{sent}{how}"), (own, str(expected)))
                 )
         needed = [self.messages, *(entry[0] for entry in list(self._unverified)[:1])]
@@ -315,6 +319,7 @@ class Receiver:
         while incoming.tensor is None:
             self._take_next(stream)
         if incoming.done_on != stream:
+            assert stream is not None and incoming.done_on is not None
             (incoming.arrived or self._events.record(incoming.done_on)).hold(stream)
             incoming.tensor.record_stream(stream)
         loan = self._lent.pop(incoming, None)
@@ -345,7 +350,7 @@ class Receiver:
         self._wait_for_fragment(incoming, 0, stream)
         self._uses[slot] += 1
         loan = self._lent[incoming] = _Loan(slot, self._uses[slot])
-        lent = self.slots.lend(self.lane, slot, num_bytes, partial(self._let_go.append, loan))
+        lent = self._lending_slots.lend(self.lane, slot, num_bytes, partial(self._let_go.append, loan))
         return lent.view(incoming.header.dtype).view(incoming.header.shape)
 
     def _copy_out(self, incoming: Incoming, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
@@ -355,7 +360,7 @@ class Receiver:
             # The allocator may have handed out memory that is still in use on the current stream.
             self._events.record(current_stream(device)).hold(stream)
             tensor.record_stream(stream)
-        if self._copied_on is not None and self._copied_on != stream:
+        if stream is not None and self._copied_on is not None and self._copied_on != stream:
             # The credit counts messages: none may be copied out, and counted, before those in front of it.
             self._events.record(self._copied_on).hold(stream)
         self._copied_on = stream
@@ -372,7 +377,7 @@ class Receiver:
 
     def forget_loans(self) -> None:
         """After the slots have grown: what is still lent lies in the old memory, so all slots are there to be used."""
-        mailbox = self.channel.mailbox
+        mailbox = self._host_channel.mailbox
         for slot in range(len(self._uses)):
             self._uses[slot] += 1
             mailbox.set_flag(self.peer, _loan_flag(self.lane, slot), self._uses[slot])
@@ -385,4 +390,4 @@ class Receiver:
             if loan.use != self._uses[loan.slot]:
                 continue  # it lies in memory of before the slots grew
             self.channel.notify(self.peer, _loan_flag(self.lane, loan.slot), loan.use, loan.stream)
-            self.channel.mailbox.returned(self.peer, self.lane)[loan.slot] = loan.use
+            self._host_channel.mailbox.returned(self.peer, self.lane)[loan.slot] = loan.use

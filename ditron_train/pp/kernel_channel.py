@@ -3,7 +3,6 @@ signal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +25,7 @@ _WORDS_APART = 32  # counters on cache lines of their own
 
 
 def launch(
-    kernel: Callable,
+    kernel: Any,
     stream: torch.cuda.Stream | None,
     *arguments: Any,
     num_programs: int = 1,

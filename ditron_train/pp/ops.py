@@ -51,6 +51,7 @@ class Handle:
         (``record_stream`` does nothing).
         """
         if self._tensor is None and self._incoming is not None:
+            assert self._placeholder is not None
             self._tensor = torch.empty_like(self._placeholder)
             self._tensor.data = self._placeholder.expand(self._incoming.header.shape)
         return self._tensor
@@ -66,12 +67,14 @@ class Handle:
             MismatchError: The neighbour sent something else.
         """
         if self._receiver is not None:
+            assert self._incoming is not None
             received = self._receiver.take(self._incoming)
             if self._tensor is None:
                 self._tensor = received
             else:
                 self._tensor.data = received
         if self._sent is not None:
+            assert self._device is not None
             self._sent.hold(current_stream(self._device))
         if self._work is not None:
             self._work.wait()
@@ -182,8 +185,9 @@ def _receive(context: PipelineContext, lane: int, header: Header, batch: _Batch)
     if receiver is not None:
         _require_network(context, num_bytes)
         receiver.expect(Header(header.shape, header.dtype, by_network=True))
-    handle = Handle(tensor=torch.empty(header.shape, dtype=header.dtype, device=context.device))
-    batch.receive = (handle.tensor, context.source(lane))
+    tensor = torch.empty(header.shape, dtype=header.dtype, device=context.device)
+    handle = Handle(tensor=tensor)
+    batch.receive = (tensor, context.source(lane))
     batch.handles.append(handle)
     return handle
 

@@ -35,7 +35,7 @@ class DeviceHold:
 
     def wait(self) -> None:
         """Has the device wait, on the current stream."""
-        torch.cuda._sleep(round(self.length_us * _CYCLES_PER_US))
+        torch.cuda._sleep(round(self.length_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def launching(self, name: Hashable = None) -> Iterator[None]:

@@ -6,6 +6,8 @@ where one rank can see it alone, and with the result discarded where only the gr
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArenaError",
     "DitronError",
@@ -81,10 +83,12 @@ class PeerTimeoutError(DitronError):
             "this op; the result of this call must not be used. DITRON_TIMEOUT_S sets the deadline."
         )
 
-    def __reduce__(self):  # keyword-only constructor: spell it out so that the error crosses process borders
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # keyword-only constructor: spell it out so that the error crosses process borders
         fields = ("op", "group", "waiting_rank", "missing_rank", "chunk", "expected_epoch", "seen_epoch", "timeout_s")
         return _rebuild_timeout, ({name: getattr(self, name) for name in fields},)
 
 
-def _rebuild_timeout(fields: dict) -> PeerTimeoutError:
+def _rebuild_timeout(fields: dict[str, Any]) -> PeerTimeoutError:
     return PeerTimeoutError(**fields)

@@ -15,13 +15,25 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["GroupCache", "belongs_to", "forget_destroyed_groups", "is_destroyed"]
+__all__ = ["GroupCache", "belongs_to", "forget_destroyed_groups", "is_destroyed", "world_group"]
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
-_caches: list[weakref.ref[GroupCache]] = []
+_caches: list[weakref.ref[GroupCache[Any, Any]]] = []
 _owners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks of the job.
+
+    Raises:
+        ValueError: ``torch.distributed`` is not initialised.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group before")
+    return group
 
 
 def belongs_to(group: dist.ProcessGroup, owner: dist.ProcessGroup) -> dist.ProcessGroup:

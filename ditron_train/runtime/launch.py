@@ -31,7 +31,7 @@ _MAX_KEPT = 256  # an integer that differs from call to call would be kept for e
 _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same addresses again and again
 
 
-def _specialization(arguments: tuple) -> tuple:
+def _specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value
     itself)."""
     key = []
@@ -55,13 +55,7 @@ class KernelLaunch:
     """
 
     def __init__(
-        self,
-        kernel: Callable,
-        num_programs: int,
-        constants: dict[str, Any],
-        *,
-        num_warps: int = 4,
-        num_stages: int = 3,
+        self, kernel: Any, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
     ) -> None:
         names = list(kernel.arg_names)
         assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"
@@ -70,8 +64,8 @@ class KernelLaunch:
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._values = tuple(constants.values())
-        self._compiled: dict[tuple, Any] = {}
-        self._repeated: dict[Hashable, tuple[Callable, tuple]] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._repeated: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:
         """Launches on the stream of this handle what was launched with ``key`` before; False where that is not
@@ -102,7 +96,7 @@ class KernelLaunch:
             *arguments, *self._values,
         )  # fmt: skip
 
-    def _remember(self, key: Hashable, compiled: Any, arguments: tuple) -> None:
+    def _remember(self, key: Hashable, compiled: Any, arguments: tuple[Any, ...]) -> None:
         direct = _direct_call(compiled, (*arguments, *self._values))
         if direct is not None:
             if len(self._repeated) >= _MAX_REPEATED:
@@ -115,12 +109,12 @@ class KernelLaunch:
             self._kernel.warmup(*arguments, grid=(self._num_programs,), **self._constants, **self._options)
 
     @property
-    def identity(self) -> tuple:
+    def identity(self) -> tuple[Any, ...]:
         """Kernel, constants and options: launches with the same one run the same code, but for what Triton specialises
         on."""
         return (self._kernel.__name__, *self._constants.items(), *self._options.items())
 
-    def _first(self, key: tuple, arguments: tuple, stream: torch.cuda.Stream | None) -> None:
+    def _first(self, key: tuple[Any, ...], arguments: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
         """The launch through Triton, which compiles; the interpreter takes it every time."""
         if stream is None:
             compiled = self._kernel[(self._num_programs,)](*arguments, **self._constants, **self._options)
@@ -172,7 +166,7 @@ def _runs_directly(compiled: Any) -> bool:
     return all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
 
 
-def _direct_call(compiled: Any, arguments: tuple) -> tuple[Callable, tuple] | None:
+def _direct_call(compiled: Any, arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """The launcher behind this Triton's wrappers, and what it takes behind grid and stream; None where they are
     others.
 
@@ -180,10 +174,10 @@ def _direct_call(compiled: Any, arguments: tuple) -> tuple[Callable, tuple] | No
     """
     run = compiled.run
     launch = getattr(run, "launch", None)
-    if launch is None or getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+    if launch is None or getattr(run, "global_scratch_size", True) or getattr(run, "profile_scratch_size", True):
         return None
     if inspect.isbuiltin(launch):  # a kernel without descriptors
-        expanded: list = list(arguments)
+        expanded: list[Any] = list(arguments)
     else:
         names = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
         expand = getattr(launch, "__globals__", {}).get("make_tensordesc_arg")

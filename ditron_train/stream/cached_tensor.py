@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ditron_train.runtime.device import is_capturing
@@ -24,7 +26,7 @@ class CachedTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self._made_on = current_stream(tensor.device) if tensor.device.type == "cuda" else None
-        self._made = None if self._made_on is None else self._made_on.record_event()
+        self._made: Any = None if self._made_on is None else self._made_on.record_event()
 
     def get(self) -> torch.Tensor:
         """The tensor, for what the current stream does from now on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -70,7 +70,15 @@ def copy_fans(fans: Iterable[Fan], stream: torch.cuda.Stream | None) -> None:
                 destination, source = fan.destination + i * fan.destination_pitch, fan.source + i * fan.source_pitch
                 ctypes.memmove(destination, source, fan.num_bytes)
         else:
-            driver.memcpy_2d_async(*astuple(fan), stream.cuda_stream)
+            driver.memcpy_2d_async(
+                fan.destination,
+                fan.destination_pitch,
+                fan.source,
+                fan.source_pitch,
+                fan.num_bytes,
+                fan.count,
+                stream.cuda_stream,
+            )
 
 
 def _in_order(chunks: Iterable[tuple[int, int, int, int, int]], source: int) -> Iterator[tuple[int, int, int]]:

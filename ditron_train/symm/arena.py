@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device import is_capturing, with_index
 from ditron_train.runtime.errors import ArenaError
-from ditron_train.runtime.groups import GroupCache, forget_destroyed_groups
+from ditron_train.runtime.groups import GroupCache, forget_destroyed_groups, world_group
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
@@ -101,7 +101,7 @@ class SymmetricArena:
         self._segments: dict[str, tuple[Segment, torch.Tensor]] = {}
         self._kept_for_graphs: list[tuple[Segment, torch.Tensor]] = []  # with its table, which kernels know by address
         self.graph_captured = False
-        self._let_go: list[weakref.WeakMethod] = []
+        self._let_go: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.closed = False
 
     @property
@@ -229,7 +229,7 @@ _arenas: GroupCache[tuple[dist.ProcessGroup, str], SymmetricArena] = GroupCache(
 
 def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> SymmetricArena:
     """The one arena of ``group`` (``None``: WORLD) on ``device``; made at the first call, which is collective."""
-    group = group if group is not None else dist.group.WORLD
+    group = group if group is not None else world_group()
     device = with_index(device)
     key = (group, str(device))
     arena = _arenas.get(key)

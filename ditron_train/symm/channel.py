@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -88,9 +89,8 @@ class Channel:
         self.timeout_s = get_settings().timeout_s
         device = arena.device
         self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
-        if (
-            by_address and 0 in self.signals.host_addresses
-        ):  # so it is on every rank: each lacks the ranks of the other nodes
+        # So it is on every rank: each lacks the ranks of the other nodes.
+        if by_address and 0 in self.signals.host_addresses:
             raise NotSupportedError(
                 f"{op_name}: the group has ranks on other nodes, whose memory cannot be addressed from here"
             )
@@ -98,7 +98,7 @@ class Channel:
         self.tickets = torch.zeros(TICKET_ROLES, dtype=torch.int64, device=device)
         self.tickets[:2] = first_epoch << TICKET_UNIT_LOG2
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._record_words = self._record.numpy()
+        self._record_words: Any = self._record.numpy()
         self._record_view = memoryview(self._record_words)  # the same; reading a word takes a quarter of numpy's time
         self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, pin_memory=device.type == "cuda")
         words = [0] * CONTROL_WORDS
@@ -250,7 +250,7 @@ class Channel:
         if pad.device.type != "cuda":
             return pad.tolist()
         if not torch.cuda.is_current_stream_capturing():
-            with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
                 self._ready_mirror.copy_(pad, non_blocking=True)
                 copied = torch.cuda.current_stream().record_event()
             while not copied.query() and time.monotonic() < deadline_s:

@@ -154,15 +154,9 @@ class _Meeting:
     def _timeout(self, outcome: _GivenUp) -> PeerTimeoutError:
         waiting_rank = self._rank if outcome.rank == outcome.missing_rank else outcome.rank
         return PeerTimeoutError(
-            op="an agreement of all ranks",
-            group=self._name,
-            waiting_rank=waiting_rank,
-            missing_rank=outcome.missing_rank,
-            chunk=-1,
-            expected_epoch=self._number,
-            seen_epoch=self._number - 1,
-            timeout_s=outcome.timeout_s,
-        )
+            op="an agreement of all ranks", group=self._name, waiting_rank=waiting_rank, missing_rank=outcome.missing_rank,
+            chunk=-1, expected_epoch=self._number, seen_epoch=self._number - 1, timeout_s=outcome.timeout_s,
+        )  # fmt: skip
 
 
 _meetings: GroupCache[dist.ProcessGroup, _Meeting] = GroupCache()

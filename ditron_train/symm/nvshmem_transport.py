@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
+from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.device_bytes import DeviceBytes
 from ditron_train.symm.exchange import exchange, on_all_ranks
@@ -41,7 +42,7 @@ def start_nvshmem(device: torch.device | str = "cuda") -> None:
         ArenaError: nvshmem4py is missing or does not start on a rank, or a rank did not come within
             ``DITRON_TIMEOUT_S``; on every rank alike.
     """
-    NvshmemTransport.get(dist.group.WORLD, with_index(device))
+    NvshmemTransport.get(world_group(), with_index(device))
 
 
 class NvshmemTransport:
@@ -126,7 +127,7 @@ class NvshmemTransport:
 def _start(device: torch.device) -> torch.Tensor:
     """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve; a rank that fails fails
     all."""
-    world = dist.group.WORLD
+    world = world_group()
     on_all_ranks(world, "loading NVSHMEM", _load)
     reserve_bytes = _agreed_reserve_bytes(world)
     import nvshmem.core
@@ -146,7 +147,8 @@ def _start(device: torch.device) -> torch.Tensor:
             nranks=dist.get_world_size(),
             initializer_method="uid",
         )
-        return nvshmem.core.tensor((reserve_bytes,), dtype=torch.uint8)
+        reserve: torch.Tensor = nvshmem.core.tensor((reserve_bytes,), dtype=torch.uint8)
+        return reserve
 
     return on_all_ranks(world, "starting NVSHMEM", initialise)
 
@@ -163,7 +165,7 @@ def _agreed_reserve_bytes(world: dist.ProcessGroup) -> int:
     Raises:
         ArenaError: ``DITRON_ARENA_BYTES`` differs; on every rank alike.
     """
-    sizes = exchange(world, get_settings().arena_bytes or _DEFAULT_RESERVE_BYTES)
+    sizes: list[int] = exchange(world, get_settings().arena_bytes or _DEFAULT_RESERVE_BYTES)
     if len(set(sizes)) > 1:
         raise ArenaError(f"NVSHMEM takes as much on every rank, but DITRON_ARENA_BYTES says {sizes}")
     return sizes[0]

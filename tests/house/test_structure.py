@@ -134,19 +134,26 @@ def borrowed_private_names(module: str, sources: Mapping[str, str]) -> set[str]:
     of_own_room, of_others = set(), set()
     for other, source in sources.items():
         (of_own_room if room_of(other) == room_of(module) else of_others).update(private_names(source))
-    found, imported = set(), set()
+    found, imported, strangers = set(), set(), set()
     tree = syntax_tree(sources[module])
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("ditron_train."):
             found |= {alias.name for alias in node.names if is_private(alias.name)}
             names = {f"{node.module}.{alias.name}": alias.asname or alias.name for alias in node.names}
             imported |= {name for full, name in names.items() if full in sources}
+        elif isinstance(node, ast.ImportFrom):
+            strangers |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             imported |= {alias.asname or alias.name for alias in node.names if alias.name in sources}
+            strangers |= {(alias.asname or alias.name).split(".")[0] for alias in node.names} - {"ditron_train"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = owner_of(node)
-            of_an_object = owner not in ("self", "cls", "super()") and node.attr in of_others - of_own_room
+            of_an_object = (
+                owner.split(".")[0] not in strangers
+                and owner not in ("self", "cls", "super()")
+                and node.attr in of_others - of_own_room
+            )
             if owner in imported or of_an_object:
                 found.add(node.attr)
     return found
@@ -244,9 +251,9 @@ def test_the_check_sees_a_borrowed_private_name(borrows: str, name: str) -> None
 
 def test_the_check_lets_through_what_is_private_to_oneself_or_to_strangers() -> None:
     sources = {
-        "ditron_train.pp.slots": "class Slots:\n    def __init__(self): self._tensor = self._base = 0",
-        "ditron_train.pp.ops": "import torch\ntorch._C._cuda()\ndef f(slots): return slots._tensor, slots.__dict__",
-        "ditron_train.symm.arena": "class Arena:\n    def __init__(self): self._tensor = 0",
+        "ditron_train.pp.slots": "class Slots:\n    def __init__(self): self._tensor = 0",
+        "ditron_train.pp.ops": "import torch\ntorch._C._base()\ndef f(slots): return slots._tensor, slots.__dict__",
+        "ditron_train.symm.arena": "class Arena:\n    def __init__(self): self._tensor = self._base = 0",
     }
     assert borrowed_private_names("ditron_train.pp.ops", sources) == set()
 
