@@ -47,11 +47,13 @@ __all__ = [
 
 @triton.constexpr_function
 def is_cuda(target):
+    """Whether ``TARGET`` names an NVIDIA GPU, at compile time."""
     return target.startswith("sm_")
 
 
 @triton.constexpr_function
 def power_of_two(count):
+    """The least power of two from ``count`` up, at compile time."""
     return triton.next_power_of_2(count)
 
 
@@ -94,7 +96,7 @@ def record_failure(control_ptr, kind, peer, chunk, expected, seen):
 
 
 def _never_compiled(function):
-    """A plain function that jit functions name: the compiler's walk over what they use refuses others."""
+    """Marks a plain function that jit functions name: the compiler's walk over what they use refuses others."""
     function.__triton_builtin__ = True
     return function
 

@@ -170,8 +170,8 @@ def _has_kernels(m: int, n: int, dtype: torch.dtype) -> bool:
 
 
 class StepCall(NamedTuple):
-    """A Newton-Schulz step of one matrix ``[m, n]`` (m <= n); ``transposed``: the matrix has more rows than columns, so
-    the path without our kernels begins with a transposed view."""
+    """A Newton-Schulz step of one matrix ``[m, n]`` (m <= n); ``transposed``: the matrix has more rows than columns,
+    so the path without our kernels begins with a transposed view."""
 
     m: int
     n: int
