@@ -180,3 +180,13 @@ def test_scripts_run_where_they_are_called_and_stand_paths_with_spaces(
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[")]
     assert lines[:3] == [f"in {called_from}", str(root / "scripts" / "launch.py"), "2"]
     assert lines[-2:] == ["--data", "my text.txt"] and any(line.endswith(words[0]) for line in lines[3:])
+
+
+def test_lint_tools_come_in_the_pinned_version_alone(environment: ModuleType) -> None:
+    pins = environment.read_pins()
+    wanted = environment.PURPOSES["ci"]
+    there = {name: pins.get(name, "1") for name in wanted}
+    assert environment.missing(wanted, there, pins) == []
+    for name in ("ruff", "mypy"):
+        assert environment.missing(wanted, {**there, name: f"{pins[name]}.1"}, pins) == [name]
+    assert environment.missing(wanted, {**there, "rich": "1.0", "setuptools": "65.5"}, pins) == ["setuptools"]
