@@ -13,6 +13,7 @@ import pytest
 
 import ditron_train
 from ditron_train.cli import main
+from tests.support.patience import HANG_S
 
 
 def test_help_lists_only_what_exists(capsys: pytest.CaptureFixture) -> None:
@@ -133,5 +134,5 @@ def test_the_launcher_ends_without_a_traceback(tmp_path: Path, sent: signal.Sign
     )
     assert launched.stdout.readline() == "ready\n"
     launched.send_signal(sent)
-    _, said = launched.communicate(timeout=60)
+    _, said = launched.communicate(timeout=HANG_S)
     assert launched.returncode == 128 + sent and said == f"ended by {sent.name}\n"

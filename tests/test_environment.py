@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.patience import HANG_S
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -175,7 +177,7 @@ def test_scripts_run_where_they_are_called_and_stand_paths_with_spaces(
     python.symlink_to(sys.executable)
     variables = {**os.environ, "PYTHON": str(python), "VENV": str(env), "NUM_GPUS": "0", "CDPATH": str(tmp_path)}
     command = ["bash", f"../check out/scripts/{script}", *words[1:], "--data", "my text.txt"]
-    done = subprocess.run(command, cwd=called_from, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=called_from, env=variables, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[")]
     assert lines[:3] == [f"in {called_from}", str(root / "scripts" / "launch.py"), "2"]

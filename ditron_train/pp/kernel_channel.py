@@ -71,7 +71,7 @@ class KernelChannel(PipelineChannel):
 
     A wait takes one warp, a push at most ``MAX_PROGRAMS`` multiprocessors; waits have their deadline in the kernel and
     need no watchdog. Headers and failures still go through host memory. With one hardware queue a kernel that waits
-    holds up what is enqueued after it, as a stream's wait does: ``lanes`` says why nothing can stand still.
+    holds up what is enqueued after it, as a stream's wait does: ``endpoints`` says why nothing can stand still.
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox) -> None:

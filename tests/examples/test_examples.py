@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import HANG_S
+
 pytest.importorskip("megatron.core")
 
 EXAMPLES = Path("examples") / "megatron"
@@ -52,7 +54,7 @@ def _run(*words: str | Path, **variables: str) -> str:
         GLOO_SOCKET_IFNAME="lo",
     )
     done = subprocess.run(
-        [str(word) for word in words], env={**env, **variables}, capture_output=True, text=True, timeout=280
+        [str(word) for word in words], env={**env, **variables}, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr

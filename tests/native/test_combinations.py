@@ -61,13 +61,12 @@ CASES = {
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_as_natively(name):
     case = CASES[name]
     world_size = 4 if case.sharded else case.size("tensor_model") * case.size("pipeline_model") * case.size("context")
     bound = 2e-3 if case.sharded else BOUNDS[case.dtype]
-    results = run_workers(world_size, differences, case, bound, timeout_s=250)
+    results = run_workers(world_size, differences, case, bound)
     for differ, lines, skipped in results:
         assert not differ and skipped == name.endswith("overflow")
         assert not [line for line in lines if ": native, " in line]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import HANG_S
+
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 pytestmark = pytest.mark.skipif(
     not MEGATRON_LM,
@@ -63,7 +65,7 @@ def test_compare(tmp_path, feature, options, status, says):
     ]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*compare, *launcher, str(script), *f"{SIZES} {ON_CPU} {options}".split()]
-    done = subprocess.run(words, check=False, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, check=False, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout
     assert "rank 0 in step 5, ms" in done.stdout and "all_reduce" in done.stdout

@@ -209,7 +209,7 @@ def _hooks_of_the_attention(recompute):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_hooks_of_an_attention_between_fused_projections_are_called(recompute):
-    run_workers(2, _hooks_of_the_attention, recompute, timeout_s=200)
+    run_workers(2, _hooks_of_the_attention, recompute)
 
 
 def _adapt(layer, by_class):
@@ -227,7 +227,7 @@ def _adapt(layer, by_class):
 
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_adapted_layers_of_an_attention_are_called(kind):
-    run_workers(2, _adapters, kind, timeout_s=200)
+    run_workers(2, _adapters, kind)
 
 
 _TE_LAYER = """

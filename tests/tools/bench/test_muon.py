@@ -20,7 +20,6 @@ def _run(*words: str) -> int:
     return muon.run(parser.parse_args([*words, "--repetitions", "1", "--warmup", "0", "--layers", "1"]))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_rows_of_both_parts(world_size: int, tmp_path: Path) -> None:
     shape = ("--shape", "48", "32") if world_size == 1 else ()
