@@ -5,8 +5,9 @@ is named after the deadline, where a collective would hold the others until torc
 
 One store serves all ranks of a job, so who waits looks at one key: the *outcome* of an exchange. Each rank sets its
 value and counts itself; the last to come reads all values and publishes them as the outcome; who gives up publishes
-that. The store takes the first, so an exchange succeeds for all of its ranks or for none. What
-that saves where hundreds of ranks wait: ``docs/measurements/runtime.md``.
+that. The store takes the first, so an exchange succeeds for all of its ranks or for none. With 256 clients of one
+TCPStore, the last of them 3 s late, that is 16,000 keys looked up instead of 3,200,000 where each waits for all
+values: 0.3 instead of 0.9 s of the store's time.
 """
 
 from __future__ import annotations
