@@ -20,7 +20,7 @@ find_python() {
   die "no Python 3.11 or 3.12 found (tried: ${candidates[*]}); PYTHON=/path/to/python names one"
 }
 
-prepare() { # purpose: quickstart, test or bench
+prepare() { # purpose: quickstart, bench, test or ci
   local outer venv
   outer=$(find_python) || exit 1
   venv=${VENV:-$ROOT/.venv}

@@ -1,6 +1,6 @@
 """Makes a virtual environment in which everything that a script needs can be imported.
 
-    python scripts/environment.py .venv quickstart        (or: test, bench)
+    python scripts/environment.py .venv quickstart        (or: test, bench, ci)
 
 Only the standard library is needed. A torch or triton that the calling interpreter can import is used as it is and
 never replaced: the new environment then sees the outer one behind its own packages. What is missing is installed with
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,11 +40,15 @@ MODULES = {
     "hypothesis": "hypothesis",
     "psutil": "psutil",
     "setuptools": "setuptools",
+    "ruff": "ruff",
+    "mypy": "mypy",
     "cuda-bindings": "cuda.bindings",
 }
 _OLDEST = {"setuptools": 77}  # pyproject.toml asks for it; venv puts an older one beside pip on Python 3.11
 BASE = (*CORE, "packaging", "rich", "megatron-core", "matplotlib", "setuptools")
-PURPOSES = {"quickstart": BASE, "bench": BASE, "test": (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil")}
+TEST = (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil")
+LINT = ("ruff", "mypy")  # in no other version than the one pinned: what they say differs between versions
+PURPOSES = {"quickstart": BASE, "bench": BASE, "test": TEST, "ci": (*TEST, *LINT)}
 # Run inside the environment: which of the modules named on the command line are there, and which version.
 _LOOK = """
 import importlib.util, json, sys
@@ -101,8 +106,8 @@ def make_venv(folder: Path) -> Path:
     """Creates the environment where it is not there yet and returns its interpreter."""
     python = folder / "bin" / "python"
     if python.exists():
-        version = _output([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).strip()
-        if version == "%d.%d" % sys.version_info[:2]:
+        version = _output([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"]).strip()
+        if version == ".".join(map(str, sys.version_info[:2])):
             return python
         raise SetupError(
             f"{folder} was made by Python {version}, this is {sys.version.split()[0]}: remove {folder} first"
@@ -137,8 +142,15 @@ def installed(python: Path) -> dict[str, str]:
     return json.loads(_output([python, "-c", _LOOK, json.dumps(MODULES)]))
 
 
-def _is_too_old(name: str, version: str) -> bool:
-    return name in _OLDEST and int((version or "0").split(".")[0]) < _OLDEST[name]
+def missing(wanted: Iterable[str], found: Mapping[str, str], pins: Mapping[str, str]) -> list[str]:
+    """Which of ``wanted`` are not there, or in a version that does not do."""
+    return [name for name in wanted if name not in found or not _will_do(name, found[name], pins)]
+
+
+def _will_do(name: str, version: str, pins: Mapping[str, str]) -> bool:
+    if name in LINT:
+        return version == pins[name]
+    return name not in _OLDEST or int((version or "0").split(".")[0]) >= _OLDEST[name]
 
 
 def install(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> None:
@@ -150,8 +162,7 @@ def install(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> 
         pins["torch"] = _install_core(python, core, {name: pins[name] for name in CORE}, gpu)
     found = installed(python)  # torch brings its own
     others = [name for name in names if name not in (*CORE, "megatron-core")]
-    others = [name for name in others if name not in found or _is_too_old(name, found[name])]
-    _install_group(python, others, pins)
+    _install_group(python, missing(others, found, pins), pins)
     if "megatron-core" in names:
         _pip(python, ["--no-deps", f"megatron-core=={pins['megatron-core']}"])
 
@@ -168,7 +179,8 @@ def _install_core(python: Path, names: list[str], pins: dict[str, str], gpu: boo
         except SetupError as error:
             print(error, file=sys.stderr)
             _say(
-                f"trying torch {CUDA_TORCH} with its CUDA libraries instead (some 3 GB; it runs on the CPU, too). To avoid that,"
+                f"trying torch {CUDA_TORCH} with its CUDA libraries instead (some 3 GB; it runs on the CPU, too). To "
+                "avoid that,"
             )
             _say("install a CPU build as pytorch.org shows, and name the Python that can import it: PYTHON=...")
     version = os.environ.get("TORCH", CUDA_TORCH) if "torch" in names else pins["torch"]
@@ -199,8 +211,9 @@ def _pip(python: Path, arguments: list[str]) -> None:
             reasons = re.findall(r"(?:\[Errno -?\d+\] |')([A-Z][^'\[\]]+)'\)", done.stderr)
             why = f" ({reasons[-1]})" if reasons else ""
             raise NoNetwork(
-                f"pip reaches no package index{why}, and {' '.join(word for word in arguments if '==' in word)} is missing here. "
-                f"PIP_FIND_LINKS=/folder/of/wheels names wheels, PYTHON=... a Python that can import torch and triton"
+                f"pip reaches no package index{why}, and {' '.join(word for word in arguments if '==' in word)} is "
+                "missing here. PIP_FIND_LINKS=/folder/of/wheels names wheels, PYTHON=... a Python that can import "
+                "torch and triton"
             )
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
         raise SetupError(f"pip could not install {' '.join(arguments)}:\n{tail}")
@@ -240,10 +253,9 @@ def main() -> int:
         python, pins, gpu = make_venv(arguments.folder.absolute()), read_pins(), has_gpu()
         link_outside(python)
         wanted = [*PURPOSES[arguments.purpose], *(["cuda-bindings"] if gpu else [])]
-        found = installed(python)
-        missing = [name for name in wanted if name not in found or _is_too_old(name, found[name])]
-        if missing:
-            install(python, missing, pins, gpu)
+        lacking = missing(wanted, installed(python), pins)
+        if lacking:
+            install(python, lacking, pins, gpu)
         check(python, pins, gpu)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ import pytest
 
 import ditron_train
 from ditron_train.cli import main
+from tests.support.patience import HANG_S
 
 
 def test_help_lists_only_what_exists(capsys: pytest.CaptureFixture) -> None:
@@ -124,9 +125,14 @@ def test_the_launcher_ends_without_a_traceback(tmp_path: Path, sent: signal.Sign
     script.write_text(
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print('ready', flush=True); time.sleep(60)"
     )
-    launched = subprocess.Popen([sys.executable, "scripts/launch.py", "1", str(script)], cwd=Path(ditron_train.__file__).parents[1],
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    launched = subprocess.Popen(
+        [sys.executable, "scripts/launch.py", "1", str(script)],
+        cwd=Path(ditron_train.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert launched.stdout.readline() == "ready\n"
     launched.send_signal(sent)
-    _, said = launched.communicate(timeout=60)
+    _, said = launched.communicate(timeout=HANG_S)
     assert launched.returncode == 128 + sent and said == f"ended by {sent.name}\n"

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.patience import HANG_S
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -69,11 +71,15 @@ def test_gpus_and_torch_by_name(environment: ModuleType, tmp_path: Path, monkeyp
 
 
 _NO_ANSWER = (
-    "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<pip."
-    "HTTPSConnection at 0x7fba>: Failed to establish a new connection: [Errno -3] Temporary failure in name resolution')': /\n"
-    "ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies.\n"
+    "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by "
+    "'NewConnectionError('<pip.HTTPSConnection at 0x7fba>: Failed to establish a new connection: [Errno -3] Temporary "
+    "failure in name resolution')': /\nERROR: Cannot install torch==2.13.0+cpu because these package versions have "
+    "conflicting dependencies.\n"
 )
-_OF_OTHERS = "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from versions: 2.11.0, 2.13.0)\n"
+_OF_OTHERS = (
+    "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu "
+    "(from versions: 2.11.0, 2.13.0)\n"
+)
 
 
 @pytest.mark.parametrize("said, tries", [(_NO_ANSWER, 1), (_NO_ANSWER + _OF_OTHERS, 2), (_OF_OTHERS, 2)])
@@ -171,8 +177,18 @@ def test_scripts_run_where_they_are_called_and_stand_paths_with_spaces(
     python.symlink_to(sys.executable)
     variables = {**os.environ, "PYTHON": str(python), "VENV": str(env), "NUM_GPUS": "0", "CDPATH": str(tmp_path)}
     command = ["bash", f"../check out/scripts/{script}", *words[1:], "--data", "my text.txt"]
-    done = subprocess.run(command, cwd=called_from, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=called_from, env=variables, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[")]
     assert lines[:3] == [f"in {called_from}", str(root / "scripts" / "launch.py"), "2"]
     assert lines[-2:] == ["--data", "my text.txt"] and any(line.endswith(words[0]) for line in lines[3:])
+
+
+def test_lint_tools_come_in_the_pinned_version_alone(environment: ModuleType) -> None:
+    pins = environment.read_pins()
+    wanted = environment.PURPOSES["ci"]
+    there = {name: pins.get(name, "1") for name in wanted}
+    assert environment.missing(wanted, there, pins) == []
+    for name in ("ruff", "mypy"):
+        assert environment.missing(wanted, {**there, name: f"{pins[name]}.1"}, pins) == [name]
+    assert environment.missing(wanted, {**there, "rich": "1.0", "setuptools": "65.5"}, pins) == ["setuptools"]

@@ -8,17 +8,16 @@ changed.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.optim.newton_schulz import muon_scale, step_coefficients
+from ditron_train.optim.newton_schulz import CoefficientType, fp32_matmul_precision, muon_scale, step_coefficients
 
 __all__ = ["OrthogonalizedOptimizer", "install", "is_stand_in"]
 
@@ -37,9 +36,9 @@ def install() -> bool:
         return False
     if "megatron.core.optimizer.muon" in sys.modules:
         raise RuntimeError("megatron.core.optimizer.muon was imported before emerging_optimizers was there")
-    package = types.ModuleType(_PACKAGE)
-    optimizers = types.ModuleType(f"{_PACKAGE}.orthogonalized_optimizers")
-    utilities = types.ModuleType(f"{_PACKAGE}.orthogonalized_optimizers.muon_utils")
+    package: Any = types.ModuleType(_PACKAGE)
+    optimizers: Any = types.ModuleType(f"{_PACKAGE}.orthogonalized_optimizers")
+    utilities: Any = types.ModuleType(f"{_PACKAGE}.orthogonalized_optimizers.muon_utils")
     package.orthogonalized_optimizers = optimizers
     package.is_ditron_stand_in = True
     optimizers.OrthogonalizedOptimizer = OrthogonalizedOptimizer
@@ -100,7 +99,7 @@ def _sum_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
 def _newton_schulz_tp(
     x: torch.Tensor,
     steps: int,
-    coefficient_type: str,
+    coefficient_type: CoefficientType,
     tp_group: dist.ProcessGroup,
     partition_dim: int | None = None,
     mode: str = "duplicated",
@@ -143,7 +142,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         return self.scaled_orthogonalize_fn(grad)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every parameter with a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -154,6 +153,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
 
     def _step_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         grad, decay, lr = param.grad, group["weight_decay"], group["lr"]
+        assert grad is not None
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
@@ -164,6 +164,6 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         momentum = state["momentum_buffer"]
         momentum.lerp_(grad, 1 - group["momentum_beta"])
         direction = grad.lerp(momentum, group["momentum_beta"]) if self.use_nesterov else momentum
-        with _fp32_matmul_precision(self.fp32_matmul_prec):
+        with fp32_matmul_precision(self.fp32_matmul_prec):
             update = self.orthogonalize(param, direction)
         param.add_(update, alpha=-lr)

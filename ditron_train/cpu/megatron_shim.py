@@ -207,7 +207,7 @@ def allow_torch_norm_with_sequence_parallel() -> None:
 
     if not _norm_replaced:
         _norm_replaced.append(WrappedTorchNorm.__dict__["__new__"])
-        WrappedTorchNorm.__new__ = _new_norm  # type: ignore[method-assign]
+        WrappedTorchNorm.__new__ = _new_norm
 
 
 def install() -> None:
@@ -245,7 +245,7 @@ def uninstall() -> None:
     while _norm_replaced:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-        WrappedTorchNorm.__new__ = _norm_replaced.pop()  # type: ignore[method-assign]
+        WrappedTorchNorm.__new__ = _norm_replaced.pop()
 
 
 @contextlib.contextmanager

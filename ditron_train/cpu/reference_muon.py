@@ -24,7 +24,7 @@ def reference_newton_schulz(grad: torch.Tensor, dtype: torch.dtype = torch.bfloa
     """Five quintic steps on an fp32 matrix with whole products in ``dtype``; fp32, in the shape of ``grad``."""
     transpose = grad.shape[0] > grad.shape[1]
     x = grad.mT if transpose else grad
-    x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7).to(dtype)
+    x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7).to(dtype)  # type: ignore[arg-type]
     for a, b, c in QUINTIC:
         gram = x @ x.mT
         polynomial = torch.addmm(gram, gram, gram, alpha=c, beta=b)
@@ -68,8 +68,8 @@ def reference_step(
     else:
         groups, columns = direction.shape[0] // sum(qkv), direction.shape[1]
         parts = torch.split(direction.view(groups, sum(qkv), columns), list(qkv), dim=1)
-        parts = [factor(part.reshape(-1, columns)).view(groups, -1, columns) for part in parts]
-        update = torch.cat(parts, dim=1).view(direction.shape)
+        factors = [factor(part.reshape(-1, columns)).view(groups, -1, columns) for part in parts]
+        update = torch.cat(factors, dim=1).view(direction.shape)
     param.add_(update, alpha=-lr)
 
 

@@ -22,16 +22,12 @@ from ditron_train.lang.memory import (
     thread_id,
     wait_token,
 )
+from ditron_train.lang.start_signals import announce, await_peers, await_ready, verify_peers, verify_ready
 from ditron_train.lang.waits import (
-    announce,
-    await_peers,
-    await_ready,
     last_epoch,
     next_epoch,
     notify,
     record_failure,
-    verify_peers,
-    verify_ready,
     wait,
     wait_many,
     wait_peers,

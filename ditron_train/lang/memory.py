@@ -8,7 +8,8 @@ that maps peers. SM-driven pulls are slow (a half of the push rate): kernels pus
 import triton
 import triton.language as tl
 
-from ditron_train.lang.waits import READY_WORDS, _is_cuda, _wait_cuda, await_ready, notify, wait
+from ditron_train.lang.start_signals import READY_WORDS, await_ready
+from ditron_train.lang.waits import is_cuda, notify, wait, wait_cuda
 from ditron_train.symm import control as layout
 
 __all__ = [
@@ -87,8 +88,8 @@ def wait_token(signal_ptr, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr
     some steps of the K loop ahead, while the products of the tile before still run. It holds no barrier (one inside
     such a loop turns the pipelining off): every thread acquires for itself, the one that issues the loads among them.
     """
-    if _is_cuda(TARGET):
-        seen = _wait_cuda(signal_ptr, epoch, control_ptr, tl.cast(peer, tl.int32), tl.cast(chunk, tl.int32))
+    if is_cuda(TARGET):
+        seen = wait_cuda(signal_ptr, epoch, control_ptr, tl.cast(peer, tl.int32), tl.cast(chunk, tl.int32))
         if _has_async_proxy(TARGET):
             return tl.inline_asm_elementwise(
                 "fence.proxy.async.global; mov.u32 $0, 0;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
@@ -147,7 +148,7 @@ def notify_stored(signal_address, epoch, PIPELINED: tl.constexpr, TARGET: tl.con
 def thread_id(TARGET: tl.constexpr):
     """Index of this thread in its block; 0 in the interpreter. Differs between threads: never branch on it around
     anything that holds a barrier."""
-    if _is_cuda(TARGET):
+    if is_cuda(TARGET):
         return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return tl.cast(0, tl.int32)
@@ -156,7 +157,7 @@ def thread_id(TARGET: tl.constexpr):
 @triton.jit
 def lane_id(TARGET: tl.constexpr):
     """Index of this thread in its warp; 0 in the interpreter."""
-    if _is_cuda(TARGET):
+    if is_cuda(TARGET):
         return tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return tl.cast(0, tl.int32)
@@ -171,7 +172,7 @@ def sync_threads():
 @triton.jit
 def fence(TARGET: tl.constexpr):
     """Orders this thread's earlier writes before its later ones, at system scope (OpenSHMEM ``fence``)."""
-    if _is_cuda(TARGET):
+    if is_cuda(TARGET):
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
 

@@ -28,21 +28,17 @@ RECORD_CHUNK = tl.constexpr(layout.RECORD_CHUNK)
 RECORD_EXPECTED = tl.constexpr(layout.RECORD_EXPECTED)
 RECORD_SEEN = tl.constexpr(layout.RECORD_SEEN)
 KIND_TIMEOUT = tl.constexpr(layout.KIND_TIMEOUT)
-KIND_MISMATCH = tl.constexpr(layout.KIND_MISMATCH)
-READY_WORDS = tl.constexpr(layout.READY_WORDS)
 TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
 
 __all__ = [
-    "announce",
-    "await_peers",
-    "await_ready",
+    "is_cuda",
     "last_epoch",
     "next_epoch",
     "notify",
+    "power_of_two",
     "record_failure",
-    "verify_peers",
-    "verify_ready",
     "wait",
+    "wait_cuda",
     "wait_many",
     "wait_peers",
     "wait_ranks",
@@ -50,12 +46,14 @@ __all__ = [
 
 
 @triton.constexpr_function
-def _is_cuda(target):
+def is_cuda(target):
+    """Whether ``TARGET`` names an NVIDIA GPU, at compile time."""
     return target.startswith("sm_")
 
 
 @triton.constexpr_function
-def _power_of_two(count):
+def power_of_two(count):
+    """The least power of two from ``count`` up, at compile time."""
     return triton.next_power_of_2(count)
 
 
@@ -97,6 +95,13 @@ def record_failure(control_ptr, kind, peer, chunk, expected, seen):
         tl.atomic_xchg(record + RECORD_STATE, tl.cast(1, tl.int64), sem="release", scope="sys")
 
 
+def _never_compiled(function):
+    """Marks a plain function that jit functions name: the compiler's walk over what they use refuses others."""
+    function.__triton_builtin__ = True
+    return function
+
+
+@_never_compiled
 def _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk):
     """The interpreter's wait: polls the flag with the interpreter's own acquire, yielding the core between polls."""
     control = _int64_words(control_ptr, layout.CONTROL_WORDS)
@@ -127,11 +132,6 @@ def _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk):
     record[layout.RECORD_STATE] = 1
 
 
-_wait_on_host.__triton_builtin__ = (
-    True  # the compiler's dependency walk refuses plain functions that it never compiles
-)
-
-
 def _scalar(value) -> int:
     handle = getattr(value, "handle", None)
     return int(handle.data.reshape(-1)[0]) if handle is not None else int(getattr(value, "value", value))
@@ -142,7 +142,7 @@ def _int64_words(pointer, count: int):
 
 
 @triton.jit
-def _wait_cuda(signal_ptr, epoch, control_ptr, peer, chunk):
+def wait_cuda(signal_ptr, epoch, control_ptr, peer, chunk):
     """One asm block a wait: every thread polls with ``ld.acquire.sys`` and so orders its own later loads.
 
     The loop also leaves when the channel's abort word is set. The thread that wins the abort word writes the record;
@@ -236,8 +236,8 @@ def wait(signal_ptr, epoch, control_ptr, peer, chunk, TARGET: tl.constexpr):
     """
     if TARGET == "interpreter":
         _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk)
-    elif _is_cuda(TARGET):
-        _wait_cuda(signal_ptr, epoch, control_ptr, tl.cast(peer, tl.int32), tl.cast(chunk, tl.int32))
+    elif is_cuda(TARGET):
+        wait_cuda(signal_ptr, epoch, control_ptr, tl.cast(peer, tl.int32), tl.cast(chunk, tl.int32))
     else:
         _wait_generic(signal_ptr, epoch, control_ptr, peer, chunk)
 
@@ -250,7 +250,7 @@ def wait_many(signal_ptr, count, epoch, control_ptr, peer, first_chunk, COUNT: t
     A vector of volatile loads finds the usual case (all there) in one round trip; only then, or for those that are
     behind, ``wait`` runs flag by flag. The acquire is a system-scope fence by every thread after its own loads.
     """
-    if _is_cuda(TARGET):
+    if is_cuda(TARGET):
         lanes = tl.arange(0, COUNT)
         for first in range(0, count, COUNT):
             block = tl.minimum(count - first, COUNT)
@@ -271,7 +271,7 @@ def wait_ranks(
 ):
     """``wait`` for one flag of every rank, ``signal_ptr + rank * stride``; ``COUNT`` is the power of two from
     WORLD_SIZE."""
-    if _is_cuda(TARGET):
+    if is_cuda(TARGET):
         lanes = tl.arange(0, COUNT)
         seen = tl.load(signal_ptr + lanes * stride, mask=lanes < WORLD_SIZE, other=epoch, volatile=True)
         behind = tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
@@ -294,10 +294,10 @@ def wait_peers(
     A look at a flag takes some 0.7 us, so each lane waits for a peer of its own; the barrier hands what it has
     acquired to the threads that read what was written.
     """
-    if _is_cuda(TARGET):
-        steps = FIRST + tl.minimum(tl.arange(0, _power_of_two(LAST - FIRST + 1)), LAST - FIRST)
+    if is_cuda(TARGET):
+        steps = FIRST + tl.minimum(tl.arange(0, power_of_two(LAST - FIRST + 1)), LAST - FIRST)
         peers = (rank + steps) % WORLD_SIZE
-        _wait_cuda(signal_ptr + peers * stride, epoch, control_ptr, peers, tl.cast(chunk, tl.int32))
+        wait_cuda(signal_ptr + peers * stride, epoch, control_ptr, peers, tl.cast(chunk, tl.int32))
         tl.debug_barrier()
     else:
         for step in tl.static_range(FIRST, LAST + 1):
@@ -307,7 +307,7 @@ def wait_peers(
 
 @triton.jit
 def _acquire_fence(TARGET: tl.constexpr):
-    if _is_cuda(TARGET):
+    if is_cuda(TARGET):
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
 
@@ -321,104 +321,3 @@ def notify(signal_ptr, epoch, TARGET: tl.constexpr):
     """
     tl.debug_barrier()
     tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")
-
-
-@triton.jit
-def announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """Start signal of ``rank`` to every rank (its own pad too): the signature, then ``epoch`` released, to all at
-    once.
-
-    It says: everything this rank's stream had before this op is done, so its symmetric buffers of the op may be
-    overwritten. One program of a launch calls it. Pads alternate by epoch parity: a slot is rewritten two epochs
-    later, which needs this rank's start signal in between. The block barrier is what makes the words part of each
-    release.
-    """
-    PEERS: tl.constexpr = _power_of_two(WORLD_SIZE)
-    lanes = tl.arange(0, READY_WORDS)
-    peers = tl.arange(0, PEERS)
-    is_there = peers < WORLD_SIZE
-    pads = tl.load(ready_addresses + peers, mask=is_there, other=0).to(tl.pointer_type(tl.int32))
-    slots = pads + ((epoch & 1) * WORLD_SIZE + rank) * READY_WORDS
-    words = tl.load(signature_ptr + lanes)[None, :] + tl.zeros((PEERS, READY_WORDS), tl.int32)
-    tl.store(slots[:, None] + lanes[None, :], words, mask=is_there[:, None] & (lanes[None, :] > 0))
-    tl.debug_barrier()
-    tl.atomic_xchg(slots, epoch + tl.zeros((PEERS,), tl.int32), mask=is_there, sem="release", scope="sys")
-
-
-@triton.jit
-def await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """Waits for ``peer``'s start signal of ``epoch``: after it, its buffers of this op may be written."""
-    wait(ready_ptr + ((epoch & 1) * WORLD_SIZE + peer) * READY_WORDS, epoch, control_ptr, peer, -1, TARGET)
-
-
-@triton.jit
-def await_peers(
-    ready_ptr,
-    epoch,
-    control_ptr,
-    rank,
-    WORLD_SIZE: tl.constexpr,
-    TARGET: tl.constexpr,
-    HOLDS_BARRIER: tl.constexpr = True,
-):
-    """``await_ready`` for all peers, from ``rank`` + 1 on: at once, or one by one without a barrier, which a pipelined
-    loop needs."""
-    if HOLDS_BARRIER and WORLD_SIZE > 1:
-        pad_ptr = ready_ptr + (epoch & 1) * WORLD_SIZE * READY_WORDS
-        wait_peers(pad_ptr, READY_WORDS, epoch, control_ptr, rank, -1, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
-    else:
-        for step in tl.static_range(1, WORLD_SIZE):
-            await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)
-
-
-@triton.jit
-def verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """``await_ready``, then compares ``peer``'s signature with this rank's; a difference aborts the channel.
-
-    Called by one program of a launch, for every peer.
-    """
-    await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
-    lanes = tl.arange(0, READY_WORDS)
-    slot = ready_ptr + ((epoch & 1) * WORLD_SIZE + peer) * READY_WORDS
-    theirs = tl.load(slot + lanes, volatile=True)
-    mine = tl.load(signature_ptr + lanes)
-    arrived = tl.sum(tl.where(lanes == 0, (theirs - epoch >= 0).to(tl.int32), 0), axis=0)
-    different = tl.sum(((theirs != mine) & (lanes > 0)).to(tl.int32), axis=0)
-    if arrived * different > 0:
-        record_failure(control_ptr, KIND_MISMATCH, peer, -1, epoch, different)
-
-
-@triton.jit
-def verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """``verify_ready`` for all peers, from ``rank`` + 1 on, in the first program of a launch; the others do
-    nothing."""
-    if tl.program_id(0) == 0:
-        if _is_cuda(TARGET) and WORLD_SIZE > 2:
-            _verify_at_once(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
-        else:
-            for step in tl.static_range(1, WORLD_SIZE):
-                verify_ready(
-                    ready_ptr, signature_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET
-                )
-
-
-@triton.jit
-def _verify_at_once(
-    ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
-):
-    """Peer by peer a look at a flag and one at a signature take more than a microsecond: here all peers have them
-    looked at together."""
-    PEERS: tl.constexpr = _power_of_two(WORLD_SIZE)
-    lanes = tl.arange(0, READY_WORDS)
-    steps = tl.arange(0, PEERS)
-    peers = (rank + tl.maximum(steps, 1)) % WORLD_SIZE  # of one that comes again the first counts
-    await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
-    slots = ready_ptr + ((epoch & 1) * WORLD_SIZE + peers) * READY_WORDS
-    theirs = tl.load(slots[:, None] + lanes[None, :], volatile=True)
-    mine = tl.load(signature_ptr + lanes)[None, :]
-    arrived = tl.sum(tl.where(lanes[None, :] == 0, (theirs - epoch >= 0).to(tl.int32), 0), axis=1)
-    different = arrived * tl.sum(((theirs != mine) & (lanes[None, :] > 0)).to(tl.int32), axis=1)
-    first = tl.min(tl.where(different > 0, steps, PEERS), axis=0)
-    if first < PEERS:
-        count = tl.sum(tl.where(steps == first, different, 0), axis=0)
-        record_failure(control_ptr, KIND_MISMATCH, (rank + tl.maximum(first, 1)) % WORLD_SIZE, -1, epoch, count)

@@ -37,8 +37,8 @@ class _Captures:
     stream until somebody has it let go of them all, as ``torch.compile`` with ``mode="reduce-overhead"`` does, and
     hands its own streams out again and again. So captures have a stream that nobody else gets, and the first of them,
     which is kept, has the workspace made of the pool's memory, which it keeps, too: let go of, that is had again by
-    later captures alone. (Seen on an H200, with workspaces made outside: replays of four of nine shapes wrote up to
-    1.5 MB into tensors that had their memory by then.)
+    later captures alone. With workspaces made outside, replays write into other tensors
+    (``docs/measurements/muon.md``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,7 +81,8 @@ class StepGraph:
         dtype: Of the products.
         device: A CUDA device.
         is_view: Whether X is a transposed view of ``storage``, as native's is for matrices with more rows than
-        columns. coefficients: Of each step.
+            columns.
+        coefficients: Of each step.
         plan: Which products run by our kernels.
 
     Raises:

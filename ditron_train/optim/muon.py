@@ -13,19 +13,19 @@ The bits are those of the same formulas with whole cuBLAS products and torch's e
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.optim.adamw import adamw
 
+from ditron_train.optim.adamw_step import adamw_step
 from ditron_train.optim.elementwise import DecayMethod, apply_update, momentum_step
 from ditron_train.optim.newton_schulz import (
     CoefficientType,
     Form,
     ScaleMode,
+    fp32_matmul_precision,
     muon_scale,
     newton_schulz,
     step_coefficients,
@@ -41,20 +41,6 @@ __all__ = ["Muon", "TensorParallelMode"]
 TensorParallelMode = Literal["blockwise", "duplicated"]
 _BATCH_ELEMENTS = 1 << 24  # of all matrices that are stepped together
 _PRODUCT_DTYPES = {"medium": torch.bfloat16, "high": torch.float32, "highest": torch.float32}
-
-
-@contextlib.contextmanager
-def _fp32_matmul_precision(precision: str) -> Iterator[None]:
-    """How torch multiplies fp32 matrices (TF32 or not), for the time of one orthogonalisation."""
-    before = torch.get_float32_matmul_precision()
-    if before == precision:
-        yield
-        return
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _default_algorithm(param: torch.Tensor) -> str:
@@ -77,8 +63,9 @@ class Muon(torch.optim.Optimizer):
         use_nesterov: Whether to look ahead.
         weight_decay: 0 for none.
         weight_decay_method: ``decoupled`` (times lr), ``independent`` (not times lr) or ``l2`` (added to the
-        gradient). fp32_matmul_prec: ``medium`` runs the products in bf16; ``high`` and ``highest`` in fp32, by torch
-        alone. coefficient_type: Polynomials of Newton-Schulz; any but ``quintic`` changes results against native Muon.
+            gradient).
+        fp32_matmul_prec: ``medium`` runs the products in bf16; ``high`` and ``highest`` in fp32, by torch alone.
+        coefficient_type: Polynomials of Newton-Schulz; any but ``quintic`` changes results against Megatron's Muon.
         num_ns_steps: Newton-Schulz steps.
         scale_mode: See ``muon_scale``.
         extra_scale_factor: Multiplies every update.
@@ -197,7 +184,8 @@ class Muon(torch.optim.Optimizer):
         for param in group["params"]:
             if group["algorithm"] == "muon" and param.dim() != 2:
                 raise NotSupportedError(
-                    f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group algorithm='adamw'"
+                    f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group "
+                    "algorithm='adamw'"
                 )
             if not param.is_floating_point():
                 raise NotSupportedError(f"a parameter of {param.dtype}")
@@ -207,7 +195,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     @outside_compile
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every parameter that has a gradient; returns the closure's loss.
 
         Raises:
@@ -225,9 +213,9 @@ class Muon(torch.optim.Optimizer):
                     matrices.append((param, group))
                 elif param.grad is not None:
                     others.append(param)
-            self._adamw_step(group, others)
+            adamw_step(group, self.state, others)
         if self.shard_group is not None and dist.get_world_size(self.shard_group) > 1:
-            self._sharded_step(matrices)
+            self._sharded_step(matrices, self.shard_group)
         else:
             step_one = self._stepper(matrices, range(len(matrices)))
             for index, (param, _) in enumerate(matrices):
@@ -236,13 +224,12 @@ class Muon(torch.optim.Optimizer):
                     self.after_matrix(param)
         return loss
 
-    def _sharded_step(self, matrices: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        costs = [newton_schulz_cost(*param.shape, self.num_ns_steps) for param, _ in matrices]
-        shards = LayerShards(
-            [param for param, _ in matrices],
-            shard_by_cost(costs, dist.get_world_size(self.shard_group)),
-            self.shard_group,
-        )
+    def _sharded_step(
+        self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], shard_group: dist.ProcessGroup
+    ) -> None:
+        costs = [newton_schulz_cost(param.shape[0], param.shape[1], self.num_ns_steps) for param, _ in matrices]
+        owners = shard_by_cost(costs, dist.get_world_size(shard_group))
+        shards = LayerShards([param for param, _ in matrices], owners, shard_group)
         shards.run(self._stepper(matrices, shards.own))
 
     def _stepper(
@@ -272,18 +259,25 @@ class Muon(torch.optim.Optimizer):
         kinds: dict[tuple, list[int]] = {}
         for index in own:
             param, group = matrices[index]
-            is_qkv = self.split_qkv and self.is_qkv_fn(param)
-            rows = (
-                param.shape[0] // sum(self.qkv_split_shapes) * max(self.qkv_split_shapes) if is_qkv else param.shape[0]
-            )
+            qkv_rows = self._qkv_rows(param)
+            rows = param.shape[0] if qkv_rows is None else param.shape[0] // sum(qkv_rows) * max(qkv_rows)
             is_small = 0 < min(rows, param.shape[1]) < self.batch_below
             if param.grad is not None and is_small and self._partition(param)[0] is None:
-                kinds.setdefault((param.shape, param.dtype, param.device, id(group), is_qkv), []).append(index)
+                kinds.setdefault((param.shape, param.dtype, param.device, id(group), qkv_rows is not None), []).append(
+                    index
+                )
         batches = {}
         for indices in kinds.values():
             size = max(1, _BATCH_ELEMENTS // matrices[indices[0]][0].numel())
             batches.update({indices[i]: indices[i : i + size] for i in range(0, len(indices), size)})
         return batches
+
+    def _qkv_rows(self, param: torch.Tensor) -> tuple[int, ...] | None:
+        """Rows of q, k and v in one query group of a weight that is split; None of any other."""
+        if not self.split_qkv:
+            return None
+        assert self.is_qkv_fn is not None and self.qkv_split_shapes is not None, "checked when the optimizer was made"
+        return self.qkv_split_shapes if self.is_qkv_fn(param) else None
 
     def _batch_step(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
         """A step of matrices of one shape, whose products are batched."""
@@ -291,7 +285,7 @@ class Muon(torch.optim.Optimizer):
         precision = group["fp32_matmul_prec"]
         for same in zip(*components):
             rows, columns = same[0][1].shape
-            with _fp32_matmul_precision(precision):
+            with fp32_matmul_precision(precision):
                 x = newton_schulz_batched(
                     [part.to(torch.float32) for _, part in same], self._coefficients, dtype=_PRODUCT_DTYPES[precision]
                 )
@@ -301,6 +295,7 @@ class Muon(torch.optim.Optimizer):
     def _direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Decay and momentum of one matrix; what to orthogonalise."""
         grad = param.grad
+        assert grad is not None
         if grad.is_sparse:
             raise NotSupportedError("Muon does not take sparse gradients")
         state = self.state[param]
@@ -325,17 +320,18 @@ class Muon(torch.optim.Optimizer):
 
     def _components(self, param: torch.Tensor, direction: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(what to update, its direction) of a whole matrix, or of its q, k and v where they are split."""
-        if not (self.split_qkv and self.is_qkv_fn(param)):
+        qkv_rows = self._qkv_rows(param)
+        if qkv_rows is None:
             yield param, direction
             return
-        rows_per_group = sum(self.qkv_split_shapes)
+        rows_per_group = sum(qkv_rows)
         if param.shape[0] % rows_per_group:
             raise NotSupportedError(
                 f"qkv weight of {param.shape[0]} rows does not divide into groups of {rows_per_group}"
             )
         num_groups, columns = param.shape[0] // rows_per_group, param.shape[1]
         whole = param.view(num_groups, rows_per_group, columns)
-        parts = torch.split(direction.view(whole.shape), self.qkv_split_shapes, dim=1)
+        parts = torch.split(direction.view(whole.shape), list(qkv_rows), dim=1)
         first = 0
         for part in parts:
             rows = part.shape[1]
@@ -358,7 +354,7 @@ class Muon(torch.optim.Optimizer):
             del shards
             rows, columns = gathered.shape
         precision = group["fp32_matmul_prec"]
-        with _fp32_matmul_precision(precision):
+        with fp32_matmul_precision(precision):
             x = newton_schulz(
                 gathered.to(torch.float32),
                 num_steps=self.num_ns_steps,
@@ -393,25 +389,3 @@ class Muon(torch.optim.Optimizer):
         if dim is None or dim < 0 or tp_group is None or dist.get_world_size(tp_group) == 1:
             return None, -1
         return tp_group, dim
-
-    def _adamw_step(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """torch's AdamW on the group's parameters that Muon does not take."""
-        if not params:
-            return
-        for param in params:
-            state = self.state[param]
-            if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        beta1, beta2 = group["adamw_betas"]
-        adamw(
-            params,
-            [param.grad for param in params],
-            [self.state[param]["exp_avg"] for param in params],
-            [self.state[param]["exp_avg_sq"] for param in params],
-            [],
-            [self.state[param]["step"] for param in params],
-            amsgrad=False, beta1=beta1, beta2=beta2, lr=float(group["lr"]), weight_decay=group["weight_decay"],
-            eps=group["adamw_eps"], maximize=False,
-        )  # fmt: skip

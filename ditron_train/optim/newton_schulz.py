@@ -11,6 +11,8 @@ found by search, "Squeezing 1-2% efficiency gains out of Muon", 2025; "polar_exp
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal
 
@@ -31,6 +33,7 @@ __all__ = [
     "CoefficientType",
     "Form",
     "ScaleMode",
+    "fp32_matmul_precision",
     "muon_scale",
     "newton_schulz",
     "normalized",
@@ -64,6 +67,20 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (1.8648, -1.2224, 0.3577),
     ),
 }
+
+
+@contextlib.contextmanager
+def fp32_matmul_precision(precision: str) -> Iterator[None]:
+    """How torch multiplies fp32 matrices (TF32 or not), for the time of one orthogonalisation."""
+    before = torch.get_float32_matmul_precision()
+    if before == precision:
+        yield
+        return
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def muon_scale(num_rows: int, num_columns: int, mode: ScaleMode = "spectral") -> float:

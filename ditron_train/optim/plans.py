@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ditron_train.gemm.configs import GemmConfig
 from ditron_train.optim.graphs import MAX_GRAPH_ELEMENTS, make_graph
 from ditron_train.optim.products import (
     ProductPlan,
@@ -92,23 +93,35 @@ def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[P
         lambda config: scaled_square(a_matrix, b, c, config=config),
         lambda config: addmm(x, a_matrix, x, alpha=1.0, beta=a, config=config),
     )
-    of_square = symmetric_choices(m, m, x.dtype, device)
-    choices = (symmetric_choices(m, n, x.dtype, device), of_square, addmm_choices(m, n, m, x.dtype, device))
-    uses, configs, words, step_us = [], [], [], 0.0
+    choices = (
+        symmetric_choices(m, n, x.dtype, device),
+        symmetric_choices(m, m, x.dtype, device),
+        addmm_choices(m, n, m, x.dtype, device),
+    )
+    uses: list[bool] = []
+    configs: list[GemmConfig | None] = []
+    words, step_us = [], 0.0
     for name, native, our, tried in zip(("gram", "square", "update"), natives, ours, choices):
         expected = [native(native_x) for native_x in native_xs]
         equal = [config for config in tried if all(torch.equal(our(config), result) for result in expected)]
         del expected
         native_us = _device_us(lambda: native(x), device)  # noqa: B023  (called in this turn)
         times_us = {config: _device_us(lambda: our(config), device) for config in equal}  # noqa: B023
-        best = min(equal, key=times_us.get, default=None)
-        gain = native_us / times_us[best] if equal else 0.0
-        uses.append(gain >= _MIN_GAIN)
+        best = min(equal, key=times_us.__getitem__, default=None)
         configs.append(best)
-        step_us += min(native_us, times_us.get(best, native_us))
-        tile = f"{best.block_m}x{best.block_n} by {best.num_warps} warps" if equal else ""
-        words.append(f"{name}: {gain:.2f}x ({tile})" if equal else f"{name}: other bits")
-    return ProductPlan(*uses, reason="", configs=tuple(configs)), words, step_us
+        if best is None:
+            uses.append(False)
+            step_us += native_us
+            words.append(f"{name}: other bits")
+            continue
+        gain = native_us / times_us[best]
+        uses.append(gain >= _MIN_GAIN)
+        step_us += min(native_us, times_us[best])
+        words.append(f"{name}: {gain:.2f}x ({best.block_m}x{best.block_n} by {best.num_warps} warps)")
+    use_gram, use_square, use_addmm = uses
+    of_gram, of_square, of_addmm = configs
+    plan = ProductPlan(use_gram, use_square, use_addmm, reason="", configs=(of_gram, of_square, of_addmm))
+    return plan, words, step_us
 
 
 def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> ProductPlan:
@@ -157,8 +170,8 @@ def _has_kernels(m: int, n: int, dtype: torch.dtype) -> bool:
 
 
 class StepCall(NamedTuple):
-    """A Newton-Schulz step of one matrix ``[m, n]`` (m <= n); ``transposed``: the matrix has more rows than columns, so
-    the path without our kernels begins with a transposed view."""
+    """A Newton-Schulz step of one matrix ``[m, n]`` (m <= n); ``transposed``: the matrix has more rows than columns,
+    so the path without our kernels begins with a transposed view."""
 
     m: int
     n: int

@@ -140,7 +140,7 @@ def _symmetric(
     a = aligned_operand(a)
     b = a if same else aligned_operand(b)
     has_add = add is not None
-    add = aligned_operand(add) if has_add else a  # a stand-in that is not read
+    add = a if add is None else aligned_operand(add)  # a stand-in that is not read
     out = empty_aligned(m, m, a.dtype, a.device)
     num_programs = _SMALL_PER_SM * sms if config == _SMALL else sms
     _launch_symmetric(a, b, add, out, float(alpha), float(beta), config, has_add, num_programs)
@@ -148,9 +148,16 @@ def _symmetric(
 
 
 def _launch_symmetric(
-    a: torch.Tensor, b: torch.Tensor, add: torch.Tensor, out: torch.Tensor, alpha: float, beta: float, config: GemmConfig,
-    has_add: bool, num_programs: int,
-) -> None:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    add: torch.Tensor,
+    out: torch.Tensor,
+    alpha: float,
+    beta: float,
+    config: GemmConfig,
+    has_add: bool,
+    num_programs: int,
+) -> None:
     """Launches on aligned, not empty operands."""
     m, k = a.shape
     order, num_whole, num_quarters = _triangle(m, config, num_programs, a.device)

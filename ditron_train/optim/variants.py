@@ -62,7 +62,7 @@ def _gram_steps(
         return torch.addmm(y, z, y, alpha=1.0, beta=a)
 
     a_matrix = gram(x) if plan.use_gram else x @ x.mT
-    factor = None
+    factor: torch.Tensor | None = None
     for index, (a, b, c) in enumerate(coefficients):
         if plan.use_square:
             z = scaled_square(a_matrix, b, c)
@@ -75,6 +75,7 @@ def _gram_steps(
             factor = z
         else:
             factor = times(z, factor, a)
+    assert factor is not None, "at least one step"
     return factor @ x
 
 

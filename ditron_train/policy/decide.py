@@ -68,7 +68,8 @@ def _plan() -> Plan | None:
 
 
 def _unsuited(plan: Plan, room: str, places: set[str], here: str) -> str:
-    return f"the plan {plan.path} holds decisions of {room} on {'; '.join(sorted(places))}, here it is {here}: name another file"
+    elsewhere = "; ".join(sorted(places))
+    return f"the plan {plan.path} holds decisions of {room} on {elsewhere}, here it is {here}: name another file"
 
 
 def decide(
@@ -113,7 +114,7 @@ def decide(
             if decision.use_ditron:
                 ours()  # memory is had and kernels are loaded now, while every rank can still turn to native
         elif order is not None and not order.is_ours:
-            decision = Decision(False, order.reason, None, None, None)
+            decision = Decision(False, str(order.reason), None, None, None)
         else:
             decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits", also=also))
     if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's

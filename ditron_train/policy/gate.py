@@ -76,7 +76,8 @@ class Gate:
 
     def forget(self, name: str = "") -> None:
         """Decide anew from now on, and let go of the contexts; of one op, one room or all."""
-        for cache in (self._answers, self._counts):
+        caches: tuple[dict[Any, Any], ...] = (self._answers, self._counts)
+        for cache in caches:
             for key in [key for key in cache if _is_named(key, name)]:
                 del cache[key]
 

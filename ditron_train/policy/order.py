@@ -90,7 +90,7 @@ def reveal_order(
         return ReductionOrder(
             "unknown", f"the order of a sum of {world} ranks in {dtype} cannot be read from its values"
         )
-    seen = []
+    seen: list[list[int] | None] = []
     for num_elements in _ELEMENTS:
         sizes = [_subtree_sizes(reduce_scatter, world, rank, num_elements, device, dtype) for _ in range(2)]
         if sizes[0] is None or sizes[1] is None:
@@ -133,17 +133,17 @@ def _fold_sizes(order: list[int]) -> list[int]:
     return [max(place[i], place[j]) for i, j in itertools.combinations(range(len(order)), 2)]
 
 
-def _name(rows: list[list | None], world: int) -> ReductionOrder:
+def _name(rows: list[list[tuple[int, ...] | None]], world: int) -> ReductionOrder:
     """From what every destination saw: its measurements, each a list of sizes, or None where elements differ."""
     measurements = [size for row in rows for size in row]
     if any(size is None for size in measurements) or any(len(set(row)) > 1 for row in rows):
         return _other("varying", "adds in an order that depends on the place in the buffer, its size or the call")
-    sizes = [list(row[0]) for row in rows]
+    sizes = [list(size) for size, *_ in rows if size is not None]
     ring = [[(rank + 1 + hop) % world for hop in range(world)] for rank in range(world)]
     if sizes == [_fold_sizes(order) for order in ring]:
         return ReductionOrder("ring", None)
     folds = [_fold(size, world) for size in sizes]
-    if all(fold is not None for fold in folds):
+    if folds[0] is not None and all(fold is not None for fold in folds):
         words = " ".join(map(str, folds[0]))
         return _other(
             f"fold-{words.replace(' ', '-')}",

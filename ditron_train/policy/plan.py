@@ -31,11 +31,25 @@ _KEY = re.compile(
 )
 # Those that move bits or times. What a process sets for itself, ``switches`` names in the keys.
 _VARIABLES = (
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL",
-    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    "NVTE_EXT_MARGIN_SM", "NVTE_USE_CUTLASS_GROUPED_GEMM",
-)  # fmt: skip
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MAX_CTAS",
+    "NCCL_NTHREADS",
+    "NCCL_BUFFSIZE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_EXT_MARGIN_SM",
+    "NVTE_USE_CUTLASS_GROUPED_GEMM",
+)
 _OWN = ("transport", "pp_slots", "pp_loans", "pp_path", "sp_order", "ep_capacity", "ep_rails")  # likewise, of ours
 _LIBRARIES = ("triton", "megatron-core", "transformer-engine")
 
@@ -65,7 +79,7 @@ def fingerprint() -> dict[str, Any]:
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
         found["driver"] = driver_version()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         if not has_driver():  # linear layers multiply by other kernels then, whose bits nobody has compared
             found["copy engines"] = "out of use (cuda-bindings is missing)"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ class Observation:
 
     Attributes:
         bits_equal: Whether every bit of every result is equal on every rank; None where that says nothing
-        (interpreter). native_us: Median time of the native run, maximum over the ranks; None where it was not
-        measured. ditron_us: The same of ours.
+            (interpreter).
+        native_us: Median time of the native run, maximum over the ranks; None where it was not
+            measured.
+        ditron_us: The same of ours.
     """
 
     bits_equal: bool | None
@@ -44,7 +47,8 @@ def times_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> list[f
     device_hold = DeviceHold()
     barrier = torch.zeros(1, device=device)
     for repeat in range(_WARM_UPS + _REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         device_hold.wait()
         dist.all_reduce(barrier, group=group)
         start.record()

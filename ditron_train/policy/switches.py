@@ -8,6 +8,7 @@ decisions under both.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,8 @@ def _is_off(name: str) -> Callable[[], bool]:
 
 
 def _is_other_blas() -> bool:
-    return torch.backends.cuda.preferred_blas_library().name.lower() not in _PLAIN_BLAS
+    library: Any = torch.backends.cuda.preferred_blas_library()  # an enumeration, of which torch says no names
+    return library.name.lower() not in _PLAIN_BLAS
 
 
 _switches: dict[str, Callable[[], bool]] = {

@@ -38,7 +38,7 @@ class PipelineChannel(Channel):
         self.flags_in_host = in_host and mailbox.has_flags
         if not self.flags_in_host:
             self.signals.local.zero_()  # a context of this group before may have left them set
-            arena._quiesce()
+            arena.quiesce()
         self._raised: DitronError | None = None
 
     def address(self, rank: int, index: int) -> int:

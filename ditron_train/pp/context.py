@@ -15,7 +15,8 @@ from ditron_train.pp.kernel_channel import KernelChannel
 from ditron_train.pp.mailbox import MAX_LOANS, Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
-from ditron_train.pp.nvshmem_endpoints import FarChannel, FarReceiver, FarSender, FarSlots, NvshmemPuts, make_far_arena
+from ditron_train.pp.nvshmem_channel import NvshmemChannel, NvshmemPuts, NvshmemSlots, make_nvshmem_arena
+from ditron_train.pp.nvshmem_endpoints import NvshmemReceiver, NvshmemSender
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -83,14 +84,14 @@ class PipelineContext:
         settings = get_settings()
         asked, nodes = paths.asked_by_all(group, settings, node_of_process())
         self._nodes = [nodes.index(node) for node in nodes]
-        self._far_path = paths.far_path(asked, settings.transport)
-        self._near_path = asked if asked in (paths.NVSHMEM, paths.NCCL) else paths.COPY
+        self._inter_node_path = paths.inter_node_path(asked, settings.transport)
+        self._intra_node_path = asked if asked in (paths.NVSHMEM, paths.NCCL) else paths.COPY
         self.network = None
         if with_network or paths.NCCL in self._paths():
             self.network = NetworkLanes(group, self.device)
         self._node_group: dist.ProcessGroup | None = None
-        self._far: FarChannel | None = None
-        self._far_slots: FarSlots | None = None
+        self._nvshmem_channel: NvshmemChannel | None = None
+        self._nvshmem_slots: NvshmemSlots | None = None
         self.channel: PipelineChannel | None = None
         self.slots: Slots | None = None
         self.local_senders: list[Sender | None] = [None, None]
@@ -99,21 +100,24 @@ class PipelineContext:
         self._closed = False
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         num_slots = settings.pp_slots if num_slots is None else num_slots
-        if self._near_path == paths.COPY:
+        if self._intra_node_path == paths.COPY:
             num_loans = num_loans if settings.pp_loans is None else settings.pp_loans
             self._on_all_nodes("making a pipeline's context", partial(self._make_local, num_slots, num_loans, asked))
         if paths.NVSHMEM in self._paths():
-            self._make_far(num_slots)
+            self._make_nvshmem(num_slots)
         self._log_routes()
 
     def _path_to(self, rank: int) -> str:
         """How this rank's messages reach a neighbour, and the neighbour's this rank."""
-        return self._near_path if self._nodes[rank] == self._nodes[self.rank] else self._far_path
+        return self._intra_node_path if self._nodes[rank] == self._nodes[self.rank] else self._inter_node_path
 
     def _paths(self) -> list[str]:
         """Of every link of the ring."""
         nodes = self._nodes
-        return [self._near_path if node == nodes[place - 1] else self._far_path for place, node in enumerate(nodes)]
+        return [
+            self._intra_node_path if node == nodes[place - 1] else self._inter_node_path
+            for place, node in enumerate(nodes)
+        ]
 
     def _on_all_nodes(self, what: str, step: Callable[[], None]) -> None:
         """``step``, which the ranks of each node do among themselves: where it fails on one node, all ranks are told
@@ -134,7 +138,7 @@ class PipelineContext:
         self.arena = get_arena(local_group, self.device)
         self.channel = PipelineChannel(self.arena, Mailbox(local_group, self.device))
         if asked == paths.KERNEL or not paths.streams_can_signal(self.channel, local_group, asked):
-            self._near_path = paths.KERNEL
+            self._intra_node_path = paths.KERNEL
             self.channel = KernelChannel(self.arena, self.channel.mailbox)
         self.slots = Slots(self.arena, num_slots, self._loans(num_loans))
         place = {member: place for place, member in enumerate(members)}
@@ -145,17 +149,17 @@ class PipelineContext:
             if source in place:
                 self.local_receivers[lane] = Receiver(self.channel, self.slots, lane, place[source])
 
-    def _make_far(self, num_slots: int) -> None:
+    def _make_nvshmem(self, num_slots: int) -> None:
         """Symmetric memory of the whole group, and ends to the neighbours that NVSHMEM reaches."""
-        arena = make_far_arena(self.group, self.device)
-        self._far = FarChannel(arena, NvshmemPuts(self.group))
-        self._far_slots = FarSlots(arena, num_slots)
+        arena = make_nvshmem_arena(self.group, self.device)
+        self._nvshmem_channel = NvshmemChannel(arena, NvshmemPuts(self.group))
+        self._nvshmem_slots = NvshmemSlots(arena, num_slots)
         for lane in (FORWARD, BACKWARD):
             target, source = self.target(lane), self.source(lane)
             if self._path_to(target) == paths.NVSHMEM:
-                self.local_senders[lane] = FarSender(self._far, self._far_slots, lane, target)
+                self.local_senders[lane] = NvshmemSender(self._nvshmem_channel, self._nvshmem_slots, lane, target)
             if self._path_to(source) == paths.NVSHMEM:
-                self.local_receivers[lane] = FarReceiver(self._far, self._far_slots, lane, source)
+                self.local_receivers[lane] = NvshmemReceiver(self._nvshmem_channel, self._nvshmem_slots, lane, source)
 
     def _loans(self, asked: int | None) -> tuple[int, int]:
         """Slots to lend, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is
@@ -182,7 +186,9 @@ class PipelineContext:
 
     def _log_routes(self) -> None:
         in_host = self.channel is not None and self.channel.flags_in_host
-        flags = "host" if in_host else "device" if self.channel is not None or self._far is not None else "no"
+        flags = (
+            "host" if in_host else "device" if self.channel is not None or self._nvshmem_channel is not None else "no"
+        )
         log_once(
             f"pp routes {self._nodes} {self.how} {flags}",
             f"pp: links of the pipeline's ring: {self.how}; flags of stage {self.rank} in {flags} memory",
@@ -206,7 +212,7 @@ class PipelineContext:
     def closed(self) -> bool:
         """Whether the symmetric memory was given back; the context cannot be used any more."""
         return self._closed or any(
-            channel is not None and channel.arena.closed for channel in (self.channel, self._far)
+            channel is not None and channel.arena.closed for channel in (self.channel, self._nvshmem_channel)
         )
 
     def reserve(self, num_bytes: int) -> bool:
@@ -252,8 +258,8 @@ class PipelineContext:
         return [value for value in asked if value is not None]
 
     def _grow(self, num_bytes: int) -> None:
-        if self._far_slots is not None and num_bytes > self._far_slots.num_bytes:
-            self._far_slots.reserve(num_bytes)
+        if self._nvshmem_slots is not None and num_bytes > self._nvshmem_slots.num_bytes:
+            self._nvshmem_slots.reserve(num_bytes)
         if self.slots is not None and num_bytes > self.slots.num_bytes:
             self.slots.reserve(num_bytes)
             for end in (*self.local_senders, *self.local_receivers):
@@ -266,7 +272,7 @@ class PipelineContext:
 
         The context must not be used afterwards; `get_pipeline_context` makes a new one.
         """
-        for channel in (self.channel, self._far):
+        for channel in (self.channel, self._nvshmem_channel):
             if channel is not None:
                 channel.arena.close()
         for made in (*(self.network.groups if self.network is not None else ()), self._node_group):
@@ -277,14 +283,14 @@ class PipelineContext:
 
     def abandon(self) -> None:
         """Gives back the memory without the peers: for a group that has been destroyed."""
-        for channel in (self.channel, self._far):
+        for channel in (self.channel, self._nvshmem_channel):
             if channel is not None:
                 channel.arena.abandon()
 
     def check(self) -> None:
         """Raises what any rank of the node has recorded; compares headers, drops what has been sent and gives lent
         slots back (no wait)."""
-        for channel in (self.channel, self._far):
+        for channel in (self.channel, self._nvshmem_channel):
             if channel is not None:
                 channel.check()
         for end in self.local_senders:

@@ -17,8 +17,8 @@ the receiver's host waits for the header before it enqueues the receive. The ord
 memory operations, and a stream's flag write is fenced at system scope, so no fragment is read before it is complete
 and no slot is overwritten while it is in use. All counters only grow and are compared cyclically. On the CPU the same
 code runs without streams: a copy is done when the call returns and a wait blocks the caller. What waits, copies and
-sets flags is the channel's: by kernels (``kernel_channel``) the same ends run with the ring alone, and ``far`` has
-ends whose headers travel with the data.
+sets flags is the channel's: by kernels (``kernel_channel``) the same ends run with the ring alone, and those of
+``nvshmem_endpoints`` send headers that travel with the data.
 
 Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
 wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
@@ -33,11 +33,7 @@ that execution as in ours. With overlapped receives the rendezvous is the *posti
 posted messages and takes the oldest when it posts another, so posting message ``k - 1`` frees the slot of message
 ``k``.
 
-What was tried for small messages, which NCCL's kernel delivers sooner (4 H200s, ring, 8 KB / 1 MB: 11 / 20 us, here 28
-/ 28 us): copying on the caller's stream where the slot is known to be free, with enough slots that a host far ahead
-finds one: 24 / 25 us, and rings of 4 and 8 MB between 48 and 122 us instead of 46; giving slots back behind the sends
-instead of in front of them: 87 / 88 us, since each rank then waits for the next one's send. What is left is the copy
-engine's start, two writes to host memory fenced at system scope, and a wait that polls it over PCIe.
+Small messages take longer than NCCL's kernel needs; what was tried: ``docs/measurements/pp.md``.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -58,7 +54,7 @@ from ditron_train.stream.copies import copy_bytes
 from ditron_train.stream.events import EventPool, StreamEvent, current_stream
 
 if TYPE_CHECKING:
-    from ditron_train.pp.nvshmem_endpoints import FarChannel, FarSlots
+    from ditron_train.pp.nvshmem_channel import NvshmemChannel, NvshmemSlots
 
 __all__ = ["Incoming", "Receiver", "Sender"]
 
@@ -84,13 +80,17 @@ class Sender:
 
     Attributes:
         messages: Sent so far; ``lent`` of them into slots that the receiver lends.
-        tells_host: Whether the receiver's host learns what is coming.
+        header_on_host: Whether the receiver's host learns what is coming.
     """
 
-    tells_host = True
+    header_on_host = True
 
-    def __init__(self, channel: PipelineChannel | FarChannel, slots: Slots | FarSlots, lane: int, peer: int) -> None:
+    def __init__(
+        self, channel: PipelineChannel | NvshmemChannel, slots: Slots | NvshmemSlots, lane: int, peer: int
+    ) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
+        # For what ends through NVSHMEM never do: tell the neighbour's host, and lend.
+        self._host_channel, self._lending_slots = cast(PipelineChannel, channel), cast(Slots, slots)
         self.messages = 0
         self.lent = 0
         self._ring_messages = 0
@@ -105,10 +105,10 @@ class Sender:
     def announce(self, header: Header) -> None:
         """Publishes the header of the next message."""
         message = self.messages
-        mailbox = self.channel.mailbox
+        mailbox = self._host_channel.mailbox
         words = header.to_words()
         if not mailbox.has_room(self.peer, self.lane, message + 1):
-            self.channel.wait_on_host(
+            self._host_channel.wait_on_host(
                 lambda: mailbox.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message
             )
         mailbox.write_header(self.peer, self.lane, message + 1, words)
@@ -153,13 +153,13 @@ class Sender:
         if not self._uses:
             return None
         own = self.channel.arena.rank
-        returned = self.channel.mailbox.returned(own, self.lane)
+        returned = self._host_channel.mailbox.returned(own, self.lane)
         count, first = len(self._uses), None
         for place in range(1, count + 1):
             loan = (self._newest_loan + place) % count
             if returned[loan] != self._uses[loan]:
                 continue
-            if self.channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]):
+            if self._host_channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]):
                 return loan
             first = loan if first is None else first
         return first
@@ -170,7 +170,7 @@ class Sender:
         self._uses[loan] = uses + 1
         self._newest_loan = loan
         self.lent += 1
-        return self.slots.to_lend(self.peer, self.lane, loan)
+        return self._lending_slots.to_lend(self.peer, self.lane, loan)
 
     def _slot_of_ring(self, stream: torch.cuda.Stream | None) -> int:
         message = self._ring_messages
@@ -230,13 +230,17 @@ class _Loan:
 
 
 class Receiver:
-    """The receiving end of a lane, from group rank ``peer``; ``told_on_host``: whether its host learns what is
+    """The receiving end of a lane, from group rank ``peer``; ``header_on_host``: whether its host learns what is
     coming."""
 
-    told_on_host = True
+    header_on_host = True
 
-    def __init__(self, channel: PipelineChannel | FarChannel, slots: Slots | FarSlots, lane: int, peer: int) -> None:
+    def __init__(
+        self, channel: PipelineChannel | NvshmemChannel, slots: Slots | NvshmemSlots, lane: int, peer: int
+    ) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
+        # For what ends through NVSHMEM never do: tell the neighbour's host, and lend.
+        self._host_channel, self._lending_slots = cast(PipelineChannel, channel), cast(Slots, slots)
         self.messages = 0
         self._ring_messages = 0
         self._fragments = 0
@@ -255,10 +259,10 @@ class Receiver:
         return self._header_of(self.messages)
 
     def _header_of(self, message: int) -> Header:
-        mailbox = self.channel.mailbox
+        mailbox = self._host_channel.mailbox
         words = mailbox.read_header(self.lane, message + 1)
         if words is None:
-            self.channel.wait_on_host(
+            self._host_channel.wait_on_host(
                 lambda: mailbox.read_header(self.lane, message + 1) is not None, peer=self.peer, chunk=message
             )
             words = mailbox.read_header(self.lane, message + 1)
@@ -274,7 +278,7 @@ class Receiver:
 
     def verify(self) -> None:
         """Compares the headers that have come since with what was expected."""
-        mailbox = self.channel.mailbox
+        mailbox = self._host_channel.mailbox
         while self._unverified:
             message, expected = self._unverified[0]
             words = mailbox.read_header(self.lane, message + 1)
@@ -286,7 +290,7 @@ class Receiver:
                 own = self.channel.arena.rank
                 how = " through the network" if sent.by_network else ""
                 group = self.channel.arena.group_name
-                self.channel.fail_mismatch(
+                self._host_channel.fail_mismatch(
                     disagreement(group, self.lane, message, (self.peer, f"{sent}{how}"), (own, str(expected)))
                 )
         needed = [self.messages, *(entry[0] for entry in list(self._unverified)[:1])]
@@ -315,6 +319,7 @@ class Receiver:
         while incoming.tensor is None:
             self._take_next(stream)
         if incoming.done_on != stream:
+            assert stream is not None and incoming.done_on is not None
             (incoming.arrived or self._events.record(incoming.done_on)).hold(stream)
             incoming.tensor.record_stream(stream)
         loan = self._lent.pop(incoming, None)
@@ -345,7 +350,7 @@ class Receiver:
         self._wait_for_fragment(incoming, 0, stream)
         self._uses[slot] += 1
         loan = self._lent[incoming] = _Loan(slot, self._uses[slot])
-        lent = self.slots.lend(self.lane, slot, num_bytes, partial(self._let_go.append, loan))
+        lent = self._lending_slots.lend(self.lane, slot, num_bytes, partial(self._let_go.append, loan))
         return lent.view(incoming.header.dtype).view(incoming.header.shape)
 
     def _copy_out(self, incoming: Incoming, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
@@ -355,7 +360,7 @@ class Receiver:
             # The allocator may have handed out memory that is still in use on the current stream.
             self._events.record(current_stream(device)).hold(stream)
             tensor.record_stream(stream)
-        if self._copied_on is not None and self._copied_on != stream:
+        if stream is not None and self._copied_on is not None and self._copied_on != stream:
             # The credit counts messages: none may be copied out, and counted, before those in front of it.
             self._events.record(self._copied_on).hold(stream)
         self._copied_on = stream
@@ -372,7 +377,7 @@ class Receiver:
 
     def forget_loans(self) -> None:
         """After the slots have grown: what is still lent lies in the old memory, so all slots are there to be used."""
-        mailbox = self.channel.mailbox
+        mailbox = self._host_channel.mailbox
         for slot in range(len(self._uses)):
             self._uses[slot] += 1
             mailbox.set_flag(self.peer, _loan_flag(self.lane, slot), self._uses[slot])
@@ -385,4 +390,4 @@ class Receiver:
             if loan.use != self._uses[loan.slot]:
                 continue  # it lies in memory of before the slots grew
             self.channel.notify(self.peer, _loan_flag(self.lane, loan.slot), loan.use, loan.stream)
-            self.channel.mailbox.returned(self.peer, self.lane)[loan.slot] = loan.use
+            self._host_channel.mailbox.returned(self.peer, self.lane)[loan.slot] = loan.use

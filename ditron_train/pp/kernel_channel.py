@@ -3,7 +3,6 @@ signal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,7 +26,7 @@ _WORDS_APART = 32  # counters on cache lines of their own
 
 
 def launch(
-    kernel: Callable,
+    kernel: Any,
     stream: torch.cuda.Stream | None,
     *arguments: Any,
     num_programs: int = 1,
@@ -73,7 +72,7 @@ class KernelChannel(PipelineChannel):
 
     A wait takes one warp, a push at most ``MAX_PROGRAMS`` multiprocessors; waits have their deadline in the kernel and
     need no watchdog. Headers and failures still go through host memory. With one hardware queue a kernel that waits
-    holds up what is enqueued after it, as a stream's wait does: ``lanes`` says why nothing can stand still.
+    holds up what is enqueued after it, as a stream's wait does: ``endpoints`` says why nothing can stand still.
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox) -> None:
@@ -81,7 +80,7 @@ class KernelChannel(PipelineChannel):
         self._target = kernel_target(arena.device)
         self._arrived = torch.zeros((len(LANE_NAMES), _WORDS_APART), dtype=torch.int64, device=arena.device)
         self._load_kernels()
-        arena._quiesce()
+        arena.quiesce()
 
     def _load_kernels(self) -> None:
         """Loads every kernel now: to load one may wait for all kernels that run, and later one of them may wait for a

@@ -1,222 +1,33 @@
-"""Lanes through NVSHMEM: a message and its flag by one put-with-signal, to a neighbour whose memory need not be
-mapped.
+"""Sender and receiver through NVSHMEM: a message and its flag by one put-with-signal, to a neighbour whose memory need
+not be mapped.
 
 No host memory is shared between nodes, so a message carries its header: it lies in front of the data in the slot,
 travels with the first fragment, and a kernel of the receiver compares it with what was expected. The protocol is that
-of ``lanes``' ring:
-*data* counts fragments at the receiver, *credit* counts messages copied out at the sender. NVSHMEM promises that a
-signal is seen after the data that was put with it; waits are kernels of one warp with a deadline, since NVSHMEM's own
-wait on a stream has none. A put reads symmetric memory, so what is sent is copied into it first; two local copies cost
-little beside a network.
+of ``endpoints``' ring: *data* counts fragments at the receiver, *credit* counts messages copied out at the sender.
+NVSHMEM promises that a signal is seen after the data that was put with it; waits are kernels of one warp with a
+deadline, since NVSHMEM's own wait on a stream has none. A put reads symmetric memory, so what is sent is copied into
+it first; two local copies cost little beside a network.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
-import torch.distributed as dist
 
 from ditron_train.pp.endpoints import Incoming, Receiver, Sender
-from ditron_train.pp.kernel_channel import await_flag, current_or_none, launch
-from ditron_train.pp.kernels import HEADER_LANES, await_message_kernel
-from ditron_train.pp.messages import LANE_NAMES, Header, disagreement, num_bytes_of
-from ditron_train.runtime.device import kernel_target
+from ditron_train.pp.messages import Header, num_bytes_of
+from ditron_train.pp.nvshmem_channel import HEADER_BYTES, SLOT_HEADER_BYTES, NvshmemChannel, NvshmemSlots
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.copies import copy_bytes
-from ditron_train.stream.waits import cyclic_difference
-from ditron_train.symm.arena import SymmetricArena
-from ditron_train.symm.channel import Channel
-from ditron_train.symm.control import RECORD_CHUNK, RECORD_PEER
 
-__all__ = ["FarChannel", "FarReceiver", "FarSender", "FarSlots", "NvshmemPuts", "make_far_arena"]
-
-_NAME = "pp/far_slots"
-_HEAD_BYTES = 256  # room for the header, and the data behind it aligned
-_HEADER_BYTES = 8 * HEADER_LANES
-_SCRATCH = 2 * len(LANE_NAMES)  # flags behind those of the lanes, which stay 0
-_MAX_HEADERS = 4096  # distinct ones; a row is used again that many new shapes later
+__all__ = ["NvshmemReceiver", "NvshmemSender"]
 
 
-def make_far_arena(group: dist.ProcessGroup, device: torch.device) -> SymmetricArena:
-    """NVSHMEM memory of a group, on whichever nodes its ranks are (collective).
-
-    Raises:
-        ArenaError: nvshmem4py is missing or does not start; on every rank alike.
-    """
-    return SymmetricArena(group, device, "nvshmem")
-
-
-class Puts(Protocol):
-    """What moves data: to the same place in group rank ``rank``'s memory as a symmetric address of this rank."""
-
-    def put(
-        self,
-        rank: int,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        signal: int,
-        value: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        """Copies, then sets the 64-bit signal; ``source`` may be written again once the stream is past it."""
-        ...
-
-    def signal(self, rank: int, signal: int, value: int, stream: torch.cuda.Stream | None) -> None:
-        """Sets the signal once the stream has got there."""
-        ...
-
-
-class NvshmemPuts:
-    """``Puts`` by NVSHMEM's host calls on a stream. Its addresses are symmetric: those of this rank name the
-    peer's."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        import nvshmem.bindings
-
-        self._nvshmem: Any = nvshmem.bindings
-        self._set = int(nvshmem.bindings.Signal_op.SIGNAL_SET)
-        self._pes = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
-
-    def put(
-        self,
-        rank: int,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        signal: int,
-        value: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        """See ``Puts``."""
-        assert stream is not None
-        self._nvshmem.putmem_signal_on_stream(
-            destination, source, num_bytes, signal, value, self._set, self._pes[rank], stream.cuda_stream
-        )
-
-    def signal(self, rank: int, signal: int, value: int, stream: torch.cuda.Stream | None) -> None:
-        """See ``Puts``."""
-        assert stream is not None
-        self._nvshmem.signal_op_on_stream(signal, value, self._set, self._pes[rank], stream.cuda_stream)
-
-
-class FarSlots:
-    """Rings of slots, each a header and a message, and one staging buffer a lane (``count``, ``loans``: see
-    ``Slots``)."""
-
-    loans = (0, 0)
-
-    def __init__(self, arena: SymmetricArena, count: int) -> None:
-        self._arena, self.count, self.num_bytes = arena, count, 0
-
-    def reserve(self, num_bytes: int) -> None:
-        """Collective: makes every slot hold ``num_bytes``; no message may be under way."""
-        self.num_bytes = -(-num_bytes // 256) * 256
-        rows = len(LANE_NAMES) * (self.count + 1)
-        tensor = self._arena.tensor(_NAME, (rows, _HEAD_BYTES + self.num_bytes), torch.uint8)
-        self._base = tensor.local.data_ptr()
-
-    def _data(self, row: int) -> int:
-        return self._base + row * (_HEAD_BYTES + self.num_bytes) + _HEAD_BYTES
-
-    def in_ring(self, rank: int, lane: int, message: int) -> int:
-        """Symmetric address of where the data of the ring's message ``message`` goes, in whichever rank's memory."""
-        return self._data(lane * self.count + message % self.count)
-
-    def staging(self, lane: int) -> int:
-        """Where data of a lane is put from."""
-        return self._data(len(LANE_NAMES) * self.count + lane)
-
-
-class FarChannel(Channel):
-    """Flags of a pipeline group that reaches across nodes (64-bit words of which kernels compare the lower half)."""
-
-    def __init__(self, arena: SymmetricArena, puts: Puts) -> None:
-        super().__init__(arena, "pp", 2 * (_SCRATCH + 2), by_address=False)
-        self._puts = puts
-        self._target = kernel_target(arena.device)
-        on_gpu = arena.device.type == "cuda"
-        self._headers = torch.zeros((_MAX_HEADERS, HEADER_LANES), dtype=torch.int64, pin_memory=on_gpu)
-        self._rows: dict[tuple[int, ...], int] = {}
-        self._seen = torch.zeros((2, HEADER_LANES), dtype=torch.int64, device=arena.device)
-        self._load_kernels()
-        arena._quiesce()
-
-    def _load_kernels(self) -> None:
-        """As ``KernelChannel`` does; NVSHMEM's calls, which may launch kernels of their own, to both neighbours
-        too."""
-        stream, rank = current_or_none(self), self.arena.rank
-        self.wait_for(_SCRATCH, 0, peer=rank, chunk=0, stream=stream)
-        nothing = Header((), torch.float32)
-        sent = self.header_address(nothing)
-        self.wait_for_message(_SCRATCH, 0, sent, nothing, peer=rank, message=0, lane=0, stream=stream)
-        for peer in {(rank + 1) % self.arena.world_size, (rank - 1) % self.arena.world_size}:
-            self.push(peer, _SCRATCH, 0, self._address(_SCRATCH + 1), self._address(_SCRATCH + 1), 8, stream)
-            self.notify(peer, _SCRATCH, 0, stream)
-
-    def _address(self, index: int) -> int:
-        return self.signals.local.data_ptr() + 8 * index
-
-    def header_address(self, header: Header) -> int:
-        """Host address, which the device can read, of a header's words."""
-        words = tuple(header.to_words())
-        row = self._rows.pop(words, None)
-        if row is None:
-            row = len(self._rows)
-            if (
-                row == _MAX_HEADERS
-            ):  # the least recently used goes: its last use was enqueued thousands of messages ago
-                row = self._rows.pop(next(iter(self._rows)))
-            self._headers[row, : len(words)] = torch.tensor(words)
-        self._rows[words] = row  # behind all others, which were not used since
-        return self._headers.data_ptr() + row * _HEADER_BYTES
-
-    def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
-        """See ``PipelineChannel.wait_for``."""
-        await_flag(self, self._address(index), epoch, peer=peer, chunk=chunk, stream=stream, target=self._target)
-
-    def wait_for_message(
-        self, index: int, epoch: int, sent: int, expected: Header, *, peer: int, message: int, lane: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:  # fmt: skip
-        """``wait_for``, then compares the header at address ``sent`` with the expected one, on the device."""
-        launch(
-            await_message_kernel, stream, self._address(index), cyclic_difference(epoch, 0), sent, self.header_address(expected),
-            self._seen, self.control, peer, cyclic_difference(message, 0), lane, LANES=HEADER_LANES, TARGET=self._target,
-        )  # fmt: skip
-        if stream is None:
-            self.check()
-
-    def notify(self, rank: int, index: int, epoch: int, stream: torch.cuda.Stream | None) -> None:
-        """See ``PipelineChannel.notify``."""
-        self._puts.signal(rank, self._address(index), epoch & 0xFFFFFFFF, stream)
-
-    def push(
-        self,
-        rank: int,
-        index: int,
-        epoch: int,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        """See ``PipelineChannel.push``; both addresses are symmetric ones of this rank."""
-        self._puts.put(rank, destination, source, num_bytes, self._address(index), epoch & 0xFFFFFFFF, stream)
-
-    def _describe_mismatch(self, lane: int) -> str:
-        sent, expected = (str(Header.from_words(words)) for words in self._seen.cpu().tolist())
-        peer, message = (int(self._record_words[word]) for word in (RECORD_PEER, RECORD_CHUNK))
-        return disagreement(self.arena.group_name, lane, message, (peer, sent), (self.arena.rank, expected))
-
-
-class FarSender(Sender):
+class NvshmemSender(Sender):
     """A ``Sender`` by put-with-signal; nothing is lent."""
 
-    channel: FarChannel
-    slots: FarSlots
-    tells_host = False
+    channel: NvshmemChannel
+    slots: NvshmemSlots
+    header_on_host = False
 
     def announce(self, header: Header) -> None:
         """The header travels with the message."""
@@ -225,19 +36,19 @@ class FarSender(Sender):
 
     def _push(self, slot: int, source: int, ends: list[int], stream: torch.cuda.Stream | None) -> None:
         staged = self.slots.staging(self.lane)
-        copy_bytes(staged - _HEAD_BYTES, self._header, _HEADER_BYTES, stream)
+        copy_bytes(staged - SLOT_HEADER_BYTES, self._header, HEADER_BYTES, stream)
         if ends[-1]:
             copy_bytes(staged, source, ends[-1], stream)
-        slot, staged = slot - _HEAD_BYTES, staged - _HEAD_BYTES
-        super()._push(slot, staged, [_HEAD_BYTES + end for end in ends], stream)
+        slot, staged = slot - SLOT_HEADER_BYTES, staged - SLOT_HEADER_BYTES
+        super()._push(slot, staged, [SLOT_HEADER_BYTES + end for end in ends], stream)
 
 
-class FarReceiver(Receiver):
-    """A ``Receiver`` of what a ``FarSender`` sends; headers are compared on the device, when a message is taken."""
+class NvshmemReceiver(Receiver):
+    """Receives what a ``NvshmemSender`` sends; headers are compared on the device, when a message is taken."""
 
-    channel: FarChannel
-    slots: FarSlots
-    told_on_host = False
+    channel: NvshmemChannel
+    slots: NvshmemSlots
+    header_on_host = False
 
     def next_header(self) -> Header:
         """Not known here.
@@ -265,6 +76,12 @@ class FarReceiver(Receiver):
         self._fragments += 1
         slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages - 1)
         self.channel.wait_for_message(
-            self.lane, self._fragments, slot - _HEAD_BYTES, incoming.header, peer=self.peer, message=incoming.message,
-            lane=self.lane, stream=stream,
-        )  # fmt: skip
+            self.lane,
+            self._fragments,
+            slot - SLOT_HEADER_BYTES,
+            incoming.header,
+            peer=self.peer,
+            message=incoming.message,
+            lane=self.lane,
+            stream=stream,
+        )

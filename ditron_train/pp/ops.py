@@ -51,6 +51,7 @@ class Handle:
         (``record_stream`` does nothing).
         """
         if self._tensor is None and self._incoming is not None:
+            assert self._placeholder is not None
             self._tensor = torch.empty_like(self._placeholder)
             self._tensor.data = self._placeholder.expand(self._incoming.header.shape)
         return self._tensor
@@ -66,12 +67,14 @@ class Handle:
             MismatchError: The neighbour sent something else.
         """
         if self._receiver is not None:
+            assert self._incoming is not None
             received = self._receiver.take(self._incoming)
             if self._tensor is None:
                 self._tensor = received
             else:
                 self._tensor.data = received
         if self._sent is not None:
+            assert self._device is not None
             self._sent.hold(current_stream(self._device))
         if self._work is not None:
             self._work.wait()
@@ -100,7 +103,7 @@ def exchange(
     """Sends tensors to the next and the previous stage and receives from them; all four are optional.
 
     Sends start at once, in the order next, previous; they follow what the current stream has done and do not hold it
-    up. Receives are tensors that get their contents when their handle's ``wait`` is called (see ``lanes`` for why not
+    up. Receives are tensors that get their contents when their handle's ``wait`` is called (``endpoints`` says why not
     before). The tensors that are sent must not be written to until their handle's ``wait``; they may be freed.
 
     Args:
@@ -135,11 +138,13 @@ def exchange(
         if tensor is not None:
             handles[name] = _send(context, lane, tensor, batches[lane], lend)
     for name, lane in _RECEIVES:
-        far = _exchange_far_headers(context, lane, sends[lane], expected[lane]) if variable_shapes else None
+        sent_header = (
+            _exchange_network_headers(context, lane, sends[lane], expected[lane]) if variable_shapes else None
+        )
         header = expected[lane]
         if header is not None:
             if variable_shapes:
-                header = replace(header, shape=_shape_from_sender(context, lane, far))
+                header = replace(header, shape=_shape_from_sender(context, lane, sent_header))
             handles[name] = _receive(context, lane, header, batches[lane])
     for lane, batch in batches.items():
         if batch.handles:
@@ -165,9 +170,9 @@ def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Bat
     return handle
 
 
-def _shape_from_sender(context: PipelineContext, lane: int, far: Header | None) -> tuple[int, ...]:
+def _shape_from_sender(context: PipelineContext, lane: int, sent_header: Header | None) -> tuple[int, ...]:
     receiver = context.local_receivers[lane]
-    header = far if receiver is None or not receiver.told_on_host else receiver.next_header()
+    header = sent_header if receiver is None or not receiver.header_on_host else receiver.next_header()
     assert header is not None
     return header.shape
 
@@ -180,8 +185,9 @@ def _receive(context: PipelineContext, lane: int, header: Header, batch: _Batch)
     if receiver is not None:
         _require_network(context, num_bytes)
         receiver.expect(Header(header.shape, header.dtype, by_network=True))
-    handle = Handle(tensor=torch.empty(header.shape, dtype=header.dtype, device=context.device))
-    batch.receive = (handle.tensor, context.source(lane))
+    tensor = torch.empty(header.shape, dtype=header.dtype, device=context.device)
+    handle = Handle(tensor=tensor)
+    batch.receive = (tensor, context.source(lane))
     batch.handles.append(handle)
     return handle
 
@@ -191,19 +197,23 @@ def _require_network(context: PipelineContext, num_bytes: int) -> None:
         raise NotSupportedError(
             f"a message of {num_bytes} bytes is larger than the slots of {context.slot_bytes} bytes"
         )
-    words = f"messages of more than {context.slot_bytes} bytes, the largest that the first step began with, take the network"
-    log_once(f"pp large {context.slot_bytes}", f"pp: {words}", name="pp")
+    log_once(
+        f"pp large {context.slot_bytes}",
+        f"pp: messages of more than {context.slot_bytes} bytes, the largest that the first step began with, take the "
+        "network",
+        name="pp",
+    )
 
 
-def _exchange_far_headers(
+def _exchange_network_headers(
     context: PipelineContext, lane: int, tensor: torch.Tensor | None, expected: Header | None
 ) -> Header | None:
     """Headers to and from neighbours that no mailbox reaches."""
     send, source = None, None
     sender, receiver = context.local_senders[lane], context.local_receivers[lane]
-    if tensor is not None and (sender is None or not sender.tells_host):
+    if tensor is not None and (sender is None or not sender.header_on_host):
         send = (Header(tuple(tensor.shape), tensor.dtype), context.target(lane))
-    if expected is not None and (receiver is None or not receiver.told_on_host):
+    if expected is not None and (receiver is None or not receiver.header_on_host):
         source = context.source(lane)
     if send is None and source is None:
         return None

@@ -1,9 +1,7 @@
 """Which path messages between neighbours take: chosen once a context, for neighbours of a node and for those beyond
 it.
 
-A ring of 64 MB on 2 H200s while other jobs kept the host busy: copy 208 us, NVSHMEM 374, kernel 515, NCCL with one
-block 3193. All but NCCL's were bound by the host then (175, 376, 518 us a message): a Triton launch takes longer than
-a driver's call.
+What each costs: ``docs/measurements/pp.md``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from ditron_train.runtime.settings import Settings
 from ditron_train.stream import driver, waits_can_be_released
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["COPY", "KERNEL", "NCCL", "NVSHMEM", "WORDS", "asked_by_all", "far_path", "streams_can_signal"]
+__all__ = ["COPY", "KERNEL", "NCCL", "NVSHMEM", "WORDS", "asked_by_all", "inter_node_path", "streams_can_signal"]
 
 COPY, KERNEL, NVSHMEM, NCCL = "copy", "kernel", "nvshmem", "nccl"
 WORDS = {
@@ -35,13 +33,13 @@ def asked_by_all(group: dist.ProcessGroup, settings: Settings, node: tuple) -> t
     Raises:
         SettingError: The ranks do not ask for the same; on every rank alike.
     """
-    told = exchange(group, (settings.pp_path, settings.transport, node))
-    if len({entry[:2] for entry in told}) > 1:
-        raise SettingError(f"ranks differ in DITRON_PP_PATH or DITRON_TRANSPORT: {[entry[:2] for entry in told]}")
-    return settings.pp_path, [entry[2] for entry in told]
+    answers = exchange(group, (settings.pp_path, settings.transport, node))
+    if len({entry[:2] for entry in answers}) > 1:
+        raise SettingError(f"ranks differ in DITRON_PP_PATH or DITRON_TRANSPORT: {[entry[:2] for entry in answers]}")
+    return settings.pp_path, [entry[2] for entry in answers]
 
 
-def far_path(asked: str, transport: str) -> str:
+def inter_node_path(asked: str, transport: str) -> str:
     """To another node: NVSHMEM where it is asked for, also as what symmetric memory comes from, else NCCL."""
     return NVSHMEM if asked == NVSHMEM or (asked != NCCL and transport == "nvshmem") else NCCL
 
@@ -58,8 +56,8 @@ def streams_can_signal(channel: PipelineChannel, group: dist.ProcessGroup, asked
     refused = None
     if not (channel.flags_in_host or waits_can_be_released()):
         refused = (
-            "CUDA refuses to register shared host memory, and with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits for "
-            "a flag in device memory could not be released if its peer died"
+            "CUDA refuses to register shared host memory, and with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits "
+            "for a flag in device memory could not be released if its peer died"
         )
     else:
         try:

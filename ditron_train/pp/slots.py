@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -59,6 +60,7 @@ class Slots:
         """
         device = self._arena.device
         address = self.to_lend(self._arena.rank, lane, loan)
+        owner: Any  # torch's storage holds it, and it holds the memory
         if device.type == "cuda":
             owner = DeviceBytes(address, num_bytes)
             lent = torch.as_tensor(owner, device=device)

@@ -1,8 +1,7 @@
 """Keeps the device waiting in front of what is timed, until the host has launched all of it.
 
-In training the host is ahead of the device. A timing in which it is not measures the host: with 8 ranks of one
-machine, 0.2 ms of head start was too short for contenders that took turns with one of a millisecond of launches, and
-AG-GEMM of 0.21 ms seemed to take 0.34 ms in every second pass (spread 0.98).
+In training the host is ahead of the device. A timing in which it is not measures the host
+(``docs/measurements/runtime.md``).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 __all__ = ["DeviceHold"]
 
 _SHORTEST_US = 200.0
-_LONGEST_US = 3000.0  # a first call compiles, and one that waits for the device takes what the head start takes
+_LONGEST_US = 3000.0  # a first call compiles, and one that waits for the device takes what the hold takes
 _CYCLES_PER_US = 1980  # of an H200; where the clock is slower, the device waits longer
 
 
 class DeviceHold:
-    """Twice the time that the launches of the slowest of several calls were seen to take on the host."""
+    """Has the device wait twice as long as the host takes for the launches of the slowest of several calls."""
 
     def __init__(self) -> None:
         self._launches_us: dict[Hashable, float] = {}
@@ -35,7 +34,7 @@ class DeviceHold:
 
     def wait(self) -> None:
         """Has the device wait, on the current stream."""
-        torch.cuda._sleep(round(self.length_us * _CYCLES_PER_US))
+        torch.cuda._sleep(round(self.length_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def launching(self, name: Hashable = None) -> Iterator[None]:

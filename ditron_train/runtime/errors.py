@@ -6,6 +6,8 @@ where one rank can see it alone, and with the result discarded where only the gr
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArenaError",
     "DitronError",
@@ -76,15 +78,17 @@ class PeerTimeoutError(DitronError):
         self.seen_epoch = seen_epoch
         self.timeout_s = timeout_s
         super().__init__(
-            f"{op} on group {group}: rank {waiting_rank} waited {timeout_s:g} s for rank {missing_rank}, chunk {chunk}: "
-            f"expected epoch {expected_epoch}, saw {seen_epoch}. The peer is dead, stalled or never called this op; "
-            "the result of this call must not be used. DITRON_TIMEOUT_S sets the deadline."
+            f"{op} on group {group}: rank {waiting_rank} waited {timeout_s:g} s for rank {missing_rank}, chunk "
+            f"{chunk}: expected epoch {expected_epoch}, saw {seen_epoch}. The peer is dead, stalled or never called "
+            "this op; the result of this call must not be used. DITRON_TIMEOUT_S sets the deadline."
         )
 
-    def __reduce__(self):  # keyword-only constructor: spell it out so that the error crosses process borders
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # keyword-only constructor: spell it out so that the error crosses process borders
         fields = ("op", "group", "waiting_rank", "missing_rank", "chunk", "expected_epoch", "seen_epoch", "timeout_s")
         return _rebuild_timeout, ({name: getattr(self, name) for name in fields},)
 
 
-def _rebuild_timeout(fields: dict) -> PeerTimeoutError:
+def _rebuild_timeout(fields: dict[str, Any]) -> PeerTimeoutError:
     return PeerTimeoutError(**fields)

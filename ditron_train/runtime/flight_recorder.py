@@ -142,7 +142,7 @@ class OpRecords:
             itertools.count(1),
             itertools.count(1),
         )  # own calls, of which ranks make different ones, and compared ones
-        self._texts: dict[tuple, bytes] = {}
+        self._texts: dict[tuple[Hashable, ...], bytes] = {}
 
     def record(self, op: str, *details: Hashable) -> None:
         """One call: all ranks of the group make the same calls, of equal ``details``, in the same order."""
@@ -152,7 +152,7 @@ class OpRecords:
         """One call of an op that each rank calls in its own way, such as the stages of a pipeline."""
         self._write(0, (op, *details))
 
-    def _write(self, compared: int, call: tuple) -> None:
+    def _write(self, compared: int, call: tuple[Hashable, ...]) -> None:
         ring = self._ring
         if ring is None:
             return
@@ -165,7 +165,7 @@ class OpRecords:
             position, next(self._numbers[compared]), time.time_ns(), self._group_id, compared, text,
         )  # fmt: skip
 
-    def _encode(self, call: tuple) -> bytes:
+    def _encode(self, call: tuple[Hashable, ...]) -> bytes:
         if len(self._texts) >= _MAX_TEXTS:
             self._texts.clear()
         text = " ".join(_word(part) for part in call).encode()[:_TEXT_BYTES]

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["GroupCache", "belongs_to", "check_member", "forget_destroyed_groups", "is_destroyed"]
+__all__ = ["GroupCache", "belongs_to", "check_member", "forget_destroyed_groups", "is_destroyed", "world_group"]
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
-_caches: list[weakref.ref[GroupCache]] = []
+_caches: list[weakref.ref[GroupCache[Any, Any]]] = []
 _owners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -38,6 +38,18 @@ def check_member(group: object) -> None:
         raise NotSupportedError("this rank is not in the process group: only its members may use it")
     if not isinstance(group, dist.ProcessGroup):
         raise NotSupportedError(f"{group!r} is no process group")
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks of the job.
+
+    Raises:
+        ValueError: ``torch.distributed`` is not initialised.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group before")
+    return group
 
 
 def belongs_to(group: dist.ProcessGroup, owner: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ cuBLAS: 61).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -34,7 +34,7 @@ _MAX_KEPT = 256  # an integer that differs from call to call would be kept for e
 _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same addresses again and again
 
 
-def _specialization(arguments: tuple) -> tuple:
+def _specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value
     itself)."""
     key = []
@@ -58,13 +58,7 @@ class KernelLaunch:
     """
 
     def __init__(
-        self,
-        kernel: Callable,
-        num_programs: int,
-        constants: dict[str, Any],
-        *,
-        num_warps: int = 4,
-        num_stages: int = 3,
+        self, kernel: Any, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
     ) -> None:
         names = list(kernel.arg_names)
         assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"
@@ -117,13 +111,13 @@ class KernelLaunch:
             self._kernel.warmup(*arguments, grid=(self._num_programs,), **self._constants, **self._options)
 
     @property
-    def identity(self) -> tuple:
+    def identity(self) -> tuple[Any, ...]:
         """Kernel, constants and options: launches with the same one run the same code, but for what Triton specialises
         on."""
         chosen = {name: value for name, value in self._options.items() if name not in COMPILE_OPTIONS}
         return (self._kernel.__name__, *self._constants.items(), *chosen.items())
 
-    def _first(self, key: tuple, arguments: tuple, stream: torch.cuda.Stream | None) -> None:
+    def _first(self, key: tuple[Any, ...], arguments: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
         """The launch through Triton, which compiles; the interpreter takes it every time."""
         if stream is None:
             compiled = self._kernel[(self._num_programs,)](*arguments, **self._constants, **self._options)

@@ -25,7 +25,7 @@ def nccl_version() -> str | None:
     """Returns the version of the NCCL that torch loads, None in a build without it."""
     if not torch.cuda.is_available():
         return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 def _commit() -> str | None:

@@ -91,9 +91,9 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("auto", "torch", "nvshmem", "shm"),
         "auto",
         "auto, torch, nvshmem, shm",
-        "Where symmetric memory comes from. auto: shm for CPU processes, torch inside one node, nvshmem across nodes where "
-        "nvshmem4py is installed. Without Megatron, groups that are a part of the job want `ditron_train.symm.start_nvshmem()` "
-        "on every rank before.",
+        "Where symmetric memory comes from. auto: shm for CPU processes, torch inside one node, nvshmem across nodes "
+        "where nvshmem4py is installed. Without Megatron, groups that are a part of the job want "
+        "`ditron_train.symm.start_nvshmem()` on every rank before.",
     ),
     Setting(
         "timeout_s",
@@ -101,8 +101,8 @@ SETTINGS: tuple[Setting, ...] = (
         _positive_float,
         100.0,
         "seconds",
-        "Deadline of every wait on a peer; past it PeerTimeoutError is raised on every surviving rank. What ranks agree on "
-        "between their hosts, before the first call of a kind, may take 30 s at least.",
+        "Deadline of every wait on a peer; past it PeerTimeoutError is raised on every surviving rank. What ranks "
+        "agree on between their hosts, before the first call of a kind, may take 30 s at least.",
     ),
     Setting(
         "arena_bytes",
@@ -119,7 +119,8 @@ SETTINGS: tuple[Setting, ...] = (
         _positive_int,
         2,
         "count",
-        "Buffers of each direction between pipeline stages that messages are copied out of; each holds the largest message.",
+        "Buffers of each direction between pipeline stages that messages are copied out of; each holds the largest "
+        "message.",
     ),
     Setting(
         "pp_loans",
@@ -127,8 +128,9 @@ SETTINGS: tuple[Setting, ...] = (
         _count,
         None,
         "count",
-        "Buffers between pipeline stages that received activations stay in until they are let go of, instead of being copied "
-        "(gradients: at most 3). Unset: as many as the first stage of the schedule holds, and 2. 0: every message is copied.",
+        "Buffers between pipeline stages that received activations stay in until they are let go of, instead of being "
+        "copied (gradients: at most 3). Unset: as many as the first stage of the schedule holds, and 2. 0: every "
+        "message is copied.",
     ),
     Setting(
         "pp_path",
@@ -136,9 +138,9 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("auto", "copy", "kernel", "nvshmem", "nccl"),
         "auto",
         "auto, copy, kernel, nvshmem, nccl",
-        "How messages reach a neighbouring pipeline stage. copy: copy engines; kernel: at most 8 programs that store into its "
-        "memory (both inside a node); nvshmem: put-with-signal; nccl: one block. auto: copy inside a node, kernel where streams "
-        "cannot signal there; between nodes nvshmem with `DITRON_TRANSPORT=nvshmem`, else nccl.",
+        "How messages reach a neighbouring pipeline stage. copy: copy engines; kernel: at most 8 programs that store "
+        "into its memory (both inside a node); nvshmem: put-with-signal; nccl: one block. auto: copy inside a node, "
+        "kernel where streams cannot signal there; between nodes nvshmem with `DITRON_TRANSPORT=nvshmem`, else nccl.",
     ),
     Setting(
         "muon_sharding",
@@ -146,9 +148,9 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("auto", "native", "cost"),
         "auto",
         "auto, native, cost",
-        "How dist_muon deals matrices out to data-parallel ranks. native: as megatron-core does. cost: balanced by the time "
-        "of their step; the norm of all gradients then sums in another order. auto: cost where gradients are not clipped "
-        "by that norm, else native.",
+        "How dist_muon deals matrices out to data-parallel ranks. native: as megatron-core does. cost: balanced by "
+        "the time of their step; the norm of all gradients then sums in another order. auto: cost where gradients are "
+        "not clipped by that norm, else native.",
     ),
     Setting(
         "muon_opt_ins",
@@ -156,9 +158,9 @@ SETTINGS: tuple[Setting, ...] = (
         _some_of("batched", "gram", "polar_express"),
         None,
         "batched, gram, polar_express",
-        "Variants of Muon that change bits, for `--optimizer muon` and `dist_muon`. batched: small matrices of one shape in "
-        "batched products. gram: long matrices by their Gram matrix, in fp16. polar_express: other polynomials (set "
-        "`--muon-num-ns-steps` to a multiple of 8). Unset: none, native's bits.",
+        "Variants of Muon that change bits, for `--optimizer muon` and `dist_muon`. batched: small matrices of one "
+        "shape in batched products. gram: long matrices by their Gram matrix, in fp16. polar_express: other "
+        "polynomials (set `--muon-num-ns-steps` to a multiple of 8). Unset: none, native's bits.",
     ),
     Setting(
         "sp_order",
@@ -166,8 +168,8 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("native", "arrival"),
         "native",
         "native, arrival",
-        "Order in which Ulysses projections add up what the ranks sent. arrival: one rank's at a time, as they send, instead of "
-        "when all is there; it changes bits, so only under `DITRON_POLICY` fast or force.",
+        "Order in which Ulysses projections add up what the ranks sent. arrival: one rank's at a time, as they send, "
+        "instead of when all is there; it changes bits, so only under `DITRON_POLICY` fast or force.",
     ),
     Setting(
         "policy",
@@ -175,8 +177,9 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("strict", "fast", "bits", "force"),
         "strict",
         "strict, fast, bits, force",
-        "When ours runs instead of native. strict: where its bits equal native's and its time is lower, on this machine at this "
-        "shape. fast: where its time is lower. bits: where its bits equal native's. force: wherever it can.",
+        "When ours runs instead of native. strict: where its bits equal native's and its time is lower, on this "
+        "machine at this shape. fast: where its time is lower. bits: where its bits equal native's. force: wherever "
+        "it can.",
     ),
     Setting(
         "plan",
@@ -192,8 +195,8 @@ SETTINGS: tuple[Setting, ...] = (
         str,
         None,
         "file, off",
-        "Table of tile sizes and ways of moving data, as `python -m ditron_train tune` writes it. Unset: the one that ships for "
-        "this GPU, if there is one. off, and whatever a table does not hold: a cost model chooses.",
+        "Table of tile sizes and ways of moving data, as `python -m ditron_train tune` writes it. Unset: the one that "
+        "ships for this GPU, if there is one. off, and whatever a table does not hold: a cost model chooses.",
     ),
     Setting(
         "ep_capacity",
@@ -201,8 +204,9 @@ SETTINGS: tuple[Setting, ...] = (
         _positive_float,
         None,
         "factor",
-        "Expert parallel without a host sync: rows that a rank has room for, as a multiple of those it gets when routing is "
-        "even. More is an error on every rank, never dropped. Unset: exact sizes, one host sync a layer, as natively.",
+        "Expert parallel without a host sync: rows that a rank has room for, as a multiple of those it gets when "
+        "routing is even. More is an error on every rank, never dropped. Unset: exact sizes, one host sync a layer, "
+        "as natively.",
     ),
     Setting(
         "ep_rails",
@@ -210,8 +214,8 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("on", "off"),
         "off",
         "on, off",
-        "Expert parallel over several nodes: on: a token crosses to a node once, along its rail, and is fanned out inside (tried "
-        "on posed nodes only). off: natively.",
+        "Expert parallel over several nodes: on: a token crosses to a node once, along its rail, and is fanned out "
+        "inside (tried on posed nodes only). off: natively.",
     ),
     Setting(
         "postmortem",
@@ -219,8 +223,8 @@ SETTINGS: tuple[Setting, ...] = (
         str,
         None,
         "folder, off",
-        "Where each rank keeps its last 1,000 calls, whatever ends it; `python -m ditron_train postmortem` reads them. Across "
-        "nodes a folder that they share. Unset: a temporary folder, emptied at a normal end.",
+        "Where each rank keeps its last 1,000 calls, whatever ends it; `python -m ditron_train postmortem` reads "
+        "them. Across nodes a folder that they share. Unset: a temporary folder, emptied at a normal end.",
     ),
     Setting(
         "versions",

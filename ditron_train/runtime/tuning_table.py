@@ -88,7 +88,7 @@ class TuningTable:
                 ]
                 blocks.append(f'   "{op}": {{\n' + ",\n".join(lines) + "\n   }")
             sections.append(f'  "{ranks}": {{\n' + ",\n".join(blocks) + "\n  }")
-        head = {"format": _FORMAT, "device": self.device, "made_with": self.made_with}
+        head: dict[str, Any] = {"format": _FORMAT, "device": self.device, "made_with": self.made_with}
         head["rates"] = None if self.rates is None else asdict(self.rates)
         lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
         return "{\n" + ",\n".join(lines) + ',\n "choices": {\n' + ",\n".join(sections) + "\n }\n}\n"
@@ -222,5 +222,5 @@ def _load(setting: str | None, device: str) -> TuningTable | None:
         return None
     if setting is not None:
         return read_table(Path(setting), device)
-    shipped = resources.files("ditron_train.data").joinpath("tuning", shipped_name(device))
+    shipped = resources.files("ditron_train.data").joinpath("tuning") / shipped_name(device)
     return parse_table(shipped.read_text(encoding="utf-8"), shipped.name) if shipped.is_file() else None

@@ -1,6 +1,8 @@
-"""``CachedTensor``: what is made once on one stream and used by whichever asks for it."""
+"""``CachedTensor``: a tensor that one stream makes once and users on any stream read."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -11,11 +13,11 @@ __all__ = ["CachedTensor"]
 
 
 class CachedTensor:
-    """A tensor that the current stream makes, for users on any stream, and for as long as somebody keeps it.
+    """A tensor that the current stream makes once, for users on any stream.
 
-    A user on another stream comes behind what made it; and the allocator, which knows only the stream that it was made
-    on, is told of the other, so that it may be let go of at any time. In a CUDA graph's capture, which begins behind
-    all that is there, neither.
+    ``get`` orders a user's stream behind what made the tensor, and records that stream with the allocator, so that the
+    cache may drop the tensor at any time. Neither is needed in a CUDA graph's capture, which begins behind all that is
+    there.
 
     Args:
         tensor: What the current stream has been given to make.
@@ -24,7 +26,7 @@ class CachedTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self._made_on = current_stream(tensor.device) if tensor.device.type == "cuda" else None
-        self._made = None if self._made_on is None else self._made_on.record_event()
+        self._made: Any = None if self._made_on is None else self._made_on.record_event()
 
     def get(self) -> torch.Tensor:
         """The tensor, for what the current stream does from now on."""

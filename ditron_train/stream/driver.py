@@ -215,7 +215,7 @@ def stream_wait_event(stream: int, event: Any) -> None:
     _check(_require().cuStreamWaitEvent(stream, event, 0))
 
 
-def graph_record(stream: int, enqueue: Callable[[], None]) -> Any:
+def graph_record(stream: int, enqueue: Callable[[], object]) -> Any:
     """What ``enqueue`` puts onto the stream, recorded instead of run, for ``graph_launch``."""
     driver = _require()
     _check(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))

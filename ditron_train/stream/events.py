@@ -31,9 +31,8 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
     """The stream of a GPU that the driver knows by ``handle``.
 
-    The default stream's is 0, for which ``torch.cuda.ExternalStream`` gives some stream of torch's pool: without
-    ``cuda-bindings`` the ops were ordered behind and before that one instead, and results were wrong wherever the GPU
-    was late (H200s that other processes used, too: 140 of 160 tensors).
+    The default stream's is 0, for which ``torch.cuda.ExternalStream`` gives some stream of torch's pool: ops ordered
+    by that one have wrong results wherever the GPU is late (``docs/measurements/runtime.md``).
     """
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 

@@ -13,7 +13,7 @@ from ditron_train.lang.agree import agree_kernel
 from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, world_group
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
@@ -56,7 +56,7 @@ class OpContext:
         self.num_sms = num_sms(self.device)
         self.is_cuda = self.device.type == "cuda"
         self.comm_stream = torch.cuda.Stream(self.device, priority=-1) if self.is_cuda else None
-        self.comm_handle = self.comm_stream.cuda_stream if self.is_cuda else 0
+        self.comm_handle = self.comm_stream.cuda_stream if self.comm_stream is not None else 0
         self._fork_event, self._join_event = _fork_join_events(self.device)
         self._first_epoch = first_epoch
         self._records = records_of(self.arena.group_name, dist.get_process_group_ranks(self.group))
@@ -86,7 +86,7 @@ class OpContext:
         """Start of every op: raises what an earlier op recorded, and orders this stream behind the last one's.
 
         Args:
-            op: Name for the record of the call (``runtime.records``).
+            op: Name for the record of the call (``runtime.flight_recorder``).
             details: What all ranks of the group call it with alike, such as shapes.
 
         Returns:
@@ -107,7 +107,7 @@ class OpContext:
                 past the wait, and has to be told: the one that it was started on does not wait.
         """
         stream = self._follow()
-        if stream is not started_on:
+        if stream is not None and stream is not started_on:
             for tensor in used:
                 tensor.record_stream(stream)
 
@@ -289,7 +289,7 @@ def context_of(
         device: Where activations live (``None``: the current GPU, or the CPU where there is none).
         first_epoch: Where epochs begin if it is made now: tests and soak runs cross the wrap.
     """
-    group = group if group is not None else dist.group.WORLD
+    group = group if group is not None else world_group()
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = with_index(device)

@@ -1,10 +1,9 @@
 """Windows: ranks' copies of symmetric memory mapped once more, side by side, so that one command of a copy engine
 reaches several.
 
-A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too: of a gather of 8192 x
-4096 by 8 ranks, seven copies of 8 MiB with their flags, 35 of 191 us. A copy of pieces at equal distances is one
-command, also where they lie on different GPUs; the driver's virtual memory management puts them there (2 H200s:
-windows of two buffers for 8 ranks took 2.5 ms to map). Between CPU processes ``stream.shared_mappings`` does it.
+A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too
+(``docs/measurements/runtime.md``). A copy of pieces at equal distances is one command, also where they lie on
+different GPUs; the driver's virtual memory management puts them there. Between CPU processes ``stream.shared_mappings`` does it.
 
 Memory is the same by every address. The owner of a window writes or reads through it by copy engines alone, and its
 own kernels use the other addresses in operations that the stream orders before or behind, as aliases of memory require

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device import is_capturing, with_index
 from ditron_train.runtime.errors import ArenaError
-from ditron_train.runtime.groups import GroupCache, check_member, forget_destroyed_groups
+from ditron_train.runtime.groups import GroupCache, check_member, forget_destroyed_groups, world_group
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
-from ditron_train.symm.transport import Segment, Transport, select_transport
+from ditron_train.symm.transport import Segment, Transport
+from ditron_train.symm.transport_choice import select_transport
 
 __all__ = ["SymmetricArena", "SymmetricTensor", "close_all_arenas", "get_arena"]
 
@@ -41,9 +42,7 @@ class SymmetricTensor:
         self.local = self._view(segment.local)
 
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # what an evaluation is the first to ask for is kept for training, which writes to it
+        if torch.is_inference_mode_enabled():  # an evaluation may be first; training will write to the same tensor
             with torch.inference_mode(False):
                 return self._view(storage)
         num_bytes = math.prod(self._shape) * self._dtype.itemsize
@@ -104,7 +103,7 @@ class SymmetricArena:
         self._segments: dict[str, tuple[Segment, torch.Tensor]] = {}
         self._kept_for_graphs: list[tuple[Segment, torch.Tensor]] = []  # with its table, which kernels know by address
         self.graph_captured = False
-        self._let_go: list[weakref.WeakMethod] = []
+        self._let_go: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.closed = False
 
     @property
@@ -170,15 +169,15 @@ class SymmetricArena:
         if num_bytes >= 2**20:  # flags and counters are not worth a line
             log_once(
                 f"arena {self.group_name} {name} {num_bytes}",
-                f"symmetric memory of group {self.group_name} ({self.transport_name}): {name} {num_bytes / 2**20:.1f} MiB, "
-                f"{self.num_bytes / 2**20:.1f} MiB in all",
+                f"symmetric memory of group {self.group_name} ({self.transport_name}): {name} "
+                f"{num_bytes / 2**20:.1f} MiB, {self.num_bytes / 2**20:.1f} MiB in all",
             )
 
     def _retire(self, name: str) -> None:
         """Collective: takes buffer ``name`` out of use once nobody's kernels can touch it."""
         if name not in self._segments:
             return
-        self._quiesce()  # where a rank does not come, the buffer stays
+        self.quiesce()  # where a rank does not come, the buffer stays
         segment, addresses = self._segments.pop(name)
         self._drop_views()
         if self.graph_captured:
@@ -193,8 +192,8 @@ class SymmetricArena:
             if let_go is not None:
                 let_go()
 
-    def _quiesce(self) -> None:
-        """Collective: the devices of all ranks are done with what they were given."""
+    def quiesce(self) -> None:
+        """Returns once the devices of all ranks are done with what they were given (collective)."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         exchange(self.group, None)
@@ -207,7 +206,7 @@ class SymmetricArena:
         """
         if self.closed:
             return
-        self._quiesce()
+        self.quiesce()
         self._release()
 
     def abandon(self) -> None:
@@ -232,7 +231,7 @@ _arenas: GroupCache[tuple[dist.ProcessGroup, str], SymmetricArena] = GroupCache(
 
 def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> SymmetricArena:
     """The one arena of ``group`` (``None``: WORLD) on ``device``; made at the first call, which is collective."""
-    group = group if group is not None else dist.group.WORLD
+    group = group if group is not None else world_group()
     device = with_index(device)
     key = (group, str(device))
     arena = _arenas.get(key)

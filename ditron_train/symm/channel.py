@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -55,7 +56,8 @@ class Channel:
     Attributes:
         signals: int32 ``SymmetricTensor`` of data-arrival flags; peers write, this rank waits.
         ready: int32 ``SymmetricTensor`` ``[2, world_size, READY_WORDS]``: start signals with signatures, by epoch
-        parity. control: int64 control block on the device (see ``symm.control``).
+            parity.
+        control: int64 control block on the device (see ``symm.control``).
         tickets: int64 ``[TICKET_ROLES]``: launch counters in slots 0 and 1, one for each kernel role of the op; slots
             2 and 3 are zero at first and free for the op's own counters.
 
@@ -87,9 +89,8 @@ class Channel:
         self.timeout_s = get_settings().timeout_s
         device = arena.device
         self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
-        if (
-            by_address and 0 in self.signals.host_addresses
-        ):  # so it is on every rank: each lacks the ranks of the other nodes
+        # So it is on every rank: each lacks the ranks of the other nodes.
+        if by_address and 0 in self.signals.host_addresses:
             raise NotSupportedError(
                 f"{op_name}: the group has ranks on other nodes, whose memory cannot be addressed from here"
             )
@@ -97,8 +98,10 @@ class Channel:
         self.tickets = torch.zeros(TICKET_ROLES, dtype=torch.int64, device=device)
         self.tickets[:2] = first_epoch << TICKET_UNIT_LOG2
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._record_words = self._record.numpy()
-        self._record_view = memoryview(self._record_words)  # the same; reading a word takes a quarter of numpy's time
+        words_of_record: Any = self._record.numpy()
+        self._record_words = words_of_record
+        # The same words; to read one takes a quarter of numpy's time.
+        self._record_view: memoryview = memoryview(words_of_record)  # type: ignore[arg-type]
         self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, pin_memory=device.type == "cuda")
         words = [0] * CONTROL_WORDS
         words[CONTROL_TIMEOUT_NS] = min(int(self.timeout_s * 1e9), 2**62)  # what kernels add to a clock
@@ -113,9 +116,9 @@ class Channel:
 
     def _filled(self, name: str, shape: tuple[int, ...], epoch: int) -> SymmetricTensor:
         tensor = self.arena.tensor(name, shape, torch.int32)
-        self.arena._quiesce()  # a channel of this name before this one may have used the memory
+        self.arena.quiesce()  # a channel of this name before this one may have used the memory
         tensor.local.fill_(cyclic_difference(epoch, 0))
-        self.arena._quiesce()
+        self.arena.quiesce()
         return tensor
 
     @property
@@ -261,7 +264,7 @@ class Channel:
         if pad.device.type != "cuda":
             return pad.tolist()
         if not torch.cuda.is_current_stream_capturing():
-            with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
                 self._ready_mirror.copy_(pad, non_blocking=True)
                 copied = torch.cuda.current_stream().record_event()
             while not copied.query() and time.monotonic() < deadline_s:

@@ -29,7 +29,7 @@ def make_group(
     Collective over ``parent``: ranks may name different groups, as long as these do not overlap.
     """
     rank = dist.get_rank(parent)
-    name = f"{description}_{exchange(parent, secrets.token_hex(8))[members[0]]}"
+    name: Any = f"{description}_{exchange(parent, secrets.token_hex(8))[members[0]]}"
     ranks = [dist.get_global_rank(parent, member) for member in members]
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -51,6 +51,6 @@ def _do_not_split(group: dist.ProcessGroup) -> None:
     """Splitting WORLD's communicator, torch's way when WORLD is bound to a device, would take every rank of the
     job."""
     if dist.get_backend(group) == "nccl":
-        options = group._get_backend(torch.device("cuda")).options
+        options: Any = group._get_backend(torch.device("cuda")).options
         if getattr(options, "split_from", None) is not None:
             options.split_from = None

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
+from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.versions import check_used
 from ditron_train.symm.device_bytes import DeviceBytes
@@ -43,7 +44,7 @@ def start_nvshmem(device: torch.device | str = "cuda") -> None:
         ArenaError: nvshmem4py is missing or does not start on a rank, or a rank did not come within
             ``DITRON_TIMEOUT_S``; on every rank alike.
     """
-    NvshmemTransport.get(dist.group.WORLD, with_index(device))
+    NvshmemTransport.get(world_group(), with_index(device))
 
 
 class NvshmemTransport:
@@ -70,8 +71,8 @@ class NvshmemTransport:
             if num_ranks < world_size:
                 raise ArenaError(
                     cls._why_not
-                    or f"NVSHMEM starts on all {world_size} ranks of a job at once, and this group has {num_ranks}: call "
-                    f"ditron_train.symm.start_nvshmem() on every rank before"
+                    or f"NVSHMEM starts on all {world_size} ranks of a job at once, and this group has {num_ranks}: "
+                    f"call ditron_train.symm.start_nvshmem() on every rank before"
                 )
             try:
                 cls._instance = cls(_start(device))
@@ -88,8 +89,8 @@ class NvshmemTransport:
         offset = first_common_gap(exchange(group, self._reserve.gaps), size)
         if offset is None:
             raise ArenaError(
-                f"symmetric memory: no {size} bytes are free on all ranks in the NVSHMEM reserve of {self._reserve.num_bytes}; "
-                f"raise DITRON_ARENA_BYTES"
+                f"symmetric memory: no {size} bytes are free on all ranks in the NVSHMEM reserve of "
+                f"{self._reserve.num_bytes}; raise DITRON_ARENA_BYTES"
             )
         self._reserve.take(offset, size)
         try:
@@ -128,7 +129,7 @@ class NvshmemTransport:
 def _start(device: torch.device) -> torch.Tensor:
     """Initialises NVSHMEM over WORLD by broadcasting its unique id, and takes the reserve; a rank that fails fails
     all."""
-    world = dist.group.WORLD
+    world = world_group()
     on_all_ranks(world, "loading NVSHMEM", _load)
     reserve_bytes = _agreed_reserve_bytes(world)
     import nvshmem.bindings
@@ -149,7 +150,8 @@ def _start(device: torch.device) -> torch.Tensor:
         nvshmem.core.init(
             device=cuda_device, uid=unique_id, rank=rank, nranks=dist.get_world_size(), initializer_method="uid"
         )
-        return nvshmem.core.tensor((reserve_bytes,), dtype=torch.uint8)
+        reserve: torch.Tensor = nvshmem.core.tensor((reserve_bytes,), dtype=torch.uint8)
+        return reserve
 
     return on_all_ranks(world, "starting NVSHMEM", initialise)
 
@@ -167,7 +169,7 @@ def _agreed_reserve_bytes(world: dist.ProcessGroup) -> int:
     Raises:
         ArenaError: ``DITRON_ARENA_BYTES`` differs; on every rank alike.
     """
-    sizes = exchange(world, get_settings().arena_bytes or _DEFAULT_RESERVE_BYTES)
+    sizes: list[int] = exchange(world, get_settings().arena_bytes or _DEFAULT_RESERVE_BYTES)
     if len(set(sizes)) > 1:
         raise ArenaError(f"NVSHMEM takes as much on every rank, but DITRON_ARENA_BYTES says {sizes}")
     return sizes[0]

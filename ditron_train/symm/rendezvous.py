@@ -13,6 +13,7 @@ import itertools
 import re
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ _names = (f"ditron_train rendezvous {number}" for number in itertools.count())
 class _Alias:
     """What torch takes for a process group of its own in a rendezvous: the same ranks over a renumbered store."""
 
-    name: str
+    name: Any  # text; torch's stubs have a type of their own for it
     store: RenumberedStore  # kept: C++ holds the store, but not its Python methods
     group: dist.ProcessGroup  # kept: C++ finds it by a weak reference
 
@@ -65,7 +66,7 @@ class RenumberedStore(dist.Store):
         word, number, rest = counted.groups()
         return f"{word}/{self._numbers.setdefault((word, number), len(self._numbers))}{rest or ''}"
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         """See ``torch.distributed.Store``, as the other methods."""
         self._store.set(self._renumbered(key), value)
 
@@ -93,7 +94,8 @@ def _alias_of(group: dist.ProcessGroup) -> _Alias:
     """The group's alias in this process; where torch looks for a store differs between 2.11 and 2.13, so it is known
     at both."""
     if group not in _aliases:
-        name, rank, world_size = next(_names), dist.get_rank(group), dist.get_world_size(group)
+        name: Any = next(_names)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         store = RenumberedStore(dist.PrefixStore("rendezvous", store_of(group)))
         alias = _Alias(name, store, dist.ProcessGroup(store, rank, world_size))
         torch._C._distributed_c10d._register_process_group(name, alias.group)

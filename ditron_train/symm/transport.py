@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError
-from ditron_train.runtime.settings import get_settings
-from ditron_train.symm.exchange import exchange
 
-__all__ = ["Mapping", "Segment", "Transport", "is_one_node", "node_of_process", "select_transport"]
+__all__ = ["Mapping", "Segment", "Transport", "is_one_node", "node_of_process"]
 
 
 class Mapping(Protocol):
@@ -99,40 +97,3 @@ def is_one_node() -> bool:
     """Whether torchrun started all ranks of the job on one node (no communication; False where it did not start
     them)."""
     return os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())
-
-
-def _spans_nodes(group: dist.ProcessGroup) -> bool:
-    return len(set(exchange(group, node_of_process()))) > 1
-
-
-def select_transport(group: dist.ProcessGroup, device: torch.device, name: str | None = None) -> Transport:
-    """Chooses the transport of a group (collective).
-
-    ``name`` or ``DITRON_TRANSPORT`` forces one; ``auto`` takes ``shm`` for CPU, ``torch`` where the group lies inside
-    one node ("node" means one torchrun agent), and ``nvshmem`` across nodes.
-
-    Raises:
-        ArenaError: The transport does not fit the device, or is not installed; the same on every rank.
-    """
-    name = name or get_settings().transport
-    if name == "auto":
-        if device.type == "cpu":
-            name = "shm"
-        else:
-            name = "nvshmem" if _spans_nodes(group) else "torch"
-    names = exchange(group, name)
-    if len(set(names)) > 1:
-        raise ArenaError(f"ranks chose different transports: {names}; set DITRON_TRANSPORT to one of them everywhere")
-    if name not in ("shm", "torch", "nvshmem") or (name == "shm") != (device.type == "cpu"):
-        raise ArenaError(f"transport {name!r} does not serve {device.type} tensors")
-    if name == "shm":
-        from ditron_train.symm.shm_transport import ShmTransport
-
-        return ShmTransport()
-    if name == "torch":
-        from ditron_train.symm.torch_transport import TorchTransport
-
-        return TorchTransport()
-    from ditron_train.symm.nvshmem_transport import NvshmemTransport
-
-    return NvshmemTransport.get(group, device)

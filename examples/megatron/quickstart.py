@@ -132,8 +132,8 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
     tensor_parallel = arguments.tp or max(1, world_size // (others * arguments.ep))
     if world_size % (tensor_parallel * others) or (world_size // arguments.pp) % arguments.ep:
         raise SystemExit(
-            f"error: {world_size} processes do not divide into TP {tensor_parallel} x PP {arguments.pp} x SP {arguments.sp} "
-            f"with EP {arguments.ep}"
+            f"error: {world_size} processes do not divide into TP {tensor_parallel} x PP {arguments.pp} x SP "
+            f"{arguments.sp} with EP {arguments.ep}"
         )
     job = Job(
         num_layers=size["layers"],
@@ -215,7 +215,8 @@ def _verdict(comparison, on_gpu: bool, console: Console) -> int:
         return 0
     step, name = comparison.different[0]
     console.print(
-        f"error: {len(comparison.different)} losses or gradients differ from native; the first: {name}, step {step + 1}"
+        f"error: {len(comparison.different)} losses or gradients differ from native; the first: {name}, step "
+        f"{step + 1}"
     )
     return 1
 

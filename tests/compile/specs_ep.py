@@ -19,14 +19,21 @@ _PUSH = _signature(
     ("limits", _INT), ("num_tokens chunk_tokens hidden", "i32"),
 )  # fmt: skip
 _RETURN = _signature(
-    ("y out buffer", "*bf16"), ("row_grads prob_grads grad_buffer", "*fp32"),
-    ("kept recv_offsets chunk_entries expert_ids token_places", _INT), ("buffer_addresses grad_addresses", "*i64"), *_CHANNEL,
-    ("limits", _INT), ("num_tokens chunk_tokens hidden num_experts", "i32"),
-)  # fmt: skip
+    ("y out buffer", "*bf16"),
+    ("row_grads prob_grads grad_buffer", "*fp32"),
+    ("kept recv_offsets chunk_entries expert_ids token_places", _INT),
+    ("buffer_addresses grad_addresses", "*i64"),
+    *_CHANNEL,
+    ("limits", _INT),
+    ("num_tokens chunk_tokens hidden num_experts", "i32"),
+)
 _SUM = _signature(
-    ("out buffer", "*bf16"), ("prob_grads grad_buffer", "*fp32"), ("chunk_entries expert_ids token_places signals", _INT),
-    ("tickets control", "*i64"), ("num_tokens chunk_tokens hidden num_experts", "i32"),
-)  # fmt: skip
+    ("out buffer", "*bf16"),
+    ("prob_grads grad_buffer", "*fp32"),
+    ("chunk_entries expert_ids token_places signals", _INT),
+    ("tickets control", "*i64"),
+    ("num_tokens chunk_tokens hidden num_experts", "i32"),
+)
 _AHEAD = _signature(
     ("x", "*bf16"), ("dest_slots send_list chunk_entries list_base entry_base", _INT),
     ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL, ("limits", _INT),
@@ -86,7 +93,8 @@ SPECS = [
                 ("routing_map", "*u8"),
                 ("probs", "*fp32"),
                 (
-                    "chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots expert_ids",
+                    "chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots "
+                    "expert_ids",
                     _INT,
                 ),
                 ("token_places", _INT),

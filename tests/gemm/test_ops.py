@@ -59,9 +59,14 @@ KINDS = st.sampled_from(["contiguous", "transposed", "padded", "offset", "every_
 
 
 @given(
-    st.sampled_from(sorted(LAYOUTS)), st.sampled_from(DTYPES), st.integers(1, 200), st.integers(1, 200), st.integers(1, 200),
-    KINDS, KINDS,
-)  # fmt: skip
+    st.sampled_from(sorted(LAYOUTS)),
+    st.sampled_from(DTYPES),
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.integers(1, 200),
+    KINDS,
+    KINDS,
+)
 @settings(max_examples=60, deadline=None)
 def test_any_shape_and_stride_is_exact(layout, dtype, m, n, k, a_kind, b_kind):
     op, reference, shapes = LAYOUTS[layout]

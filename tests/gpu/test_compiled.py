@@ -56,11 +56,22 @@ def _layer(use_te: bool, ours: bool) -> torch.nn.Module:
 
     megatron_cpu.seed(1)
     config = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=8, add_bias_linear=False, gradient_accumulation_fusion=False,
-        tensor_model_parallel_size=dist.get_world_size(), sequence_parallel=True, params_dtype=torch.bfloat16, bf16=True,
-        normalization="RMSNorm", attention_dropout=0.0, hidden_dropout=0.0, bias_dropout_fusion=False,
-        masked_softmax_fusion=False, persist_layer_norm=False,
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=8,
+        add_bias_linear=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=dist.get_world_size(),
+        sequence_parallel=True,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
     if use_te:
         spec = specs.get_gpt_layer_with_transformer_engine_spec()
     else:

@@ -237,7 +237,7 @@ def one_step(layer, x, grad, main_grad):
     """Output and all gradients; with ``main_grad`` of two microbatches, added up there."""
     parameters = dict(layer.named_parameters())
     if main_grad:
-        for name, parameter in parameters.items():
+        for parameter in parameters.values():
             parameter.main_grad = torch.full_like(parameter, 0.5, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False
         for module in layer.modules():

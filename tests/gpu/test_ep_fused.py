@@ -79,7 +79,7 @@ def test_fused_forms_equal_their_parts(case):
         if step == rank:
             torch.cuda._sleep(20_000_000)
 
-        def run(is_fused):
+        def run(is_fused, step=step, x=x, routed=routed, probs=probs):
             layout = begin_layout(routed, probs, hidden, dtype, context, capacity_factor=capacity).finish()
             if step == 0 and not is_fused:  # every rank compiles a part of the kernels, several at a time
                 with compiling(context):

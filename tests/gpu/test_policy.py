@@ -233,8 +233,10 @@ def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
         held.append(_memory(session))
     with capsys.disabled():
         if session.rank == 0:
-            print(f"\nprobe of {len(cases)} layers: {seconds} s; allocated, reserved, symmetric MiB before and after each: "
-                  f"{held}; ours: {[name for name, context in routes.items() if context]}")  # fmt: skip
+            print(
+                f"\nprobe of {len(cases)} layers: {seconds} s; allocated, reserved, symmetric MiB before and after "
+                f"each: {held}; ours: {[name for name, context in routes.items() if context]}"
+            )
     assert seconds[0] < PROBE_LIMIT_S
     allocated, reserved, symmetric = (list(values) for values in zip(*held))
     assert allocated[2] - allocated[1] < 1 and reserved[2] - reserved[1] < 1024  # the last case's inputs are cached

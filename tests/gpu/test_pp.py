@@ -56,7 +56,8 @@ def new_context(device):
         context.close()
         dist.destroy_process_group(context.group)
     made.clear()
-    gc.collect()  # what an error's traceback kept: freeing device memory waits for the device, which the next test may hold up
+    # What an error's traceback kept: freeing device memory waits for the device, which the next test may hold up.
+    gc.collect()
 
 
 def _payload(sender: int, lane: int, index: int, num_bytes: int, device: torch.device) -> torch.Tensor:

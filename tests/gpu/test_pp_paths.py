@@ -45,7 +45,7 @@ def path(device, request, monkeypatch):
 def test_every_size_arrives_on_both_lanes(device, new_context, path, num_slots):
     context = new_context(max(SIZES), num_slots=num_slots)
     names = {type(end).__name__ for end in (*context.local_senders, *context.local_receivers)}
-    assert names == ({"FarSender", "FarReceiver"} if path == "nvshmem" else {"Sender", "Receiver"})
+    assert names == ({"NvshmemSender", "NvshmemReceiver"} if path == "nvshmem" else {"Sender", "Receiver"})
     right = all([base._swap(context, index, num_bytes, device) for index, num_bytes in enumerate(SIZES * 2)])
     context.check()
     assert base._agree(device, right)
@@ -201,7 +201,7 @@ def test_between_nodes_by_nvshmem(device, monkeypatch):
     group = dist.new_group(list(range(dist.get_world_size())))
     context = PipelineContext(group, device, with_network=True)
     context.reserve(9 << 20)
-    assert [type(end).__name__ for end in context.local_senders] == ["FarSender"] * 2 and context.channel is None
+    assert [type(end).__name__ for end in context.local_senders] == ["NvshmemSender"] * 2 and context.channel is None
     right = True
     for variable in (False, True):
         for index in range(8):

@@ -335,12 +335,29 @@ def build_mla(world, ours):
     import ditron_train.megatron as plugin
 
     config = MLATransformerConfig(
-        num_layers=1, hidden_size=1024, num_attention_heads=16, bf16=True, params_dtype=torch.bfloat16,
-        context_parallel_size=world, cp_comm_type="a2a", add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, normalization="RMSNorm",
-        pipeline_dtype=torch.bfloat16, q_lora_rank=256, kv_lora_rank=128, qk_head_dim=128, qk_pos_emb_head_dim=64,
-        v_head_dim=128, rope_type="rope", qk_layernorm=True, apply_rope_fusion=False,
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=1024,
+        num_attention_heads=16,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        context_parallel_size=world,
+        cp_comm_type="a2a",
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        normalization="RMSNorm",
+        pipeline_dtype=torch.bfloat16,
+        q_lora_rank=256,
+        kv_lora_rank=128,
+        qk_head_dim=128,
+        qk_pos_emb_head_dim=64,
+        v_head_dim=128,
+        rope_type="rope",
+        qk_layernorm=True,
+        apply_rope_fusion=False,
+    )
     spec = get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True)
     spec = spec.submodules.self_attention
     if ours:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -317,7 +318,7 @@ def test_recordings_that_go_while_they_run(device, all_equal, monkeypatch):
     weight, memory = normals(size, size, seed=71), normals(16, rows, size, seed=72)
     first = None
     for phase in range(4):
-        for repeat in range(8):
+        for _ in range(8):
             inputs = memory[4 * phase : 4 * phase + 4]
             outs = [gemm_rs(x, weight, context=context, scatter="copy") for x in inputs]
             assert all(all_equal(out, scattered(matmul_nt(x, weight))) for x, out in zip(inputs, outs))
@@ -486,7 +487,7 @@ def test_bad_input_is_the_same_error_on_every_rank(context, all_equal):
         (x, weight.half(), "operands of torch.bfloat16 and torch.float16"),
     ):
         for op in (ag_gemm, gemm_rs):
-            assert all(words in text for text in error_of(lambda: op(bad_x, bad_weight, context=context)))
+            assert all(words in text for text in error_of(partial(op, bad_x, bad_weight, context=context)))
         assert all_equal(ag_gemm(x, weight, context=context), expected)
     context.synchronize()
 

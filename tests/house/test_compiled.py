@@ -78,5 +78,6 @@ def test_the_check_sees_what_is_missing(source: str) -> None:
 
 
 def test_the_check_lets_through_what_is_right() -> None:
-    source = "@outside_compile\ndef op(x: torch.Tensor): pass\ndef shape(x: int): pass\nclass DitronLayer(Layer):\n    def __init__(self): 0"
+    functions = "@outside_compile\ndef op(x: torch.Tensor): pass\ndef shape(x: int): pass\n"
+    source = f"{functions}class DitronLayer(Layer):\n    def __init__(self): 0"
     assert unmarked(source, {"op", "shape"}, stand_ins=True) == []

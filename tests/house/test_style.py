@@ -68,3 +68,15 @@ def test_no_package_shadows_megatron() -> None:
     assert not list(ROOT.glob("*/megatron/__init__.py")) or list(ROOT.glob("*/megatron/__init__.py")) == [
         PACKAGE / "megatron" / "__init__.py"
     ]
+
+
+def test_ci_checks_format_rules_and_types_and_runs_the_tests() -> None:
+    steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for step in ("ruff format --check .", "ruff check .", "-m mypy", "bash scripts/test.sh"):
+        assert step in steps
+
+
+def test_pre_commit_has_the_pinned_ruff() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    pinned = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.findall(r"ruff-pre-commit\n    rev: v(.+)", hooks) == [pinned.group(1)]

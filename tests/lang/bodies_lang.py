@@ -59,9 +59,19 @@ def different_signatures() -> str:
     channel = Channel(arena, "lang.mismatch", world, signature_fields=("elements",))
     buffer = arena.tensor("lang.mismatch", (world, 64), torch.float32)
     kernels.push_all[(1,)](
-        torch.zeros(64, device=DEVICE), buffer.addresses, channel.signals.addresses, channel.ready.addresses, channel.ready.local,
-        channel.signature((rank,)), channel.tickets, channel.control, 64, world, 64, TARGET,
-    )  # fmt: skip
+        torch.zeros(64, device=DEVICE),
+        buffer.addresses,
+        channel.signals.addresses,
+        channel.ready.addresses,
+        channel.ready.local,
+        channel.signature((rank,)),
+        channel.tickets,
+        channel.control,
+        64,
+        world,
+        64,
+        TARGET,
+    )
     try:
         channel.synchronize()
     except DitronError as error:

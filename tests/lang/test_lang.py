@@ -34,7 +34,7 @@ def test_different_signatures_are_one_error_on_every_rank():
 
 
 def test_a_wait_ends_at_the_deadline_and_says_whom_it_waited_for():
-    outcomes = run_workers_once(2, bodies.absent_peer, timeout_s=60, env={"DITRON_TIMEOUT_S": "0.5"})
+    outcomes = run_workers_once(2, bodies.absent_peer, env={"DITRON_TIMEOUT_S": "0.5"})
     name, fields = outcomes[0].value
     assert name == "PeerTimeoutError"
     assert fields["op"] == "lang.absent" and fields["waiting_rank"] == 0 and fields["chunk"] == 7

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.patience import HANG_S
 from tests.support.processes import run_workers_once
 
 pytest.importorskip("megatron.core")
@@ -31,11 +32,17 @@ def _check(output, folder, patched):
 def test_as_the_script_starts_it(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), OMP_NUM_THREADS="1",
-               TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")  # fmt: skip
+    env = dict(
+        os.environ,
+        PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+        OMP_NUM_THREADS="1",
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+        GLOO_SOCKET_IFNAME="lo",
+    )
     command = [sys.executable, "scripts/launch.py", "2", str(FOLDER / "quickstart.py"), *SMALL,
                "--out", str(tmp_path / "out"), "--data", str(text)]  # fmt: skip
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     _check(done.stdout + done.stderr, tmp_path / "out", "tp: on")
 

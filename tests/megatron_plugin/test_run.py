@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from ditron_train.runtime.errors import SettingError
+from tests.support.patience import HANG_S
 from tests.support.processes import run_workers_once
 
 pytest.importorskip("megatron.core")
@@ -43,7 +44,8 @@ if __name__ == "__main__":
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from ditron_train.megatron import active_features
     from ditron_train.megatron.plugin.patching import is_redirected
-    print("RESULT", args.num_layers, active_features(), is_redirected(ColumnParallelLinear), sys.argv[0].endswith("train.py"))
+    is_script = sys.argv[0].endswith("train.py")
+    print("RESULT", args.num_layers, active_features(), is_redirected(ColumnParallelLinear), is_script)
 """
 
 
@@ -63,7 +65,7 @@ def _launch(words):
 
 def _run(*words):
     """Exit status of the launcher in a process of its own that has megatron-core imported already."""
-    (outcome,) = run_workers_once(1, _launch, list(map(str, words)), timeout_s=120)
+    (outcome,) = run_workers_once(1, _launch, list(map(str, words)))
     assert outcome.error is None, outcome.traceback
     return outcome.value
 
@@ -74,12 +76,12 @@ def test_as_torchrun_starts_it(script, tmp_path):
     )
     command = [sys.executable, "-W", "ignore", "-m", "ditron_train.megatron.run"]
     words = [script, "--num-layers", "3", "--ditron", "tp", "--ditron-timeout-s", "5"]
-    done = subprocess.run([*command, *map(str, words)], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *map(str, words)], env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert "RESULT 3 ('tp',) True True" in done.stdout
     assert "\nditron_train: tp: on for models built from now on" in "\n" + done.stderr
     done = subprocess.run(
-        [*command, str(tmp_path / "missing.py")], env=env, capture_output=True, text=True, timeout=120
+        [*command, str(tmp_path / "missing.py")], env=env, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 1 and done.stderr == f"error: cannot read the script {tmp_path / 'missing.py'}\n"
 

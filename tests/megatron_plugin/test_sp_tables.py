@@ -69,8 +69,10 @@ def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) ->
     sp._kept_causal_mask.cache_clear()
     try:
         makers = (
-            lambda: sp.whole_rotary_table(local, None), lambda: sp._causal_mask(5, CPU), lambda: sp_packed.table_of(packed, 2, 8),
-        )  # fmt: skip
+            lambda: sp.whole_rotary_table(local, None),
+            lambda: sp._causal_mask(5, CPU),
+            lambda: sp_packed.table_of(packed, 2, 8),
+        )
         for make in makers:
             first = make()
             asked.clear()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
+from tests.support.patience import HANG_S
 from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
@@ -328,4 +329,4 @@ def test_importing_the_plugin_imports_no_megatron():
     import sys
 
     code = "import sys, ditron_train.megatron; sys.exit(any(n.split('.')[0] == 'megatron' for n in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0

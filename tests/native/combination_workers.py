@@ -58,15 +58,30 @@ def _config(case: Case, ours: bool) -> Any:
     from ditron_train.cpu.megatron_shim import CPU_CONFIG
 
     options = {
-        **CPU_CONFIG, "num_layers": case.layers, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 8,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False, "gated_linear_unit": True,
-        "activation_func": F.silu, "normalization": "RMSNorm", "params_dtype": case.dtype, "pipeline_dtype": case.dtype,
-        "fp16": case.dtype == torch.float16, "bf16": case.dtype == torch.bfloat16,
-        "sequence_parallel": case.size("tensor_model") > 1, "batch_p2p_comm": False,
+        **CPU_CONFIG,
+        "num_layers": case.layers,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 8,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "params_dtype": case.dtype,
+        "pipeline_dtype": case.dtype,
+        "fp16": case.dtype == torch.float16,
+        "bf16": case.dtype == torch.bfloat16,
+        "sequence_parallel": case.size("tensor_model") > 1,
+        "batch_p2p_comm": False,
         "cp_comm_type": "a2a" if case.size("context") > 1 else None,
-        "moe_token_dispatcher_type": "alltoall", "mtp_num_layers": 1 if case.mtp else None,
-        **{f"{name}_size": size for name, size in case.sizes.items()}, **case.config, **(case.ours if ours else {}),
-    }  # fmt: skip
+        "moe_token_dispatcher_type": "alltoall",
+        "mtp_num_layers": 1 if case.mtp else None,
+        **{f"{name}_size": size for name, size in case.sizes.items()},
+        **case.config,
+        **(case.ours if ours else {}),
+    }
     return TransformerConfig(**options)
 
 
@@ -115,10 +130,19 @@ def _optimizer(case: Case, config: Any, models: list[Any]) -> Any:
 
     # SGD: Adam divides small gradients by their own size, and shows a rounding as a whole step.
     options = OptimizerConfig(
-        optimizer="adam" if case.sharded else "sgd", lr=1e-3 if case.sharded else 0.1, clip_grad=1.0, fp16=config.fp16,
-        bf16=config.bf16, params_dtype=case.dtype, use_distributed_optimizer=case.sharded, overlap_param_gather=case.sharded,
-        initial_loss_scale=case.loss_scale, min_loss_scale=1.0, loss_scale_window=2, hysteresis=1,
-    )  # fmt: skip
+        optimizer="adam" if case.sharded else "sgd",
+        lr=1e-3 if case.sharded else 0.1,
+        clip_grad=1.0,
+        fp16=config.fp16,
+        bf16=config.bf16,
+        params_dtype=case.dtype,
+        use_distributed_optimizer=case.sharded,
+        overlap_param_gather=case.sharded,
+        initial_loss_scale=case.loss_scale,
+        min_loss_scale=1.0,
+        loss_scale_window=2,
+        hysteresis=1,
+    )
     return get_megatron_optimizer(options, models)
 
 

@@ -16,10 +16,21 @@ from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.runtime import logs
 
 BASE = dict(
-    num_layers=1, hidden_size=32, ffn_hidden_size=48, moe_ffn_hidden_size=24, num_attention_heads=4, num_moe_experts=4,
-    moe_router_topk=2, moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall", add_bias_linear=False,
-    gated_linear_unit=True, activation_func=F.silu, hidden_dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
+    num_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    moe_ffn_hidden_size=24,
+    num_attention_heads=4,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_router_load_balancing_type="none",
+    moe_token_dispatcher_type="alltoall",
+    add_bias_linear=False,
+    gated_linear_unit=True,
+    activation_func=F.silu,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
 
 
 @contextlib.contextmanager

@@ -64,9 +64,15 @@ def build(context_parallel, tensor_parallel=1, spec=None, **options):
 
     megatron_cpu.seed(11)
     settings = dict(
-        num_layers=2, hidden_size=32, num_attention_heads=8, num_query_groups=4, attention_dropout=0.0, hidden_dropout=0.0,
-        add_bias_linear=False, params_dtype=torch.float32,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=8,
+        num_query_groups=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        add_bias_linear=False,
+        params_dtype=torch.float32,
+    )
     config = TransformerConfig(
         **{
             **megatron_cpu.CPU_CONFIG,

@@ -75,7 +75,7 @@ def _compiled(*bodies: Callable[[CountingBackend], None]) -> dict[str, tuple[int
 
 
 def test_bits_of_uncompiled_code():
-    for outcome in run_workers_once(2, _compiled, _linear_layers, _context_parallel_gpts, _experts, timeout_s=280):
+    for outcome in run_workers_once(2, _compiled, _linear_layers, _context_parallel_gpts, _experts):
         assert outcome.ok, outcome.traceback
         assert len(outcome.value) == 3 and all(
             num_graphs > 0 and not traced for num_graphs, traced in outcome.value.values()
@@ -117,6 +117,6 @@ def _what_experts_get() -> int:
 
 
 def test_nothing_is_compiled_again_for_another_routing():
-    for outcome in run_workers_once(2, _what_experts_get, timeout_s=100):
+    for outcome in run_workers_once(2, _what_experts_get):
         assert outcome.ok, outcome.traceback
         assert outcome.value == 3

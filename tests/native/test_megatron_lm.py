@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import HANG_S
+
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 pytestmark = pytest.mark.skipif(
     not MEGATRON_LM,
@@ -17,11 +19,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 SIZES = (
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 4 --train-iters 6 --lr 1e-3 --min-lr 1e-5 --lr-decay-iters 6 --vocab-size 64 "
-    "--tokenizer-type NullTokenizer --mock-data --split 100,0,0 --num-workers 0 --eval-iters 0 --eval-interval 1000 "
-    "--log-interval 1 --no-save-optim --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --use-mcore-models"
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 6 --lr 1e-3 --min-lr 1e-5 "
+    "--lr-decay-iters 6 --vocab-size 64 --tokenizer-type NullTokenizer --mock-data --split 100,0,0 --num-workers 0 "
+    "--eval-iters 0 --eval-interval 1000 --log-interval 1 --no-save-optim --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 "
+    "--hidden-dropout 0 --use-mcore-models"
 )
 ON_CPU = (
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-masked-softmax-fusion "
@@ -62,7 +65,7 @@ def test_compare(tmp_path, feature, options, status, says):
     ]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*compare, *launcher, str(script), *f"{SIZES} {ON_CPU} {options}".split()]
-    done = subprocess.run(words, check=False, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, check=False, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout
     assert "rank 0 in step 5, ms" in done.stdout and "all_reduce" in done.stdout

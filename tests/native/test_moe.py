@@ -132,7 +132,7 @@ def test_four_ranks_padded_to_capacity(split):
 def test_split_experts_go_over_to_native_together(options, capped):
     """Ranks 1 and 3 hold the same slices of all experts: where they have no room, 0 and 2 must hear of it."""
     env = {"DITRON_ARENA_BYTES": "20000", "DITRON_POLICY": "force"}
-    reasons = run_workers(4, falls_back_when_memory_is_capped, {**SLICED, **options}, capped, env=env, timeout_s=100)
+    reasons = run_workers(4, falls_back_when_memory_is_capped, {**SLICED, **options}, capped, env=env)
     for rank, reason in enumerate(reasons):
         assert ("DITRON_ARENA_BYTES" if rank in capped else "another tensor parallel rank has no room") in reason, (
             reasons

@@ -44,7 +44,6 @@ NATIVE_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", NATIVE_CASES)
 def test_weights_equal_those_of_the_native_optimizer(case, fresh_workers):
     results = [r.value if r.ok else (r.error, r.traceback) for r in
@@ -52,7 +51,6 @@ def test_weights_equal_those_of_the_native_optimizer(case, fresh_workers):
     assert results == [([], True), ([], True)]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_experts, sharding", [(None, "native"), (None, "cost"), (4, "native"), (4, "auto")])
 def test_layer_wise_sharding_gives_the_weights_of_the_whole_step(num_experts, sharding):
     results = run_workers(2, workers.muon_and_dist_muon_agree, num_experts, sharding)
@@ -62,7 +60,6 @@ def test_layer_wise_sharding_gives_the_weights_of_the_whole_step(num_experts, sh
     assert sum(owned for _, _, _, owned, _ in results) == results[0][-1]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "layer_wise, from_ours, sharding",
     [(False, True, "auto"), (True, True, "native"), (True, False, "native"), (True, False, "cost")],

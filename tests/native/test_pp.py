@@ -37,7 +37,7 @@ ALL_WAYS = [(False, False), (True, False), (True, True)]
     ids=str,
 )
 def test_1f1b(case):
-    counts = run_workers(case.pipeline, workers.equal_to_native, case, IN_ORDER, timeout_s=200)
+    counts = run_workers(case.pipeline, workers.equal_to_native, case, IN_ORDER)
     steps = 2 * case.microbatches
     both_ways = 1 if case.forward_only else 2
     inner = [steps * both_ways] * (case.pipeline - 2)
@@ -57,7 +57,7 @@ def test_1f1b(case):
     ids=str,
 )
 def test_interleaved(case):
-    for counts in run_workers(case.pipeline, workers.equal_to_native, case, ALL_WAYS, timeout_s=300):
+    for counts in run_workers(case.pipeline, workers.equal_to_native, case, ALL_WAYS):
         assert len(set(counts)) == 1 and counts[0] > 0
 
 
@@ -66,7 +66,7 @@ def test_interleaved(case):
 )
 def test_two_nodes_on_one_machine(case):
     ways = IN_ORDER if case.chunks is None else ALL_WAYS[:2]
-    counts = run_workers(4, workers.equal_across_nodes, case, ways, timeout_s=200)
+    counts = run_workers(4, workers.equal_across_nodes, case, ways)
     assert all(count > 0 for rank in (0, 2) for count in counts[rank])  # they send to the next stage within their node
 
 
@@ -74,7 +74,7 @@ def test_two_nodes_on_one_machine(case):
 def test_any_number_of_slots(slots):
     case = Case(4, 10, chunks=2, group_size=6, batched=True)
     env = {"DITRON_PP_SLOTS": slots}
-    run_workers(4, workers.equal_to_native, case, ALL_WAYS, timeout_s=300, env=env)
+    run_workers(4, workers.equal_to_native, case, ALL_WAYS, env=env)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_any_number_of_slots(slots):
 def test_by_kernels(case):
     ways = IN_ORDER if case.chunks is None else ALL_WAYS
     env = {"DITRON_PP_PATH": "kernel"}
-    for counts in run_workers(case.pipeline, workers.equal_to_native, case, ways, timeout_s=300, env=env)[:-1]:
+    for counts in run_workers(case.pipeline, workers.equal_to_native, case, ways, env=env)[:-1]:
         assert all(count > 0 for count in counts)
 
 
 def test_inside_data_and_tensor_parallel_groups():
     for case in (Case(2, 3), Case(2, 3, tensor=2)):
-        counts = run_workers(4, workers.equal_to_native, case, IN_ORDER, timeout_s=200)
+        counts = run_workers(4, workers.equal_to_native, case, IN_ORDER)
         assert all(count == [6] for count in counts)
 
 

@@ -18,7 +18,6 @@ RECOMPUTE_ALL = dict(recompute_granularity="full", recompute_method="uniform", r
 RECOMPUTE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "options, expect_fused",
     [
@@ -31,7 +30,7 @@ RECOMPUTE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=
     ids=["plain", "biases", "recompute_attention", "recompute_all", "norms"],
 )
 def test_gpt_on_two_ranks(options, expect_fused):
-    losses_are_those_of_one_rank = run_workers(2, sp_workers.gpt_agrees, options, 16, expect_fused, timeout_s=300)
+    losses_are_those_of_one_rank = run_workers(2, sp_workers.gpt_agrees, options, 16, expect_fused)
     assert all(losses_are_those_of_one_rank)
 
 
@@ -44,48 +43,41 @@ def test_what_the_policy_compares_is_nothing_but_roundings():
             assert asked.keys() == expected and all(0.0 < ratio < 1e-5 for ratio in asked.values()), asked
 
 
-@pytest.mark.timeout(600)
 def test_a_rewritten_spec():
-    run_workers(2, sp_workers.gpt_agrees, {}, 24, True, 1, True, timeout_s=300)
+    run_workers(2, sp_workers.gpt_agrees, {}, 24, True, 1, True)
 
 
-@pytest.mark.timeout(600)
 def test_gpt_on_four_ranks():
-    run_workers(4, sp_workers.gpt_agrees, {}, 24, True, timeout_s=400)
+    run_workers(4, sp_workers.gpt_agrees, {}, 24, True)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "options", [{}, {"sequence_parallel": False, "add_bias_linear": True}], ids=["sequence", "replicas"]
 )
 def test_inside_tensor_parallelism(options):
-    run_workers(4, sp_workers.gpt_agrees, options, 16, True, 2, timeout_s=400)
+    run_workers(4, sp_workers.gpt_agrees, options, 16, True, 2)
 
 
-@pytest.mark.timeout(600)
 def test_beside_overlapped_tensor_parallelism():
-    run_workers(4, sp_workers.gpt_agrees, {}, 16, False, 2, False, 1, ("tp", "sp"), timeout_s=400)
+    run_workers(4, sp_workers.gpt_agrees, {}, 16, False, 2, False, 1, ("tp", "sp"))
 
 
-@pytest.mark.timeout(600)
 def test_two_groups_beside_each_other():
-    run_workers(4, sp_workers.gpt_agrees, {}, 16, True, 1, False, 2, timeout_s=400)
+    run_workers(4, sp_workers.gpt_agrees, {}, 16, True, 1, False, 2)
 
 
 @pytest.mark.parametrize("options", [{}, RECOMPUTE_ATTENTION], ids=["plain", "recompute"])
 def test_packed_sequences(options):
-    run_workers(2, sp_workers.packed_attention_agrees, [12, 4, 24, 8], options, timeout_s=200)
+    run_workers(2, sp_workers.packed_attention_agrees, [12, 4, 24, 8], options)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_gpt_across_posed_nodes(ranks_per_node):
-    run_workers(2 * ranks_per_node, sp_workers.gpt_across_nodes, ranks_per_node, 24, timeout_s=400)
+    run_workers(2 * ranks_per_node, sp_workers.gpt_across_nodes, ranks_per_node, 24)
 
 
-@pytest.mark.timeout(300)
 def test_memory_that_one_node_lacks_leaves_every_node_native():
-    first, *others = run_workers(4, sp_workers.memory_missing_on_one_node, 2, timeout_s=100)
+    first, *others = run_workers(4, sp_workers.memory_missing_on_one_node, 2)
     assert all(reasons == first for reasons in others)
     for reason, words in zip(
         first, ("making a context on every node", "exchanging 12 rows on every node"), strict=True
@@ -97,9 +89,7 @@ def test_memory_that_one_node_lacks_leaves_every_node_native():
 
 
 def test_batches_that_bring_their_own_groups_are_native():
-    for outcome in run_workers_once(
-        2, sp_batch_groups_workers.batches_of_other_groups, [(8, 12), (12,)], timeout_s=60
-    ):
+    for outcome in run_workers_once(2, sp_batch_groups_workers.batches_of_other_groups, [(8, 12), (12,)]):
         assert outcome.ok, outcome.traceback
 
 
@@ -126,7 +116,7 @@ def test_other_context_parallelism_of_the_local_attention_stays_native(options):
 
 
 def test_calls_that_native_refuses_are_refused_with_the_same_words_on_every_rank():
-    errors = run_workers(2, sp_workers.refused_calls, timeout_s=100)
+    errors = run_workers(2, sp_workers.refused_calls)
     assert errors[0] == errors[1]
     words = {
         "odd": "Sequence length per GPU needs to be divisible by 2!",
@@ -139,7 +129,7 @@ def test_calls_that_native_refuses_are_refused_with_the_same_words_on_every_rank
 
 
 def test_layers_share_one_set_of_buffers():
-    for one, three in run_workers(2, sp_workers.bytes_of_layers, timeout_s=200):
+    for one, three in run_workers(2, sp_workers.bytes_of_layers):
         assert len(one) == 1 and one == three
 
 

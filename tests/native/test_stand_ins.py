@@ -49,9 +49,14 @@ def _experts(**options):
     experts = DitronTEGroupedMLP.__new__(DitronTEGroupedMLP)
     torch.nn.Module.__init__(experts)
     experts.config = types.SimpleNamespace(
-        use_te_activation_func=False, bias_activation_fusion=False, gated_linear_unit=True, activation_func_clamp_value=None,
-        activation_func=torch.nn.functional.silu, glu_linear_offset=0.0, **options,
-    )  # fmt: skip
+        use_te_activation_func=False,
+        bias_activation_fusion=False,
+        gated_linear_unit=True,
+        activation_func_clamp_value=None,
+        activation_func=torch.nn.functional.silu,
+        glu_linear_offset=0.0,
+        **options,
+    )
     experts.activation_func = torch.nn.functional.silu
     experts.linear_fc1, experts.linear_fc2 = _Grouped(2 * FFN, HIDDEN, 1), _Grouped(HIDDEN, FFN, 2)
     return experts
@@ -204,7 +209,7 @@ def _hooks_of_the_attention(recompute):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_hooks_of_an_attention_between_fused_projections_are_called(recompute):
-    run_workers(2, _hooks_of_the_attention, recompute, timeout_s=200)
+    run_workers(2, _hooks_of_the_attention, recompute)
 
 
 def _adapt(layer, by_class):
@@ -222,7 +227,7 @@ def _adapt(layer, by_class):
 
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_adapted_layers_of_an_attention_are_called(kind):
-    run_workers(2, _adapters, kind, timeout_s=200)
+    run_workers(2, _adapters, kind)
 
 
 _TE_LAYER = """
@@ -254,7 +259,12 @@ class Layer:
     forward.__module__ = native.__name__
 
 
-for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"):
+for name in (
+    "TEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear",
+    "TERowParallelLinear",
+    "TEDotProductAttention",
+):
     setattr(native, name, type(name, (Layer,), {}))
 from ditron_train.megatron.tp import te_layers as tp_te
 

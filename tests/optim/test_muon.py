@@ -197,9 +197,15 @@ def test_state_of_the_native_optimizer_is_taken_over():
 
     def native_muon(param):
         return OrthogonalizedOptimizer(
-            [param], 0.05, 0.95, use_nesterov=True, weight_decay=0.01, weight_decay_method="decoupled",
-            fp32_matmul_prec="medium", scaled_orthogonalize_fn=lambda d: reference.reference_newton_schulz(d) * 20**0.5,
-        )  # fmt: skip
+            [param],
+            0.05,
+            0.95,
+            use_nesterov=True,
+            weight_decay=0.01,
+            weight_decay_method="decoupled",
+            fp32_matmul_prec="medium",
+            scaled_orthogonalize_fn=lambda d: reference.reference_newton_schulz(d) * 20**0.5,
+        )
 
     param = parameter(12, 20, seed=1)
     native = native_muon(param)

@@ -40,24 +40,20 @@ def test_cost_grows_with_the_work_and_not_with_the_orientation():
         shard_by_cost([1.0], 0)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sharded_steps_equal_unsharded_ones_and_momentum_lives_on_one_rank(world_size):
     owned = run_workers(world_size, workers.sharded_equals_whole, 3)
     assert sorted(index for own in owned for index in own) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.timeout(300)
 def test_a_missing_gradient_does_not_hang():
     assert run_workers(2, workers.missing_gradient_does_not_hang) == [True, True]
 
 
-@pytest.mark.timeout(300)
 def test_an_error_on_one_rank_does_not_hang_the_others():
     assert run_workers(2, workers.error_on_one_rank_does_not_hang_the_others) == ["no memory", "finished"]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_duplicated_mode_gives_the_shard_of_the_whole_step(dim):
     assert run_workers(2, workers.duplicated_equals_unsharded, dim) == [(True, False), (True, False)]

@@ -36,7 +36,7 @@ class _SharedMemoryPuts:
 
 
 @contextmanager
-def _far_on_cpu():
+def _nvshmem_on_cpu():
     from ditron_train.pp import context
     from ditron_train.symm.arena import SymmetricArena
 
@@ -46,19 +46,19 @@ def _far_on_cpu():
         made.append(SymmetricArena(group, device, "shm"))
         return made[-1]
 
-    before = context.make_far_arena, context.NvshmemPuts
-    context.make_far_arena, context.NvshmemPuts = make_arena, lambda group: _SharedMemoryPuts(made[-1])
+    before = context.make_nvshmem_arena, context.NvshmemPuts
+    context.make_nvshmem_arena, context.NvshmemPuts = make_arena, lambda group: _SharedMemoryPuts(made[-1])
     try:
         yield
     finally:
-        context.make_far_arena, context.NvshmemPuts = before
+        context.make_nvshmem_arena, context.NvshmemPuts = before
 
 
 def on_path(path: str, body: str, *arguments: Any) -> Any:
     """The body of that name with ``DITRON_PP_PATH=path``."""
     os.environ["DITRON_PP_PATH"] = path
     try:
-        with _far_on_cpu():
+        with _nvshmem_on_cpu():
             return (globals().get(body) or getattr(bodies, body))(*arguments)
     finally:
         del os.environ["DITRON_PP_PATH"]
@@ -72,7 +72,7 @@ def ends() -> tuple[list[str], bool]:
     context = bodies.make_context(256)
     exchange(context, send_next=torch.ones(8), recv_prev=Header((8,), torch.float32))["recv_prev"].wait()
     dist.barrier()
-    parts = (context.channel, context._far, *context.local_senders, *context.local_receivers)
+    parts = (context.channel, context._nvshmem_channel, *context.local_senders, *context.local_receivers)
     names = [type(part).__name__ for part in parts]
     return names, any(sender is not None and sender.lent for sender in context.local_senders)
 
@@ -117,10 +117,10 @@ def mixed_nodes(near: str) -> tuple[bool, list[str]]:
 
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = str(rank // 2)
-    far_path, paths.far_path = paths.far_path, lambda asked, transport: paths.NVSHMEM
+    inter_node_path, paths.inter_node_path = paths.inter_node_path, lambda asked, transport: paths.NVSHMEM
     os.environ["DITRON_PP_PATH"] = near
     try:
-        with _far_on_cpu():
+        with _nvshmem_on_cpu():
             context = bodies.make_context(100)
         header = Header((25,), torch.float32)
         right = True
@@ -134,7 +134,7 @@ def mixed_nodes(near: str) -> tuple[bool, list[str]]:
         context.close()
         return right and context.closed and context.network is None, names
     finally:
-        paths.far_path = far_path
+        paths.inter_node_path = inter_node_path
         del os.environ["NCCL_HOSTID"], os.environ["DITRON_PP_PATH"]
 
 

@@ -172,7 +172,7 @@ def _own_flag(context, index: int) -> torch.Tensor:
     """This rank's flag, one int32, wherever it lies; of NVSHMEM's 64-bit signals the lower half."""
     channel = context.channel
     if channel is None:
-        return context._far.signals.local[2 * index]
+        return context._nvshmem_channel.signals.local[2 * index]
     if not channel.flags_in_host:
         return channel.signals.local[index]
     word = (ctypes.c_int32 * 1).from_address(channel.mailbox.flag_host_address(dist.get_rank(), index))
@@ -260,7 +260,7 @@ def disagree(case: str) -> str:
     if rank == 1:
         shape, dtype = {"shape": ((4, 8), dtype), "size": ((8, 5), dtype), "dtype": (shape, torch.int32)}[case]
     try:
-        for index in range(1000):
+        for _ in range(1000):
             handles = exchange(context, send_next=torch.zeros(8, 4), recv_prev=Header(shape, dtype))
             handles["recv_prev"].wait()
     except MismatchError as error:

@@ -61,7 +61,7 @@ def test_messages_of_several_fragments():
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_random_programs_with_prefetched_receives(num_slots):
     for seed in range(6):
-        assert run_workers(3, bodies.random_program, seed, num_slots, timeout_s=60) == [True] * 3
+        assert run_workers(3, bodies.random_program, seed, num_slots) == [True] * 3
 
 
 @pytest.mark.parametrize("num_slots, num_loans", [(1, 0), (2, 1), (1, 6)])
@@ -87,9 +87,7 @@ def test_counters_wrap():
 
 @pytest.mark.parametrize("world_size, victim", [(2, 0), (4, 2)])
 def test_a_dead_neighbour_becomes_an_error_on_every_survivor(world_size, victim):
-    outcomes = run_workers_once(
-        world_size, bodies.dead_neighbour, victim, 2, timeout_s=40, env={"DITRON_TIMEOUT_S": "3"}
-    )
+    outcomes = run_workers_once(world_size, bodies.dead_neighbour, victim, 2, env={"DITRON_TIMEOUT_S": "3"})
     assert outcomes[victim].exit_code is not None
     for outcome in outcomes:
         if outcome.rank != victim:
@@ -101,7 +99,7 @@ def test_a_dead_neighbour_becomes_an_error_on_every_survivor(world_size, victim)
     "case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")]
 )
 def test_neighbours_that_disagree_raise_the_same_error(case, words):
-    outcomes = run_workers_once(3, bodies.disagree, case, timeout_s=60, env={"DITRON_TIMEOUT_S": "5"})
+    outcomes = run_workers_once(3, bodies.disagree, case, env={"DITRON_TIMEOUT_S": "5"})
     told = {outcome.value for outcome in outcomes}
     assert len(told) == 1, told
     (text,) = told
@@ -138,7 +136,7 @@ def test_slots_without_room_leave_other_rooms_their_memory():
 
 
 def test_a_rank_that_alone_wants_larger_messages_is_told_so():
-    outcomes = run_workers_once(2, bodies.reserve_alone, timeout_s=60, env={"DITRON_TIMEOUT_S": "2"})
+    outcomes = run_workers_once(2, bodies.reserve_alone, env={"DITRON_TIMEOUT_S": "2"})
     assert outcomes[0].value.startswith("MismatchError") and "rank 1: not heard" in outcomes[0].value
     assert outcomes[0].value == outcomes[1].value
 

@@ -20,7 +20,7 @@ PATHS = ["kernel", "nvshmem"]
 @pytest.mark.parametrize("path", PATHS)
 def test_ends_of_the_path_that_is_asked_for(path):
     channels, prefix = (
-        (["NoneType", "FarChannel"], "Far") if path == "nvshmem" else (["KernelChannel", "NoneType"], "")
+        (["NoneType", "NvshmemChannel"], "Nvshmem") if path == "nvshmem" else (["KernelChannel", "NoneType"], "")
     )
     expected = channels + [f"{prefix}Sender"] * 2 + [f"{prefix}Receiver"] * 2
     assert run_workers(2, on_path, path, "ends") == [(expected, False)] * 2
@@ -48,7 +48,7 @@ def test_sizes_and_addresses_of_all_kinds(path):
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_random_programs_with_prefetched_receives(path, num_slots):
     for seed in range(2):
-        assert run_workers(2, on_path, path, "random_program", seed, num_slots, timeout_s=60) == [True] * 2
+        assert run_workers(2, on_path, path, "random_program", seed, num_slots) == [True] * 2
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -66,7 +66,7 @@ def test_counters_wrap(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_dead_neighbour_becomes_an_error(path):
-    outcomes = run_workers_once(2, on_path, path, "dead_neighbour", 0, 2, timeout_s=40, env={"DITRON_TIMEOUT_S": "3"})
+    outcomes = run_workers_once(2, on_path, path, "dead_neighbour", 0, 2, env={"DITRON_TIMEOUT_S": "3"})
     assert outcomes[0].exit_code is not None
     assert outcomes[1].error is None, outcomes[1].traceback
     assert outcomes[1].value < 3 + 5
@@ -77,7 +77,7 @@ def test_a_dead_neighbour_becomes_an_error(path):
     "case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")]
 )
 def test_neighbours_that_disagree_raise(path, case, words):
-    outcomes = run_workers_once(2, on_path, path, "disagree", case, timeout_s=60, env={"DITRON_TIMEOUT_S": "1.5"})
+    outcomes = run_workers_once(2, on_path, path, "disagree", case, env={"DITRON_TIMEOUT_S": "1.5"})
     text = str(outcomes[1].value)
     assert text.startswith("MismatchError") and words in text and "rank 0 sent [8, 4] float32" in text
 
@@ -99,7 +99,7 @@ def test_a_second_context_finds_no_flags_of_the_first(path):
 def test_two_nodes_on_one_machine(near, name):
     results = run_workers(4, bodies.mixed_nodes, near)
     assert [right for right, _ in results] == [True] * 4
-    assert [names for _, names in results] == [[name, "FarChannel"], ["FarChannel", name]] * 2
+    assert [names for _, names in results] == [[name, "NvshmemChannel"], ["NvshmemChannel", name]] * 2
 
 
 def test_ranks_that_ask_for_different_paths_are_told_so():

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ditron_train.pp import endpoints as lanes
-from ditron_train.pp import network
-from ditron_train.pp import nvshmem_endpoints as far
+from ditron_train.pp import network, nvshmem_channel
 from ditron_train.pp.endpoints import Receiver, Sender
 from ditron_train.pp.kernels import HEADER_LANES
 from ditron_train.pp.messages import Header
 from ditron_train.pp.network import NetworkWork
-from ditron_train.pp.nvshmem_endpoints import FarChannel, FarReceiver
+from ditron_train.pp.nvshmem_channel import NvshmemChannel
+from ditron_train.pp.nvshmem_endpoints import NvshmemReceiver
 
 CPU = torch.device("cpu")
 
@@ -32,9 +32,10 @@ def test_messages_of_the_ring_are_copied_out_in_turn(monkeypatch: pytest.MonkeyP
     first."""
     log: list[str] = []
     channel = SimpleNamespace(
-        arena=SimpleNamespace(device=CPU, rank=0), wait_for=lambda *_, **__: None,
+        arena=SimpleNamespace(device=CPU, rank=0),
+        wait_for=lambda *_, **__: None,
         notify=lambda peer, index, credit, stream: log.append(f"credit {credit} on {stream}"),
-    )  # fmt: skip
+    )
     receiver = Receiver(channel, SimpleNamespace(loans=(0, 0), in_ring=lambda *_: 0, num_bytes=64, count=9), 0, 1)
     receiver._stream, receiver._events = "side", _Events(log)
     receiver._header_of, receiver.verify = lambda message: Header((4,), torch.uint8), lambda: None
@@ -45,15 +46,17 @@ def test_messages_of_the_ring_are_copied_out_in_turn(monkeypatch: pytest.MonkeyP
     assert log == ["credit 1 on a", "credit 2 on a", "b waits for a", "credit 3 on b", "credit 4 on b"]
 
 
-@pytest.mark.parametrize("kind", [Receiver, FarReceiver])
+@pytest.mark.parametrize("kind", [Receiver, NvshmemReceiver])
 def test_a_message_that_finds_no_memory_is_still_the_next_one(
     monkeypatch: pytest.MonkeyPatch, kind: type[Receiver]
 ) -> None:
     """Taken again, or by who takes the one behind it: with it forgotten, that one would get its bytes."""
     channel = SimpleNamespace(
-        arena=SimpleNamespace(device=CPU, rank=0), wait_for=lambda *_, **__: None, wait_for_message=lambda *_, **__: None,
+        arena=SimpleNamespace(device=CPU, rank=0),
+        wait_for=lambda *_, **__: None,
+        wait_for_message=lambda *_, **__: None,
         notify=lambda *_: None,
-    )  # fmt: skip
+    )
     slots = SimpleNamespace(loans=(0, 0), in_ring=lambda rank, lane, message: 4096 + message, num_bytes=64, count=9)
     receiver, header, empty = kind(channel, slots, 0, 1), Header((4,), torch.uint8), torch.empty
     monkeypatch.setattr(receiver, "_header_of", lambda message: header)
@@ -73,7 +76,7 @@ def test_a_message_that_finds_no_memory_is_still_the_next_one(
     assert copied == [(first.data_ptr(), 4096), (second.data_ptr(), 4097)]
 
 
-@pytest.mark.parametrize("kind", [Receiver, FarReceiver])
+@pytest.mark.parametrize("kind", [Receiver, NvshmemReceiver])
 def test_a_message_does_not_wait_for_those_behind_it(monkeypatch: pytest.MonkeyPatch, kind: type[Receiver]) -> None:
     """What was received ahead is used behind its own arrival, not behind what the stream was given since."""
     enqueued: list[int] = []
@@ -104,8 +107,8 @@ def test_a_message_does_not_wait_for_those_behind_it(monkeypatch: pytest.MonkeyP
 
 def test_a_header_in_use_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device reads it when its stream gets there, while the host may be some messages ahead."""
-    monkeypatch.setattr(far, "_MAX_HEADERS", 4)
-    channel = FarChannel.__new__(FarChannel)
+    monkeypatch.setattr(nvshmem_channel, "_MAX_HEADERS", 4)
+    channel = NvshmemChannel.__new__(NvshmemChannel)
     channel._headers, channel._rows = torch.zeros((4, HEADER_LANES), dtype=torch.int64), {}
     often = Header((100,), torch.float32)
     for size in range(10):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.outside_compile import outside_compile
+from tests.support.patience import HANG_S
 from tests.support.processes import run_workers_once
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -117,7 +118,7 @@ def test_nothing_is_wrapped_and_wrappers_are_left_alone(compiler):
 def test_importing_the_ops_loads_no_compiler():
     rooms = ", ".join(f"ditron_train.{room}" for room in ("tp", "sp", "ep", "pp", "optim", "megatron"))
     script = f"import sys\nimport {rooms}\nassert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG_S)
 
 
 CPU = torch.device("cpu")
@@ -199,7 +200,7 @@ def _in_compiled_code(*bodies: Callable[[torch.Tensor], torch.Tensor]) -> dict[s
 
 
 def test_ops_of_every_room():
-    for outcome in run_workers_once(2, _in_compiled_code, _tp, _sp, _ep, _pp, _optim, timeout_s=280):
+    for outcome in run_workers_once(2, _in_compiled_code, _tp, _sp, _ep, _pp, _optim):
         assert outcome.ok, outcome.traceback
         assert len(outcome.value) == 5 and all(
             num_graphs > 0 and not traced for num_graphs, traced in outcome.value.values()

@@ -72,9 +72,22 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_projections(
-    rank: int, world: int, context: SPContext, *, heads, groups, head_dim, length, batch, hidden, dtype, value_dim=None, seed=0,
-    make=integers, device="cpu",
-):  # fmt: skip
+    rank: int,
+    world: int,
+    context: SPContext,
+    *,
+    heads,
+    groups,
+    head_dim,
+    length,
+    batch,
+    hidden,
+    dtype,
+    value_dim=None,
+    seed=0,
+    make=integers,
+    device="cpu",
+):
     """Forward and all gradients of both projections against the native sequence, with ``torch.equal``."""
     layout = qkv_layout(heads, groups, head_dim, world, value_head_dim=value_dim)
     x = leaf(make(length // world, batch, hidden, dtype=dtype, seed=seed + rank).to(device))
@@ -306,7 +319,9 @@ def bad_input(name: str) -> str:
         "dtype": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(8, 1, 16).half())),
         "layout": lambda: gemm_a2a(context=context, **_small(context, weight_layout="tt")),
         "table": lambda: gemm_a2a(context=context, **_small(context, row_table=torch.zeros(2, 8))),
-        "later table": lambda: [gemm_a2a(context=context, **_small(context, row_table=rows)) for rows in (table, table.long())],
+        "later table": lambda: [
+            gemm_a2a(context=context, **_small(context, row_table=rows)) for rows in (table, table.long())
+        ],
         "dimensions": lambda: gemm_a2a(context=context, **_small(context, x=torch.zeros(16))),
         "parts": lambda: a2a_gemm((attended, attended), torch.zeros(16, 16 * world), context=context, layout=out),
         "heads": lambda: a2a_gemm((attended[:, :, :1],), torch.zeros(16, 16 * world), context=context, layout=out),
@@ -314,16 +329,25 @@ def bad_input(name: str) -> str:
         "double": lambda: to_sequence((attended.double(),), context=context, layout=out),
         "unlike": lambda: to_heads(
             (torch.zeros(4, 1, 2 * world, 8), torch.zeros(4, 1, world, 8), torch.zeros(6, 1, world, 8)),
-            context=context, layout=layout,
+            context=context,
+            layout=layout,
         ),
-    }  # fmt: skip
+    }
     try:
         calls[name]()
     except ValueError as error:
         check_projections(
-            dist.get_rank(), world, context, heads=2 * world, groups=world, head_dim=8, length=4 * world, batch=1, hidden=16,
+            dist.get_rank(),
+            world,
+            context,
+            heads=2 * world,
+            groups=world,
+            head_dim=8,
+            length=4 * world,
+            batch=1,
+            hidden=16,
             dtype=torch.float32,
-        )  # fmt: skip
+        )
         context.arena.close()
         return f"{type(error).__name__}: {error}"
     raise AssertionError(f"{name} was accepted")

@@ -34,7 +34,7 @@ def test_projections_have_the_bits_of_the_native_sequence(world, num_cases):
     draw = random.Random(world)
     cases = [random_case(draw, world) | {"hidden": draw.choice([16, 40, 33])} for _ in range(num_cases)]
     cases.append(cases[0] | {"value_dim": 16})
-    run_workers(world, bodies_sp.run_projections, cases, timeout_s=240)
+    run_workers(world, bodies_sp.run_projections, cases)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -59,13 +59,13 @@ def test_sums_by_arrival_are_asked_for_twice(order, policy, expected):
 
 def test_epochs_wrap():
     case = dict(heads=4, groups=2, head_dim=8, length=16, batch=1, hidden=16, dtype=torch.float32)
-    run_workers(2, bodies_sp.run_projections, [case] * 3, 2**31 - 3, timeout_s=120)
+    run_workers(2, bodies_sp.run_projections, [case] * 3, 2**31 - 3)
 
 
 @pytest.mark.parametrize("world, num_cases", [(1, 5), (2, 5), (4, 5), (8, 3)])
 def test_exchanges_move_any_bits(world, num_cases):
     draw = random.Random(10 + world)
-    run_workers(world, bodies_sp.run_exchanges, [random_case(draw, world) for _ in range(num_cases)], timeout_s=240)
+    run_workers(world, bodies_sp.run_exchanges, [random_case(draw, world) for _ in range(num_cases)])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_an_error_beside_a_transfer_leaves_the_ranks_in_step(op):
 @pytest.mark.parametrize("world", [2, 4])
 def test_packed_sequences(world):
     lengths = [2 * world * count for count in (3, 1, 17, 0, 6)]
-    run_workers(world, bodies_sp.packed, lengths, 2 * world, world, 8, 16, timeout_s=200)
+    run_workers(world, bodies_sp.packed, lengths, 2 * world, world, 8, 16)
 
 
 @pytest.mark.parametrize("name", ["table", "later table"])

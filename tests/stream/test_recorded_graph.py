@@ -112,7 +112,12 @@ def test_another_allocation_at_the_same_address_is_recorded_anew(fake: _Driver) 
     for number in (70, 71, 72):
         fake.allocations.update({0x1000: 5, 0x2000: number})
         repeated = [
-            _run(sequences, "copy", lambda: fake.stream.append(f"copy of {number}"), copied=(0x1000, 0x2000))
+            _run(
+                sequences,
+                "copy",
+                lambda number=number: fake.stream.append(f"copy of {number}"),
+                copied=(0x1000, 0x2000),
+            )
             for _ in range(5)
         ]
         assert repeated == [False] * 3 + [True] * 2

@@ -288,7 +288,7 @@ def test_what_a_guarded_wait_puts_onto_the_stream(monkeypatch, in_host_memory):
         watchdog.guard(channel, address, epoch, 1, 0, stream, address if in_host_memory else None)
     assert [kind for kind, _, _ in enqueued] == ["write", "wait", *([] if in_host_memory else ["write"])] * 2
     assert [(at, value) for kind, at, value in enqueued if kind == "wait"] == [(address, 1), (address, 2)]
-    for kind, at, value in enqueued:
+    for _, at, value in enqueued:
         (ctypes.c_int32.from_address(at)).value = value
         watchdog._poll(0.0)
     assert not watchdog._waits and not watchdog._slots_in_use and len(watchdog._over) == 2 and not channel.records

@@ -19,11 +19,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ditron_train.runtime.launch import COMPILE_OPTIONS
+from tests.support.patience import HANG_S
 
 __all__ = [
     "TARGETS",
@@ -191,43 +193,88 @@ def check_report(spec: KernelSpec, report: CompileReport) -> None:
 
 
 class Compilation:
-    """Compiles every spec for each of its targets in one new process, meanwhile.
+    """Compiles every spec for each of its targets in a process of its own, meanwhile.
 
     Args:
         specs: What to compile.
-        niceness: Of the process: 19 takes what time others leave over.
+        niceness: Of the process until ``hurry``: 19 takes what time others leave over.
     """
 
     def __init__(self, specs: Iterable[KernelSpec], *, niceness: int = 0) -> None:
+        self._specs = list(specs)
+        self._niceness = niceness
+        self._folder = tempfile.TemporaryDirectory()
+        self._answers: list[str] = []
+        self._start(self._specs)
+
+    @property
+    def process_id(self) -> int:
+        """Of the process that compiles now."""
+        return self._process.pid
+
+    def _start(self, specs: Sequence[KernelSpec]) -> None:
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._folder = tempfile.TemporaryDirectory()
-        files = ("request.json", "answer.json", "said.txt")
-        request, self._answer, self._said = (os.path.join(self._folder.name, name) for name in files)
+        number = len(self._answers)
+        names = ("request.json", "answers", "said.txt")
+        request, answers, self._said = (os.path.join(self._folder.name, f"{number}.{name}") for name in names)
         with open(request, "w") as file:
             json.dump([asdict(spec) for spec in specs], file)
-        command = [sys.executable, "-m", "tests.support.compile_check", request, self._answer, str(niceness)]
+        open(answers, "w").close()
+        self._answers.append(answers)
+        command = [sys.executable, "-m", "tests.support.compile_check", request, answers, str(self._niceness)]
         with open(self._said, "w") as said:
             self._process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
 
-    def reports(self, timeout_s: float) -> dict[tuple[str, str], CompileReport]:
-        """Waits for the reports by (name, target).
+    def _read(self) -> dict[tuple[str, str], CompileReport]:
+        """The reports so far; a line that is being written does not count."""
+        lines: list[str] = []
+        for answers in self._answers:
+            with open(answers) as file:
+                lines += [line for line in file if line.endswith("\n")]
+        found = [CompileReport(**json.loads(line)) for line in lines]
+        return {(report.name, report.target): report for report in found}
+
+    def hurry(self) -> None:
+        """Has what is left compiled at this process's own priority: on a busy machine a nice one hardly comes on."""
+        if self._niceness == 0 or self._process.poll() is not None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._niceness = 0
+        done = self._read()
+        left = [
+            replace(spec, targets=tuple(target for target in spec.targets if (spec.name, target) not in done))
+            for spec in self._specs
+        ]
+        self._start([spec for spec in left if spec.targets])
+
+    def reports(self, stall_s: float = HANG_S) -> dict[tuple[str, str], CompileReport]:
+        """Waits for the reports by (name, target), as long as one comes after the other.
 
         Raises:
             RuntimeError: The process died; holds the end of what it said.
-            subprocess.TimeoutExpired: It takes longer.
+            TimeoutError: There was no new report for ``stall_s``.
         """
+        self.hurry()
         try:
-            if self._process.wait(timeout_s) != 0:
+            num_reports, deadline_s = -1, 0.0
+            while True:
+                ended, reports = self._process.poll() is not None, self._read()
+                if ended:
+                    break
+                if len(reports) > num_reports:
+                    num_reports, deadline_s = len(reports), time.monotonic() + stall_s
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"no kernel was compiled for {stall_s:g} s, after {num_reports} of them")
+                time.sleep(0.1)
+            if self._process.returncode != 0:
                 with open(self._said) as said:
-                    raise RuntimeError(
-                        f"the compiling process ended with {self._process.returncode}: {said.read()[-2000:]}"
-                    )
-            with open(self._answer) as file:
-                found = [CompileReport(**entry) for entry in json.load(file)]
+                    words = said.read()[-2000:]
+                raise RuntimeError(f"the compiling process ended with {self._process.returncode}: {words}")
+            return reports
         finally:
             self.stop()
-        return {(report.name, report.target): report for report in found}
 
     def stop(self) -> None:
         """Ends the process, where it still runs."""
@@ -237,13 +284,13 @@ class Compilation:
         self._folder.cleanup()
 
 
-def compile_specs(specs: Iterable[KernelSpec], *, timeout_s: float = 600.0) -> dict[tuple[str, str], CompileReport]:
+def compile_specs(specs: Iterable[KernelSpec]) -> dict[tuple[str, str], CompileReport]:
     """``Compilation``'s reports.
 
     Raises:
-        RuntimeError, subprocess.TimeoutExpired: As ``Compilation.reports``.
+        RuntimeError, TimeoutError: As ``Compilation.reports``.
     """
-    return Compilation(specs).reports(timeout_s)
+    return Compilation(specs).reports()
 
 
 def _by_target(value: Any, target: str) -> int:
@@ -315,19 +362,19 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
     return CompileReport(spec.name, target, None, compiled.asm["ptx"], registers, spills, compiled.metadata.shared)
 
 
-def _main(request: str, answer: str, niceness: str) -> None:
+def _main(request: str, answers: str, niceness: str) -> None:
     os.nice(int(niceness))
     with open(request) as file:
         specs = [KernelSpec(**entry) for entry in json.load(file)]
-    reports = []
-    for spec in specs:
-        for target in spec.targets:
-            try:
-                reports.append(_compile_one(spec, target))
-            except Exception as error:  # any compiler error belongs in the report of this kernel, not of all
-                reports.append(CompileReport(spec.name, target, f"{type(error).__name__}: {error}"[:2000]))
-    with open(answer, "w") as file:
-        json.dump([asdict(report) for report in reports], file)
+    with open(answers, "a") as file:
+        for spec in specs:
+            for target in spec.targets:
+                try:
+                    report = _compile_one(spec, target)
+                except Exception as error:  # any compiler error belongs in the report of this kernel, not of all
+                    report = CompileReport(spec.name, target, f"{type(error).__name__}: {error}"[:2000])
+                file.write(json.dumps(asdict(report)) + "\n")
+                file.flush()
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.support.forking import FIXED_ENV, ForkedProcess, close_template, search_path
+from tests.support.patience import HANG_S
 
 __all__ = ["WorkerError", "WorkerOutcome", "WorkerPool", "run_workers", "run_workers_once", "shutdown_pools"]
 
-_START_TIMEOUT_S = 120.0
 _GRACE_AFTER_ERROR_S = 5.0
 _LOG_TAIL_CHARS = 6000
 
@@ -118,8 +118,8 @@ class WorkerPool:
         try:
             for rank in range(world_size):
                 self.workers.append(_Worker(rank, world_size, self.directory, env or {}))
-            ready = self._collect(time.monotonic() + _START_TIMEOUT_S, None, starting=True)
-            _raise_first(ready, "start", _START_TIMEOUT_S)
+            ready = self._collect(time.monotonic() + HANG_S, None, starting=True)
+            _raise_first(ready, "start", HANG_S)
         except BaseException:
             self.close()
             raise
@@ -249,7 +249,11 @@ _pools: dict[int, WorkerPool] = {}
 
 
 def run_workers(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0, env: Mapping[str, str] | None = None
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = HANG_S,
+    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run ``fn(*args)`` on `world_size` processes and return its results, indexed by rank.
 
@@ -270,7 +274,11 @@ def run_workers(
 
 
 def run_workers_once(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0, env: Mapping[str, str] | None = None
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = HANG_S,
+    env: Mapping[str, str] | None = None,
 ) -> list[WorkerOutcome]:
     """Run ``fn(*args)`` on fresh processes that end with the call; never raises for a worker.
 

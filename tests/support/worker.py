@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+from tests.support.patience import HANG_S
+
 __all__ = ["main"]
 
 
@@ -82,7 +84,7 @@ def _init_process_group(store_path: str, rank: int, world_size: int) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
-    timeout = timedelta(seconds=float(os.environ.get("DITRON_TEST_GLOO_TIMEOUT_S", "300")))
+    timeout = timedelta(seconds=float(os.environ.get("DITRON_TEST_GLOO_TIMEOUT_S", HANG_S)))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

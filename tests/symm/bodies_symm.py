@@ -167,7 +167,7 @@ def a_peer_does_not_come_while_a_buffer_grows() -> tuple[str, int, list[float]]:
     arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
     arena.tensor("test.stays", (64,), torch.float32).local.fill_(3)
     words, least = "", exchange_module._LEAST_TIMEOUT_S
-    quiesce, exchange_module._LEAST_TIMEOUT_S = arena._quiesce, 1.0
+    quiesce, exchange_module._LEAST_TIMEOUT_S = arena.quiesce, 1.0
     os.environ["DITRON_TIMEOUT_S"] = "1"
 
     def without_the_other() -> None:
@@ -176,7 +176,7 @@ def a_peer_does_not_come_while_a_buffer_grows() -> tuple[str, int, list[float]]:
             raise PeerTimeoutError(op="test", group="", waiting_rank=1, **fields)
         quiesce()
 
-    arena._quiesce = without_the_other
+    arena.quiesce = without_the_other
     try:
         arena.tensor("test.stays", (128,), torch.float32)
     except PeerTimeoutError as error:

@@ -40,7 +40,10 @@ def test_after_one_that_failed_there_is_no_other_to_hang_in():
     assert first == {
         "reaching the peers' symmetric memory failed on 1 of 4 ranks: rank 2: RuntimeError: no way to rank 0"
     }
-    again = "allocating 512 bytes of symmetric memory failed on {0} of {0} ranks: rank 0: RuntimeError: not again after reaching"
+    again = (
+        "allocating 512 bytes of symmetric memory failed on {0} of {0} ranks: rank 0: RuntimeError: not again after "
+        "reaching"
+    )
     low, both, *high = (words[1:] for words, _ in results)
     assert low == both[:1] and low[0].startswith(again.format(2))
     assert [both[1:]] * 2 == high and both[1].startswith(again.format(3))

@@ -86,9 +86,13 @@ def test_gathers(world_and_rank, data):
     partition = RowPartition.of(counts)
     context, buffer, signals = _context(rank, world), _Ring(GATHERED, world), _Ring(SIGNALS, world)
     prepared = SimpleNamespace(
-        context=context, partition=partition, buffer=buffer, channel=SimpleNamespace(signals=signals), row_bytes=ROW_BYTES,
+        context=context,
+        partition=partition,
+        buffer=buffer,
+        channel=SimpleNamespace(signals=signals),
+        row_bytes=ROW_BYTES,
         granule_rows=partition.max_count,
-    )  # fmt: skip
+    )
     copies = PreparedGather._list_copies(prepared)
     originals = gather.ring_window, gather.window
     gather.ring_window, gather.window = _Windows.ring_window, _Windows.window
@@ -122,9 +126,13 @@ def test_scatters(world_and_rank, rows_of_a_rank):
     partition = RowPartition.of([rows_of_a_rank] * world)
     context, slots, signals = _context(rank, world), _Ring(SLOTS, world), _Ring(SIGNALS, world)
     prepared = SimpleNamespace(
-        context=context, partition=partition, _slots=slots, channel=SimpleNamespace(signals=signals), _row_bytes=ROW_BYTES,
+        context=context,
+        partition=partition,
+        _slots=slots,
+        channel=SimpleNamespace(signals=signals),
+        _row_bytes=ROW_BYTES,
         peers=[(rank - step) % world for step in range(1, world)],
-    )  # fmt: skip
+    )
     copies = PreparedScatter._list_copies(prepared, ROW_BYTES)
     original, scatter.ring_window = scatter.ring_window, _Windows.ring_window
     try:
@@ -189,9 +197,13 @@ def _chunked_scatter(monkeypatch, counts, rank):
     context.comm_stream = object()
     slots, signals = _Ring(SLOTS, world), _Ring(SIGNALS, world)
     prepared = SimpleNamespace(
-        context=context, partition=partition, _slots=slots, channel=SimpleNamespace(signals=signals), _row_bytes=ROW_BYTES,
+        context=context,
+        partition=partition,
+        _slots=slots,
+        channel=SimpleNamespace(signals=signals),
+        _row_bytes=ROW_BYTES,
         peers=[(rank - step) % world for step in range(1, world)],
-    )  # fmt: skip
+    )
     monkeypatch.setattr(scatter, "ring_window", _Windows.ring_window)
     prepared._copies = PreparedScatter._list_copies(prepared, ROW_BYTES)
     prepared._first_flags = PreparedScatter._fan_of_first_flags(prepared)

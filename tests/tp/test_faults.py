@@ -18,9 +18,7 @@ TIMEOUT_S = 3
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs store", "gemm_rs copy"])
 @pytest.mark.parametrize("fault", ["killed", "stalled"])
 def test_survivors_raise_peer_timeout(op, fault):
-    outcomes = run_workers_once(
-        3, bodies.peer_fails, op, fault, timeout_s=60, env={"DITRON_TIMEOUT_S": str(TIMEOUT_S)}
-    )
+    outcomes = run_workers_once(3, bodies.peer_fails, op, fault, env={"DITRON_TIMEOUT_S": str(TIMEOUT_S)})
     missing = 2
     for outcome in outcomes:
         if outcome.rank == missing:

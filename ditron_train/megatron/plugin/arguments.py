@@ -37,7 +37,7 @@ FEATURES: dict[str, str] = {
     "muon": "the Muon optimizer",
 }
 
-#: The module of each feature: what it replaces (``class_map``, ``symbols``), how it is begun and ended (``start``, ``stop``).
+#: The module of each feature: what it replaces (``class_map``, ``symbols``), and its ``start`` and ``stop``.
 FEATURE_MODULES = {
     "tp": "ditron_train.megatron.tp.layers",
     "sp": "ditron_train.megatron.sp.attention",
@@ -168,8 +168,8 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_argparse_features,
         default=(),
         metavar="NAME[,NAME]",
-        help="Overlap communication with computation in these parts of the model, without changing a bit of the result. "
-        f"{listed}. What is not covered runs natively, with one log line saying why.",
+        help="Overlap communication with computation in these parts of the model, without changing a bit of the "
+        f"result. {listed}. What is not covered runs natively, with one log line saying why.",
     )
     group.add_argument(
         "--ditron-transport",
@@ -190,31 +190,33 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_argparse_setting("DITRON_POLICY"),
         default=None,
         metavar="{strict,fast,bits,force}",
-        help="When ours runs instead of native. strict (the default): where its bits equal native's and its time is lower, on this "
-        "machine at this shape; fast: where its time is lower; bits: where its bits equal native's; force: wherever it can. "
-        "Overrides DITRON_POLICY.",
+        help="When ours runs instead of native. strict (the default): where its bits equal native's and its time is "
+        "lower, on this machine at this shape; fast: where its time is lower; bits: where its bits equal native's; "
+        "force: wherever it can. Overrides DITRON_POLICY.",
     )
     group.add_argument(
         "--ditron-plan",
         default=None,
         metavar="FILE",
-        help="File with the decisions of an earlier run, which are not measured again; new ones are added. Overrides DITRON_PLAN.",
+        help="File with the decisions of an earlier run, which are not measured again; new ones are added. "
+        "Overrides DITRON_PLAN.",
     )
     group.add_argument(
         "--ditron-record",
         default=None,
         metavar="DIR",
-        help="Notes the losses, the gradient norm and the time of every step there, and a digest of the parameters after the "
-        "first and the last; also without --ditron. `python -m ditron_train compare` makes two such jobs and compares them.",
+        help="Notes the losses, the gradient norm and the time of every step there, and a digest of the parameters "
+        "after the first and the last; also without --ditron. `python -m ditron_train compare` makes two such jobs "
+        "and compares them.",
     )
     group.add_argument(
         "--ditron-record-trace",
         type=_argparse_trace,
         default=None,
         metavar="STEP[,RANK]",
-        help="With --ditron-record: keeps there what the GPU of RANK (default 0) ran in that one step, as a Chrome trace "
-        "(trace-rank<RANK>.json; Perfetto shows it). STEP: its number, or `middle`: in the middle of the steps that compare times. "
-        "The time of the step is not noted; its result is as ever.",
+        help="With --ditron-record: keeps there what the GPU of RANK (default 0) ran in that one step, as a Chrome "
+        "trace (trace-rank<RANK>.json; Perfetto shows it). STEP: its number, or `middle`: in the middle of the steps "
+        "that compare times. The time of the step is not noted; its result is as ever.",
     )
     return parser
 

@@ -16,9 +16,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Where the forwards are that ours know. Not all of megatron-core: for inference, and for attentions of other kinds,
 #: it has subclasses of these layers whose forwards do more.
 _KNOWN = (
-    "megatron.core.tensor_parallel.layers", "megatron.core.extensions.transformer_engine", "megatron.core.transformer.moe.experts",
-    "megatron.core.transformer.dot_product_attention", "transformer_engine.", "ditron_train.",
-)  # fmt: skip
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.transformer.moe.experts",
+    "megatron.core.transformer.dot_product_attention",
+    "transformer_engine.",
+    "ditron_train.",
+)
 
 
 def signed_as(native: Callable[..., Any]) -> Callable[[_Function], _Function]:

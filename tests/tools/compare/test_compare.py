@@ -21,6 +21,7 @@ from ditron_train.tools.compare.launch import LAUNCHER, run_job, with_launcher
 from ditron_train.tools.compare.side_by_side import show, write_row
 from ditron_train.tools.compare.steps import differences, read_job
 from ditron_train.tools.results import read_results, write_results
+from tests.support.patience import HANG_S
 from tests.support.processes import run_workers
 
 ARGUMENTS = """
@@ -46,7 +47,10 @@ _args = None
 def get_args():
     return _args
 
-def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func, iteration=None):
+def train_step(
+    forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func,
+    iteration=None,
+):
     from ditron_train.megatron import active_features
     optimizer.zero_grad()
     loss = (model(torch.full((2, 8), 1.0 + iteration)) ** 2).mean()
@@ -87,7 +91,9 @@ def _compare(tmp_path, *words):
         os.environ, PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]), TRITON_INTERPRET="1"
     )
     command = [sys.executable, "-m", "ditron_train", "compare", "--ditron", "tp", "--output", tmp_path / "out", *words]
-    return subprocess.run(list(map(str, command)), check=False, env=env, capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        list(map(str, command)), check=False, env=env, capture_output=True, text=True, timeout=HANG_S
+    )
 
 
 @pytest.fixture

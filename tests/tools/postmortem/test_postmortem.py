@@ -25,7 +25,7 @@ from tests.support.processes import run_workers_once  # noqa: E402
 
 def _after(world_size: int, folder: Path, body, *arguments):
     env = {"DITRON_POSTMORTEM": str(folder), "DITRON_TIMEOUT_S": "2"}
-    outcomes = run_workers_once(world_size, body, *arguments, timeout_s=60, env=env)
+    outcomes = run_workers_once(world_size, body, *arguments, env=env)
     return outcomes, read_folder(folder)
 
 

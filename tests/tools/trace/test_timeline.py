@@ -96,13 +96,19 @@ def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
 
 
 #: What ours launch, by what runs in it.
-GEMMS = """ag_gemm_kernel gemm_rs_kernel gemm_kernel gemm_a2a_kernel a2a_gemm_kernel dispatch_gemm_kernel gemm_combine_kernel
-    group_gemm_kernel group_wgrad_kernel addmm_kernel symmetric_kernel""".split()
-COMMUNICATION = """push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel receive_kernel arrived_kernel await_kernel
+GEMMS = """
+    ag_gemm_kernel gemm_rs_kernel gemm_kernel gemm_a2a_kernel a2a_gemm_kernel dispatch_gemm_kernel
+    gemm_combine_kernel group_gemm_kernel group_wgrad_kernel addmm_kernel symmetric_kernel
+""".split()
+COMMUNICATION = """
+    push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel receive_kernel arrived_kernel await_kernel
     await_message_kernel notify_kernel agree_kernel push_tokens push_ahead place_arrived return_rows sum_returned
-    exchange_counts""".split()
-OTHERS = """copy_rows_kernel fold_rows_kernel normalize_kernel momentum_kernel update_kernel list_tiles plan_tiles count_chunks
-    list_entries""".split()
+    exchange_counts
+""".split()
+OTHERS = """
+    copy_rows_kernel fold_rows_kernel normalize_kernel momentum_kernel update_kernel list_tiles plan_tiles
+    count_chunks list_entries
+""".split()
 
 
 def read_names(tmp_path: Path, names: list[str]) -> list[Interval]:
@@ -118,9 +124,11 @@ def test_every_kernel_of_ours_is_known(tmp_path: Path) -> None:
         node for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     )
     kernels = {
-        node.name for node in functions
-        if isinstance(node, ast.FunctionDef) and any(ast.unparse(mark).startswith("triton.jit") for mark in node.decorator_list)
-    }  # fmt: skip
+        node.name
+        for node in functions
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(mark).startswith("triton.jit") for mark in node.decorator_list)
+    }
     known = {*GEMMS, *COMMUNICATION, *OTHERS}
     assert {name for name in kernels if name.endswith("_kernel")} <= known <= kernels
     assert all(is_gemm(interval) for interval in read_names(tmp_path, GEMMS))
@@ -129,13 +137,22 @@ def test_every_kernel_of_ours_is_known(tmp_path: Path) -> None:
 
 
 def test_kernels_of_others(tmp_path: Path) -> None:
-    gemms = ["nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "void cublasLt::splitKreduce_kernel<32, 16, int, float>(X)",
-             "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "void gemv2T_kernel_val<int, float>(X)",
-             "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<X>>>(Y)"]  # fmt: skip
-    others = ["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "triton_poi_fused_mul_silu_split_0",
-              "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::Fwd<cutlass::gemm::X>>>(Y)", "_permute_kernel",
-              "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<X>(Y)", "Memset (Device)",
-              "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<X>(Y)"]  # fmt: skip
+    gemms = [
+        "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(X)",
+        "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+        "void gemv2T_kernel_val<int, float>(X)",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<X>>>(Y)",
+    ]
+    others = [
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26",
+        "triton_poi_fused_mul_silu_split_0",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::Fwd<cutlass::gemm::X>>>(Y)",
+        "_permute_kernel",
+        "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<X>(Y)",
+        "Memset (Device)",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<X>(Y)",
+    ]
     moves = ["ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "Memcpy PtoP (Device -> Device)",
              "void c10d::symmetric_memory::barrier_kernel(X)", "void nvshmemi_transfer_rma_kernel(X)"]  # fmt: skip
     assert all(is_gemm(interval) for interval in read_names(tmp_path, gemms))

@@ -130,9 +130,21 @@ def test_the_users_table_is_chosen_by(tmp_path: Path, monkeypatch: pytest.Monkey
         ("[]", "not a tuning table of this version"),
         ('{"format": "ditron_train tuning 0"}', "not a tuning table of this version"),
         ('{"format": "ditron_train tuning 1", "device": "NVIDIA H200"}', "make it anew"),
-        ('{"format": "ditron_train tuning 1", "device": "NVIDIA H200", "made_with": {}, "rates": {"gemm": 1}, "choices": {}}', "anew"),
-        ('{"format": "ditron_train tuning 1", "device": "NVIDIA H200", "made_with": {}, "rates": null, "choices": {"4 ranks": 1}}', "anew"),
-        ('{"format": "ditron_train tuning 1", "device": "NVIDIA B200", "made_with": {}, "rates": null, "choices": {}}', "made on NVIDIA B200"),
+        (
+            '{"format": "ditron_train tuning 1", "device": "NVIDIA H200", '
+            '"made_with": {}, "rates": {"gemm": 1}, "choices": {}}',
+            "anew",
+        ),
+        (
+            '{"format": "ditron_train tuning 1", "device": "NVIDIA H200", '
+            '"made_with": {}, "rates": null, "choices": {"4 ranks": 1}}',
+            "anew",
+        ),
+        (
+            '{"format": "ditron_train tuning 1", "device": "NVIDIA B200", '
+            '"made_with": {}, "rates": null, "choices": {}}',
+            "made on NVIDIA B200",
+        ),
     ],
 )  # fmt: skip
 def test_a_bad_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:

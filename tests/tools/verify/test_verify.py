@@ -209,8 +209,22 @@ def test_every_room(tmp_path: Path) -> None:
     words = "--rooms all --repeat 1 --straggler-ms 1 --column 8 8 8 --seq-length 32".split()
     assert run_workers(2, _run, *words, "--output", str(tmp_path)) == [0, 0]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
-    ops = {"column_linear", "gemm_a2a", "a2a_gemm", "qkv_projection", "output_projection", "dispatch", "combine", "group_gemm",
-           "group_dgrad", "group_wgrad", "moe_layer", "send_recv", "pipeline_step", "muon_step"}  # fmt: skip
+    ops = {
+        "column_linear",
+        "gemm_a2a",
+        "a2a_gemm",
+        "qkv_projection",
+        "output_projection",
+        "dispatch",
+        "combine",
+        "group_gemm",
+        "group_dgrad",
+        "group_wgrad",
+        "moe_layer",
+        "send_recv",
+        "pipeline_step",
+        "muon_step",
+    }
     assert {row.op for row in rows} == ops and all(row.bitwise_equal for row in rows)
     others = len(rows) - 1
     assert stamp.settings["summary"].endswith(
@@ -294,7 +308,9 @@ def test_bad_input_is_refused_on_every_rank() -> None:
 
 
 def test_model_from_megatrons_arguments() -> None:
-    words = "--hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-query-groups 4 --seq-length 512".split()
+    words = (
+        "--hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-query-groups 4 --seq-length 512"
+    ).split()
     cases = model_cases(model_sizes(arguments(*words, "--micro-batch-size", "2"), True), torch.bfloat16)
     assert [(c.name, c.kind, c.m, c.n, c.k) for c in cases] == [
         ("qkv", "column", 1024, 1536, 1024),
