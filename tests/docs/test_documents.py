@@ -84,7 +84,7 @@ def is_module_or_member(name: str) -> bool:
 def missing_names(text: str) -> list[str]:
     """Paths and modules in backticks that are not there."""
     missing = []
-    for code in re.findall(r"`([^`\n]+)`", prose(text)):
+    for code in re.findall(r"`([^`]+)`", prose(text)):
         for word in code.split():
             word = word.strip(",;:()'\"")
             if re.search(r"[<>*${}]|\.\.\.", word):
