@@ -193,6 +193,23 @@ def check_python(words: list[str]) -> None:
             check_command(own)
 
 
+def texts_of_the_package() -> str:
+    """Every text in the code, with dots where a value is put in."""
+    texts = []
+    for path in sorted((ROOT / "ditron_train").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(
+                        str(getattr(part, "value", "")) if isinstance(part, ast.Constant) else "..."
+                        for part in node.values
+                    )
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
 def load(path: Path) -> ModuleType:
     """A module by its file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -272,6 +289,17 @@ def test_floors_are_those_that_are_checked() -> None:
     rows = re.findall(r"^\| (\d+\.\d+) \| `(\w+)` \|", text, re.MULTILINE)
     floors = load(ROOT / "tests" / "house" / "test_floors.py").FLOORS
     assert {room: float(floor) for floor, room in rows} == floors
+
+
+def test_log_lines_are_those_of_the_code() -> None:
+    """What the table of reasons quotes stands in the code, part by part."""
+    text, said = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), texts_of_the_package()
+    table = text.split("| the log says |")[1].split("\n\n")[0]
+    quoted = [
+        code for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) for code in re.findall(r"`([^`]+)`", row)
+    ]
+    parts = [part.strip(" ().") for code in quoted for part in code.split("...")]
+    assert len(quoted) > 20 and [part for part in parts if len(part) > 4 and part not in said] == []
 
 
 def test_every_op_has_a_page_and_every_page_is_linked() -> None:
