@@ -13,12 +13,21 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import ditron_train
 
-__all__ = ["main"]
+__all__ = ["command_parsers", "main"]
 
 _REQUIRED = ("torch", "triton", "numpy", "packaging", "rich")
+_TOOLS = {
+    "tune": "ditron_train.tools.tune.tuner",
+    "verify": "ditron_train.tools.verify.verifier",
+    "compare": "ditron_train.tools.compare.comparison",
+    "postmortem": "ditron_train.tools.postmortem.verdict",
+    "trace": "ditron_train.tools.trace.tracer",
+}
+"""Modules with ``add_arguments(parser)`` and ``run(arguments)``."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,40 +84,59 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment()
-    return _run_tool(f"bench {arguments.bench}", f"ditron_train.tools.bench.{arguments.bench}", rest)
+    return _run_tool(f"bench {arguments.bench}", rest)
 
 
 def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment()
-    return _run_tool("trace", "ditron_train.tools.trace.tracer", rest)
+    return _run_tool("trace", rest)
 
 
 def _tune(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment()
-    return _run_tool("tune", "ditron_train.tools.tune.tuner", rest)
+    return _run_tool("tune", rest)
 
 
 def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment(as_a_job=any(word.startswith("--plan") for word in rest))
-    return _run_tool("verify", "ditron_train.tools.verify.verifier", rest)
+    return _run_tool("verify", rest)
 
 
 def _compare(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    return _run_tool("compare", "ditron_train.tools.compare.comparison", rest)
+    return _run_tool("compare", rest)
 
 
 def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    return _run_tool("postmortem", "ditron_train.tools.postmortem.verdict", rest)
+    return _run_tool("postmortem", rest)
 
 
-def _run_tool(command: str, module_name: str, rest: Sequence[str]) -> int:
-    """Hands ``rest`` to a module with ``add_arguments(parser)`` and ``run(arguments)``."""
-    module = importlib.import_module(module_name)
+def _run_tool(command: str, rest: Sequence[str]) -> int:
+    module, parser = _tool(command)
+    return module.run(parser.parse_args(rest))
+
+
+def _tool(command: str) -> tuple[Any, argparse.ArgumentParser]:
+    """A command's module, and the parser of what stands behind the command."""
+    module = importlib.import_module(_TOOLS.get(command) or f"ditron_train.tools.{command.replace(' ', '.')}")
     parser = argparse.ArgumentParser(
         prog=f"python -m ditron_train {command}", description=module.__doc__, allow_abbrev=False
     )
     module.add_arguments(parser)
-    return module.run(parser.parse_args(rest))
+    return module, parser
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Every command with the parser of its own options; imports what the commands need."""
+    from ditron_train.tools.bench import available_benches
+
+    choices = _subcommands(_parser())
+    tools = [*(f"bench {name}" for name in available_benches()), *_TOOLS]
+    return {"doctor": choices["doctor"], **{command: _tool(command)[1] for command in tools}}
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
 
 
 def _set_megatron_environment(*, as_a_job: bool = False) -> None:

@@ -1,5 +1,7 @@
-"""Makes the README's generated parts, the page of results and its pictures anew (--check: only says whether they are
-current)."""
+"""Makes the generated parts of the documents, the page of results and its pictures anew.
+
+``--check`` only says whether they are current; ``--no-pictures`` leaves the pictures as they are.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,45 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
-def main() -> int:
-    """Writes what changed; with ``--check`` returns 1 where something would change."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    arguments = parser.parse_args()
-    from ditron_train.tools.bench.document import RESULTS_PAGE, picture_path, render, render_results, roofline_path
+def wanted_documents() -> dict[Path, str]:
+    """Every document with a generated part, as it should be."""
+    from reference import PARTS
+
+    from ditron_train.tools.bench.document import RESULTS_PAGE, render, render_results, result_parts
+
+    results = result_parts(ROOT)
+    parts = {"README.md": {"gains": results["gains"]}, "docs/measurements/index.md": {"steps": results["steps"]}}
+    for page, made in PARTS.items():
+        parts[page] = {**parts.get(page, {}), **made}
+    wanted = {ROOT / page: render((ROOT / page).read_text(encoding="utf-8"), made) for page, made in parts.items()}
+    return {**wanted, ROOT / RESULTS_PAGE: render_results(ROOT)}
+
+
+def draw_pictures() -> None:
+    """The pictures of all results."""
+    from ditron_train.tools.bench.document import picture_path, roofline_path
     from ditron_train.tools.bench.pictures import draw_speedups
     from ditron_train.tools.bench.roofline import draw_roofline, has_roofline
     from ditron_train.tools.results import TRAINING, measurement_files, read_results
 
-    if not arguments.check:
-        for path in measurement_files(ROOT):
-            if path.stem == TRAINING:  # a picture of one bar each says nothing
-                continue
-            stamp, rows = read_results(path)
-            draw_speedups(rows, stamp, ROOT / picture_path(path.relative_to(ROOT)))
-            if has_roofline(rows):
-                draw_roofline(rows, stamp, ROOT / roofline_path(path.relative_to(ROOT)))
-    readme, page = ROOT / "README.md", ROOT / RESULTS_PAGE
-    wanted = {readme: render(readme.read_text(encoding="utf-8"), ROOT), page: render_results(ROOT)}
+    for path in measurement_files(ROOT):
+        if path.stem == TRAINING:  # a picture of one bar each says nothing
+            continue
+        stamp, rows = read_results(path)
+        draw_speedups(rows, stamp, ROOT / picture_path(path.relative_to(ROOT)))
+        if has_roofline(rows):
+            draw_roofline(rows, stamp, ROOT / roofline_path(path.relative_to(ROOT)))
+
+
+def main() -> int:
+    """Writes what changed; with ``--check`` returns 1 where something would change."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--no-pictures", action="store_true")
+    arguments = parser.parse_args()
+    if not (arguments.check or arguments.no_pictures):
+        draw_pictures()
+    wanted = wanted_documents()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if arguments.check:

@@ -57,16 +57,6 @@ def is_stand_in() -> bool:
     return getattr(sys.modules.get(_PACKAGE), "is_ditron_stand_in", False)
 
 
-@contextlib.contextmanager
-def _fp32_matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def _newton_schulz(
     x: torch.Tensor,
     steps: int,

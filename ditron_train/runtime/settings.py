@@ -1,7 +1,7 @@
 """Every ``DITRON_*`` environment variable, stated once.
 
-``SETTINGS`` is the table from which the README's list is made; ``get_settings()`` reads the environment at the time of
-the call, so nothing is read on import and a test can set a variable.
+``SETTINGS`` is the table from which ``docs/reference/settings.md`` is made; ``get_settings()`` reads the environment
+at the time of the call, so nothing is read on import and a test can set a variable.
 """
 
 from __future__ import annotations

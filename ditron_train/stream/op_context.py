@@ -14,6 +14,7 @@ from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, wi
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, world_group
+from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of

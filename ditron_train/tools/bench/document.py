@@ -1,5 +1,5 @@
-"""Writes the generated parts of the README (gains, training steps, environment variables, supported versions) and,
-whole, the page with the means and tables of all results. ``python scripts/readme.py`` calls this.
+"""Writes the parts of documents that are made from results (gains, training steps) and, whole, the page with the means
+and tables of all results. ``python scripts/readme.py`` calls this.
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``.
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ditron_train.runtime.settings import SETTINGS
-from ditron_train.runtime.versions import SUPPORTED
 from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, measurement_files, read_results
 from ditron_train.tools.tables import markdown_table, model_words
 
-__all__ = ["PICTURES", "RESULTS_PAGE", "picture_path", "render", "render_results", "roofline_path"]
+__all__ = ["PICTURES", "RESULTS_PAGE", "picture_path", "render", "render_results", "result_parts", "roofline_path"]
 
 PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
@@ -42,44 +40,28 @@ def roofline_path(result: Path) -> Path:
     return PICTURES / f"{result.parent.name}-{result.stem}-roofline.png"
 
 
-def render(text: str, root: Path) -> str:
-    """Returns the README's ``text`` with every generated part made anew.
+def render(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """Returns the document ``text`` with each of its generated ``parts`` made anew.
 
     Args:
-        text: The README as it is.
-        root: The repository, whose ``benchmarks/results`` are shown.
+        text: The document as it is.
+        parts: Name of each part that it has to have, and what makes the part.
 
     Raises:
-        ValueError: A part's marks are missing, or a results file cannot be read.
+        ValueError: A part's marks are missing or stand twice, or a results file cannot be read.
     """
-    parts: dict[str, Callable[[], str]] = {
-        "gains": lambda: _gains(root),
-        "steps": lambda: _steps(root),
-        "settings": _settings,
-        "versions": _versions,
-    }
     for name, make in parts.items():
         pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
         if len(pattern.findall(text)) != 1:
-            raise ValueError(f"the README needs one part between <!-- begin {name} --> and <!-- end {name} -->")
-        text = pattern.sub(lambda match, made=make(): f"{match.group(1)}{made}\n{match.group(2)}", text)
+            raise ValueError(f"the document needs one part between <!-- begin {name} --> and <!-- end {name} -->")
+        (begin, end), made = pattern.findall(text)[0], make()
+        text = pattern.sub(lambda _, part=f"{begin}{made}\n{end}": part, text)
     return text
 
 
-def _settings() -> str:
-    lines = ["| variable | value | default | what it does |", "| --- | --- | --- | --- |"]
-    for setting in SETTINGS:
-        default = "unset" if setting.default is None else f"`{setting.default}`"
-        lines.append(f"| `{setting.variable}` | {setting.type_name} | {default} | {setting.help} |")
-    return "\n".join(lines)
-
-
-def _versions() -> str:
-    lines = ["| library | supported | needed | why |", "| --- | --- | --- | --- |"]
-    for entry in SUPPORTED:
-        needed = "always" if entry.required else "optional"
-        lines.append(f"| {entry.name} | `{entry.specifier}` | {needed} | {entry.why} |")
-    return "\n".join(lines)
+def result_parts(root: Path) -> dict[str, Callable[[], str]]:
+    """The parts that are made from the repository's ``benchmarks/results``: ``gains`` and ``steps``."""
+    return {"gains": lambda: _gains(root), "steps": lambda: _steps(root)}
 
 
 def _gains(root: Path) -> str:
@@ -88,7 +70,7 @@ def _gains(root: Path) -> str:
     measured = (read_results(path) for path in measurement_files(root) if path.stem != "verify")
     results = sorted(measured, key=lambda result: result[0].count)
     lines = [
-        "| `--ditron` | speed over native, from the least to the most of the shapes | bits | measured on |",
+        "| `--ditron` | speed over Megatron's path, from the least to the most of the shapes | bits | measured on |",
         "| --- | --- | --- | --- |",
     ]
     for feature, headlines in _HEADLINES.items():
@@ -123,7 +105,7 @@ def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
     named = [(row.op.removeprefix(TRAINING_STEP), stamp, row) for stamp, row in steps]
     named.sort(key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count))
     lines = [
-        "| `--ditron` | trained | on | native | ours | speed | bits |",
+        "| `--ditron` | trained | on | Megatron | fused | speed | bits |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for features, stamp, row in named:
@@ -142,7 +124,8 @@ def _op_words(op: str, direction: str) -> str:
 def render_results(root: Path) -> str:
     """The page with every committed result: conditions, means, tables and pictures."""
     sections = [_section(path, root) for path in measurement_files(root)]
-    intro = "# Results\n\nMade by `python scripts/readme.py` from `results/`. How it is measured: [README](../README.md#measured)."
+    how = "How it is measured: [measurements](../docs/measurements/index.md)."
+    intro = f"# Results\n\nMade by `python scripts/readme.py` from `results/`. {how}"
     return "\n\n".join([intro, *sections]) + "\n"
 
 

@@ -324,7 +324,10 @@ def _settings(facts: Facts) -> list[Finding]:
     if unknown:
         return [
             Finding(
-                "settings", "warning", f"nothing reads {', '.join(unknown)}", "correct the name; README lists them all"
+                "settings",
+                "warning",
+                f"nothing reads {', '.join(unknown)}",
+                "correct the name; docs/reference/settings.md lists them all",
             )
         ]
     text = ", ".join(f"{name}={value}" for name, value in mine.items()) or "no DITRON_* variable is set"

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from ditron_train.megatron.plugin.arguments import available_features
-from ditron_train.tools.bench.document import RESULTS_PAGE, picture_path, render, render_results
+from ditron_train.tools.bench.document import picture_path, render, render_results, result_parts
 from ditron_train.tools.bench.pictures import draw_speedups
 from ditron_train.tools.results import RESULTS, TRAINING, Row, Stamp, read_results, result_path, write_results
 from ditron_train.tools.stamp import collect_stamp
@@ -144,12 +144,6 @@ def test_picture(tmp_path: Path) -> None:
     assert (tmp_path / "sub" / "tp.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_readme_parts_are_current() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert render(text, ROOT) == text, "python scripts/readme.py"
-    assert render_results(ROOT) == (ROOT / RESULTS_PAGE).read_text(encoding="utf-8"), "python scripts/readme.py"
-
-
 def test_readme_names_every_feature() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in available_features() if f"| `{name}` |" not in text] == []
@@ -181,20 +175,19 @@ def test_sizes_of_a_training_in_words() -> None:
     assert model_words(dataclasses.replace(SHORT, shape={"ffn_hidden_size": 96, "moe_router_topk": 2})) == "FFN 96"
 
 
-def test_readme_shows_results(tmp_path: Path) -> None:
+def test_documents_show_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
-    marks = "".join(
-        f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("gains", "steps", "settings", "versions")
-    )
-    text = render(f"intro\n{marks}outro", tmp_path)
+    parts = result_parts(tmp_path)
+    marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in parts)
+    text = render(f"intro\n{marks}outro", parts)
     assert text.startswith("intro") and text.endswith("outro") and "\nold\n" not in text
     page = render_results(tmp_path)
     assert "8 x NVIDIA H200" in page and "2.50x async-TP" in page and "**BITS DIFFER**" in page
     write_results(tmp_path / RESULTS, "verify", stamp(device="NVIDIA H200"), [SHORT])
-    text = render(text, tmp_path)
+    text = render(text, parts)
     assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x NVIDIA H200 |" in text
     assert markdown_table([FULL, SHORT]) in page
-    assert render(text, tmp_path) == text
+    assert render(text, parts) == text
     assert "No training step of a GPU machine" in text
     shape = {
         "num_layers": 6,
@@ -213,7 +206,7 @@ def test_readme_shows_results(tmp_path: Path) -> None:
         stamp(device="NVIDIA H200"),
         [steps[0], dataclasses.replace(steps[1], commit="abc"), steps[2]],
     )
-    text = render(text, tmp_path)
+    text = render(text, parts)
     lines = [
         line
         for line in text.splitlines()
@@ -222,4 +215,4 @@ def test_readme_shows_results(tmp_path: Path) -> None:
     assert [line.split("`")[1] for line in lines] == ["tp", "tp,pp", "ep"]
     assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)
     with pytest.raises(ValueError, match="begin gains"):
-        render("<!-- begin settings -->\n<!-- end settings -->", tmp_path)
+        render("<!-- begin steps -->\n<!-- end steps -->", parts)

@@ -1,0 +1,123 @@
+"""What the workers of the documents' tests run: the plain code of each op's page, beside the op."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PAGES = Path(__file__).parents[2] / "docs" / "design" / "ops"
+CPU = torch.device("cpu")
+
+
+def plain_code(page: str) -> dict[str, Any]:
+    """The names that the Python blocks of a page define."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small integers: sums are exact in any order."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tensor_parallel() -> None:
+    """Both ops and both layers."""
+    from ditron_train.tp import ag_gemm, column_linear, gemm_rs, get_context, row_linear
+
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    context = get_context(group, CPU)
+    x, weight = integers(24, 16, seed=1 + rank), integers(40, 16, seed=11 + rank)
+    gathered = plain_code("ag_gemm.md")["plain_ag_gemm"](x, weight, group)
+    assert torch.equal(ag_gemm(x, weight, context=context), gathered)
+    code = plain_code("gemm_rs.md")
+    rows, weight_2 = integers(24 * world, 16, seed=21 + rank), integers(32, 16, seed=31 + rank)
+    assert torch.equal(gemm_rs(rows, weight_2, context=context), code["plain_gemm_rs"](rows, weight_2, group))
+
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = column_linear(*leaves, context=context)
+    grad = integers(*y.shape, seed=41 + rank)
+    y.backward(grad)
+    wanted = plain_code("column_linear.md")["plain_column_linear_backward"](x, weight, grad, group)
+    assert all(torch.equal(leaf.grad, one) for leaf, one in zip(leaves, wanted))
+
+    leaves = rows.clone().requires_grad_(), weight_2.clone().requires_grad_()
+    y = row_linear(*leaves, context=context)
+    grad = integers(*y.shape, seed=51 + rank)
+    y.backward(grad)
+    wanted = plain_code("row_linear.md")["plain_row_linear_backward"](rows, weight_2, grad, group)
+    assert all(torch.equal(leaf.grad, one) for leaf, one in zip(leaves, wanted))
+
+
+def ring_order() -> None:
+    """The order of the sum, on values that round."""
+    from ditron_train.tp import gemm_rs, get_context
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(8 * world, 16, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    partials = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(partials, x)
+    own = [partial[8 * rank : 8 * rank + 8] for partial in partials]
+    wanted = plain_code("gemm_rs.md")["ring_sum"](own, rank)
+    weight = torch.eye(16, dtype=torch.bfloat16)  # so that each rank's product is its x
+    assert torch.equal(gemm_rs(x, weight, context=get_context(dist.group.WORLD, CPU)), wanted)
+
+
+def ulysses() -> None:
+    """Both projections with one part of two heads a rank."""
+    from ditron_train.sp import a2a_gemm, gemm_a2a, get_context, output_layout
+
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    context, layout = get_context(group, CPU), output_layout(2 * world, 8, world)
+    x, weight = integers(16, 24, seed=1 + rank), integers(world * 16, 24, seed=2)
+    (part,) = gemm_a2a(x, weight, context=context, layout=layout)
+    assert torch.equal(part.flatten(1), plain_code("gemm_a2a.md")["plain_gemm_a2a"](x, weight, group))
+    back = integers(24, world * 16, seed=3)
+    y = a2a_gemm((part,), back, context=context, layout=layout)
+    assert torch.equal(y, plain_code("a2a_gemm.md")["plain_a2a_gemm"](part.flatten(1), back, group))
+
+
+def experts() -> None:
+    """Dispatch and combine of a random routing."""
+    from ditron_train.ep import begin_layout, combine, dispatch, get_ep_context
+
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    tokens, hidden, num_experts, topk = 12, 16, 4 * world, 3
+    context = get_ep_context(group, CPU, num_experts, topk)
+    generator = torch.Generator().manual_seed(rank)
+    routed = torch.zeros(tokens, num_experts, dtype=torch.bool)
+    routed.scatter_(1, torch.rand(tokens, num_experts, generator=generator).topk(topk, dim=1).indices, True)
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+    layout = begin_layout(routed, torch.rand(tokens, num_experts) * routed, hidden, x.dtype, context).finish()
+    rows, _ = dispatch(x, layout, context)
+    assert torch.equal(rows, plain_code("dispatch.md")["plain_dispatch"](x, routed, group))
+    plain_sum = plain_code("combine.md")["plain_sum"]
+    scaled = rows * (1 + rank)  # so that the rows of a token differ by the rank of their experts
+    for order in ("ascending_rounded", "ascending", "descending"):
+        out, _ = combine(scaled, layout, context, order=order)
+        for token in range(tokens):
+            owners = routed[token].nonzero().flatten() // (num_experts // world)
+            back = torch.stack([x[token] * (1 + owner) for owner in owners.tolist()])
+            assert torch.equal(out[token], plain_sum(back, order)), order
+
+
+def pipeline() -> None:
+    """A ring of messages."""
+    from ditron_train.pp import exchange, get_pipeline_context
+    from ditron_train.pp.messages import Header
+
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    message, expected = integers(6, 5, seed=1 + rank), torch.empty(6, 5)
+    plain = plain_code("send_recv.md")["plain_exchange"]
+    received = plain(message, expected, (rank + 1) % world, (rank - 1) % world)
+    context = get_pipeline_context(group, CPU)
+    context.reserve(message.nbytes)
+    handles = exchange(context, send_next=message, recv_prev=Header(tuple(message.shape), message.dtype))
+    for handle in handles.values():
+        handle.wait()
+    assert torch.equal(handles["recv_prev"].tensor, received)
