@@ -77,6 +77,8 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from ditron_train.tools.doctor import examine, show
 
     _refuse(rest)
+    if not arguments.json:
+        importlib.import_module("torch")  # for people: one line, which is what to do first
     report = examine()
     print(report.to_json()) if arguments.json else show(report)
     return 0 if report.healthy else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,13 @@ def test_import_does_nothing_else() -> None:
 
 
 def _without_torch(*words: str) -> subprocess.CompletedProcess[str]:
-    code = f"import sys; sys.modules['torch'] = None\nfrom ditron_train.cli import main\nsys.exit(main({list(words)}))"
+    return _without("torch", *words)
+
+
+def _without(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\nfrom ditron_train.cli import main\nsys.exit(main({list(words)}))"
+    )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
@@ -112,6 +119,37 @@ def test_missing_torch_is_said() -> None:
     assert (
         done.returncode == 2 and done.stderr == "error: torch is not installed here; pip install 'torch>=2.11,<2.14'\n"
     )
+
+
+@pytest.mark.parametrize("module", ["torch", "triton"])
+def test_the_doctor_says_in_json_what_it_sees_without(module: str) -> None:
+    done = _without(module, "doctor", "--json")
+    assert done.returncode == 1 and not done.stderr
+    report = json.loads(done.stdout)
+    assert report["healthy"] is False and report["features"] == []
+    errors = [finding["text"] for finding in report["findings"] if finding["level"] == "error"]
+    assert f"{module} is not installed" in errors
+    facts = report["facts"]
+    assert facts["versions"][module] is None and facts["versions"]["python"] and facts["shared_memory"]
+    assert facts["interfaces"] == [name for _, name in socket.if_nameindex() if name != "lo"]
+
+
+def test_what_is_missing_is_named() -> None:
+    pytest.importorskip("megatron.core")
+    done = _without("triton", "verify")
+    assert done.returncode == 2 and "megatron-core" not in done.stderr
+    assert "triton" in done.stderr and "pip install 'triton>=" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_schedule_of_too_many_tiles_is_refused(capsys: pytest.CaptureFixture) -> None:
+    """It would take the memory of the machine."""
+    for words, said in (
+        (["100000000000", "100000000000", "10"], "no more than 4194304 are laid out"),
+        (["8192", "1000000", "8192", "--world-size", "100000"], "no more than 1024 are laid out"),
+    ):
+        assert main(["trace", "--schedule", "ag_gemm", "--shape", *words]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
 
 
 def test_records_are_read_without_torch(tmp_path: Path) -> None:

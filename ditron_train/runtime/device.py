@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-import shutil
-import subprocess
 import sys
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.nvidia_driver import driver_version
 
 __all__ = [
     "HOPPER_AND_NEWER",
@@ -108,13 +107,3 @@ def device_name(device: torch.device) -> str:
     """Returns the GPU's name, such as ``NVIDIA H200``, or ``CPU x86_64``."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-
-
-@lru_cache(maxsize=1)
-def driver_version() -> str | None:
-    """Returns the NVIDIA driver's version, None without one."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True).stdout.split()
-    return lines[0] if lines else None

@@ -84,6 +84,8 @@ def _versions(facts: Facts) -> list[Finding]:
 
 
 def _gpus(facts: Facts) -> list[Finding]:
+    if not facts.gpus and facts.versions.get("torch") is None:
+        return []  # nothing sees them
     if not facts.gpus and facts.driver:
         return [_unseen_gpus(facts)]
     if not facts.gpus:
@@ -312,7 +314,7 @@ def _settings(facts: Facts) -> list[Finding]:
     mine: Mapping[str, str] = {n: v for n, v in facts.environment.items() if n.startswith("DITRON_")}
     try:
         get_settings()
-        if facts.versions.get("torch") is not None:
+        if all(facts.versions.get(name) is not None for name in ("torch", "triton")):
             from ditron_train.policy import check_plan
             from ditron_train.runtime.tuning_table import check_table
 

@@ -33,10 +33,25 @@ class Report:
         """Whether no finding is an error; warnings and missing optional parts do not make a machine unhealthy."""
         return not any(finding.level == "error" for finding in self.findings)
 
+    @property
+    def verdict(self) -> str:
+        """The report in one sentence: a machine may be healthy, and nothing be quicker on it."""
+        if not self.healthy:
+            return "not healthy: see the errors above"
+        states = {feature.state for feature in self.features}
+        if "ours" in states:
+            return "healthy"
+        if "interpreted" in states:
+            return (
+                "healthy, to try the features: without GPUs they are interpreted, and slower than Megatron's own path"
+            )
+        return "healthy, but no feature does anything here: all of Megatron runs its own path, as without --ditron"
+
     def to_json(self) -> str:
         """Returns everything as one JSON object."""
         values = {
             "healthy": self.healthy,
+            "verdict": self.verdict,
             "findings": [asdict(finding) for finding in self.findings],
             "features": [asdict(feature) for feature in self.features],
             "facts": asdict(self.facts),
@@ -68,7 +83,8 @@ def show(report: Report, console: Console | None = None) -> None:
         features.add_row(
             f"[bold]--ditron {feature.name}[/]", f"[{_STATE_STYLES[feature.state]}]{feature.state}[/]", text
         )
-    console.print("\n[bold]what each feature would do here[/]")
-    console.print(features)
-    verdict = "[green]healthy[/]" if report.healthy else "[bold red]not healthy[/]: see the errors above"
-    console.print(f"\n{verdict}")
+    if report.features:
+        console.print("\n[bold]what each feature would do here[/]")
+        console.print(features)
+    word, rest = ("healthy", "green") if report.healthy else ("not healthy", "bold red")
+    console.print(f"\n[{rest}]{word}[/]{escape(report.verdict.removeprefix(word))}")

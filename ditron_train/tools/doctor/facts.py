@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import re
 import shutil
@@ -11,7 +12,9 @@ import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from ditron_train.runtime.nvidia_driver import driver_version
 from ditron_train.runtime.versions import find_versions
 
 __all__ = ["Facts", "Gpu", "collect_facts", "island_words", "parse_topology"]
@@ -97,25 +100,12 @@ def island_words(islands: list[list[int]]) -> str:
 
 
 def collect_facts() -> Facts:
-    """Looks at this machine and this process."""
-    import torch
-
-    from ditron_train.runtime.device import driver_version
-    from ditron_train.runtime.provenance import nccl_version
-    from ditron_train.stream.driver import has_driver
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Looks at this machine and this process; without torch, at what can be seen without it."""
+    versions = {**find_versions(), **{name: None for name in ("torch", "triton") if not _imports(name)}}
     return Facts(
-        versions=find_versions(),
-        gpus=tuple(_gpu(torch.cuda.get_device_properties(index)) for index in range(count)),
+        **(_facts_of_torch() if versions["torch"] is not None else {}),
+        versions=versions,
         driver=driver_version(),
-        torch_cuda=torch.version.cuda,
-        nccl=nccl_version(),
-        peer_access=tuple(
-            tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
-        ),
-        links=_links() if count > 1 else {},
-        multicast=_multicast(count),
         environment=_environment(),
         nccl_files=read_nccl_files(*_NCCL_FILES),
         nvshmem_library=_nvshmem_library(),
@@ -127,8 +117,35 @@ def collect_facts() -> Facts:
         libraries=_loaded_copies(),
         distributions=_duplicate_distributions(),
         compiler=_compiler(),
-        has_cuda_bindings=has_driver(),
+        has_cuda_bindings=_imports("cuda.bindings.driver"),
     )
+
+
+def _imports(module: str) -> bool:
+    """Whether a module is there and can be imported."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _facts_of_torch() -> dict[str, Any]:
+    import torch
+
+    from ditron_train.runtime.provenance import nccl_version
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "gpus": tuple(_gpu(torch.cuda.get_device_properties(index)) for index in range(count)),
+        "torch_cuda": torch.version.cuda,
+        "nccl": nccl_version(),
+        "peer_access": tuple(
+            tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
+        ),
+        "links": _links() if count > 1 else {},
+        "multicast": _multicast(count),
+    }
 
 
 def _gpu(properties: object) -> Gpu:
@@ -194,9 +211,7 @@ def _duplicate_distributions() -> dict[str, tuple[str, ...]]:
 
 
 def _loaded_copies() -> dict[str, tuple[str, ...]]:
-    """Libraries that are mapped from more than one file, after torch (imported here) and triton are loaded."""
-    import triton  # noqa: F401
-
+    """Libraries that are mapped from more than one file, after torch and triton are loaded (``collect_facts``)."""
     paths: dict[str, set[str]] = {}
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ditron_train.megatron.plugin.arguments import FEATURES, available_features
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.doctor.facts import Facts, island_words
 
@@ -65,12 +64,16 @@ def _across_nodes(name: str, facts: Facts) -> str:
 
 
 def judge_features(facts: Facts) -> list[FeatureState]:
-    """Returns one state for each feature that this version of the package has."""
-    return [_judge(name, facts) for name in available_features()]
+    """Returns one state for each feature that this version of the package has; none where torch or Triton is missing,
+    without which no feature can be asked for."""
+    if any(facts.versions.get(name) is None for name in ("torch", "triton")):
+        return []
+    from ditron_train.megatron.plugin.arguments import FEATURES, available_features
+
+    return [_judge(name, FEATURES[name], facts) for name in available_features()]
 
 
-def _judge(name: str, facts: Facts) -> FeatureState:
-    about = FEATURES[name]
+def _judge(name: str, about: str, facts: Facts) -> FeatureState:
     if facts.versions.get("megatron-core") is None:
         reason = "megatron-core is not installed; ops can be called directly"
         return FeatureState(name, about, "native", reason, pip_command("megatron-core"))

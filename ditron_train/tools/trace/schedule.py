@@ -28,6 +28,9 @@ __all__ = ["Op", "RankSchedule", "ScheduleRequest", "plan_rank"]
 
 Op = Literal["ag_gemm", "gemm_rs"]
 
+_MOST_TILES = 1 << 22  # of all ranks, some 100 bytes each
+_MOST_RANKS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRequest:
@@ -63,6 +66,13 @@ class ScheduleRequest:
         split, name = (self.n, "N") if self.op == "ag_gemm" else (self.k, "K")
         if split % self.world_size:
             raise SettingError(f"{self.op}: {name} = {split} does not divide over {self.world_size} ranks")
+        if self.world_size > _MOST_RANKS:
+            raise SettingError(f"{self.world_size} ranks: no more than {_MOST_RANKS} are laid out")
+        num_tiles = self.world_size * self.config.num_tiles(self.m, self.local_n)
+        if num_tiles > _MOST_TILES:
+            raise SettingError(
+                f"{self.m} x {self.n} has {num_tiles} tiles on all ranks, no more than {_MOST_TILES} are laid out"
+            )
         counts = self.row_counts
         if counts is None:
             counts = [self.m // self.world_size + (rank < self.m % self.world_size) for rank in range(self.world_size)]

@@ -95,9 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from ditron_train.tools.bench.megatron_tp import megatron_world
     except ImportError as error:
-        raise NotSupportedError(
-            f"verify compares with megatron-core: {error}; {pip_command('megatron-core')}"
-        ) from None
+        raise _missing(error) from None
     if arguments.plan is not None:
         load_plan(arguments.plan)  # raises for one that cannot be used, before anything is launched
         os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
@@ -122,6 +120,14 @@ def run(arguments: argparse.Namespace) -> int:
             report.finish()  # what was compared until then
             raise
         return verification.finish()
+
+
+def _missing(error: ImportError) -> Exception:
+    """What to say where the reference, or what it or the ops need, cannot be imported."""
+    name = (error.name or "").partition(".")[0]
+    if name in ("", "megatron", "ditron_train"):
+        return NotSupportedError(f"verify compares with megatron-core: {error}; {pip_command('megatron-core')}")
+    return NotSupportedError(f"verify needs {name}: {error}; {pip_command(name)}")
 
 
 def _check(arguments: argparse.Namespace) -> list[str]:

@@ -270,3 +270,24 @@ def test_this_machine_as_text_and_json() -> None:
     text = console.export_text()
     for finding in report.findings:
         assert finding.text.split()[0] in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "healthy"),
+        ({"gpus": (H200,), "peer_access": ((True,),), "links": {}, "versions": {**GOOD_VERSIONS, "megatron-core": None}},
+         "healthy, but no feature does anything here"),
+        ({"gpus": (), "driver": None, "environment": {}}, "healthy, but no feature does anything here"),
+        ({"gpus": (), "driver": None, "environment": {"TRITON_INTERPRET": "1"}}, "healthy, to try the features"),
+        ({"compiler": None}, "not healthy: see the errors above"),
+    ],
+)  # fmt: skip
+def test_the_verdict_says_what_it_means(changes: dict, words: str) -> None:
+    """A machine on which all features stay native works, and trains no faster than without them."""
+    report = examine(machine(**changes))
+    assert report.verdict.startswith(words) and (words == "healthy") == (report.verdict == "healthy")
+    assert json.loads(report.to_json())["verdict"] == report.verdict
+    console = Console(width=400, record=True)
+    show(report, console)
+    assert console.export_text().rstrip().endswith(report.verdict)
