@@ -228,7 +228,7 @@ def _run_on_cpu() -> None:
 
         utils._te_version = Version("0")  # Megatron's tests ask for it without asking whether it is there
     native = dist.init_process_group
-    dist.init_process_group = lambda *args, **kwargs: native(*args, **{**kwargs, "backend": "gloo"})
+    dist.init_process_group = lambda backend=None, *args, **kwargs: native("gloo", *args, **kwargs)
 
 
 def _fit_sizes_to_world(world_size: int) -> None:
