@@ -44,7 +44,8 @@ _TE_DECISIONS = (
     ("ditron_train.megatron.tp.te_layers", "route", "tp"),
     ("ditron_train.megatron.sp.te_attention", "route_exchange", "sp"),
 )
-_PROBES = (("ditron_train.megatron.ep.decisions", "why_not_here"),)
+#: What tries ours to compare it.
+_PROBES = (("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._ask_policy"),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import textwrap
 import time
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
+import ditron_train
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.megatron_tests import campaign, launches, plugin
 from ditron_train.tools.megatron_tests.launches import NATIVE, Launcher
@@ -255,6 +257,15 @@ def test_sizes_that_fit_stay():
     assert fit_sizes(8, 2, 2, 2) == (2, 2, 2)
     assert fit_expert_sizes(8, 2, 4, 1) == (4, 1)
     assert fit_sizes(2, 4, 2, 1) == (1, 2, 1) or fit_sizes(2, 4, 2, 1) == (2, 1, 1)
+
+
+def test_what_is_counted_beside_transformer_engine_is_there():
+    """By its source: without Transformer Engine these modules cannot be imported."""
+    package = Path(ditron_train.__file__).parents[1]
+    for module, name, _ in plugin._TE_DECISIONS:
+        tree = ast.parse((package / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        assert name in [alias.name for node in imports for alias in node.names], module
 
 
 def test_the_suites_are_those_of_megatron_lm(checkout):
