@@ -44,7 +44,8 @@ _TE_DECISIONS = (
     ("ditron_train.megatron.tp.te_layers", "route", "tp"),
     ("ditron_train.megatron.sp.te_attention", "route_exchange", "sp"),
 )
-_PROBES = (("ditron_train.megatron.ep.decisions", "why_not_here"),)
+#: What tries ours to compare it.
+_PROBES = (("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._ask_policy"),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _run_on_cpu() -> None:
 
         utils._te_version = Version("0")  # Megatron's tests ask for it without asking whether it is there
     native = dist.init_process_group
-    dist.init_process_group = lambda *args, **kwargs: native(*args, **{**kwargs, "backend": "gloo"})
+    dist.init_process_group = lambda backend=None, *args, **kwargs: native("gloo", *args, **kwargs)
 
 
 def _fit_sizes_to_world(world_size: int) -> None:

@@ -23,7 +23,7 @@ class Row:
         world_size: Ranks.
         native_passed: Tests that pass natively.
         ours_passed: Of these, with every feature on.
-        ours_ran: Of these, in which ours ran.
+        ours_ran: Of those that pass natively, in how many ours ran.
         calls: How often it ran in them, by feature.
         passed_again: Of those that pass, the tests that failed beside others and passed in a launch of their own.
         not_run: Tests that pass natively and were not reached with ours.
