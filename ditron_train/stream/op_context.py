@@ -14,6 +14,7 @@ from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, wi
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, world_group
+from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
@@ -218,10 +219,18 @@ class OpContext:
 
     def _announce(self, channel: Channel, signature: torch.Tensor, num_roles: int, *, verify: bool) -> None:
         agree_kernel[(1,)](
-            channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
-            NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, VERIFY=verify, num_warps=1,
+            channel.ready.addresses,
+            channel.ready.local,
+            signature,
+            channel.tickets,
+            channel.control,
+            NUM_ROLES=num_roles,
+            WORLD_SIZE=self.world_size,
+            TARGET=self.target,
+            VERIFY=verify,
+            num_warps=1,
             **COMPILE_OPTIONS,
-        )  # fmt: skip
+        )
 
     def agree_on_nothing(self, channels: Sequence[Channel], **values: int | torch.dtype) -> None:
         """A call without rows: the peers' calls have to be without rows, too (collective each time).

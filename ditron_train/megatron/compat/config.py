@@ -21,9 +21,17 @@ __all__ = [
 
 # Of ``linear_with_grad_accumulation_and_async_allreduce`` in 0.16: what the tp ops do themselves or hand on.
 _KNOWN_ARGUMENTS = frozenset(
-    ("allreduce_dgrad", "async_grad_allreduce", "bias", "grad_output_buffer", "gradient_accumulation_fusion", "sequence_parallel", "tp_group",
-     "wgrad_deferral_limit")
-)  # fmt: skip
+    (
+        "allreduce_dgrad",
+        "async_grad_allreduce",
+        "bias",
+        "grad_output_buffer",
+        "gradient_accumulation_fusion",
+        "sequence_parallel",
+        "tp_group",
+        "wgrad_deferral_limit",
+    )
+)
 
 _NEUTRAL = {"gtp_remat_size": 1}  # weights that are not shared
 

@@ -15,9 +15,15 @@ from ditron_train.runtime.flight_recorder import CAPACITY, HEADER_BYTES, MAGIC, 
 from ditron_train.tools.postmortem.files import read_file
 
 HEADER = {
-    "rank": 0, "world_size": 2, "host": "here", "pid": 1, "started_s": 1.0, "state": "raised", "groups": [["0", [0, 1]]],
+    "rank": 0,
+    "world_size": 2,
+    "host": "here",
+    "pid": 1,
+    "started_s": 1.0,
+    "state": "raised",
+    "groups": [["0", [0, 1]]],
     "error": {"kind": "PeerTimeoutError", "text": "", "time_ns": 1, "group": "0", "missing_rank": 1, "waited_s": 5.0},
-}  # fmt: skip
+}
 
 
 def _write(folder: Path, header: Any, call: tuple = (1, 1, 1, 0, 1, b"op")) -> Path:
