@@ -1,8 +1,9 @@
 """What the installed Triton's launcher gives the driver, so that a launch can be repeated without the launcher.
 
-The function of C behind Triton's wrappers takes its arguments in an order that is Triton's own and changes from version
-to version: 3.6 wants them one by one, 3.7 a tuple of them behind annotations and a signature. So nobody here knows that
-order: Triton's own launcher runs once with a function in the place of that of C, and what it is given is kept.
+The function of C behind Triton's wrappers takes its arguments in an order that is Triton's own and changes from
+version to version: 3.6 wants them one by one, 3.7 a tuple of them behind annotations and a signature. So nobody here
+knows that order: Triton's own launcher runs once with a function in the place of that of C, and what it is given is
+kept.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def _hooks() -> list[Any]:
 
 
 def record_call(compiled: Any, num_programs: int, arguments: tuple[Any, ...]) -> RecordedCall | None:
-    """What a launch of ``compiled`` with ``arguments`` gives the driver; None where this Triton's launcher is of a kind
-    that cannot be recorded, or does more at each launch than to call the driver.
+    """What a launch of ``compiled`` with ``arguments`` gives the driver; None where this Triton's launcher is of a
+    kind that cannot be recorded, or does more at each launch than to call the driver.
 
     Nothing is launched. Descriptors are encoded once, and tensors are given as their addresses: nothing here keeps
     memory alive.

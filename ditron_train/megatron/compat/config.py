@@ -92,8 +92,8 @@ def _clamps_swiglu() -> bool:
 
 
 def why_not_weight(weight: Any) -> str | None:
-    """Why a layer with this weight runs by Megatron's path, or None: since 0.19 a weight may be a part that is gathered
-    for each product."""
+    """Why a layer with this weight runs by Megatron's path, or None: since 0.19 a weight may be a part that is
+    gathered for each product."""
     size = getattr(weight, "gtp_remat_size", None)
     return (
         None if size is None or size == 1 else f"its weight is shared by {size} ranks (generalized tensor parallelism)"
