@@ -67,7 +67,7 @@ def captures_iteration(config: Any) -> bool:
 
 def why_not_experts(experts: torch.nn.Module) -> str | None:
     """Why experts of a newer Megatron-core run by its own path, or None."""
-    config = experts.config
+    config: Any = experts.config
     if getattr(config, "use_transformer_engine_op_fuser", False) or getattr(experts, "_with_fused_impl", False):
         return "Transformer Engine's operation fuser computes the experts"
     if getattr(config, "moe_mlp_glu_interleave_size", None) is not None:
