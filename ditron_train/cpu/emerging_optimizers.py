@@ -60,7 +60,7 @@ def is_stand_in() -> bool:
 def _newton_schulz(
     x: torch.Tensor,
     steps: int,
-    coefficient_type: str,
+    coefficient_type: CoefficientType,
     transpose: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _newton_schulz(
     transpose = x.shape[0] > x.shape[1] if transpose is None else transpose
     x = x.mT if transpose else x
     if group is None:
-        x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7)
+        x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7)  # type: ignore[arg-type]
     else:
         x = x / _sum_over(group, (x * x).sum()).sqrt().clamp_min(1e-7)
     if torch.get_float32_matmul_precision() == "medium":

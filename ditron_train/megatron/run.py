@@ -51,8 +51,7 @@ def hook_argument_parser(module: ModuleType) -> None:
         apply_options(options)
         return parsed
 
-    module.add_megatron_arguments, module.parse_args = add_megatron_arguments, parse_args
-    module._ditron_hooked = True
+    vars(module).update(add_megatron_arguments=add_megatron_arguments, parse_args=parse_args, _ditron_hooked=True)
 
 
 class _HookingLoader(importlib.abc.Loader):

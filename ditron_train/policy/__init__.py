@@ -1,7 +1,8 @@
-"""Decides for each op and shape whether the fused path or Megatron's runs: proven equal, measured faster, agreed by all.
+"""Decides for each op and shape whether the fused path or Megatron's runs: proven equal, measured faster, agreed by
+all.
 
-`spec` says what an op is, `gate` is asked at every call; the rest is how a decision is made and kept. No op is imported
-here.
+`spec` says what an op is, `gate` is asked at every call; the rest is how a decision is made and kept. No op is
+imported here.
 """
 
 from ditron_train.policy.decide import Decision, check_plan, decide, forget_plans

@@ -1,8 +1,8 @@
 """The gate: the one place where a call is sent to the fused path or to Megatron's.
 
 Every rank of a group sees the same key, so the ranks agree without talking. What is new is decided once, by all ranks
-together (`OpSpec.decide`); afterwards a call costs one look-up. What is not covered runs by Megatron's path, with one log
-line a reason on rank 0.
+together (`OpSpec.decide`); afterwards a call costs one look-up. What is not covered runs by Megatron's path, with one
+log line a reason on rank 0.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Gate:
         return (spec.name, spec.group(call), *spec.key(call)) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
-        """Everything that was decided about one op (``tp column``), one room (``tp``) or all; of one group, if named."""
+        """Everything that was decided about one op (``tp column``), one room (``tp``) or all; of one group, if
+        named."""
         found = [(key, answer) for key, answer in self._answers.items() if _is_named(key, name)]
         return [answer for key, answer in found if group is None or key[1] is group]
 

@@ -1,7 +1,7 @@
 """``OpSpec``: all that is particular to one accelerated op, said once.
 
-The gate asks a spec whether a call may run by the fused path; ``verify``, ``bench``, ``tune`` and the tests iterate over
-the specs of the `catalog`. A new op is a new spec: no tool has to know it.
+The gate asks a spec whether a call may run by the fused path; ``verify``, ``bench``, ``tune`` and the tests iterate
+over the specs of the `catalog`. A new op is a new spec: no tool has to know it.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class OpSpec(ABC, Generic[Call, Context]):
         return self.inputs(call)[0].device
 
     def key(self, call: Call) -> tuple[Hashable, ...]:
-        """All that the decision depends on beside the group, which the ranks of the group see alike: by default shapes,
-        types and device of the inputs."""
+        """All that the decision depends on beside the group, which the ranks of the group see alike: by default
+        shapes, types and device of the inputs."""
         inputs = self.inputs(call)
         return (*((tuple(tensor.shape), tensor.dtype) for tensor in inputs), self.device(call))
 
@@ -191,7 +191,8 @@ class OpSpec(ABC, Generic[Call, Context]):
         )
 
     def trial(self, call: Call, context: Context) -> Trial:
-        """What is compared: the call's own tensors, which are timed, and on GPUs values that reveal the order of sums."""
+        """What is compared: the call's own tensors, which are timed, and on GPUs values that reveal the order of
+        sums."""
         calls = [self.given(call, context)]
         if self.device(call).type == "cuda":
             calls += self.revealing(call, context)
@@ -302,8 +303,8 @@ class OpSpec(ABC, Generic[Call, Context]):
         raise NotImplementedError(f"{self.name} is not tuned")
 
     def compile(self, call: Call, context: Context, candidate: Any) -> tuple[Hashable, Callable[[], None]] | None:
-        """What tells the kernels of ``candidate`` from others, and how to compile them without running them; None where
-        they are compiled as they run."""
+        """What tells the kernels of ``candidate`` from others, and how to compile them without running them; None
+        where they are compiled as they run."""
         return None
 
     def entry(self, call: Call, candidate: Any, *, is_native: bool) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class KernelLaunch:
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILE_OPTIONS}
         self._values = tuple(constants.values())
-        self._compiled: dict[tuple, Any] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
         self._repeated: dict[Hashable, RecordedCall] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:
@@ -98,7 +98,7 @@ class KernelLaunch:
             *arguments, *self._values,
         )  # fmt: skip
 
-    def _remember(self, key: Hashable, compiled: Any, arguments: tuple) -> None:
+    def _remember(self, key: Hashable, compiled: Any, arguments: tuple[Any, ...]) -> None:
         call = record_call(compiled, self._num_programs, (*arguments, *self._values))
         if call is not None:
             if len(self._repeated) >= _MAX_REPEATED:

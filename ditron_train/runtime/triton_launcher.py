@@ -1,8 +1,9 @@
 """What the installed Triton's launcher gives the driver, so that a launch can be repeated without the launcher.
 
-The function of C behind Triton's wrappers takes its arguments in an order that is Triton's own and changes from version
-to version: 3.6 wants them one by one, 3.7 a tuple of them behind annotations and a signature. So nobody here knows that
-order: Triton's own launcher runs once with a function in the place of that of C, and what it is given is kept.
+The function of C behind Triton's wrappers takes its arguments in an order that is Triton's own and changes from
+version to version: 3.6 wants them one by one, 3.7 a tuple of them behind annotations and a signature. So nobody here
+knows that order: Triton's own launcher runs once with a function in the place of that of C, and what it is given is
+kept.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class RecordedCall(NamedTuple):
     """
 
     launch: Callable[..., Any]
-    before: tuple
-    after: tuple
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
 
 
 class _Standing:
@@ -59,9 +60,9 @@ def _hooks() -> list[Any]:
     return [getattr(runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook")]
 
 
-def record_call(compiled: Any, num_programs: int, arguments: tuple) -> RecordedCall | None:
-    """What a launch of ``compiled`` with ``arguments`` gives the driver; None where this Triton's launcher is of a kind
-    that cannot be recorded, or does more at each launch than to call the driver.
+def record_call(compiled: Any, num_programs: int, arguments: tuple[Any, ...]) -> RecordedCall | None:
+    """What a launch of ``compiled`` with ``arguments`` gives the driver; None where this Triton's launcher is of a
+    kind that cannot be recorded, or does more at each launch than to call the driver.
 
     Nothing is launched. Descriptors are encoded once, and tensors are given as their addresses: nothing here keeps
     memory alive.
@@ -71,7 +72,7 @@ def record_call(compiled: Any, num_programs: int, arguments: tuple) -> RecordedC
         return None
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):  # allocated at each launch
         return None
-    calls: list[tuple] = []
+    calls: list[tuple[Any, ...]] = []
     found = _with_another_end(getattr(run, "launch", None), lambda *given: calls.append(given))
     if found is None:
         return None
@@ -88,7 +89,7 @@ def record_call(compiled: Any, num_programs: int, arguments: tuple) -> RecordedC
     return RecordedCall(launch, kept[: places[0]], kept[places[0] + 1 :])
 
 
-def _with_another_end(launch: Any, end: Callable[..., None]) -> tuple[Callable, Callable] | None:
+def _with_another_end(launch: Any, end: Callable[..., None]) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """(the function of C, ``launch`` with ``end`` in its place); None where ``launch`` is neither the function itself
     nor one closure around it."""
     if inspect.isbuiltin(launch):  # a kernel without descriptors

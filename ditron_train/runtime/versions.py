@@ -259,7 +259,8 @@ def version_warnings(versions: dict[str, str | None] | None = None) -> list[str]
     """Returns one sentence for each library that is newer than what was tried, and for each that is there twice."""
     found = find_versions() if versions is None else versions
     sentences = [
-        f"{entry.name} {found[entry.name]} is newer than what was tried ({entry.specifier}); DITRON_VERSIONS=strict refuses it"
+        f"{entry.name} {found[entry.name]} is newer than what was tried ({entry.specifier}); DITRON_VERSIONS=strict "
+        "refuses it"
         for entry in SUPPORTED
         if found.get(entry.name) is not None and not entry.where_used and is_newer(entry, str(found[entry.name]))
     ]

@@ -1,4 +1,5 @@
-"""Calls of an op without rows: nothing is moved, but all ranks learn whether the others' calls are without rows, too."""
+"""Calls of an op without rows: nothing is moved, but all ranks learn whether the others' calls are without rows,
+too."""
 
 from __future__ import annotations
 

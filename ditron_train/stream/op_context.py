@@ -219,10 +219,18 @@ class OpContext:
 
     def _announce(self, channel: Channel, signature: torch.Tensor, num_roles: int, *, verify: bool) -> None:
         agree_kernel[(1,)](
-            channel.ready.addresses, channel.ready.local, signature, channel.tickets, channel.control,
-            NUM_ROLES=num_roles, WORLD_SIZE=self.world_size, TARGET=self.target, VERIFY=verify, num_warps=1,
+            channel.ready.addresses,
+            channel.ready.local,
+            signature,
+            channel.tickets,
+            channel.control,
+            NUM_ROLES=num_roles,
+            WORLD_SIZE=self.world_size,
+            TARGET=self.target,
+            VERIFY=verify,
+            num_warps=1,
             **COMPILE_OPTIONS,
-        )  # fmt: skip
+        )
 
     def agree_on_nothing(self, channels: Sequence[Channel], **values: int | torch.dtype) -> None:
         """A call without rows: the peers' calls have to be without rows, too (collective each time).

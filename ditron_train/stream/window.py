@@ -3,7 +3,8 @@ reaches several.
 
 A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too
 (``docs/measurements/runtime.md``). A copy of pieces at equal distances is one command, also where they lie on
-different GPUs; the driver's virtual memory management puts them there. Between CPU processes ``stream.shared_mappings`` does it.
+different GPUs; the driver's virtual memory management puts them there. Between CPU processes
+``stream.shared_mappings`` does it.
 
 Memory is the same by every address. The owner of a window writes or reads through it by copy engines alone, and its
 own kernels use the other addresses in operations that the stream orders before or behind, as aliases of memory require

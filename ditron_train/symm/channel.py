@@ -101,7 +101,7 @@ class Channel:
         words_of_record: Any = self._record.numpy()
         self._record_words = words_of_record
         # The same words; to read one takes a quarter of numpy's time.
-        self._record_view: memoryview = memoryview(words_of_record)  # type: ignore[arg-type]
+        self._record_view: memoryview = memoryview(words_of_record)
         self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, pin_memory=device.type == "cuda")
         words = [0] * CONTROL_WORDS
         words[CONTROL_TIMEOUT_NS] = min(int(self.timeout_s * 1e9), 2**62)  # what kernels add to a clock

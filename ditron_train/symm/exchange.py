@@ -102,7 +102,7 @@ class _Meeting:
         self._forget(self._number - 1)  # all have read it: they are here
         return [from_plain(word) for word in outcome]
 
-    def _next_outcome(self, word: bytes) -> list[bytes] | _GivenUp:
+    def _next_outcome(self, word: Any) -> list[bytes] | _GivenUp:
         """Of the next exchange: what all ranks said, as it lies in the store, or who gave up."""
         self._number += 1
         begun_s = time.monotonic()
@@ -146,7 +146,8 @@ class _Meeting:
 
     def _settle(self, outcome: list[bytes] | _GivenUp) -> list[bytes] | _GivenUp:
         """Publishes the outcome unless there is one; returns the one that holds."""
-        return _read_outcome(self.store.compare_set(f"{self._number}/outcome", "", _written_outcome(outcome)))
+        word: Any = _written_outcome(outcome)  # torch's stubs name text alone; bytes are taken, too
+        return _read_outcome(self.store.compare_set(f"{self._number}/outcome", "", word))
 
     def _is_past(self, outcome: _GivenUp) -> bool:
         """Whether that was given up in a group before this one. Who was not in it waits a moment: the rank that gave
@@ -169,9 +170,15 @@ class _Meeting:
     def _timeout(self, outcome: _GivenUp) -> PeerTimeoutError:
         waiting_rank = self._rank if outcome.rank == outcome.missing_rank else outcome.rank
         return PeerTimeoutError(
-            op="an agreement of all ranks", group=self._name, waiting_rank=waiting_rank, missing_rank=outcome.missing_rank,
-            chunk=-1, expected_epoch=self._number, seen_epoch=self._number - 1, timeout_s=outcome.timeout_s,
-        )  # fmt: skip
+            op="an agreement of all ranks",
+            group=self._name,
+            waiting_rank=waiting_rank,
+            missing_rank=outcome.missing_rank,
+            chunk=-1,
+            expected_epoch=self._number,
+            seen_epoch=self._number - 1,
+            timeout_s=outcome.timeout_s,
+        )
 
 
 _meetings: GroupCache[dist.ProcessGroup, _Meeting] = GroupCache()

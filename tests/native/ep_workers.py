@@ -371,7 +371,8 @@ def with_and_without_plans(native, ours, num_microbatches=3, device="cpu"):
 
 
 def schedule_without_its_flag():
-    """``with_and_without_plans`` with overlap_moe_expert_parallel_comm off, as of a caller who builds plans himself."""
+    """``with_and_without_plans`` with overlap_moe_expert_parallel_comm off, as of a caller who builds plans
+    himself."""
     from megatron.core.transformer import TransformerConfig
 
     import ditron_train.megatron as plugin

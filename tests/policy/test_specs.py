@@ -1,5 +1,5 @@
-"""Every op is declared once: an op that is declared for this test is there in every tool, and every declared op keeps what
-`OpSpec` says."""
+"""Every op is declared once: an op that is declared for this test is there in every tool, and every declared op keeps
+what `OpSpec` says."""
 
 from __future__ import annotations
 

@@ -21,9 +21,17 @@ __all__ = [
 
 # Of ``linear_with_grad_accumulation_and_async_allreduce`` in 0.16: what the tp ops do themselves or hand on.
 _KNOWN_ARGUMENTS = frozenset(
-    ("allreduce_dgrad", "async_grad_allreduce", "bias", "grad_output_buffer", "gradient_accumulation_fusion", "sequence_parallel", "tp_group",
-     "wgrad_deferral_limit")
-)  # fmt: skip
+    (
+        "allreduce_dgrad",
+        "async_grad_allreduce",
+        "bias",
+        "grad_output_buffer",
+        "gradient_accumulation_fusion",
+        "sequence_parallel",
+        "tp_group",
+        "wgrad_deferral_limit",
+    )
+)
 
 _NEUTRAL = {"gtp_remat_size": 1}  # weights that are not shared
 
@@ -59,7 +67,7 @@ def captures_iteration(config: Any) -> bool:
 
 def why_not_experts(experts: torch.nn.Module) -> str | None:
     """Why experts of a newer Megatron-core run by its own path, or None."""
-    config = experts.config
+    config: Any = experts.config
     if getattr(config, "use_transformer_engine_op_fuser", False) or getattr(experts, "_with_fused_impl", False):
         return "Transformer Engine's operation fuser computes the experts"
     if getattr(config, "moe_mlp_glu_interleave_size", None) is not None:
@@ -84,8 +92,8 @@ def _clamps_swiglu() -> bool:
 
 
 def why_not_weight(weight: Any) -> str | None:
-    """Why a layer with this weight runs by Megatron's path, or None: since 0.19 a weight may be a part that is gathered
-    for each product."""
+    """Why a layer with this weight runs by Megatron's path, or None: since 0.19 a weight may be a part that is
+    gathered for each product."""
     size = getattr(weight, "gtp_remat_size", None)
     return (
         None if size is None or size == 1 else f"its weight is shared by {size} ranks (generalized tensor parallelism)"

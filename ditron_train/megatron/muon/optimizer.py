@@ -8,7 +8,7 @@ where ``emerging_optimizers`` is not installed, which native refuses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ditron_train.megatron.plugin import patching
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
+from ditron_train.optim.muon import TensorParallelMode
+from ditron_train.optim.newton_schulz import CoefficientType, ScaleMode
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
@@ -121,14 +123,16 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
             weight_decay,
             weight_decay_method="decoupled" if use_decoupled_weight_decay else "l2",
             fp32_matmul_prec=fp32_matmul_prec,
-            coefficient_type="polar_express" if "polar_express" in opt_ins else coefficient_type,
+            coefficient_type=cast(
+                CoefficientType, "polar_express" if "polar_express" in opt_ins else coefficient_type
+            ),
             num_ns_steps=num_ns_steps,
-            scale_mode=scale_mode,
+            scale_mode=cast(ScaleMode, scale_mode),  # which checks it, as the other words
             extra_scale_factor=extra_scale_factor,
             split_qkv=split_qkv,
             is_qkv_fn=is_qkv_fn,
             qkv_split_shapes=qkv_split_shapes,
-            tp_mode=mode,
+            tp_mode=cast(TensorParallelMode, mode),
             tp_group_fn=self._tp_group,
             form="gram" if "gram" in opt_ins else "steps",
             batch_below=_BATCH_BELOW if "batched" in opt_ins else 0,

@@ -21,6 +21,7 @@ from ditron_train.megatron.plugin.rank_agreement import check_ranks_agree
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.pp.paths import NVSHMEM
 from ditron_train.runtime.errors import ArenaError
+from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm import start_nvshmem
 from ditron_train.symm.exchange import exchange
@@ -95,6 +96,6 @@ def _is_needed() -> bool:
     if not is_asked_for and (is_one_node() or settings.transport != "auto" or "tp" not in _features):
         return False
     ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
-    told = exchange(dist.group.WORLD, (is_asked_for, ranks, node_of_process()))
+    told = exchange(world_group(), (is_asked_for, ranks, node_of_process()))
     nodes = [node for _, _, node in told]
     return any(asked for asked, _, _ in told) or any(len({nodes[rank] for rank in ranks}) > 1 for _, ranks, _ in told)

@@ -55,7 +55,7 @@ def _hook_construction(native: type) -> None:
             return object.__new__(target)
         return inherited(target, *args, **kwargs)
 
-    construct.__signature__ = inspect.signature(native.__init__)  # type: ignore[attr-defined]  # what tools see of native
+    construct.__signature__ = inspect.signature(native.__init__)  # type: ignore[attr-defined,misc]  # for tools
     native.__new__ = staticmethod(construct)  # type: ignore[method-assign,assignment]
     _hooked.add(native)
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch.distributed as dist
-
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import SETTINGS, get_settings
 from ditron_train.runtime.tuning_table import named_table
 from ditron_train.symm.exchange import exchange
@@ -53,7 +52,7 @@ def check_ranks_agree(features: Iterable[str]) -> None:
         SettingError: Ranks differ; names the setting and who has which value, the same on every rank.
         PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``: most likely no feature is on there.
     """
-    said = exchange(dist.group.WORLD, _told(features))
+    said = exchange(world_group(), _told(features))
     for name in said[0]:
         ranks_of: dict[str, list[int]] = {}
         for rank, told in enumerate(said):

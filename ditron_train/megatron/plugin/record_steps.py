@@ -146,7 +146,10 @@ class StepRecorder:
         number = self._number(iteration)
         if number == self._traced:
             self._tracer.stop()
-        values = {"losses": {name: _text(loss) for name, loss in losses.items()}, "grad_norm": _text(grad_norm)}
+        values: dict[str, Any] = {
+            "losses": {name: _text(loss) for name, loss in losses.items()},
+            "grad_norm": _text(grad_norm),
+        }
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
@@ -185,7 +188,7 @@ def _wrap(module: ModuleType, folder: Path, features: Sequence[str], trace: Trac
         recorder.step(iteration, result[0], result[_GRAD_NORM], given["optimizer"])
         return result
 
-    train_step._records_steps = True
+    train_step._records_steps = True  # type: ignore[attr-defined]
     return train_step
 
 
@@ -210,4 +213,4 @@ def record_steps(folder: str | Path, features: Sequence[str], trace: TraceReques
     except OSError as error:
         raise SettingError(f"--ditron-record {folder}: {error.strerror or error}") from None
     if not hasattr(module.train_step, "_records_steps"):  # Megatron-LM may parse its arguments twice
-        module.train_step = _wrap(module, Path(folder), features, trace)
+        vars(module)["train_step"] = _wrap(module, Path(folder), features, trace)

@@ -40,6 +40,7 @@ class TraceRequest:
         if self.step is None and last is None:
             raise SettingError(f"--ditron-record-trace {MIDDLE} needs to know how long the job is (--train-iters)")
         if self.step is None:
+            assert last is not None
             num_steps = last - first + 1
             skip = steps_of_warmup(num_steps)
             return first + skip + max(num_steps - skip - 1, 0) // 2
@@ -107,6 +108,7 @@ class StepTracer:
             torch.cuda.synchronize()
         if self._profiler is not None:
             self._profiler.stop_trace()
+            assert self._path is not None
             export_trace(self._profiler, self._path)
             self._profiler = None
         _meet()

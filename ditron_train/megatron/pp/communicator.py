@@ -106,12 +106,16 @@ class DitronP2PCommunicator(P2PCommunicator):
         large = {name: one for name, one in given.items() if one is not None and not _fits(context, one)}
         fitting = {name: one for name, one in given.items() if name not in large}
         handles = exchange(context, **fitting, variable_shapes=self._variable_shapes, lend=self._lend)
-        names = [name for name in ("recv_prev", "recv_next") if name in handles]
-        received = {name: handles[name].tensor.requires_grad_(True) for name in names}
+        names: list[str] = [name for name in ("recv_prev", "recv_next") if name in handles]
+        received: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensor = handles[name].tensor
+            assert tensor is not None
+            received[name] = tensor.requires_grad_(True)
         requests: dict[str, Any] = {}
         if large:  # behind the start of ours, since it may block
-            received_natively, requests = self._communicate_large(large, tensor_shape, wait_on_reqs)
-            received.update(received_natively)
+            of_large, requests = self._communicate_large(large, tensor_shape, wait_on_reqs)
+            received.update(of_large)
         if wait_on_reqs:
             join_sends = self._join_sends or replays_compiled_graphs(context.device)
             for name, handle in handles.items():

@@ -97,7 +97,9 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
             handles = exchange(context, send_next=data, recv_prev=Header(tuple(data.shape), data.dtype))
             for handle in handles.values():
                 handle.wait()
-            return [handles["recv_prev"].tensor]
+            received = handles["recv_prev"].tensor
+            assert received is not None
+            return [received]
 
         return function
 

@@ -1,8 +1,8 @@
 """The linear layers of tensor parallelism with sequence parallelism, declared for the policy and the tools.
 
-Whether a call is covered depends on what all ranks of the group see alike (shapes, types, options). What they cannot know
-beforehand is tried once per shape, all ranks together (`ditron_train.policy`): whether the symmetric memory can be had,
-whether all results have the bits of Megatron's path, and whether they come sooner.
+Whether a call is covered depends on what all ranks of the group see alike (shapes, types, options). What they cannot
+know beforehand is tried once per shape, all ranks together (`ditron_train.policy`): whether the symmetric memory can
+be had, whether all results have the bits of Megatron's path, and whether they come sooner.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class LinearCall(NamedTuple):
         weight: This rank's ``[N, K]``.
         group: Tensor parallel group.
         sequence_parallel: Whether activations outside the layer are split along the sequence.
-        is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another kernel.
+        is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another
+            kernel.
         grad_y: Gradient of the result, for comparisons.
     """
 
@@ -192,16 +193,16 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
         return LinearCall(x, weight, place.group, grad_y=grad_y)
 
     def cost(self, call: LinearCall, context: TPContext) -> Cost:
-        """See `OpSpec`: of the backward pass. Column: the input is gathered and its gradient scattered; row: the output's
-        gradient is gathered."""
+        """See `OpSpec`: of the backward pass. Column: the input is gathered and its gradient scattered; row: the
+        output's gradient is gathered."""
         world_size, (n, k) = context.world_size, call.weight.shape
         rows = call.x.shape[0] * (world_size if self.kind == "column" else 1)
         problem = Problem(self._op, rows, n, k, "nt", call.x.dtype, world_size)
         return Cost(wire_bytes(problem) * (2 if self.kind == "column" else 1), 4.0 * rows * n * k)
 
     def parts(self, call: LinearCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`: dgrad and wgrad alone, all that is communicated, and async-TP's products in place of those that
-        communicate."""
+        """See `OpSpec`: dgrad and wgrad alone, all that is communicated, and async-TP's products in place of those
+        that communicate."""
         x, weight, grad, group = call.x, call.weight, call.grad_y, call.group
         assert grad is not None
         total = x if self.kind == "row" else x.new_zeros(x.shape[0] * context.world_size, x.shape[1])

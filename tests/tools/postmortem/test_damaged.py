@@ -15,9 +15,15 @@ from ditron_train.runtime.flight_recorder import CAPACITY, HEADER_BYTES, MAGIC, 
 from ditron_train.tools.postmortem.files import read_file
 
 HEADER = {
-    "rank": 0, "world_size": 2, "host": "here", "pid": 1, "started_s": 1.0, "state": "raised", "groups": [["0", [0, 1]]],
+    "rank": 0,
+    "world_size": 2,
+    "host": "here",
+    "pid": 1,
+    "started_s": 1.0,
+    "state": "raised",
+    "groups": [["0", [0, 1]]],
     "error": {"kind": "PeerTimeoutError", "text": "", "time_ns": 1, "group": "0", "missing_rank": 1, "waited_s": 5.0},
-}  # fmt: skip
+}
 
 
 def _write(folder: Path, header: Any, call: tuple = (1, 1, 1, 0, 1, b"op")) -> Path:
@@ -52,9 +58,10 @@ def test_one_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     [
         b"[" * 20_000, b"[]", b"null", b"\xff", {},
         _changed(rank="0"), _changed(rank=-1), _changed(rank=2), _changed(rank=True), _changed(world_size=10**12),
-        _changed(world_size=0), _changed(world_size=None), _changed(host=5), _changed(pid="1"), _changed(state=["raised"]),
-        _changed(state="asleep"), _changed(error="an error"), _changed(error=[]), _changed(groups=5), _changed(groups=[5]),
-        _changed(groups=[["0"]]), _changed(groups=[["0", 5]]), _changed(groups=[[5, [0]]]), _changed(groups=[["0", ["0"]]]),
+        _changed(world_size=0), _changed(world_size=None), _changed(host=5), _changed(pid="1"),
+        _changed(state=["raised"]), _changed(state="asleep"), _changed(error="an error"), _changed(error=[]),
+        _changed(groups=5), _changed(groups=[5]), _changed(groups=[["0"]]), _changed(groups=[["0", 5]]),
+        _changed(groups=[[5, [0]]]), _changed(groups=[["0", ["0"]]]),
         _changed(groups=[["0", ["range", 0, 10**12, 1]]]), _changed(groups=[["0", ["range", 0, 2, 0]]]),
         _changed(groups=[["0", ["range", 0, 100_000, 1]]] * 60), _changed(groups=[]), _with_error(kind=5),
         _with_error(text=None), _with_error(time_ns="now"), _with_error(time_ns=1.5), _with_error(group=0),

@@ -292,12 +292,27 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         run_workers(2, _refused, "--column", "31", "32", "32")
         == ["custom column 31x32x32 does not divide over 2 ranks: M and N have to"] * 2
     )
-    bad = [("--repeat", "0"), ("--random", "-1"), ("--hidden-size", "33", "--num-attention-heads", "2"), ("--seconds", "0"),
-           ("--first-epoch", "-1"), ("--largest", "0"), ("--row", "4", "0", "4"), ("--repetitions", "0"),
-           ("--output", "/proc/nowhere"), ("--rooms", "tp,xp"), ("--num-experts", "0"),
-           ("--rooms", "ep", "--num-experts", "3"),
-           ("--seed", "-1"), ("--seed", str(2**32)), ("--straggler-ms", "nan"), ("--straggler-ms", "inf"),
-           ("--straggler-ms", "-1"), ("--seconds", "nan"), ("--seconds", "inf")]  # fmt: skip
+    bad = [
+        ("--repeat", "0"),
+        ("--random", "-1"),
+        ("--hidden-size", "33", "--num-attention-heads", "2"),
+        ("--seconds", "0"),
+        ("--first-epoch", "-1"),
+        ("--largest", "0"),
+        ("--row", "4", "0", "4"),
+        ("--repetitions", "0"),
+        ("--output", "/proc/nowhere"),
+        ("--rooms", "tp,xp"),
+        ("--num-experts", "0"),
+        ("--rooms", "ep", "--num-experts", "3"),
+        ("--seed", "-1"),
+        ("--seed", str(2**32)),
+        ("--straggler-ms", "nan"),
+        ("--straggler-ms", "inf"),
+        ("--straggler-ms", "-1"),
+        ("--seconds", "nan"),
+        ("--seconds", "inf"),
+    ]
     for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
