@@ -152,55 +152,12 @@ def _place_of_turn(
 
 
 @triton.jit
-def _add_by_arrival(
-    acc, a_desc, b_desc, row, col, first_k_tile, last_k_tile, k_tiles_per_rank, rank,
-    BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
-    """``tile_product``'s sum, continued, over K blocks counted in the order in which sources send to this rank: rank -
-    1, rank - 2, ..., own; each source's in ascending order."""
-    for k_tile in range(first_k_tile, last_k_tile):
-        source = (rank + 2 * WORLD_SIZE - 1 - k_tile // k_tiles_per_rank) % WORLD_SIZE
-        k = (source * k_tiles_per_rank + k_tile % k_tiles_per_rank) * BLOCK_K
-        a = a_desc.load([row, k])
-        b = b_desc.load([col, k]).T if TRANSPOSE_B else b_desc.load([k, col])
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _product_of_granule(
-    a_desc, b_desc, row, col, signals_ptr, control_ptr, epoch, granule, num_granules, num_k_tiles, rank,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, BY_ARRIVAL: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """A tile's product, behind waits (acquire, then a fence for the descriptor loads) for the flags of all sources of
-    its granule; BY_ARRIVAL: for each source's before its columns are multiplied."""
-    if BY_ARRIVAL:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        k_tiles_per_rank = num_k_tiles // WORLD_SIZE
-        for turn in range(WORLD_SIZE):
-            source = (rank + 2 * WORLD_SIZE - 1 - turn) % WORLD_SIZE
-            flag_ptr = signals_ptr + source * num_granules + granule
-            dl.wait_many(flag_ptr, 1, epoch, control_ptr, source, granule, 1, TARGET)
-            dl.fence_async_proxy(TARGET)
-            acc = _add_by_arrival(
-                acc, a_desc, b_desc, row, col, turn * k_tiles_per_rank, (turn + 1) * k_tiles_per_rank, k_tiles_per_rank, rank,
-                BLOCK_K, TRANSPOSE_B, WORLD_SIZE,
-            )  # fmt: skip
-    else:
-        dl.wait_ranks(signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET)
-        dl.fence_async_proxy(TARGET)
-        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-    return acc
-
-
-@triton.jit
 def _multiply_arriving(
-    a_desc, b_desc, c_desc, signals_ptr, control_ptr, epoch, rank, num_granules,
+    a_desc, b_desc, c_desc, signals_ptr, control_ptr, epoch, num_granules,
     early_turns, first_early, num_early, first_late, num_turns, num_tiles_m, num_tiles_n, num_k_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, GRANULE_ROWS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, BY_ARRIVAL: tl.constexpr, TARGET: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Takes turns, each behind a wait for its granule, until all granules of all ranks were seen; returns the next
     turn."""
@@ -211,10 +168,10 @@ def _multiply_arriving(
             turn, early_turns, first_early, num_early, first_late, tl.num_programs(0), num_tiles_m, num_tiles_n,
             BLOCK_M, BLOCK_N, GROUP_M,
         )  # fmt: skip
-        acc = _product_of_granule(
-            a_desc, b_desc, row, col, signals_ptr, control_ptr, epoch, row // GRANULE_ROWS, num_granules, num_k_tiles, rank,
-            BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, WORLD_SIZE, RANKS_POW2, BY_ARRIVAL, TARGET,
-        )  # fmt: skip
+        granule = row // GRANULE_ROWS
+        dl.wait_ranks(signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET)
+        dl.fence_async_proxy(TARGET)
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
         turn += 1
         behind = _num_behind(signals_ptr, WORLD_SIZE * num_granules, epoch)
@@ -242,7 +199,7 @@ def a2a_gemm_kernel(
     GRANULE_ROWS: tl.constexpr, ROWS: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_G0: tl.constexpr, BLOCK_G1: tl.constexpr, BLOCK_G2: tl.constexpr,
     BLOCK_W0: tl.constexpr, BLOCK_W1: tl.constexpr, BLOCK_W2: tl.constexpr,
-    HAS_TABLE: tl.constexpr, BY_ARRIVAL: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr,
+    HAS_TABLE: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
     """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it
@@ -254,10 +211,8 @@ def a2a_gemm_kernel(
     another stream's kernel holds it.
 
     The sums run over K in order, so a tile needs every source. It waits for the flags of its granule, which is one row
-    tile or several. BY_ARRIVAL changes bits: sums run over the sources in the order in which they send to this rank, a
-    fixed one, and a tile waits for one source at a time; a source's columns have to be whole K blocks. Once a program
-    has seen that everything is there, it goes on without waits, in one flattened loop of tiles and K blocks: there the
-    loads of a tile run under the stores of the one before.
+    tile or several. Once a program has seen that everything is there, it goes on without waits, in one flattened loop
+    of tiles and K blocks: there the loads of a tile run under the stores of the one before.
 
     The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push
     takes its SMs for as long as it lasts.
@@ -282,21 +237,15 @@ def a2a_gemm_kernel(
         num_tiles_m * num_tiles_n, num_early_tiles, num_push
     )
     turn = _multiply_arriving(
-        a_desc, b_desc, c_desc, signals_ptr, control_ptr, epoch, rank, num_granules,
+        a_desc, b_desc, c_desc, signals_ptr, control_ptr, epoch, num_granules,
         early_turns, first_early, num_early, first_late, num_turns, num_tiles_m, num_tiles_n, num_k_tiles,
-        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, TRANSPOSE_B, SPLIT_STORE, GRANULE_ROWS, WORLD_SIZE, RANKS_POW2, BY_ARRIVAL, TARGET,
+        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, TRANSPOSE_B, SPLIT_STORE, GRANULE_ROWS, WORLD_SIZE, RANKS_POW2, TARGET,
     )  # fmt: skip
     for late_turn in tl.range(turn, num_turns, 1, flatten=True):
         row, col = _place_of_turn(
             late_turn, early_turns, first_early, num_early, first_late, tl.num_programs(0), num_tiles_m, num_tiles_n,
             BLOCK_M, BLOCK_N, GROUP_M,
         )  # fmt: skip
-        if BY_ARRIVAL:
-            acc = _add_by_arrival(
-                tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), a_desc, b_desc, row, col, 0, num_k_tiles,
-                num_k_tiles // WORLD_SIZE, rank, BLOCK_K, TRANSPOSE_B, WORLD_SIZE,
-            )  # fmt: skip
-        else:
-            acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
     dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)

@@ -2,8 +2,7 @@
 
 They enqueue on the current stream (all but ``a2a_gemm`` on the context's communication stream too), never wait for the
 device but at the first call of a new shape, and give the bits of GEMM, all-to-all and reorder wherever the tile GEMM
-gives cuBLAS's (``gemm.known_bits``): rows and columns are only moved, and every sum runs over all of K in order (but
-for ``by_arrival``).
+gives cuBLAS's (``gemm.known_bits``): rows and columns are only moved, and every sum runs over all of K in order.
 """
 
 from __future__ import annotations
@@ -186,12 +185,10 @@ def a2a_gemm(
     return_gathered: Literal["no", "copy", "borrow"] = "no",
     row_table: torch.Tensor | None = None,
     config: GemmConfig | None = None,
-    by_arrival: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gives every rank all heads of its chunks and projects them: the output projection's forward, QKV's dgrad.
 
-    The bits are those of the reorder and all-to-all of each part, then the GEMM over all heads; with ``by_arrival``
-    those of that GEMM with the columns and the weight's rows of all ranks in the order rank - 1, rank - 2, ..., own.
+    The bits are those of the reorder and all-to-all of each part, then the GEMM over all heads.
 
     Args:
         parts: One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -203,8 +200,6 @@ def a2a_gemm(
             ``borrow``: the same, which may lie in the context's buffer: until the next op of the context.
         row_table: As ``gemm_a2a``.
         config: Tile sizes; chosen by the shape where None. They do not change bits.
-        by_arrival: Multiply what one rank sent when it is there, instead of waiting for all. The context's choice
-            where None; K in order nevertheless where a rank's columns are not whole K blocks.
 
     Returns:
         [s / world, ..., N], and the gathered rows if asked for.
@@ -214,8 +209,7 @@ def a2a_gemm(
     """
     context.enter("a2a_gemm", parts[0].shape, weight.shape, weight.dtype)
     shapes = tuple((part.shape, part.dtype, part.device) for part in parts)
-    by_arrival = context.by_arrival if by_arrival is None else by_arrival
-    key = ("a2a_gemm", shapes, weight.shape, weight.dtype, weight.device, layout, weight_layout, config, by_arrival,
+    key = ("a2a_gemm", shapes, weight.shape, weight.dtype, weight.device, layout, weight_layout, config,
            _kind_of(row_table))  # fmt: skip
     prepared = context.prepared.get(key)
     if prepared is None:
@@ -226,10 +220,7 @@ def a2a_gemm(
         m, n = parts[0].shape[:-2].numel() // world, weight.shape[0 if weight_layout == "nt" else 1]
         dtype = parts[0].dtype
         chosen = config or choose_config(m, n, k, dtype, context.target, context.num_sms)
-        by_arrival = by_arrival and layout.num_columns % chosen.block_k == 0
-        prepared = PreparedA2AGemm(
-            context, layout, m, n, dtype, weight_layout, chosen, row_table is not None, by_arrival
-        )
+        prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
     out, gathered = prepared(parts, weight, return_gathered == "copy", row_table)
     if return_gathered == "borrow":

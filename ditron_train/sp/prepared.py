@@ -298,7 +298,7 @@ class PreparedA2AGemm:
 
     def __init__(
         self, context: SPContext, layout: HeadsLayout, m: int, n: int, dtype: torch.dtype, weight_layout: WeightLayout,
-        config: GemmConfig, packed: bool, by_arrival: bool,
+        config: GemmConfig, packed: bool,
     ) -> None:  # fmt: skip
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
@@ -321,7 +321,6 @@ class PreparedA2AGemm:
                 **config.tile_constants(transpose_b=weight_layout == "nt"),
                 **transfer.copy_constants(),
                 "HAS_TABLE": packed,
-                "BY_ARRIVAL": by_arrival,
                 "WORLD_SIZE": world,
                 "RANKS_POW2": next_power_of_2(world),
                 "TARGET": context.target,

@@ -55,7 +55,7 @@ def _gemm_a2a(name, layout, block, stages, targets, world_size=8):
     return _gemm(name, "gemm_a2a_kernel", signature, layout, block, stages, targets, True, WORLD_SIZE=world_size)
 
 
-def _a2a_gemm(name, layout, block, stages, targets, by_arrival=False):
+def _a2a_gemm(name, layout, block, stages, targets):
     signature = {
         "c_desc": _store(*block[:2]),
         **_PARTS,
@@ -80,7 +80,6 @@ def _a2a_gemm(name, layout, block, stages, targets, by_arrival=False):
         GRANULE_ROWS=256,
         **_blocks(3 if layout == "nn" else 1, 256),
         HAS_TABLE=False,
-        BY_ARRIVAL=by_arrival,
         WORLD_SIZE=8,
         RANKS_POW2=8,
     )
@@ -141,7 +140,6 @@ SPECS = [
         for layout in ("nt", "nn")
         for size, shape in (("wide", _WIDE), ("square", _SQUARE))
     ),
-    *(_a2a_gemm(f"sp_a2a_gemm_{layout}_by_arrival", layout, *_WIDE, by_arrival=True) for layout in ("nt", "nn")),
     *(
         spec
         for towards_heads in (True, False)
