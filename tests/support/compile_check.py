@@ -328,8 +328,22 @@ def _assembler_facts(said: str) -> tuple[int, int]:
     return max(int(n) for n in re.findall(r"Used (\d+) registers", said)), spills
 
 
-def _named_tuple(fields: dict[str, Any]) -> tuple:
-    return namedtuple("Fields", fields)(**fields)
+def _as_tuples(value: Any) -> Any:
+    """A dict as a ``NamedTuple`` of its values, a list as a tuple."""
+    if isinstance(value, dict):
+        return namedtuple("Fields", value)(*map(_as_tuples, value.values()))
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _aligned_parts(kinds: tuple, path: tuple[int, ...]) -> dict[tuple[int, ...], list]:
+    """What Triton is told of the parts of a tuple, by where they are."""
+    found: dict[tuple[int, ...], list] = {}
+    for index, kind in enumerate(kinds):
+        if isinstance(kind, tuple):
+            found |= _aligned_parts(kind, (*path, index))
+        elif _can_align(kind):
+            found[(*path, index)] = _ALIGNED
+    return found
 
 
 def _can_align(kind: str) -> bool:
@@ -342,9 +356,7 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
 
     module, function = spec.kernel.split(":")
     kernel = getattr(importlib.import_module(module), function)
-    constexprs = {
-        name: _named_tuple(value) if isinstance(value, dict) else value for name, value in spec.constexprs.items()
-    }
+    constexprs = {name: _as_tuples(value) for name, value in spec.constexprs.items()}
     if "TARGET" in kernel.arg_names and "TARGET" not in constexprs:
         constexprs["TARGET"] = target
     unspecialised = {kernel.arg_names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
@@ -356,8 +368,8 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
             if name not in constexprs:
                 constexprs[name] = kernel.params[index].default
         elif isinstance(kind, dict):
-            signature[name] = _named_tuple(kind)
-            attrs.update({(index, field): _ALIGNED for field, part in enumerate(kind.values()) if _can_align(part)})
+            signature[name] = _as_tuples(kind)
+            attrs.update(_aligned_parts(signature[name], (index,)))
         else:
             signature[name] = kind
             is_specialised = kind.startswith("*") or name not in unspecialised
