@@ -50,7 +50,7 @@ _VARIABLES = (
     "NVTE_EXT_MARGIN_SM",
     "NVTE_USE_CUTLASS_GROUPED_GEMM",
 )
-_OWN = ("transport", "pp_slots", "pp_loans", "pp_path", "sp_order", "ep_capacity", "ep_rails")  # likewise, of ours
+_OWN = ("transport", "pp_slots", "pp_loans", "pp_path", "ep_capacity", "ep_rails")  # likewise, of ours
 _LIBRARIES = ("triton", "megatron-core", "transformer-engine")
 
 

@@ -163,15 +163,6 @@ SETTINGS: tuple[Setting, ...] = (
         "polynomials (set `--muon-num-ns-steps` to a multiple of 8). Unset: none, native's bits.",
     ),
     Setting(
-        "sp_order",
-        "DITRON_SP_ORDER",
-        _one_of("native", "arrival"),
-        "native",
-        "native, arrival",
-        "Order in which Ulysses projections add up what the ranks sent. arrival: one rank's at a time, as they send, "
-        "instead of when all is there; it changes bits, so only under `DITRON_POLICY` fast or force.",
-    ),
-    Setting(
         "policy",
         "DITRON_POLICY",
         _one_of("strict", "fast", "bits", "force"),
@@ -250,7 +241,6 @@ class Settings:
     pp_path: str
     muon_sharding: str
     muon_opt_ins: tuple[str, ...] | None
-    sp_order: str
     ep_capacity: float | None
     ep_rails: str
     policy: str

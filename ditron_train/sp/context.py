@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.logs import log_once
-from ditron_train.runtime.settings import get_settings
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 
@@ -24,15 +22,10 @@ class SPContext(OpContext):
         group: The process group (``None``: WORLD).
         device: Where activations live.
         first_epoch: For tests of the epoch's wrap.
-
-    Attributes:
-        by_arrival: Whether an A2A-GEMM adds up what the ranks sent in the order of their arrival
-            (``DITRON_SP_ORDER``).
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
         super().__init__(group, device, first_epoch=first_epoch)
-        self.by_arrival = _adds_by_arrival()
         fields = (
             "operation",
             "rows",
@@ -60,21 +53,6 @@ class SPContext(OpContext):
     def sequence_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store what belongs to this rank's part of the sequence: columns of source ranks."""
         return self.arena.tensor("sp.to_sequence", (num_rows, num_columns), dtype)
-
-
-def _adds_by_arrival() -> bool:
-    """``DITRON_SP_ORDER=arrival``, under a policy that does not ask for native's bits."""
-    settings = get_settings()
-    if settings.sp_order != "arrival":
-        return False
-    if settings.policy in ("strict", "bits"):
-        log_once(
-            "sp order",
-            f"sp: sums stay in native's order: DITRON_SP_ORDER=arrival needs DITRON_POLICY fast or force, not {settings.policy}",
-        )
-        return False
-    log_once("sp order", "sp: other bits than native's were asked for: what the ranks send is added up as it arrives")
-    return True
 
 
 def get_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> SPContext:

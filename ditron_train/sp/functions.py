@@ -14,11 +14,9 @@ that P^T is the exchange after it:
 
 An attention that has both projections may leave the output projection's dW to the other one's backward
 (``late_wgrad``): there it hides the exchange of dq, dk and dv, for which nothing else stands ready, and dx is a plain
-GEMM. dy and P^T(o) live that much longer. A whole layer forward + backward, in us (4 H200, 64 heads, 8 groups, 32768
-and 16384 tokens, contenders in turn): native 43971 and 14798, without that 41891 and 13408, with it 41354 and 13369,
-with no exchange at all 40858 and 13229.
+GEMM. dy and P^T(o) live that much longer (times: ``docs/measurements/sp.md``).
 
-wgrad is one GEMM over all local rows in order, as native computes it; the bias c is added after the product was
+wgrad is one GEMM over all local rows in order, as Megatron computes it; the bias c is added after the product was
 rounded, and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does.
 """
 

@@ -1,7 +1,10 @@
 """Kernels of Ulysses sequence parallelism that multiply: GEMM-A2A and A2A-GEMM.
 
 Buffers, flags and ticket roles are those of ``kernels``. Sizes that change no code are not specialised on.
+What else was tried, with times: ``docs/measurements/sp.md``.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,22 +17,12 @@ from ditron_train.sp.kernels import next_work, push_item, start_epoch
 __all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
 
 
-# Tried (4 H200, m x n x k a rank 8192 x 10240 x 8192, the GEMM alone 1.76 ms, as this kernel; with the last pulls by 4
-# SMs 1.88 to 1.97 ms, by all of them behind the GEMM 1.84): tiles stored to the peers by the epilogue, whose bursts
-# stall the loop at every tile: 2.03 ms, flattened 2.51 ms; local stores in a loop that is not flattened 2.03 ms; pulls
-# by small programs (4 warps, 64 registers) that share all SMs with the GEMM: 1.91 ms, no better than 4 SMs, and the
-# GEMM's programs may find no registers left.
 @triton.jit(do_not_specialize=["M", "slot_rows"])
 def gemm_a2a_kernel(
     a_desc,
     b_desc,
     c_desc,
-    signals_addresses,
-    ready_addresses,
-    ready_ptr,
-    signature_ptr,
-    tickets_ptr,
-    control_ptr,
+    channel,
     M,
     N,
     K,
@@ -53,9 +46,9 @@ def gemm_a2a_kernel(
     loop all the same (``dl.notify_stored``). Waits for nothing but start signals, which every rank sends first: all
     launches make progress.
     """
-    epoch = dl.next_epoch(tickets_ptr)
-    rank = dl.rank(control_ptr)
-    start_epoch(ready_addresses, signature_ptr, tickets_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
+    start_epoch(channel, epoch, rank, WORLD_SIZE, TARGET)
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
@@ -72,14 +65,14 @@ def gemm_a2a_kernel(
         if pending != 0:
             dl.notify_stored(pending, epoch, True, TARGET)
         else:
-            dl.await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET, HOLDS_BARRIER=False)
+            dl.await_peers(channel.ready, epoch, channel.control, rank, WORLD_SIZE, TARGET, HOLDS_BARRIER=False)
             dl.fence_async_proxy(TARGET)
         store_tile(c_desc, acc, peer * slot_rows + row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        flags = dl.symm_at(signals_addresses, peer, tl.int32)
+        flags = dl.symm_at(channel.signals_addresses, peer, tl.int32)
         pending = (flags + rank * tiles_per_rank + tile_m * num_tiles_n + tile_n).to(tl.int64)
     if pending != 0:
         dl.notify_stored(pending, epoch, True, TARGET)
-    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
 @triton.jit
@@ -98,153 +91,79 @@ def _num_behind(signals_ptr, num_flags, epoch):
 
 
 @triton.jit
-def _push_drawn(
-    part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, tickets_ptr, rank, epoch,
-    M, half_rows, buffer_stride, num_groups, width0, width1, width2,
-    GRANULE_ROWS: tl.constexpr, ROWS: tl.constexpr, NUM_PARTS: tl.constexpr,
-    BLOCK_G0: tl.constexpr, BLOCK_G1: tl.constexpr, BLOCK_G2: tl.constexpr,
-    BLOCK_W0: tl.constexpr, BLOCK_W1: tl.constexpr, BLOCK_W2: tl.constexpr,
-    HAS_TABLE: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+def _push_drawn(pointers, channel, shape, rank, epoch, COPY: tl.constexpr, TARGET: tl.constexpr):
     """Pushes granules of this rank's share, drawn from the counter of this epoch, until none is left."""
-    counter_ptr = tickets_ptr + 2 + (epoch & 1)
-    num_items = tl.cdiv(M, GRANULE_ROWS) * WORLD_SIZE
+    counter_ptr = channel.tickets + 2 + (epoch & 1)
+    num_items = tl.cdiv(shape.M, COPY.granule_rows) * COPY.world_size
     work = next_work(counter_ptr)
     while work < num_items:
         item = work
         work = next_work(counter_ptr)
-        push_item(
-            item, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, rank, epoch,
-            M, half_rows, M, buffer_stride, num_groups, width0, width1, width2,
-            GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
-            False, HAS_TABLE, WORLD_SIZE, TARGET,
-        )  # fmt: skip
+        push_item(item, pointers, channel, shape, rank, epoch, COPY, TARGET)
+
+
+class _Turns(NamedTuple):
+    """The turns of one program: how its early tiles are counted (first, step), its first late tile, all its turns."""
+
+    num_early: Any
+    first_early: Any
+    step_early: Any
+    first_late: Any
+    total: Any
 
 
 @triton.jit
 def _deal(num_tiles, num_early_tiles, num_push):
-    """A program's early turns and how their tiles are counted (first, step), its first late tile and the number of all
-    turns."""
+    """The turns of this program: see ``a2a_gemm_kernel``; twin: ``transfer_sizes.tiles_of_program``."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    num_early = num_programs - num_push
+    step_early = num_programs - num_push
     first_early = program - num_push
-    early_turns = tl.where(
-        first_early >= 0, tl.cdiv(tl.maximum(num_early_tiles - first_early, 0), tl.maximum(num_early, 1)), 0
+    num_early = tl.where(
+        first_early >= 0, tl.cdiv(tl.maximum(num_early_tiles - first_early, 0), tl.maximum(step_early, 1)), 0
     )
     first_late = num_early_tiles + program
-    num_turns = early_turns + tl.cdiv(tl.maximum(num_tiles - first_late, 0), num_programs)
-    return early_turns, first_early, num_early, first_late, num_turns
+    total = num_early + tl.cdiv(tl.maximum(num_tiles - first_late, 0), num_programs)
+    return _Turns(num_early, first_early, step_early, first_late, total)
 
 
 @triton.jit
 def _place_of_turn(
-    turn, early_turns, first_early, num_early, first_late, num_programs, num_tiles_m, num_tiles_n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """First row and column of a program's tile in its turn ``turn``: see ``a2a_gemm_kernel``; twin:
-    ``tuning.tiles_of_program``."""
+    turn, turns, num_tiles_m, num_tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """First row and column of a program's tile in its turn ``turn``."""
+    num_programs = tl.num_programs(0)
     tile_id = tl.where(
-        turn < early_turns, first_early + turn * num_early, first_late + (turn - early_turns) * num_programs
+        turn < turns.num_early,
+        turns.first_early + turn * turns.step_early,
+        turns.first_late + (turn - turns.num_early) * num_programs,
     )
     tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
     return tile_m * BLOCK_M, tile_n * BLOCK_N
 
 
-@triton.jit
-def _add_by_arrival(
-    acc, a_desc, b_desc, row, col, first_k_tile, last_k_tile, k_tiles_per_rank, rank,
-    BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
-    """``tile_product``'s sum, continued, over K blocks counted in the order in which sources send to this rank: rank -
-    1, rank - 2, ..., own; each source's in ascending order."""
-    for k_tile in range(first_k_tile, last_k_tile):
-        source = (rank + 2 * WORLD_SIZE - 1 - k_tile // k_tiles_per_rank) % WORLD_SIZE
-        k = (source * k_tiles_per_rank + k_tile % k_tiles_per_rank) * BLOCK_K
-        a = a_desc.load([row, k])
-        b = b_desc.load([col, k]).T if TRANSPOSE_B else b_desc.load([k, col])
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _product_of_granule(
-    a_desc, b_desc, row, col, signals_ptr, control_ptr, epoch, granule, num_granules, num_k_tiles, rank,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSE_B: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, BY_ARRIVAL: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """A tile's product, behind waits (acquire, then a fence for the descriptor loads) for the flags of all sources of
-    its granule; BY_ARRIVAL: for each source's before its columns are multiplied."""
-    if BY_ARRIVAL:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        k_tiles_per_rank = num_k_tiles // WORLD_SIZE
-        for turn in range(WORLD_SIZE):
-            source = (rank + 2 * WORLD_SIZE - 1 - turn) % WORLD_SIZE
-            flag_ptr = signals_ptr + source * num_granules + granule
-            dl.wait_many(flag_ptr, 1, epoch, control_ptr, source, granule, 1, TARGET)
-            dl.fence_async_proxy(TARGET)
-            acc = _add_by_arrival(
-                acc, a_desc, b_desc, row, col, turn * k_tiles_per_rank, (turn + 1) * k_tiles_per_rank, k_tiles_per_rank, rank,
-                BLOCK_K, TRANSPOSE_B, WORLD_SIZE,
-            )  # fmt: skip
-    else:
-        dl.wait_ranks(signals_ptr + granule, num_granules, epoch, control_ptr, granule, WORLD_SIZE, RANKS_POW2, TARGET)
-        dl.fence_async_proxy(TARGET)
-        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-    return acc
-
-
-@triton.jit
-def _multiply_arriving(
-    a_desc, b_desc, c_desc, signals_ptr, control_ptr, epoch, rank, num_granules,
-    early_turns, first_early, num_early, first_late, num_turns, num_tiles_m, num_tiles_n, num_k_tiles,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, GRANULE_ROWS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr, BY_ARRIVAL: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """Takes turns, each behind a wait for its granule, until all granules of all ranks were seen; returns the next
-    turn."""
-    turn = tl.cast(0, tl.int32)
-    behind = tl.cast(1, tl.int32)
-    while (turn < num_turns) & (behind > 0):
-        row, col = _place_of_turn(
-            turn, early_turns, first_early, num_early, first_late, tl.num_programs(0), num_tiles_m, num_tiles_n,
-            BLOCK_M, BLOCK_N, GROUP_M,
-        )  # fmt: skip
-        acc = _product_of_granule(
-            a_desc, b_desc, row, col, signals_ptr, control_ptr, epoch, row // GRANULE_ROWS, num_granules, num_k_tiles, rank,
-            BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, WORLD_SIZE, RANKS_POW2, BY_ARRIVAL, TARGET,
-        )  # fmt: skip
-        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        turn += 1
-        behind = _num_behind(signals_ptr, WORLD_SIZE * num_granules, epoch)
-    dl.fence(TARGET)  # the acquire of what _num_behind saw
-    dl.fence_async_proxy(TARGET)
-    return turn
-
-
-# Tried (4 H200, m x n x k a rank 8192 x 8192 x 8192, the GEMM alone 1.43 to 1.48 ms, this kernel 1.60 to 1.62): a push
-# kernel beside the GEMM, with SMs of its own to the end, 1.68 ms, and with less room than it needs, ranks that wait
-# for one another; a push by small programs (4 warps, 64 registers) that share SMs with the GEMM's: they can take the
-# registers that a program of the GEMM needs, and then ranks hang; the copy of what arrived by the pushing programs,
-# 1.81 to 2.37 ms (a program of 8 warps moves 13 GB/s, of 32 warps 45): it is made behind the GEMM. A push by copy
-# engines, one 2-D copy (4 KB rows, 200 GB/s a rank while all send; 80 GB/s at 256 B) for each peer and 1, 2, 4 or 8
-# granules of a half, bits equal: 1613, 1558, 1534 and 1588 us at m = 8192 where this kernel took 1618 to 1757 us in
-# the same run; at m = 4096 841, 809, 858 and 940 against 813 to 822; at 32768 x 2048 x 2048 565 at best against 519 to
-# 544. It takes 32 driver calls, fits one part without a table only, and is not worth a second way yet.
 @triton.jit(do_not_specialize=["num_push", "num_early_tiles"])
 def a2a_gemm_kernel(
-    a_desc, b_desc, c_desc, part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, signals_ptr,
-    ready_addresses, ready_ptr, signature_ptr, table_ptr, tickets_ptr, control_ptr,
-    M, N, K, half_rows, buffer_stride, num_groups, width0, width1, width2, num_push, num_early_tiles,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr,
-    GRANULE_ROWS: tl.constexpr, ROWS: tl.constexpr, NUM_PARTS: tl.constexpr,
-    BLOCK_G0: tl.constexpr, BLOCK_G1: tl.constexpr, BLOCK_G2: tl.constexpr,
-    BLOCK_W0: tl.constexpr, BLOCK_W1: tl.constexpr, BLOCK_W2: tl.constexpr,
-    HAS_TABLE: tl.constexpr, BY_ARRIVAL: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_POW2: tl.constexpr,
+    a_desc,
+    b_desc,
+    c_desc,
+    pointers,
+    channel,
+    shape,
+    N,
+    K,
+    num_push,
+    num_early_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    COPY: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
     TARGET: tl.constexpr,
-):  # fmt: skip
+):
     """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it
     arrived.
 
@@ -254,49 +173,42 @@ def a2a_gemm_kernel(
     another stream's kernel holds it.
 
     The sums run over K in order, so a tile needs every source. It waits for the flags of its granule, which is one row
-    tile or several. BY_ARRIVAL changes bits: sums run over the sources in the order in which they send to this rank, a
-    fixed one, and a tile waits for one source at a time; a source's columns have to be whole K blocks. Once a program
-    has seen that everything is there, it goes on without waits, in one flattened loop of tiles and K blocks: there the
-    loads of a tile run under the stores of the one before.
+    tile or several. Once a program has seen that everything is there, it goes on without waits, in one flattened loop
+    of tiles and K blocks: there the loads of a tile run under the stores of the one before.
 
     The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push
     takes its SMs for as long as it lasts.
     """
-    epoch = dl.next_epoch(tickets_ptr)
-    dl.next_epoch(tickets_ptr + 1)  # the exchange's receiving kernel counts there: in step
-    rank = dl.rank(control_ptr)
-    num_granules = tl.cdiv(M, GRANULE_ROWS)
-    start_epoch(ready_addresses, signature_ptr, tickets_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    WORLD_SIZE: tl.constexpr = COPY.world_size
+    GRANULE_ROWS: tl.constexpr = COPY.granule_rows
+    epoch = dl.next_epoch(channel.tickets)
+    dl.next_epoch(channel.tickets + 1)  # the exchange's receiving kernel counts there: in step
+    rank = dl.rank(channel.control)
+    num_granules = tl.cdiv(shape.M, GRANULE_ROWS)
+    start_epoch(channel, epoch, rank, WORLD_SIZE, TARGET)
     if tl.program_id(0) < num_push:
-        dl.await_peers(ready_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
-        _push_drawn(
-            part0_ptr, part1_ptr, part2_ptr, buffer_addresses, signals_addresses, table_ptr, tickets_ptr, rank, epoch,
-            M, half_rows, buffer_stride, num_groups, width0, width1, width2,
-            GRANULE_ROWS, ROWS, NUM_PARTS, BLOCK_G0, BLOCK_G1, BLOCK_G2, BLOCK_W0, BLOCK_W1, BLOCK_W2,
-            HAS_TABLE, WORLD_SIZE, TARGET,
-        )  # fmt: skip
-    num_tiles_m = tl.cdiv(M, BLOCK_M)
+        dl.await_peers(channel.ready, epoch, channel.control, rank, WORLD_SIZE, TARGET)
+        _push_drawn(pointers, channel, shape, rank, epoch, COPY, TARGET)
+    num_tiles_m = tl.cdiv(shape.M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
-    early_turns, first_early, num_early, first_late, num_turns = _deal(
-        num_tiles_m * num_tiles_n, num_early_tiles, num_push
-    )
-    turn = _multiply_arriving(
-        a_desc, b_desc, c_desc, signals_ptr, control_ptr, epoch, rank, num_granules,
-        early_turns, first_early, num_early, first_late, num_turns, num_tiles_m, num_tiles_n, num_k_tiles,
-        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, TRANSPOSE_B, SPLIT_STORE, GRANULE_ROWS, WORLD_SIZE, RANKS_POW2, BY_ARRIVAL, TARGET,
-    )  # fmt: skip
-    for late_turn in tl.range(turn, num_turns, 1, flatten=True):
-        row, col = _place_of_turn(
-            late_turn, early_turns, first_early, num_early, first_late, tl.num_programs(0), num_tiles_m, num_tiles_n,
-            BLOCK_M, BLOCK_N, GROUP_M,
-        )  # fmt: skip
-        if BY_ARRIVAL:
-            acc = _add_by_arrival(
-                tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), a_desc, b_desc, row, col, 0, num_k_tiles,
-                num_k_tiles // WORLD_SIZE, rank, BLOCK_K, TRANSPOSE_B, WORLD_SIZE,
-            )  # fmt: skip
-        else:
-            acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+    turns = _deal(num_tiles_m * num_tiles_n, num_early_tiles, num_push)
+    turn = tl.cast(0, tl.int32)
+    behind = tl.cast(1, tl.int32)  # flags of all granules of all ranks that were not seen yet
+    while (turn < turns.total) & (behind > 0):
+        row, col = _place_of_turn(turn, turns, num_tiles_m, num_tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        granule = row // GRANULE_ROWS
+        flags = channel.signals + granule
+        dl.wait_ranks(flags, num_granules, epoch, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)
+        dl.fence_async_proxy(TARGET)
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+        turn += 1
+        behind = _num_behind(channel.signals, WORLD_SIZE * num_granules, epoch)
+    dl.fence(TARGET)  # the acquire of what _num_behind saw
+    dl.fence_async_proxy(TARGET)
+    for late_turn in tl.range(turn, turns.total, 1, flatten=True):
+        row, col = _place_of_turn(late_turn, turns, num_tiles_m, num_tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)

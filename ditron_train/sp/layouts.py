@@ -120,8 +120,8 @@ def qkv_layout(
         raise NotSupportedError(f"{num_heads} heads do not divide by {num_groups} query groups")
     if num_heads % world_size or num_groups % world_size:
         raise NotSupportedError(
-            f"The number of attention heads needs to be divisible by CP size! {num_heads} query heads and {num_groups} "
-            f"key and value heads, {world_size} ranks"
+            f"The number of attention heads needs to be divisible by CP size! {num_heads} query heads and "
+            f"{num_groups} key and value heads, {world_size} ranks"
         )
     value_dim = head_dim if value_head_dim is None else value_head_dim
     widths = (num_heads // num_groups * head_dim, head_dim, value_dim)

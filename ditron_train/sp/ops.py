@@ -2,8 +2,7 @@
 
 They enqueue on the current stream (all but ``a2a_gemm`` on the context's communication stream too), never wait for the
 device but at the first call of a new shape, and give the bits of GEMM, all-to-all and reorder wherever the tile GEMM
-gives cuBLAS's (``gemm.known_bits``): rows and columns are only moved, and every sum runs over all of K in order (but
-for ``by_arrival``).
+gives cuBLAS's (``gemm.known_bits``): rows and columns are only moved, and every sum runs over all of K in order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.sp import transfer_sizes as tuning
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.prepared import (
@@ -29,14 +27,20 @@ from ditron_train.sp.prepared import (
     PreparedGemmA2A,
     WeightLayout,
 )
+from ditron_train.sp.transfer_sizes import PULL_GROUP_M
 
 __all__ = ["WeightLayout", "a2a_gemm", "gather_sequence", "gemm_a2a", "to_heads", "to_sequence"]
 
 
 def _check_parts(
-    name: str, context: SPContext, layout: HeadsLayout, parts: Sequence[torch.Tensor], row_table: torch.Tensor | None,
-    *, whole_sequence: bool,
-) -> None:  # fmt: skip
+    name: str,
+    context: SPContext,
+    layout: HeadsLayout,
+    parts: Sequence[torch.Tensor],
+    row_table: torch.Tensor | None,
+    *,
+    whole_sequence: bool,
+) -> None:
     """Checks what this rank can see alone of the parts [s, ..., heads, head size]."""
     if len(parts) != len(layout.widths):
         raise NotSupportedError(f"{name}: {len(parts)} parts, the layout has {len(layout.widths)}")
@@ -58,8 +62,13 @@ def _check_parts(
     _check_rows(name, context, first.shape[:-2], world if whole_sequence else 1, row_table)
 
 
+def _kinds_of(parts: Sequence[torch.Tensor]) -> tuple:
+    """What a kernel takes for granted of parts that have been checked once: part of every key."""
+    return tuple((part.shape, part.dtype, part.device) for part in parts)
+
+
 def _kind_of(row_table: torch.Tensor | None) -> tuple | None:
-    """What a kernel takes for granted of a table of rows that has been checked once: part of every key."""
+    """Likewise of a table of rows."""
     if row_table is None:
         return None
     return row_table.shape, row_table.dtype, row_table.device, row_table.is_contiguous()
@@ -81,14 +90,14 @@ def _check_rows(
         or not row_table.is_contiguous()
     ):
         raise NotSupportedError(
-            f"{name}: the table of rows is {tuple(row_table.shape)} {row_table.dtype} on {row_table.device}, needed is a "
-            f"contiguous int32 of ({context.world_size}, {num_rows} / {num_ranks})"
+            f"{name}: the table of rows is {tuple(row_table.shape)} {row_table.dtype} on {row_table.device}, needed "
+            f"is a contiguous int32 of ({context.world_size}, {num_rows} / {num_ranks})"
         )
     divisor = 2 * num_ranks
     if row_table is None and length % divisor:
         raise NotSupportedError(
-            f"{name}: Sequence length per GPU needs to be divisible by 2! A sequence dimension of {length} does not divide "
-            f"by {divisor}"
+            f"{name}: Sequence length per GPU needs to be divisible by 2! A sequence dimension of {length} does not "
+            f"divide by {divisor}"
         )
 
 
@@ -113,7 +122,8 @@ def _check_gemm(
     if weight_k != k or (num_columns >= 0 and n != num_columns) or n == 0 or k == 0:
         wanted = num_columns if num_columns >= 0 else "any"
         raise NotSupportedError(
-            f"{name}: weight {tuple(weight.shape)} ({weight_layout}) maps {weight_k} columns to {n}, needed is {k} to {wanted}"
+            f"{name}: weight {tuple(weight.shape)} ({weight_layout}) maps {weight_k} columns to {n}, "
+            f"needed is {k} to {wanted}"
         )
 
 
@@ -156,8 +166,8 @@ def gemm_a2a(
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     context.enter("gemm_a2a", x.shape, weight.shape, x.dtype)
-    key = ("gemm_a2a", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout, weight_layout, config,
-           _kind_of(row_table))  # fmt: skip
+    kinds = x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
+    key = ("gemm_a2a", *kinds, layout, weight_layout, config, _kind_of(row_table))
     prepared = context.prepared.get(key)
     if prepared is None:
         name, world = "gemm_a2a", context.world_size
@@ -167,7 +177,7 @@ def gemm_a2a(
         _check_rows(name, context, x.shape[:-1], 1, row_table)
         m, k, n = x.shape[:-1].numel(), x.shape[-1], world * layout.num_columns
         chosen = config or replace(
-            choose_config(m, n, k, x.dtype, context.target, context.num_sms), group_m=tuning.PULL_GROUP_M
+            choose_config(m, n, k, x.dtype, context.target, context.num_sms), group_m=PULL_GROUP_M
         )
         prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
@@ -186,12 +196,10 @@ def a2a_gemm(
     return_gathered: Literal["no", "copy", "borrow"] = "no",
     row_table: torch.Tensor | None = None,
     config: GemmConfig | None = None,
-    by_arrival: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gives every rank all heads of its chunks and projects them: the output projection's forward, QKV's dgrad.
 
-    The bits are those of the reorder and all-to-all of each part, then the GEMM over all heads; with ``by_arrival``
-    those of that GEMM with the columns and the weight's rows of all ranks in the order rank - 1, rank - 2, ..., own.
+    The bits are those of the reorder and all-to-all of each part, then the GEMM over all heads.
 
     Args:
         parts: One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -203,8 +211,6 @@ def a2a_gemm(
             ``borrow``: the same, which may lie in the context's buffer: until the next op of the context.
         row_table: As ``gemm_a2a``.
         config: Tile sizes; chosen by the shape where None. They do not change bits.
-        by_arrival: Multiply what one rank sent when it is there, instead of waiting for all. The context's choice
-            where None; K in order nevertheless where a rank's columns are not whole K blocks.
 
     Returns:
         [s / world, ..., N], and the gathered rows if asked for.
@@ -213,10 +219,8 @@ def a2a_gemm(
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
     context.enter("a2a_gemm", parts[0].shape, weight.shape, weight.dtype)
-    shapes = tuple((part.shape, part.dtype, part.device) for part in parts)
-    by_arrival = context.by_arrival if by_arrival is None else by_arrival
-    key = ("a2a_gemm", shapes, weight.shape, weight.dtype, weight.device, layout, weight_layout, config, by_arrival,
-           _kind_of(row_table))  # fmt: skip
+    kinds = *_kinds_of(parts), weight.shape, weight.dtype, weight.device
+    key = ("a2a_gemm", *kinds, layout, weight_layout, config, _kind_of(row_table))
     prepared = context.prepared.get(key)
     if prepared is None:
         name, world = "a2a_gemm", context.world_size
@@ -226,10 +230,7 @@ def a2a_gemm(
         m, n = parts[0].shape[:-2].numel() // world, weight.shape[0 if weight_layout == "nt" else 1]
         dtype = parts[0].dtype
         chosen = config or choose_config(m, n, k, dtype, context.target, context.num_sms)
-        by_arrival = by_arrival and layout.num_columns % chosen.block_k == 0
-        prepared = PreparedA2AGemm(
-            context, layout, m, n, dtype, weight_layout, chosen, row_table is not None, by_arrival
-        )
+        prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
     out, gathered = prepared(parts, weight, return_gathered == "copy", row_table)
     if return_gathered == "borrow":
@@ -262,7 +263,7 @@ def gather_sequence(
     """
     name = "gather_sequence"
     context.enter(name, parts[0].shape, parts[0].dtype)
-    key = (name, layout, _kind_of(row_table), *((part.shape, part.dtype, part.device) for part in parts))
+    key = (name, layout, _kind_of(row_table), *_kinds_of(parts))
     prepared = context.prepared.get(key)
     if prepared is None:
         _check_parts(name, context, layout, parts, row_table, whole_sequence=True)
@@ -273,12 +274,16 @@ def gather_sequence(
 
 
 def _exchange(
-    name: str, context: SPContext, layout: HeadsLayout, parts: Sequence[torch.Tensor], towards_heads: bool,
+    name: str,
+    context: SPContext,
+    layout: HeadsLayout,
+    parts: Sequence[torch.Tensor],
+    towards_heads: bool,
     row_table: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     context.enter(name, parts[0].shape, parts[0].dtype)
     world = context.world_size
-    key = (name, layout, _kind_of(row_table), *((part.shape, part.dtype, part.device) for part in parts))
+    key = (name, layout, _kind_of(row_table), *_kinds_of(parts))
     prepared = context.prepared.get(key)
     if prepared is None:
         _check_parts(name, context, layout, parts, row_table, whole_sequence=not towards_heads)
@@ -299,7 +304,8 @@ def to_heads(
 
     Args:
         parts: One tensor a part, [s / world, ..., world * heads of a rank, head size]; fp32, bf16 or fp16, any
-        strides. context: The group's context.
+            strides.
+        context: The group's context.
         layout: Columns of one rank.
         row_table: As ``gemm_a2a``.
 

@@ -1,4 +1,4 @@
-"""How many SMs move data beside a GEMM, and in which blocks."""
+"""How many SMs move data beside a GEMM, and in which blocks; the times behind it: ``docs/measurements/sp.md``."""
 
 from __future__ import annotations
 
@@ -31,23 +31,19 @@ class CopyShape:
 
 
 PUSH = CopyShape(rows=128, width=256)  # 64 KB in flight
-PULL = CopyShape(
-    rows=128, width=512
-)  # reads from a peer take longer; spills a little, and is faster (2.41 against 2.56 ms)
+PULL = CopyShape(rows=128, width=512)  # reads from a peer take longer: it spills a little, and is faster
 
 GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
 EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives
-GATHER_PROGRAMS = 16  # of a push under a weight gradient; 8, 16, 32: a layer of 32768 tokens 41413, 41354, 41616 us
-PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole sooner (2 to 4 % faster than 8)
+GATHER_PROGRAMS = 16  # of a push under a weight gradient
+PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole sooner
 
-_GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us, as much as sending 128 KB
+_GRANULE_BYTES = 1 << 18  # a notify costs a program as much as sending half of it
 _GEMM_FLOP_PER_US = 750e6
-# A2A-GEMM by 16 and 24 programs that push, in us (4 H200, rows x heads of 128: 8192 x 64, 4096 x 64, 16384 x 32, 32768
-# x 16): 1757, 822, 860, 519 and 1772, 842, 871, 541; 8: 1841, 907, 957, 832; 32: 1710, 872, 872, 558.
-_NUM_PUSH = 16
+_NUM_PUSH = 16  # programs of an A2A-GEMM that push: the best of 8, 16, 24 and 32 at three of four shapes
 _PUSH_BYTES_PER_US = 14e3  # one program of a GEMM, which has 8 warps
 _PULL_BYTES_PER_US = 24e3
-_GATHER_BYTES_PER_US = GATHER_PROGRAMS * 12.7e3  # 168 MB in 824 us
+_GATHER_BYTES_PER_US = GATHER_PROGRAMS * 12.7e3
 _LINK_BYTES_PER_US = 340e3
 _START_US = 20.0  # start signals, and the first granules' way
 

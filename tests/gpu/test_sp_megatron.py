@@ -100,12 +100,12 @@ def num_routes(kind):
 @contextlib.contextmanager
 def native_routes(monkeypatch):
     """Our attentions by GEMMs and all-to-alls of the process group, where native has no attention to compare with."""
-    from ditron_train.megatron.sp import attention as sp
-    from ditron_train.megatron.sp import output as sp_output
+    from ditron_train.megatron.sp import attention, attention_exchange, output
 
     with monkeypatch.context() as patch:
-        for module, name in ((sp, "route_projections"), (sp, "route_exchange"), (sp_output, "route_output")):
-            patch.setattr(module, name, lambda *args: None)
+        where = {"projections": attention, "exchange": attention_exchange, "output": output}
+        for name, module in where.items():
+            patch.setattr(module, f"route_{name}", lambda *args: None)
         yield
 
 

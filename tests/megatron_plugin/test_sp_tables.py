@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core")
 
-from ditron_train.megatron.sp import attention as sp
-from ditron_train.megatron.sp import packed as sp_packed  # noqa: E402
+from ditron_train.megatron.sp import dot_product_attention, packed, rotary_tables  # noqa: E402
 from ditron_train.megatron.sp.nodes import NodesContext  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -58,26 +57,28 @@ def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) ->
             asked.append(self._tensor)
             return self._tensor
 
-    for module in (sp, sp_packed):
+    for module in (dot_product_attention, packed, rotary_tables):
         monkeypatch.setattr(module, "CachedTensor", Kept)
-    monkeypatch.setattr(sp.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(sp.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])
+    monkeypatch.setattr(rotary_tables.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(
+        rotary_tables.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts]
+    )
     local, starts = torch.arange(8.0).view(4, 2), torch.tensor([0, 8, 16])
-    packed = SimpleNamespace(
+    batch = SimpleNamespace(
         cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None
     )
-    sp._kept_causal_mask.cache_clear()
+    dot_product_attention._kept_causal_mask.cache_clear()
     try:
         makers = (
-            lambda: sp.whole_rotary_table(local, None),
-            lambda: sp._causal_mask(5, CPU),
-            lambda: sp_packed.table_of(packed, 2, 8),
+            lambda: rotary_tables.whole_rotary_table(local, None),
+            lambda: dot_product_attention._causal_mask(5, CPU),
+            lambda: packed.table_of(batch, 2, 8),
         )
         for make in makers:
             first = make()
             asked.clear()
             assert make() is first and len(asked) == 1 and asked[0] is first
     finally:
-        sp._TablesOf.clear()
-        sp._kept_causal_mask.cache_clear()
-        sp_packed._last_table.clear()
+        rotary_tables.forget_tables()
+        dot_product_attention._kept_causal_mask.cache_clear()
+        packed._last_table.clear()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
 from tests.support.patience import HANG_S
-from tests.support.processes import run_workers
+from tests.support.processes import run_workers, run_workers_once
 
 pytest.importorskip("megatron.core")
 
@@ -115,6 +115,24 @@ def _failed_op_never_reaches_the_weights():
 
         contexts._contexts.clear()  # the failed channel must not outlive this test
         del context
+
+
+def _lines_of_a_variable_that_nothing_reads():
+    import ditron_train.megatron as plugin
+
+    with _Lines() as lines:
+        plugin.apply(features="tp")
+        plugin.apply(features="sp")
+        plugin.restore()
+    return lines
+
+
+def test_a_variable_that_nothing_reads_any_more_is_named_once():
+    """``DITRON_SP_ORDER`` was one: a job that still sets it runs, in Megatron's order of sums."""
+    (outcome,) = run_workers_once(1, _lines_of_a_variable_that_nothing_reads, env={"DITRON_SP_ORDER": "arrival"})
+    assert outcome.ok, outcome.traceback
+    named = [line for line in outcome.value if "DITRON_SP_ORDER" in line]
+    assert named == ["nothing reads the environment variable DITRON_SP_ORDER"]
 
 
 def _lines_of_groups_of_one_rank():

@@ -43,10 +43,9 @@ def groups(context_parallel, tensor_parallel=1, features="sp"):
 @contextlib.contextmanager
 def without(*names):
     """The fused projections (``projections``, ``output``) or the exchanges (``exchange``) run natively."""
-    from ditron_train.megatron.sp import attention as sp
-    from ditron_train.megatron.sp import output as sp_output
+    from ditron_train.megatron.sp import attention, attention_exchange, output
 
-    where = {"projections": sp, "exchange": sp, "output": sp_output}
+    where = {"projections": attention, "exchange": attention_exchange, "output": output}
     saved = {name: getattr(where[name], f"route_{name}") for name in names}
     for name in names:
         setattr(where[name], f"route_{name}", lambda *args: None)
@@ -356,7 +355,7 @@ def packed_attention_agrees(lengths, options):
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from ditron_train.megatron.sp.attention import DitronDotProductAttention
+    from ditron_train.megatron.sp.dot_product_attention import DitronDotProductAttention
     from ditron_train.sp import packed_rows
 
     class Attention(DitronDotProductAttention):

@@ -86,12 +86,6 @@ def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(m
     then."""
     from ditron_train.megatron.ep import experts as ep_experts
 
-    te = {name: types.ModuleType(name) for name in _modules_above("transformer_engine.pytorch.module.base")}
-    te["transformer_engine.pytorch.module.base"].get_dummy_wgrad = lambda shape, dtype, zero: torch.zeros(
-        shape, dtype=dtype
-    )
-    for name, module in te.items():
-        monkeypatch.setitem(sys.modules, name, module)
     written = []
     monkeypatch.setattr(
         ep_experts, "_grouped_gemm", lambda *args, **options: written.append((args[2], options["accumulate"]))
@@ -113,11 +107,6 @@ def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(m
     assert not accumulates
     for weight, given, buffer in zip(linear.parameters(), into, buffers):
         assert weight.main_grad is given is buffer and weight.grad_added_to_main_grad
-
-
-def _modules_above(name):
-    parts = name.split(".")
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
 def test_experts_with_adapters_are_not_fused():
@@ -289,17 +278,17 @@ for kind in tp_te.class_map().values():
 """
 
 _SYMMETRIC = """
-from ditron_train.megatron.sp.te_attention import TELinears
+from ditron_train.megatron.sp.te_linears import TELinears
 
 layer = native.TERowParallelLinear()
 layer.sequence_parallel = False
-assert TELinears.why_not_out(layer, 1) is None
+assert TELinears().why_not_out(layer, 1) is None
 layer.symmetric_ar_type = "two_shot"
-assert TELinears.why_not_out(layer, 1).startswith("symmetric_ar_type is two_shot")
+assert TELinears().why_not_out(layer, 1).startswith("symmetric_ar_type is two_shot")
 layer.tp_size = 1
-assert TELinears.why_not_out(layer, 1) is None, "nothing is added up"
+assert TELinears().why_not_out(layer, 1) is None, "nothing is added up"
 layer.tp_size, layer.sequence_parallel = 2, True
-assert TELinears.why_not_out(layer, 1) is None, "a reduce-scatter adds up"
+assert TELinears().why_not_out(layer, 1) is None, "a reduce-scatter adds up"
 """
 
 
@@ -323,11 +312,12 @@ def _execute(source):
 _MAIN_GRAD = """
 import torch
 
+from ditron_train.megatron.shared import te_wgrad
+
 given = []
-tp_te.te_ops.general_gemm = lambda rows, of, **options: given.append(options) or (None,)
-tp_te.get_dummy_wgrad = lambda shape, dtype, zero: torch.zeros(shape, dtype=dtype)
+te_wgrad.te_ops.general_gemm = lambda rows, of, **options: given.append(options) or (None,)
 weight = torch.nn.Parameter(torch.zeros(2, 3))
-wgrad = tp_te.TEWgrad(weight, True, None)  # a model for evaluation has no main_grad, and none is asked for
+wgrad = te_wgrad.TELinearWgrad(weight, True, None)  # a model for evaluation has no main_grad, and none is asked for
 weight.main_grad = torch.zeros(2, 3, dtype=torch.float64)
 assert wgrad(torch.ones(4, 2), torch.ones(4, 3)) is None
 assert given[-1]["out"] is weight.main_grad and given[-1]["out_dtype"] == torch.float64 and given[-1]["accumulate"]
@@ -375,7 +365,7 @@ def _qkv(**options):
 def test_a_gradient_that_is_added_up_elsewhere_is_not_added_up():
     from ditron_train.megatron.sp.linears import LocalLinears
 
-    asked = [LocalLinears.why_not(_qkv(disable_grad_reduce=flag), None, torch.zeros(1)) for flag in (False, True)]
+    asked = [LocalLinears().why_not(_qkv(disable_grad_reduce=flag), None, torch.zeros(1)) for flag in (False, True)]
     assert asked == [
         "the output projection is NoneType",
         "the gradient of their input is added up elsewhere (disable_grad_reduce)",
@@ -384,11 +374,12 @@ def test_a_gradient_that_is_added_up_elsewhere_is_not_added_up():
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_the_bias_of_a_frozen_projection_has_no_gradient(monkeypatch, is_frozen):
-    from ditron_train.megatron.sp import linears as sp_linears
+    from ditron_train.megatron.sp import projections
+    from ditron_train.megatron.sp.linears import LocalLinears
 
     given = {}
-    monkeypatch.setattr(sp_linears, "qkv_projection", lambda x, weight, **options: given.update(options))
+    monkeypatch.setattr(projections, "qkv_projection", lambda x, weight, **options: given.update(options))
     layer, context = _qkv(), types.SimpleNamespace(world_size=1)
     layer.weight.requires_grad_(not is_frozen)
-    sp_linears.LocalLinears.project_qkv(layer, torch.zeros(1), context, sp_linears.AttentionShape(2, 1, 3, 3))
+    LocalLinears().project_qkv(layer, torch.zeros(1), context, projections.AttentionShape(2, 1, 3, 3))
     assert given["bias"].requires_grad != is_frozen and torch.equal(given["bias"], layer.bias)

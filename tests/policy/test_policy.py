@@ -331,7 +331,6 @@ def test_a_plan_is_of_one_way_to_move_data_and_one_tuning_table(tmp_path, monkey
     assert len(load_plan(path).entries) == 1
     for variable, value, words in (
         ("DITRON_PP_PATH", "kernel", "DITRON_PP_PATH was absent, is kernel"),
-        ("DITRON_SP_ORDER", "arrival", "DITRON_SP_ORDER was absent, is arrival"),
         ("DITRON_TUNING", "off", "DITRON_TUNING was absent, is off"),
         ("DITRON_TUNING", str(table), "DITRON_TUNING was absent, is table [0-9a-f]{12}"),
     ):

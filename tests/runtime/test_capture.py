@@ -78,7 +78,7 @@ def test_messages_between_stages_are_refused(captured):
 
 def test_what_layers_keep_for_each_other_is_made_anew(captured):
     pytest.importorskip("megatron.core")
-    from ditron_train.megatron.sp import attention as sp
+    from ditron_train.megatron.sp import dot_product_attention as sp
     from ditron_train.megatron.sp import packed as sp_packed
 
     starts = torch.tensor([0, 8, 16])
@@ -99,7 +99,7 @@ def test_what_layers_keep_for_each_other_is_made_anew(captured):
 
 def test_tables_of_positions_that_a_graph_fills_are_its_own(captured, monkeypatch):
     pytest.importorskip("megatron.core")
-    from ditron_train.megatron.sp import attention as sp
+    from ditron_train.megatron.sp import rotary_tables as sp
 
     monkeypatch.setattr(sp.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(sp.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])
@@ -109,7 +109,7 @@ def test_tables_of_positions_that_a_graph_fills_are_its_own(captured, monkeypatc
     assert sp.whole_rotary_table(kept, None) is whole, "it was there before the capture"
     made = sp.whole_rotary_table(other, None)
     assert sp.whole_rotary_table(other, None) is not made and torch.equal(made[:2], other[:2])
-    sp._TablesOf.clear()
+    sp.forget_tables()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -181,39 +181,6 @@ def check_late_gradient(rank: int, world: int, context: SPContext, case: dict) -
             assert not expected or torch.equal(ours, native)
 
 
-def check_by_arrival(
-    context: SPContext, make, multiply, *, heads, groups, head_dim, length, batch, hidden, dtype, config=None
-):
-    """What an A2A-GEMM adds up by arrival: the bits of ``multiply`` with columns in the order of the sources that
-    send.
-
-    Returns:
-        Whether some bit differs from native's order.
-    """
-    from ditron_train.sp import a2a_gemm
-
-    world, rank, differs = context.world_size, context.rank, False
-    qkv, out = qkv_layout(heads, groups, head_dim, world), output_layout(heads, head_dim, world)
-    for layout, weight_layout in ((qkv, "nn"), (out, "nt")):
-        lead = (length, batch)
-        parts = [
-            make(*lead, layout.num_heads(i), dim, dtype=dtype, seed=10 * i + rank)
-            for i, dim in enumerate(layout.head_dims)
-        ]
-        weight = make(hidden, world * layout.num_columns, dtype=dtype, seed=99)
-        options = dict(context=context, layout=layout, weight_layout=weight_layout, config=config)
-        given = weight if weight_layout == "nt" else weight.t().contiguous()
-        y, gathered = a2a_gemm(parts, given, by_arrival=True, return_gathered="copy", **options)
-        sources = torch.tensor([(rank - 1 - turn) % world for turn in range(world)], device=weight.device)
-        sent = [
-            tensor.view(tensor.shape[0], world, -1)[:, sources].flatten(1).contiguous()
-            for tensor in (gathered, weight)
-        ]
-        assert torch.equal(y.flatten(0, 1), multiply(*sent))
-        differs |= not torch.equal(y, a2a_gemm(parts, given, by_arrival=False, **options))
-    return differs
-
-
 def check_exchanges(
     rank: int, world: int, context: SPContext, *, heads, groups, head_dim, length, batch, dtype, seed, device="cpu"
 ):
@@ -254,32 +221,6 @@ def run_projections(cases: list[dict], first_epoch: int = 0) -> None:
     if cases[0]["dtype"] == torch.float32:  # sums of 16-bit results would not be exact
         check_late_gradient(rank, world, context, cases[0])
     context.arena.close()
-
-
-def by_arrival(cases: list[dict]) -> bool:
-    """Whether some bit differed from native's order."""
-    from ditron_train.gemm.configs import GemmConfig
-    from ditron_train.gemm.ops import matmul_nt
-
-    context = SPContext(None, torch.device("cpu"))
-    config = GemmConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
-
-    def normals(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return matmul_nt(a, b, config=config)
-
-    differ = [check_by_arrival(context, normals, multiply, **case, config=config) for case in cases]
-    context.arena.close()
-    return any(differ)
-
-
-def adds_by_arrival() -> bool:
-    """What a context made here would do by itself."""
-    context = SPContext(None, torch.device("cpu"))
-    context.arena.close()
-    return context.by_arrival
 
 
 def run_exchanges(cases: list[dict]) -> None:

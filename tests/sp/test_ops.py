@@ -37,26 +37,6 @@ def test_projections_have_the_bits_of_the_native_sequence(world, num_cases):
     run_workers(world, bodies_sp.run_projections, cases)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sums_by_arrival_have_the_order_of_the_sources(world):
-    sizes = dict(groups=world, head_dim=16, hidden=40, dtype=torch.float32)
-    cases = [
-        dict(heads=2 * world, length=6 * world, batch=3, **sizes),
-        dict(heads=world, length=40 * world, batch=1, **sizes),
-    ]
-    assert any(run_workers(world, bodies_sp.by_arrival, cases, timeout_s=240))
-
-
-@pytest.mark.parametrize(
-    "order, policy, expected",
-    [("arrival", "fast", True), ("arrival", "force", True), ("arrival", "strict", False), ("arrival", "bits", False),
-     ("native", "force", False)],
-)  # fmt: skip
-def test_sums_by_arrival_are_asked_for_twice(order, policy, expected):
-    outcomes = run_workers_once(1, bodies_sp.adds_by_arrival, env={"DITRON_SP_ORDER": order, "DITRON_POLICY": policy})
-    assert [outcome.value for outcome in outcomes] == [expected]
-
-
 def test_epochs_wrap():
     case = dict(heads=4, groups=2, head_dim=8, length=16, batch=1, hidden=16, dtype=torch.float32)
     run_workers(2, bodies_sp.run_projections, [case] * 3, 2**31 - 3)

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
 from ditron_train.megatron.compat import why_not_experts
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
-from ditron_train.megatron.shared.wgrad import main_grad_of
+from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.transformer_engine import grouped_gemm
@@ -103,23 +103,13 @@ class _MainGradWgrad(TEWgrad):
         parameters: Sequence[Any] = self._weights
         out = [main_grad_of(parameter) for parameter in parameters]
         self._into(out, grad, rows, self._accumulates and not getattr(parameters[0], "overwrite_main_grad", False))
-        return [_after_main_grad(p) for p in parameters]
+        return [gradient_in_main_grad(parameter, parameter.dtype) for parameter in parameters]
 
 
 def _wgrad_of(linear: torch.nn.Module, splits: Sequence[int]) -> TEWgrad:
     wgrad = _MainGradWgrad(linear, splits) if linear.fuse_wgrad_accumulation else TEWgrad(splits)
     linear.is_first_microbatch = False
     return wgrad
-
-
-def _after_main_grad(parameter: Any) -> torch.Tensor | None:
-    from transformer_engine.pytorch.module.base import get_dummy_wgrad
-
-    if not hasattr(parameter, "grad_added_to_main_grad"):
-        return None
-    parameter.grad_added_to_main_grad = True
-    zero = getattr(parameter, "zero_out_wgrad", False)
-    return get_dummy_wgrad(list(parameter.main_grad.shape), parameter.dtype, zero=zero)
 
 
 def _weights_of(linear: torch.nn.Module) -> list[torch.nn.Parameter]:

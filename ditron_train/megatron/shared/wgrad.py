@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NativeWgrad", "bias_of", "main_grad_of"]
+__all__ = ["NativeWgrad", "bias_of", "gradient_in_main_grad", "main_grad_of"]
 
 
 def main_grad_of(weight: Any) -> torch.Tensor:
@@ -24,6 +24,20 @@ def main_grad_of(weight: Any) -> torch.Tensor:
 def bias_of(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """The ``bias`` to give an op: native gives no bias gradient where the weight is frozen."""
     return bias if bias is None or weight.requires_grad else bias.detach()
+
+
+def gradient_in_main_grad(weight: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """What autograd gets as the gradient of ``weight`` when ``main_grad`` holds it, or will: a dummy where
+    ``grad_added_to_main_grad`` exists (zeros under ``zero_out_wgrad``), else None."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero, shape = getattr(weight, "zero_out_wgrad", False), weight.main_grad.shape
+    from megatron.core.tensor_parallel import layers
+
+    if layers.HAVE_TE:
+        return layers.get_dummy_wgrad(list(shape), dtype, zero=zero)
+    return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=weight.main_grad.device)
 
 
 class NativeWgrad:
@@ -88,11 +102,7 @@ class NativeWgrad:
         return self._result(dtype)
 
     def _result(self, dtype: torch.dtype) -> torch.Tensor | None:
-        weight: Any = self._weight
-        if not (self._fused and hasattr(weight, "grad_added_to_main_grad")):
-            return None
-        weight.grad_added_to_main_grad = True
-        return _dummy_gradient(weight.main_grad, dtype, zero=getattr(weight, "zero_out_wgrad", False))
+        return gradient_in_main_grad(self._weight, dtype) if self._fused else None
 
 
 def _accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -104,12 +114,3 @@ def _accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad:
         kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
     else:
         raise RuntimeError(f"no kernel accumulates the weight gradient into {main_grad.dtype}")
-
-
-def _dummy_gradient(main_grad: torch.Tensor, dtype: torch.dtype, zero: bool) -> torch.Tensor:
-    from megatron.core.tensor_parallel import layers
-
-    if layers.HAVE_TE:
-        return layers.get_dummy_wgrad(list(main_grad.shape), dtype, zero=zero)
-    make = torch.zeros if zero else torch.empty
-    return make(main_grad.shape, dtype=dtype, device=main_grad.device)

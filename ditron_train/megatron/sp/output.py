@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.sp.attention_exchange import LeftInHeads
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.packed import why_not_packed
@@ -22,14 +23,7 @@ from ditron_train.megatron.sp.spec import route_output
 from ditron_train.policy import log_native
 from ditron_train.sp import SPContext
 
-__all__ = ["LeftInHeads", "output_fused"]
-
-
-class LeftInHeads(NamedTuple):
-    """An attention's output that was not exchanged: its shape, and the rows of packed sequences."""
-
-    shape: AttentionShape
-    row_table: torch.Tensor | None
+__all__ = ["output_fused"]
 
 
 @contextlib.contextmanager

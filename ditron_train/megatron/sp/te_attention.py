@@ -1,4 +1,4 @@
-"""Ulysses with Transformer Engine's attention and linear layers (part of feature ``sp``).
+"""Ulysses with Transformer Engine's attention (part of feature ``sp``).
 
 The reference is Transformer Engine's own ``a2a`` attention: the same attention kernels get the same q, k and v.
 Imported only where Transformer Engine is installed.
@@ -11,28 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.extensions.transformer_engine import (
-    TEColumnParallelLinear,
-    TEDotProductAttention,
-    TELayerNormColumnParallelLinear,
-    TERowParallelLinear,
-)
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from ditron_train.megatron.shared.forward_override import why_not_stand_in
-from ditron_train.megatron.sp.attention import config_of_one_rank, exchanged, shape_of
-from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
-from ditron_train.megatron.sp.linears import overlaps_tensor_parallelism, reduced_output, shards_of
-from ditron_train.megatron.sp.output import LeftInHeads
+from ditron_train.megatron.sp.attention_exchange import LeftInHeads, config_of_one_rank, exchanged, shape_of
+from ditron_train.megatron.sp.exchange import Exchange
 from ditron_train.megatron.sp.packed import table_of, why_not_packed
 from ditron_train.megatron.sp.spec import route_exchange
-from ditron_train.megatron.tp import te_layers
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.sp import LateWgrad, SPContext, output_projection, qkv_projection
 
-__all__ = ["DitronTEDotProductAttention", "TELinears", "class_map"]
+__all__ = ["DitronTEDotProductAttention", "class_map"]
 
 
 @outside_compile
@@ -63,10 +53,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         cp_comm_type: str | None = "p2p",
         pg_collection: Any = None,
     ) -> None:
-        arguments = (
-            layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, k_channels, v_channels,
-            num_splits, cp_comm_type, pg_collection,
-        )  # fmt: skip
+        options = attention_dropout, softmax_scale, k_channels, v_channels, num_splits, cp_comm_type, pg_collection
+        arguments = layer_number, attn_mask_type, attention_type, *options
         super().__init__(config, *arguments)
         self._whole: list[TEDotProductAttention] = []
         self.exchange_group: dist.ProcessGroup | None = None
@@ -166,79 +154,6 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         ):
             reason = f"q is {tuple(query.shape)}"
         return reason
-
-
-class TELinears:
-    """How the projections of Transformer Engine's spec are covered; as ``sp.LocalLinears``."""
-
-    @staticmethod
-    def why_not(qkv: Any, out: Any, x: torch.Tensor) -> str | None:
-        """Why these two layers cannot be fused with the exchanges, or None."""
-        if not isinstance(qkv, (TEColumnParallelLinear, TELayerNormColumnParallelLinear)):
-            return f"projections are {type(qkv).__name__} and {type(out).__name__}"
-        if overlaps_tensor_parallelism(qkv):
-            return "the projections overlap with tensor parallel communication"
-        if qkv.te_return_bias:
-            return "the bias of q, k and v is not added by their layer"
-        return why_not_stand_in(qkv) or te_layers._why_not(qkv, x) or TELinears.why_not_out(out, x)
-
-    @staticmethod
-    def why_not_out(out: Any, x: torch.Tensor) -> str | None:
-        """Why the output projection cannot be fused with its exchange, or None."""
-        if not isinstance(out, TERowParallelLinear):
-            return f"the output projection is {type(out).__name__}"
-        if overlaps_tensor_parallelism(out):
-            return "the output projection overlaps with tensor parallel communication"
-        if out.symmetric_ar_type is not None and out.tp_size > 1 and not out.sequence_parallel:
-            return f"symmetric_ar_type is {out.symmetric_ar_type}, which adds up over tensor parallel ranks in an order of its own"
-        return why_not_stand_in(out) or te_layers._why_not(out, x)
-
-    @staticmethod
-    def project_qkv(
-        layer: Any,
-        x: torch.Tensor,
-        context: SPContext,
-        shape: AttentionShape,
-        row_table: torch.Tensor | None = None,
-        late: LateWgrad | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
-        if isinstance(layer, TELayerNormColumnParallelLinear):
-            rows = x.contiguous().view(-1, x.shape[-1])
-            sm_margin = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
-            normed = te_layers._Norm.apply(rows, layer.layer_norm_weight, layer.layer_norm_bias, layer, sm_margin)
-            x = normed.view(x.shape)
-        bias = layer.bias if layer.use_bias and layer.apply_bias else None
-        layout = shape.qkv_layout(context.world_size)
-        options = dict(
-            bias=bias, row_table=row_table, wgrad=te_layers._wgrad(layer), shards=shards_of(layer), late=late
-        )
-        return qkv_projection(x, layer.weight, context=context, layout=layout, **options)
-
-    @staticmethod
-    def project_out(
-        layer: Any,
-        attended: torch.Tensor,
-        context: SPContext,
-        shape: AttentionShape,
-        row_table: torch.Tensor | None = None,
-        late: LateWgrad | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's (output, bias) for [s, b, heads of this rank, d]."""
-        layout = shape.output_layout(context.world_size)
-        out = output_projection(
-            attended,
-            layer.weight,
-            context=context,
-            layout=layout,
-            row_table=row_table,
-            wgrad=te_layers._wgrad(layer),
-            late=late,
-        )
-        out = reduced_output(layer, out)
-        if layer.gemm_bias_unfused_add:
-            out = out + layer.bias
-        return out, layer.bias if layer.te_return_bias else None
 
 
 def class_map() -> dict[type, type]:

@@ -19,10 +19,9 @@ from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module._common import apply_normalization
-from transformer_engine.pytorch.module.base import _2X_ACC_WGRAD, get_dummy_wgrad
 
 from ditron_train.megatron.compat import why_not_weight
-from ditron_train.megatron.shared.wgrad import main_grad_of
+from ditron_train.megatron.shared.te_wgrad import wgrad_of
 from ditron_train.megatron.tp.spec import Kind, route
 from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -35,6 +34,8 @@ __all__ = [
     "DitronTELayerNormColumnParallelLinear",
     "DitronTERowParallelLinear",
     "class_map",
+    "normalised",
+    "why_not_covered",
 ]
 
 _USERBUFFERS = (
@@ -45,49 +46,6 @@ _USERBUFFERS = (
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
 )
-
-
-class TEWgrad:
-    """wgrad of one call of a Transformer Engine linear layer: its GEMM, and where its result goes.
-
-    ``dw [N, K] = grad_output [tokens, N].T @ total_input [tokens, K]``: returned in the activation's type, or with
-    ``fuse_wgrad_accumulation`` added to ``main_grad`` (written over it for the first microbatch, if the layer counts
-    microbatches, and where ``overwrite_main_grad`` is set).
-    """
-
-    def __init__(self, weight: torch.Tensor, fused: bool, is_first_microbatch: bool | None) -> None:
-        self._weight: Any = weight
-        self._fused = fused
-        self._accumulates = fused and not is_first_microbatch
-
-    def defer(self, grad_output: torch.Tensor) -> bool:
-        """Never: layers with a delayed weight gradient run natively."""
-        return False
-
-    def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
-        """Computes the gradient; both arguments are 2-D with the tokens of the whole group in order."""
-        weight = self._weight
-        out = main_grad_of(weight) if self._fused else None
-        gradient, *_ = te_ops.general_gemm(
-            total_input,
-            grad_output,
-            out_dtype=total_input.dtype if out is None else out.dtype,
-            accumulate=self._accumulates and not getattr(weight, "overwrite_main_grad", False),
-            layout="NT",
-            out=out,
-            use_split_accumulator=_2X_ACC_WGRAD,
-            grad=True,
-        )
-        return self.result_without_gemm(total_input.dtype) if self._fused else gradient
-
-    def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What autograd gets as the weight's gradient when ``main_grad`` holds it."""
-        weight = self._weight
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        zero = getattr(weight, "zero_out_wgrad", False)
-        return get_dummy_wgrad(list(weight.main_grad.shape), weight.dtype, zero=zero)
 
 
 @outside_compile
@@ -121,7 +79,14 @@ class _Norm(torch.autograd.Function):
         return grad_x.view_as(x), grad_weight, grad_bias, None, None
 
 
-def _why_not(layer: Any, x: torch.Tensor) -> str | None:
+def normalised(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The norm of ``layer``, a ``TELayerNormColumnParallelLinear``, by Transformer Engine's own kernels."""
+    rows = x.contiguous().view(-1, x.shape[-1])
+    sm_margin = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
+    return _Norm.apply(rows, layer.layer_norm_weight, layer.layer_norm_bias, layer, sm_margin).view(x.shape)
+
+
+def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
     """What Transformer Engine would do in this call that the op does not do, or would not do that it does."""
     if layer.parallel_mode is None:
         return "its communication is another's (--moe-shared-expert-overlap)"
@@ -155,19 +120,13 @@ def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
         return (
             None if layer.tp_size == 1 else route(kind, x, layer.weight, group=layer.tp_group, sequence_parallel=False)
         )
-    reason = _why_not(layer, x)
+    reason = why_not_covered(layer, x)
     if reason is not None:
         log_native(f"tp {kind} (TE)", reason)
         return None
     return route(
         kind, x, layer.weight, group=layer.tp_group, sequence_parallel=True, is_frozen=not layer.weight.requires_grad
     )
-
-
-def _wgrad(layer: Any) -> TEWgrad:
-    first = None if layer.disable_parameter_transpose_cache else layer.is_first_microbatch
-    layer.is_first_microbatch = False
-    return TEWgrad(layer.weight, layer.fuse_wgrad_accumulation, first)
 
 
 @outside_compile
@@ -178,7 +137,7 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear):
         context = _route(self, "column", x)
         if context is None:
             return super().forward(x)
-        out = column_linear(x, self.weight, context=context, wgrad=_wgrad(self))
+        out = column_linear(x, self.weight, context=context, wgrad=wgrad_of(self))
         return out, self.bias if self.te_return_bias else None
 
 
@@ -191,10 +150,7 @@ class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
         context = _route(self, "column", x)
         if context is None:
             return super().forward(x)
-        rows = x.contiguous().view(-1, x.shape[-1])
-        sm_margin = self.fwd_ln_sm_margin if torch.is_grad_enabled() else self.inf_ln_sm_margin
-        normed = _Norm.apply(rows, self.layer_norm_weight, self.layer_norm_bias, self, sm_margin)
-        out = column_linear(normed.view(x.shape), self.weight, context=context, wgrad=_wgrad(self))
+        out = column_linear(normalised(self, x), self.weight, context=context, wgrad=wgrad_of(self))
         return out, self.bias if self.te_return_bias else None
 
 
@@ -206,7 +162,7 @@ class DitronTERowParallelLinear(TERowParallelLinear):
         context = _route(self, "row", x)
         if context is None:
             return super().forward(x)
-        out = row_linear(x, self.weight, context=context, wgrad=_wgrad(self))
+        out = row_linear(x, self.weight, context=context, wgrad=wgrad_of(self))
         if self.gemm_bias_unfused_add:
             out = out + self.bias
         return out, self.bias if self.te_return_bias else None

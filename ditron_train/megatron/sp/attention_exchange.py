@@ -1,0 +1,73 @@
+"""The exchanges around an attention that gets the whole sequence with this rank's heads (part of feature ``sp``)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
+from ditron_train.megatron.sp.spec import route_exchange
+from ditron_train.runtime.errors import NotSupportedError
+
+__all__ = ["LeftInHeads", "config_of_one_rank", "exchanged", "shape_of"]
+
+
+class LeftInHeads(NamedTuple):
+    """An attention's output that was not exchanged: its shape, and the rows of packed sequences."""
+
+    shape: AttentionShape
+    row_table: torch.Tensor | None
+
+
+def config_of_one_rank(config: Any, world_size: int) -> Any:
+    """A copy of ``config`` for the attention around which the exchanges stand: whole sequence, own heads.
+
+    Raises:
+        NotSupportedError: Heads or query groups of one tensor parallel rank do not divide by the group.
+    """
+    ways = world_size * config.tensor_model_parallel_size
+    if config.num_attention_heads % ways or config.num_query_groups % ways:
+        raise NotSupportedError(
+            f"The number of attention heads needs to be divisible by CP size! {config.num_attention_heads} heads and "
+            f"{config.num_query_groups} query groups over {config.tensor_model_parallel_size} tensor parallel times "
+            f"{world_size} context parallel ranks"
+        )
+    inner = copy.copy(config)
+    inner.context_parallel_size = 1
+    inner.num_attention_heads //= world_size
+    inner.num_query_groups //= world_size
+    return inner
+
+
+def shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionShape:
+    """Shape of an attention from its q, k and v [s, b, heads, d] (packed [t, heads, d])."""
+    return AttentionShape(query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
+
+
+def exchanged(
+    group: dist.ProcessGroup,
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    left_in_heads: list[LeftInHeads] | None,
+) -> torch.Tensor:
+    """Exchange, ``attend(q, k, v)`` on the whole sequence with this rank's heads, exchange back: [s / W, b, heads *
+    d].
+
+    Where ``left_in_heads`` is a list, the way back is left to the output projection and noted there.
+    """
+    if query.shape[0] % 2:
+        raise NotSupportedError(f"Sequence length per GPU needs to be divisible by 2! It is {query.shape[0]}")
+    shape = shape_of(query, key, value)
+    shape.qkv_layout(dist.get_world_size(group))
+    exchange = Exchange(group, shape, route_exchange(group, shape, query))
+    attended = attend(*exchange.to_heads(query, key, value))
+    if left_in_heads is not None:
+        left_in_heads.append(LeftInHeads(shape, None))
+        return attended
+    return exchange.to_sequence(attended)

@@ -1,0 +1,54 @@
+"""RoPE's tables of the whole sequence, from those of a rank's part of it (part of feature ``sp``)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.device import is_capturing
+from ditron_train.stream.cached_tensor import CachedTensor
+
+__all__ = ["forget_tables", "whole_rotary_table"]
+
+
+def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """RoPE's table of the whole sequence from the local one [s / W, ...]; gathered once for each table object."""
+    known = _TablesOf.get(local)
+    if known is not None:
+        return known
+    world = dist.get_world_size(group)
+    gathered = [torch.empty_like(local) for _ in range(world)]
+    dist.all_gather(gathered, local.contiguous(), group=group)
+    halves = [table.chunk(2, dim=0) for table in gathered]
+    whole = torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=0)
+    if not is_capturing(local.device):  # a graph's own: it is filled by replays
+        _TablesOf.put(local, whole)
+    return whole
+
+
+class _TablesOf:
+    """Whole tables by the identity of the local ones, for as long as those live (tensors compare by value)."""
+
+    _entries: dict[int, tuple[Any, CachedTensor]] = {}
+
+    @classmethod
+    def get(cls, local: torch.Tensor) -> torch.Tensor | None:
+        entry = cls._entries.get(id(local))
+        return entry[1].get() if entry is not None and entry[0]() is local else None
+
+    @classmethod
+    def put(cls, local: torch.Tensor, whole: torch.Tensor) -> None:
+        key = id(local)
+        cls._entries[key] = (weakref.ref(local, lambda _: cls._entries.pop(key, None)), CachedTensor(whole))
+
+    @classmethod
+    def clear(cls) -> None:
+        cls._entries.clear()
+
+
+def forget_tables() -> None:
+    """Let go of all tables."""
+    _TablesOf.clear()
