@@ -51,22 +51,14 @@ class MoveConfig:
 
 @dataclass
 class FusedConfig:
-    """Launch constants of the fused kernels. They change the time, never the bits.
+    """Launch constants of the grouped GEMM with combine behind it. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs that send before they compute (dispatch), or instead of it (combine).
-        num_placers: Further programs of a dispatch that move what arrived to its rows before they compute.
-        strip: Output tiles of a task.
-        phases: Parts of the dispatch by which tiles are sorted.
-        send_elements: Elements of a tile on its way to a peer.
-        place_elements: Elements of a tile from its slot to its row.
+        num_senders: Programs that return rows instead of computing.
+        place_elements: Elements of a tile on its way to its place.
     """
 
     num_senders: int = 16
-    num_placers: int = 24
-    strip: int = 2
-    phases: int = 4
-    send_elements: int = 16384
     place_elements: int = 16384
 
 

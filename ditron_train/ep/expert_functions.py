@@ -46,10 +46,10 @@ __all__ = [
     "pairs_of_native_bits",
 ]
 
-Pair = Literal["dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine", "beside_wgrad", "own_wgrad"]
+Pair = Literal["gemm_combine", "dgrad_combine", "beside_wgrad", "own_wgrad"]
 #: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of
 #: ``dgrad_combine``; ``own_wgrad`` is dW2 by our grouped GEMM, whoever computes the others.
-PAIRS: tuple[Pair, ...] = ("dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine")
+PAIRS: tuple[Pair, ...] = ("gemm_combine", "dgrad_combine")
 
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs (seen on 2 x H200: weight
 # gradients [512, 256] of 3072 rows differ in 0.2 % of the elements). Equal were all layers measured: experts of 377
@@ -124,14 +124,8 @@ def forward_in(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, rows and row_probs of ``dispatch_linear``, without autograd."""
     zero_probs = call.order == "descending"
-    if "dispatch_gemm" in call.fused:
-        y, rows, row_probs = fused.dispatch_gemm(
-            x, call.layout, call.context, weights, probs_dtype=probs_dtype, zero_probs=zero_probs
-        )
-    else:
-        rows, row_probs = ops.dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
-        y = call.product(rows, weights, True)
-    return y, rows, row_probs
+    rows, row_probs = ops.dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
+    return call.product(rows, weights, True), rows, row_probs
 
 
 def backward_in(
@@ -170,9 +164,6 @@ def backward_out(
     grad_out: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dh and the dispatched gradient rows of ``linear_combine``."""
-    if "dispatch_dgrad" in call.fused:
-        grad_h, rows, _ = fused.dispatch_gemm(grad_out, call.layout, call.context, weights, transpose=False)
-        return grad_h, rows
     rows, _ = ops.dispatch(grad_out, call.layout, call.context)
     return call.product(rows, weights, False), rows
 

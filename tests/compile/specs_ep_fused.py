@@ -24,11 +24,6 @@ def _descriptors(transpose: bool) -> dict[str, str]:
     }
 
 
-_DISPATCH = _signature(
-    ("x rows buffer", "*bf16"), ("row_probs", "*fp32"),
-    ("kept origins dest_slots send_list chunk_entries list_base entry_base recv_offsets arrived", _INT),
-    ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL, _TABLES, ("num_tokens chunk_tokens hidden N", "i32"),
-)  # fmt: skip
 _COMBINE = _signature(
     ("y out buffer", "*bf16"),
     ("row_grads prob_grads grad_buffer", "*fp32"),
@@ -49,42 +44,9 @@ SPECS = [
         name="ep_plan_tiles",
         kernel="ditron_train.ep.fused_kernels:plan_tiles",
         signature=_signature(("tiles sources order board", _INT), ("control", "*i64"), ("max_tiles", "i32")),
-        constexprs={
-            "NUM_EXPERTS": 16,
-            "WORLD_SIZE": 8,
-            "SLOTS": 16,
-            "PHASES": 4,
-            "BY_ARRIVAL": True,
-            "BLOCK_M": 128,
-            "BLOCK": 128,
-        },  # fmt: skip
+        constexprs={"WORLD_SIZE": 8, "SLOTS": 16, "BLOCK_M": 128, "BLOCK": 128},
         num_warps=8,
         aligned=("tiles",),
-    ),
-    *(
-        KernelSpec(
-            name=f"ep_dispatch_gemm_{name}",
-            kernel="ditron_train.ep.fused_kernels:dispatch_gemm_kernel",
-            signature={**_DISPATCH, **_descriptors(forward)},
-            constexprs={
-                **_MOVE,
-                **_WIDE,
-                "RANKS": 8,
-                "SEND_ROWS": 2,
-                "PLACE_ROWS": 4,
-                "WITH_ENTRIES": forward,
-                "ZERO_PROBS": forward,
-                "TRANSPOSE_B": forward,
-                "NUM_PLACERS": 24,
-                "STRIP": 2,
-            },  # fmt: skip
-            num_warps=8,
-            num_stages=4,
-            targets=("sm_90",),
-            aligned=_aligned(_DISPATCH),
-            signals=True,
-        )
-        for name, forward in (("forward", True), ("dgrad", False))
     ),
     *(
         KernelSpec(

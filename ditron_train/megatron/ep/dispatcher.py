@@ -248,7 +248,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                     capacity_factor=self._capacity_factor,
                     expert_capacity=self._expert_capacity(len(tokens)),
                 )
-                if self._pairs is not None and "dispatch_gemm" not in self._pairs and not self._apart:
+                if self._pairs is not None and not self._apart:
                     dispatch_ahead(tokens, self._pending)
         except ArenaError as error:  # of a fixed capacity; raised by every rank of the expert parallel group alike
             self._no_room = str(error)
