@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.ep.layout import Layout, LayoutShape, Room
-from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, num_sms, with_index
+from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.stream.call_order import CallOrder
-from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
+from ditron_train.stream.op_context import OpContext
+from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.channel import Channel
 
 __all__ = ["EPContext", "FusedConfig", "MoveConfig", "get_ep_context"]
@@ -62,8 +63,8 @@ class FusedConfig:
     place_elements: int = 16384
 
 
-class EPContext:
-    """Owns what all MoE layers with the same experts share on ``group`` (collective to make).
+class EPContext(OpContext):
+    """What all MoE layers with the same experts share on ``group`` (collective to make).
 
     The buffer for rows is one for both directions and for all layers of the group, whatever their experts: it lives
     only inside an op, guarded by the start signals. So ops that move rows run one after another, on whichever streams
@@ -83,83 +84,71 @@ class EPContext:
         ArenaError: No symmetric memory, or its cap is exceeded; on every rank alike.
 
     Attributes:
-        moves: Orders the ops that move rows, of all contexts of the group.
         counts: Orders the exchanges of counts.
-        num_moves: How often ``enter`` was called.
+        num_moves: How often ``enter_move`` was called.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> None:
         check_member(group)
-        self.target = kernel_target(device)
-        world_size = dist.get_world_size(group)
-        if is_interpreter():
-            self.shape = LayoutShape(
-                world_size, num_experts, topk, num_chunks=4, min_chunk_tokens=2, min_chunk_bytes=0
-            )
-        else:
-            self.shape = LayoutShape(world_size, num_experts, topk)
+        kernel_target(device)  # raises before there is any memory, as the shape does
+        sizes = dict(num_chunks=4, min_chunk_tokens=2, min_chunk_bytes=0) if is_interpreter() else {}
+        self.shape = LayoutShape(dist.get_world_size(group), num_experts, topk, **sizes)
         if self.shape.columns > 1024:
             raise NotSupportedError(
-                f"expert parallel: {num_experts} experts on {world_size} ranks need more than 1024 columns"
+                f"expert parallel: {num_experts} experts on {self.shape.world_size} ranks need more than 1024 columns"
             )
-        self.arena: SymmetricArena = get_arena(group, device)
-        self.records = records_of(self.arena.group_name, dist.get_process_group_ranks(group))
-        self.rank = self.arena.rank
-        self.device = self.arena.device
-        self.move = MoveConfig(num_programs=num_sms(self.device))
+        super().__init__(group, device)
+        self.move = MoveConfig(num_programs=self.num_sms)
         self.senders_beside = 12
         self.fused = FusedConfig()
         self.only_compiles = False
-        self.moves, self.counts = _moves_of(self.arena), CallOrder(self.device)
-        self.num_moves = 0
-        self._side_stream: torch.cuda.Stream | None = None
-        self._side_is_ahead = False
         if is_interpreter():
             self.move.num_senders = self.senders_beside = 1
+        self._calls, self.counts = _moves_of(self.arena), CallOrder(self.device)
+        self.num_moves = 0
         name = f"ep_e{num_experts}_k{topk}"
         fields = ("hidden", "dtype", "num_experts", "topk", "kind", "row_capacity")
-        flags = world_size * self.shape.num_chunks
-        self.counts_channel = Channel(self.arena, f"{name}_counts", world_size, signature_fields=fields)
-        self.dispatch_channel = Channel(self.arena, f"{name}_dispatch", flags, signature_fields=fields)
-        self.combine_channel = Channel(self.arena, f"{name}_combine", flags, signature_fields=fields)
+        flags = self.world_size * self.shape.num_chunks
+        self.counts_channel = self.add_channel(f"{name}_counts", self.world_size, fields)
+        self.dispatch_channel = self.add_channel(f"{name}_dispatch", flags, fields)
+        self.combine_channel = self.add_channel(f"{name}_combine", flags, fields)
         self.launches: dict[tuple, KernelLaunch] = {}
         self.counts_on_their_way: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self._agreed: set[tuple] = set()
+        self._reserved: set[tuple] = set()
         self.counts_channel.overflow_hint = (
             " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
         )
-        self.messages = self.arena.tensor(f"{name}/messages", (world_size, self.shape.message_words), torch.int32)
+        self.messages = self.arena.tensor(f"{name}/messages", (self.world_size, self.shape.message_words), torch.int32)
 
-    def enter(self, channel: Channel, layout: Layout | None = None) -> torch.cuda.Stream | None:
+    @property
+    def moves(self) -> CallOrder:
+        """Orders the ops that move rows, of all contexts of the group."""
+        return self._calls
+
+    def enter_move(self, channel: Channel, layout: Layout | None = None) -> torch.cuda.Stream | None:
         """Start of every op that moves rows: raises what an earlier one recorded, orders this stream behind the last
         one's, and keeps the tables of ``layout`` for this stream. Returns the stream, None on the CPU."""
         channel.check()
-        stream = self.moves.enter()
+        stream = self._follow()
         self.num_moves += 1
         if layout is not None and stream is not layout.kept_for:
             layout.record_stream(stream)
         return stream
 
-    def fork_side(self) -> torch.cuda.Stream | None:
-        """The side stream, behind all that the current stream has; None on the CPU."""
-        if self.device.type != "cuda":
-            return None
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._side_is_ahead = True
-        return self._side_stream
+    def rejoin(self) -> None:
+        """``join``, if ``fork`` was called since the last one: a graph's capture asks for no less, and allows no
+        more."""
+        if not self._is_joined:
+            self.join()
 
-    def join_side(self) -> None:
-        """The current stream goes on behind the side stream, if that was forked since (a graph's capture asks for no
-        less)."""
-        if self._side_is_ahead:
-            torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
-            self._side_is_ahead = False
+    def record(self, op: str, *details: Hashable) -> None:
+        """Notes a call among the process's records, unless it only compiles."""
+        if not self.only_compiles:
+            self._records.record(op, *details)
 
     def check(self) -> None:
         """Raises what any kernel of this context recorded (host memory only)."""
-        for channel in (self.counts_channel, self.dispatch_channel, self.combine_channel):
+        for channel in self._channels:
             channel.check()
 
     def _buffer(
@@ -245,13 +234,13 @@ class EPContext:
             NotSupportedError: A first call while a CUDA graph is being captured.
         """
         key = (room, hidden, dtype)
-        if key in self._agreed:
+        if key in self._reserved:
             return
         if is_capturing(self.device):
             raise NotSupportedError("expert parallel: run a step of this shape before the CUDA graph is captured")
         self.counts_channel.synchronize()
         self.reserve(room, num_tokens * self.shape.world_size, hidden, dtype)
-        self._agreed.add(key)
+        self._reserved.add(key)
 
 
 _moves: weakref.WeakKeyDictionary[SymmetricArena, CallOrder] = weakref.WeakKeyDictionary()

@@ -105,7 +105,7 @@ def gemm_combine(
     """
     check_tokens("gemm_combine", x, context)
     channel, shape = context.combine_channel, layout.shape
-    context.enter(channel, layout)
+    context.enter_move(channel, layout)
     x, tiles, with_grads = x.contiguous(), layout_tiles(layout), row_grads is not None
     operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=transpose)
     y, hidden = operands.y, operands.n

@@ -44,8 +44,7 @@ def signature(
     shape = context.shape
     if is_capturing(context.device):
         context.arena.graph_captured = True  # replays go on to use the buffers of now, whatever grows meanwhile
-    if not context.only_compiles:
-        context.records.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
+    context.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
     return channel.signature((hidden, dtype, shape.num_experts, shape.topk, int(kind), row_capacity))
 
 

@@ -210,12 +210,16 @@ class Layout:
     fewest_rows: int | None = None
     kept_for: torch.cuda.Stream | None = None
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the allocator from reusing the tables before ``stream``, on which an op uses them, is past that."""
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """One tensor of each allocation: ``chunk_entries`` stands for all that were carved from one with it."""
         tables = [self.chunk_entries, self.expert_ids, self.token_places, self.dest_slots, self.entries, self.origins]
         tables += [] if self.send_list is None else [self.send_list]
-        tables += [] if self.tiles is None else [self.tiles.tiles]
-        for table in tables:  # ``chunk_entries`` stands for all that were carved from one allocation with it
+        return tables + ([] if self.tiles is None else [self.tiles.tiles])
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the allocator from reusing the tables before ``stream``, on which an op uses them, is past that."""
+        for table in self.tables:
             table.record_stream(stream)
         self.kept_for = stream
 

@@ -47,7 +47,7 @@ def dispatch(
     try:
         return _dispatch(x, layout, context, probs_dtype, zero_probs)
     except BaseException:  # no memory for the rows, say: the side stream must not outlive what it sends ahead
-        context.join_side()
+        context.rejoin()
         raise
 
 
@@ -58,7 +58,7 @@ def _dispatch(
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
     channel, shape = context.dispatch_channel, layout.shape
-    context.enter(channel, layout)
+    context.enter_move(channel, layout)
     hidden, first = x.shape[1], layout.send_list is not None
     x = x.contiguous()
     out = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
@@ -112,7 +112,7 @@ def _place_ahead(
         x, out, out_probs, layout.entries, layout.origins, layout.recv_offsets, buffer.local, arrived.local,
         channel.signals.local, channel.control, layout.limits, layout.num_tokens, x.shape[1],
     )  # fmt: skip
-    context.join_side()
+    context.rejoin()
 
 
 @outside_compile
@@ -143,7 +143,7 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     if pending.moves_before != context.num_moves:
         return
     channel, move, hidden = context.dispatch_channel, context.move, pending.hidden
-    context.enter(channel)
+    context.enter_move(channel)
     buffer = context.rows_buffer(slot_room, slot_room, hidden, x.dtype)
     arrived = context.entries_buffer(entry_room, entry_room)
     rows, columns = move_tile(hidden, move.push_elements)
@@ -151,7 +151,7 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
         WORLD_SIZE=shape.world_size, RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns,
         NUM_SENDERS=move.num_senders, TARGET=context.target,
     )  # fmt: skip
-    stream = context.fork_side()
+    stream = context.fork()
     launch(context, push_ahead, move.num_senders, constants, move.num_warps, x.dtype)(
         x, pending.dest_slots, pending.send_list, tables["chunk_entries"], tables["list_base"], tables["entry_base"],
         buffer.addresses, arrived.addresses, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
@@ -176,7 +176,7 @@ class PendingCombine:
         check_tokens("combine", y, context)
         if y.shape[0] != layout.num_rows:
             raise NotSupportedError(f"combine: {y.shape[0]} rows, the layout has {layout.num_rows}")
-        self._begun_on = context.enter(context.combine_channel, layout)
+        self._begun_on = context.enter_move(context.combine_channel, layout)
         shape, move, hidden, with_grads = layout.shape, context.move, y.shape[1], row_grads is not None
         self._y, self._layout, self._context, self._with_grads = y.contiguous(), layout, context, with_grads
         self._row_grads = row_grads.contiguous() if with_grads else self._y
@@ -200,7 +200,7 @@ class PendingCombine:
         shared = context.target == "interpreter" and not beside
         constants = dict(**self._sums, ROWS=self._rows, NUM_SENDERS=num_senders, SHARED=shared)
         dtypes = (y.dtype, self._row_grads.dtype, self._prob_grads.dtype)
-        stream = context.fork_side() if beside else None
+        stream = context.fork() if beside else None
         launch(context, return_rows, num_programs, constants, move.num_warps, *dtypes)(
             y, self._row_grads, self._out, self._prob_grads, layout.entries, layout.recv_offsets, layout.chunk_entries,
             layout.expert_ids, layout.token_places, self._buffer.local, self._buffer.addresses, self._grads_buffer.local,
@@ -215,12 +215,9 @@ class PendingCombine:
         """Behind ``begin_combine``: adds up on the current stream what arrived meanwhile. Returns what ``combine``
         does."""
         layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
-        stream = context.moves.enter()
-        context.join_side()
-        if stream is not self._begun_on:  # which does not wait for the side stream
-            layout.record_stream(stream)
-            for tensor in (y, self._row_grads, self._out, self._prob_grads):
-                tensor.record_stream(stream)
+        used = (*layout.tables, y, self._row_grads, self._out, self._prob_grads)
+        context.resume(self._begun_on, *used)  # the stream that it was begun on does not wait for the sent rows
+        context.rejoin()
         dtypes = (y.dtype, self._prob_grads.dtype)
         launch(context, sum_returned, context.move.num_programs, self._sums, context.move.num_warps, *dtypes)(
             self._out, self._prob_grads, layout.chunk_entries, layout.expert_ids, layout.token_places, self._buffer.local,

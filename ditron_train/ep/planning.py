@@ -84,14 +84,14 @@ class PendingLayout:
                 ahead is not None and room.rows <= ahead.entry_room and max(room.slots, room.places) <= ahead.slot_room
             )
             if ahead is not None and not sent:
-                context.join_side()
+                context.rejoin()
             context.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
             local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
             tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
             num_rows = int(host.rows(shape)[context.rank])
             return self._layout(num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if sent else None)
         except Exception:
-            context.join_side()  # no op behind this one may meet what was sent ahead, nor anybody have its memory
+            context.rejoin()  # no op behind this one may meet what was sent ahead, nor anybody have its memory
             raise
 
     def _layout(
@@ -213,7 +213,7 @@ def begin_layout(
     context.check()
     stream = context.counts.enter()
     moves_before = context.num_moves if context.moves.is_here() else None
-    context.join_side()  # nothing runs there, unless a layout was given up
+    context.rejoin()  # nothing runs there, unless a layout was given up
     room, tokens_per_expert, token_places = None, None, None
     if expert_capacity is not None:
         room = context.room_of_experts(num_tokens, expert_capacity)

@@ -107,7 +107,7 @@ def dispatch_gemm(
         raise NotSupportedError(f"dispatch_gemm: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
     assert layout.ahead is None, "sent ahead: only to be placed"
     channel = context.dispatch_channel
-    context.enter(channel, layout)
+    context.enter_move(channel, layout)
     hidden, first = x.shape[1], layout.send_list is not None
     x, tiles = x.contiguous(), layout_tiles(layout)
     rows = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)

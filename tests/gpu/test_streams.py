@@ -251,7 +251,7 @@ def test_memory_of_a_combine_that_is_finished_on_another_stream(expert_parallel,
     expected, _ = combine(rows, layout, context, order="ascending")
     begin_combine(rows, layout, context, order="ascending").finish()  # compiled
     settle()
-    hold_up(context.fork_side())
+    hold_up(context.fork())
     with torch.cuda.stream(first):
         pending = begin_combine(rows.clone(), layout, context, order="ascending")
     with torch.cuda.stream(second):
