@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ditron_train.ep.arguments import LayoutSizes
 from ditron_train.ep.layout import Layout, LayoutShape, Room
 from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
@@ -119,6 +120,24 @@ class EPContext(OpContext):
             " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
         )
         self.messages = self.arena.tensor(f"{name}/messages", (self.world_size, self.shape.message_words), torch.int32)
+
+    @property
+    def layout_sizes(self) -> LayoutSizes:
+        """Constants of the kernels that make a layout."""
+        shape = self.shape
+        return LayoutSizes(
+            WORLD_SIZE=self.world_size,
+            RANKS=shape.ranks,
+            EXPERTS_PER_RANK=shape.experts_per_rank,
+            SLOTS=shape.slots,
+            TOPK=shape.topk,
+            TOPK_LANES=shape.topk_lanes,
+            NUM_CHUNKS=shape.num_chunks,
+            COLUMNS=shape.columns,
+            COMMON_WORDS=shape.common_words,
+            MESSAGE_WORDS=shape.message_words,
+            TARGET=self.target,
+        )
 
     @property
     def moves(self) -> CallOrder:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
+from ditron_train.ep.arguments import Produced, RowBuffers, Sums, TileTasks
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.fused_kernels import gemm_combine_kernel, plan_tiles
-from ditron_train.ep.group_gemm import GemmOperands, RowTiles, gemm_operands, row_tiles
-from ditron_train.ep.launch import Kind, check_tokens, launch, move_tile, signature, sum_constants
+from ditron_train.ep.group_gemm import RowTiles, gemm_operands, row_tiles
+from ditron_train.ep.launch import Kind, check_tokens, launch, pointers, sum_sizes
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 
-__all__ = ["gemm_combine", "gemm_constants", "layout_tiles", "new_board", "num_programs"]
+__all__ = ["PLAN_BLOCK", "gemm_combine", "layout_tiles", "new_board", "num_programs"]
 
 _BOARD_WORDS = 128  # in front of the counters, see fused_kernels
 #: Row tiles that a program of a plan orders.
@@ -39,38 +40,14 @@ def _plan(layout: Layout, context: EPContext, tiles: RowTiles) -> tuple[torch.Te
     order, board, num_blocks = new_board(tiles)
     constants = dict(WORLD_SIZE=shape.world_size, SLOTS=shape.slots, BLOCK_M=tiles.block_m, BLOCK=PLAN_BLOCK)
     launch(context, plan_tiles, num_blocks, constants, 8)(
-        tiles.tiles, layout.sources, order, board, context.dispatch_channel.control, tiles.max_tiles
+        tiles.tiles, layout.tables.sources, order, board, context.dispatch_channel.control, tiles.max_tiles
     )
     return order, board
-
-
-def gemm_constants(operands: GemmOperands, tiles: RowTiles, context: EPContext) -> dict[str, object]:
-    """Of the grouped GEMM inside a kernel at task level."""
-    config = operands.config
-    return dict(
-        GROUP_M=config.group_m, BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        SPLIT_STORE=config.split_store, TARGET=context.target,
-    )  # fmt: skip
 
 
 def num_programs(context: EPContext) -> int:
     """Programs of a kernel at task level: in the interpreter one serves all queues."""
     return 1 if context.target == "interpreter" else context.move.num_programs
-
-
-def _combine_constants(
-    layout: Layout, context: EPContext, operands: GemmOperands, tiles: RowTiles, order: SumOrder, *, with_grads: bool,
-    transpose: bool,
-) -> dict[str, object]:  # fmt: skip
-    """Of ``gemm_combine_kernel``."""
-    rows, columns = move_tile(operands.n, context.fused.place_elements)
-    return dict(
-        WITH_GRADS=with_grads, TRANSPOSE_B=transpose, **sum_constants(layout, order), ROWS=rows,
-        SUM_ROWS=move_tile(operands.n, context.move.sum_elements)[0], BLOCK_H=columns, ITEM_TOKENS=context.move.item_tokens,
-        NUM_SENDERS=0 if num_programs(context) == 1 else context.fused.num_senders,
-        TILE_COUNT=operands.config.num_warps if context.target.startswith("sm_") else 1,
-        **gemm_constants(operands, tiles, context),
-    )  # fmt: skip
 
 
 def gemm_combine(
@@ -116,19 +93,30 @@ def gemm_combine(
     )
     buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, x.dtype)
     grads = context.grads_buffer(layout.place_capacity)
-    constants = _combine_constants(layout, context, operands, tiles, order, with_grads=with_grads, transpose=transpose)
+    sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=with_grads)
+    config, programs = operands.config, num_programs(context)
+    sizes = sizes._replace(
+        NUM_SENDERS=0 if programs == 1 else context.fused.num_senders,
+        TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,
+    )
+    constants = {"SUM": sizes, "GEMM": operands.sizes}
     grads_like = row_grads.contiguous() if with_grads else x
-    config = operands.config
-    launch(
-        context, gemm_combine_kernel, num_programs(context), constants, config.num_warps, x.dtype, grads_like.dtype, probs_dtype,
-        num_stages=config.num_stages,
-    )(
-        y, grads_like, out, prob_grads, layout.origins, layout.chunk_entries, layout.expert_ids, layout.token_places,
-        buffer.local, buffer.addresses, grads.local, grads.addresses, channel.signals.local, channel.signals.addresses,
-        channel.ready.local, channel.ready.addresses,
-        signature(context, channel, hidden, x.dtype, Kind.DGRAD_COMBINE if with_grads else Kind.GEMM_COMBINE),
-        channel.tickets, channel.control, layout.limits,
-        operands.a, operands.b, operands.c, operands.places, tiles.tiles, tile_order, board,
-        layout.num_tokens, hidden, operands.k, shape.num_experts,
-    )  # fmt: skip
+    kind = Kind.DGRAD_COMBINE if with_grads else Kind.GEMM_COMBINE
+    dtypes = (x.dtype, grads_like.dtype, probs_dtype)
+    tables = layout.tables
+    launch(context, gemm_combine_kernel, programs, constants, config.num_warps, *dtypes, num_stages=config.num_stages)(
+        Produced(y, grads_like, layout.origins),
+        Sums(out, prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places),
+        RowBuffers(buffer.local, buffer.addresses, grads.local, grads.addresses),
+        pointers(context, channel, hidden, x.dtype, kind),
+        tables.limits,
+        operands.a,
+        operands.b,
+        operands.c,
+        TileTasks(operands.places, tiles.tiles, tile_order, board),
+        layout.num_tokens,
+        hidden,
+        operands.k,
+        shape.num_experts,
+    )
     return out, prob_grads if with_grads else None

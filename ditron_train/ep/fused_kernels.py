@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
-from ditron_train.ep.group_gemm_kernels import group_product, store_block
-from ditron_train.ep.return_kernels import scatter_grads, sum_rows
+from ditron_train.ep.group_gemm_kernels import group_product, store_block, tile_at
+from ditron_train.ep.return_kernels import sum_tokens
 from ditron_train.ep.task_kernels import complete, complete_stored, need, serve
 from ditron_train.schedule.tiles import ordered_tile
 
@@ -100,9 +100,17 @@ def _return_key(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def plan_tiles(
-    tiles, sources, order, board, control, max_tiles,
-    WORLD_SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    sources,
+    order,
+    board,
+    control,
+    max_tiles,
+    WORLD_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """order[i] = the i-th row tile that ``gemm_combine_kernel`` computes; the board empty, as it wants it. Program b does
     block b of both.
 
@@ -120,94 +128,70 @@ def plan_tiles(
 
 @triton.jit
 def _return_tile(
-    task, y, row_grads, origins, tiles, order, board, buffer_addresses, grad_addresses, signal_addresses, control, rank, epoch,
-    num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, TILE_COUNT: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
+    task,
+    sent,
+    tasks,
+    buffers,
+    channel,
+    rank,
+    epoch,
+    num_row_tiles,
+    num_tiles_n,
+    place_capacity,
+    hidden,
+    SUM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Task: rows of one row tile to their tokens, once all its columns are there; the last one tells every rank."""
-    tile = tl.load(order + task)
-    need(board + COUNTERS + tile, num_tiles_n * TILE_COUNT, control, tile, TARGET)
-    first = tl.load(tiles + 4 + tile * 4 + 1)
-    end = tl.minimum(first + BLOCK_M, tl.load(tiles + 4 + tile * 4 + 2))
-    for start in range(first, end, ROWS):
-        row = start + tl.arange(0, ROWS)
+    tile = tl.load(tasks.order + task)
+    need(tasks.board + COUNTERS + tile, num_tiles_n * SUM.TILE_COUNT, channel.control, tile, SUM.TARGET)
+    first = tl.load(tasks.tiles + 4 + tile * 4 + 1)
+    end = tl.minimum(first + BLOCK_M, tl.load(tasks.tiles + 4 + tile * 4 + 2))
+    for start in range(first, end, SUM.ROWS):
+        row = start + tl.arange(0, SUM.ROWS)
         inside = row < end
-        source = tl.load(origins + row * 2, mask=inside, other=-1)
-        place = tl.load(origins + row * 2 + 1, mask=inside, other=-1)
-        held = inside & (source >= 0) & (source < WORLD_SIZE) & (place >= 0) & (place < place_capacity)
-        if WITH_GRADS:
-            grad = tl.load(row_grads + row, mask=held, other=0.0).to(tl.float32)
-            grad_target = tl.load(grad_addresses + source, mask=held, other=0).to(tl.pointer_type(tl.float32))
+        source = tl.load(sent.origins + row * 2, mask=inside, other=-1)
+        place = tl.load(sent.origins + row * 2 + 1, mask=inside, other=-1)
+        held = inside & (source >= 0) & (source < SUM.WORLD_SIZE) & (place >= 0) & (place < place_capacity)
+        if SUM.WITH_GRADS:
+            grad = tl.load(sent.grads + row, mask=held, other=0.0).to(tl.float32)
+            grad_target = tl.load(buffers.grad_addresses + source, mask=held, other=0).to(tl.pointer_type(tl.float32))
             tl.store(grad_target + place, grad, mask=held)
-        target = tl.load(buffer_addresses + source, mask=held, other=0).to(tl.pointer_type(y.dtype.element_ty))
-        target = tl.multiple_of(target, 16)
+        target = tl.load(buffers.row_addresses + source, mask=held, other=0)
+        target = tl.multiple_of(target.to(tl.pointer_type(sent.rows.dtype.element_ty)), 16)
         target += tl.cast(place, tl.int64) * hidden
-        line = y + tl.cast(row, tl.int64) * hidden
-        for column in range(0, hidden, BLOCK_H):
-            offsets = column + tl.arange(0, BLOCK_H)
+        line = sent.rows + tl.cast(row, tl.int64) * hidden
+        for column in range(0, hidden, SUM.BLOCK_H):
+            offsets = column + tl.arange(0, SUM.BLOCK_H)
             valid = held[:, None] & (offsets < hidden)[None, :]
             values = tl.load(line[:, None] + offsets[None, :], mask=valid)
             tl.store(target[:, None] + offsets[None, :], values, mask=valid)
-    if complete(board + TOTAL, 1, TARGET) == num_row_tiles - 1:
-        for step in tl.static_range(WORLD_SIZE):
-            peer = (rank + step) % WORLD_SIZE
-            dl.notify(dl.symm_at(signal_addresses, peer, tl.int32) + rank * NUM_CHUNKS, epoch, TARGET)
-
-
-@triton.jit
-def _sum_tokens(
-    item, out, prob_grads, expert_ids, token_places, buffer, grad_buffer, num_tokens, hidden, num_experts,
-    WITH_GRADS: tl.constexpr, RAGGED: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr, ROUND_EACH: tl.constexpr,
-    DESCENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Task: the sums of some tokens."""
-    first = item * ITEM_TOKENS
-    last = tl.minimum(first + ITEM_TOKENS, num_tokens)
-    sum_rows(
-        buffer,
-        out,
-        expert_ids,
-        token_places,
-        first,
-        last,
-        hidden,
-        RAGGED,
-        TOPK,
-        TOPK_LANES,
-        ROUND_EACH,
-        DESCENDING,
-        ROWS,
-        BLOCK_H,
-    )
-    if WITH_GRADS:
-        scatter_grads(
-            grad_buffer,
-            prob_grads,
-            expert_ids,
-            token_places,
-            first,
-            last,
-            num_experts,
-            RAGGED,
-            TOPK,
-            TOPK_LANES,
-            ITEM_TOKENS,
-        )
+    if complete(tasks.board + TOTAL, 1, SUM.TARGET) == num_row_tiles - 1:
+        for step in tl.static_range(SUM.WORLD_SIZE):
+            peer = (rank + step) % SUM.WORLD_SIZE
+            flag = dl.symm_at(channel.signals_addresses, peer, tl.int32) + rank * SUM.NUM_CHUNKS
+            dl.notify(flag, epoch, SUM.TARGET)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def gemm_combine_kernel(
-    y, row_grads, out, prob_grads, origins, chunk_entries, expert_ids, token_places, buffer, buffer_addresses, grad_buffer,
-    grad_addresses, signals, signal_addresses, ready, ready_addresses, signature, tickets, control, limits,
-    a_desc, b_desc, c_desc, places, tiles, order, board, num_tokens, hidden, K, num_experts,
-    WITH_GRADS: tl.constexpr, TRANSPOSE_B: tl.constexpr, RAGGED: tl.constexpr, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr,
-    ROUND_EACH: tl.constexpr, DESCENDING: tl.constexpr, WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr, SUM_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_TOKENS: tl.constexpr, NUM_SENDERS: tl.constexpr,
-    TILE_COUNT: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """y[r, :] = A[r, :] @ B[e(r)] as ``group_gemm_kernel`` does, and out[t] = sum over e of y[row(t, e)] as
+    sent,
+    sums,
+    buffers,
+    channel,
+    limits,
+    a_desc,
+    b_desc,
+    c_desc,
+    tasks,
+    num_tokens,
+    hidden,
+    K,
+    num_experts,
+    SUM: tl.constexpr,
+    GEMM: tl.constexpr,
+):
+    """rows[r, :] = A[r, :] @ B[e(r)] as ``group_gemm_kernel`` does, and out[t] = sum over e of rows[row(t, e)] as
     ``return_rows``.
 
     All but the last NUM_SENDERS programs compute tiles, in one pipelined loop as the grouped GEMM alone; a finished
@@ -223,43 +207,54 @@ def gemm_combine_kernel(
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    epoch = dl.next_epoch(tickets)
-    rank = dl.rank(control)
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
     place_capacity = tl.load(limits + 3)
-    num_row_tiles = tl.load(tiles)
-    num_tiles_n = tl.cdiv(hidden, BLOCK_N)
+    num_row_tiles = tl.load(tasks.tiles)
+    num_tiles_n = tl.cdiv(hidden, GEMM.BLOCK_N)
     if program == 0:
-        dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
-    if program < num_programs - NUM_SENDERS:
-        num_k_tiles = tl.cdiv(K, BLOCK_K)
-        stored = tl.cast(
-            0, tl.int64
-        )  # counter of the tile before: its stores are complete by the time this one is computed
-        for tile in tl.range(program, num_row_tiles * num_tiles_n, num_programs - NUM_SENDERS, flatten=True):
-            row_tile, col_tile = ordered_tile(tile, order, num_row_tiles, num_tiles_n, GROUP_M)
-            entry = tiles + 4 + row_tile * 4
-            place = tl.load(places + tl.load(entry))
-            row = tl.load(entry + 1)
-            valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
-            col = col_tile * BLOCK_N
-            acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-            complete_stored(stored, TARGET)
-            store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-            stored = (board + COUNTERS + row_tile).to(tl.int64)
-        complete_stored(stored, TARGET)
-    for peer in tl.static_range(WORLD_SIZE):
-        dl.await_ready(ready, epoch, control, peer, WORLD_SIZE, TARGET)
-    serve(board + HEAD_SECOND, num_row_tiles, _return_tile, (
-        y, row_grads, origins, tiles, order, board, buffer_addresses, grad_addresses, signal_addresses, control, rank, epoch,
-        num_row_tiles, num_tiles_n, place_capacity, hidden, WITH_GRADS, WORLD_SIZE, NUM_CHUNKS, ROWS, BLOCK_H, BLOCK_M,
-        TILE_COUNT, TARGET,
-    ))  # fmt: skip
-    dl.verify_peers(ready, signature, epoch, control, rank, WORLD_SIZE, TARGET)
-    for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        if tl.load(chunk_entries + peer * (NUM_CHUNKS + 1) + NUM_CHUNKS) > 0:
-            dl.wait(signals + peer * NUM_CHUNKS, epoch, control, peer, 0, TARGET)
-    serve(board + HEAD_THIRD, tl.cdiv(num_tokens, ITEM_TOKENS), _sum_tokens, (
-        out, prob_grads, expert_ids, token_places, buffer, grad_buffer, num_tokens, hidden, num_experts, WITH_GRADS, RAGGED,
-        TOPK, TOPK_LANES, ROUND_EACH, DESCENDING, SUM_ROWS, BLOCK_H, ITEM_TOKENS,
-    ))  # fmt: skip
+        dl.announce(channel.ready_addresses, channel.signature, epoch, rank, SUM.WORLD_SIZE, SUM.TARGET)
+    if program < num_programs - SUM.NUM_SENDERS:
+        num_k_tiles = tl.cdiv(K, GEMM.BLOCK_K)
+        stored = tl.cast(0, tl.int64)  # counter of the tile before, whose stores are over when this one is computed
+        for tile in tl.range(program, num_row_tiles * num_tiles_n, num_programs - SUM.NUM_SENDERS, flatten=True):
+            row_tile, col_tile = ordered_tile(tile, tasks.order, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
+            place, row, valid = tile_at(tasks.tiles, tasks.places, row_tile, GEMM.BLOCK_M)
+            col = col_tile * GEMM.BLOCK_N
+            acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
+            complete_stored(stored, SUM.TARGET)
+            store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
+            stored = (tasks.board + COUNTERS + row_tile).to(tl.int64)
+        complete_stored(stored, SUM.TARGET)
+    for peer in tl.static_range(SUM.WORLD_SIZE):
+        dl.await_ready(channel.ready, epoch, channel.control, peer, SUM.WORLD_SIZE, SUM.TARGET)
+    serve(
+        tasks.board + HEAD_SECOND,
+        num_row_tiles,
+        _return_tile,
+        (
+            sent,
+            tasks,
+            buffers,
+            channel,
+            rank,
+            epoch,
+            num_row_tiles,
+            num_tiles_n,
+            place_capacity,
+            hidden,
+            SUM,
+            GEMM.BLOCK_M,
+        ),
+    )
+    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, SUM.WORLD_SIZE, SUM.TARGET)
+    for step in tl.static_range(SUM.WORLD_SIZE):
+        peer = (rank + step) % SUM.WORLD_SIZE
+        if tl.load(sums.chunk_entries + peer * (SUM.NUM_CHUNKS + 1) + SUM.NUM_CHUNKS) > 0:
+            dl.wait(channel.signals + peer * SUM.NUM_CHUNKS, epoch, channel.control, peer, 0, SUM.TARGET)
+    serve(
+        tasks.board + HEAD_THIRD,
+        tl.cdiv(num_tokens, SUM.ITEM_TOKENS),
+        sum_tokens,
+        (sums, buffers.rows, buffers.grads, num_tokens, hidden, num_experts, SUM),
+    )

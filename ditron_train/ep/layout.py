@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ditron_train.ep.arguments import Destinations, Tables
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.sizes import next_power_of_2
 
@@ -161,8 +162,7 @@ class Layout:
         chunk_tokens: Tokens of one of its chunks.
         num_rows: Rows that this rank's experts get (with a capacity: rows of the buffer).
         tokens_per_expert: int64 [experts_per_rank]: on the CPU with exact sizes, on the device with a capacity.
-        chunk_entries: [ranks, num_chunks + 1] entries for each rank before each chunk.
-        recv_offsets: [ranks, num_chunks + 1] first entry of each source's chunk here.
+        tables: Counts and offsets.
         expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [places].
         token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not
         looked at. ragged: Whether a token may have any number of experts (padded to capacity), and so as many places.
@@ -170,9 +170,6 @@ class Layout:
         send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
         entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
         origins: [num_rows, 2] the same by row: source rank and place.
-        expert_tokens: int32 [experts_per_rank] rows of each local expert, on the device.
-        sources: int32 [ranks, slots] how many of them come from each rank.
-        limits: rows here, then what every rank has room for: rows, slots, places; the epoch of the next dispatch.
         slot_capacity: Slots that every rank has room for.
         entry_capacity: Rows that every rank has room for.
         place_capacity: Places that every rank has room for.
@@ -188,10 +185,7 @@ class Layout:
     chunk_tokens: int
     num_rows: int
     tokens_per_expert: torch.Tensor
-    chunk_entries: torch.Tensor
-    recv_offsets: torch.Tensor
-    list_base: torch.Tensor
-    entry_base: torch.Tensor
+    tables: Tables
     expert_ids: torch.Tensor
     token_places: torch.Tensor
     ragged: bool
@@ -199,9 +193,6 @@ class Layout:
     send_list: torch.Tensor | None
     entries: torch.Tensor
     origins: torch.Tensor
-    expert_tokens: torch.Tensor
-    sources: torch.Tensor
-    limits: torch.Tensor
     slot_capacity: int
     entry_capacity: int
     place_capacity: int
@@ -211,16 +202,27 @@ class Layout:
     kept_for: torch.cuda.Stream | None = None
 
     @property
-    def tables(self) -> list[torch.Tensor]:
-        """One tensor of each allocation: ``chunk_entries`` stands for all that were carved from one with it."""
-        tables = [self.chunk_entries, self.expert_ids, self.token_places, self.dest_slots, self.entries, self.origins]
-        tables += [] if self.send_list is None else [self.send_list]
-        return tables + ([] if self.tiles is None else [self.tiles.tiles])
+    def expert_tokens(self) -> torch.Tensor:
+        """int32 [experts_per_rank]: rows of each local expert, on the device."""
+        return self.tables.expert_tokens[: self.shape.experts_per_rank]
+
+    @property
+    def destinations(self) -> Destinations:
+        """What a dispatch sends where; behind the first one nothing is looked up in the list."""
+        tables, send_list = self.tables, self.entries if self.send_list is None else self.send_list
+        return Destinations(self.dest_slots, send_list, tables.chunk_entries, tables.list_base, tables.entry_base)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """One tensor of each allocation; all tables were carved from one."""
+        tensors = [self.tables.limits, self.expert_ids, self.token_places, self.dest_slots, self.entries, self.origins]
+        tensors += [] if self.send_list is None else [self.send_list]
+        return tensors + ([] if self.tiles is None else [self.tiles.tiles])
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keeps the allocator from reusing the tables before ``stream``, on which an op uses them, is past that."""
-        for table in self.tables:
-            table.record_stream(stream)
+        for tensor in self.memory:
+            tensor.record_stream(stream)
         self.kept_for = stream
 
 

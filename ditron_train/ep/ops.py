@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ditron_train.ep.arguments import Inbox, Placed, Returned, RowBuffers, RowInbox, Sums, TokenBuffers
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.kernels import place_arrived, push_ahead, push_tokens
-from ditron_train.ep.launch import Kind, check_tokens, launch, move_tile, signature, sum_constants
+from ditron_train.ep.launch import Kind, check_tokens, launch, move_sizes, pointers, sum_sizes
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.planning import PendingLayout, SentAhead
@@ -57,7 +58,7 @@ def _dispatch(
     check_tokens("dispatch", x, context)
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
-    channel, shape = context.dispatch_channel, layout.shape
+    channel, tables = context.dispatch_channel, layout.tables
     context.enter_move(channel, layout)
     hidden, first = x.shape[1], layout.send_list is not None
     x = x.contiguous()
@@ -71,20 +72,29 @@ def _dispatch(
         )
         _place_ahead(x, layout, context, out, out_probs, buffer, arrived, zero_probs=zero_probs)
     else:
-        rows, columns = move_tile(hidden, context.move.push_elements)
-        constants = dict(
-            WITH_ENTRIES=first, ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
-            NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns, NUM_SENDERS=context.move.num_senders,
-            SHARED=context.target == "interpreter", TARGET=context.target,
-        )  # fmt: skip
-        launch(context, push_tokens, context.move.num_programs, constants, context.move.num_warps, x.dtype, probs_dtype)(
-            x, out, out_probs, layout.entries, layout.origins, layout.dest_slots,
-            layout.send_list if first else layout.entries, layout.chunk_entries, layout.list_base, layout.entry_base,
-            layout.recv_offsets, buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local,
-            channel.signals.addresses, channel.ready.local, channel.ready.addresses,
-            signature(context, channel, hidden, x.dtype, Kind.DISPATCH if first else Kind.DISPATCH_GRAD),
-            channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, hidden,
-        )  # fmt: skip
+        kind = Kind.DISPATCH if first else Kind.DISPATCH_GRAD
+        sizes = move_sizes(context, hidden, context.move.push_elements, with_entries=first, zero_probs=zero_probs)
+        move = launch(
+            context,
+            push_tokens,
+            context.move.num_programs,
+            {"MOVE": sizes},
+            context.move.num_warps,
+            x.dtype,
+            probs_dtype,
+        )
+        move(
+            x,
+            Placed(out, out_probs, layout.entries, layout.origins),
+            layout.destinations,
+            tables.recv_offsets,
+            TokenBuffers(buffer.local, buffer.addresses, arrived.local, arrived.addresses),
+            pointers(context, channel, hidden, x.dtype, kind),
+            tables.limits,
+            layout.num_tokens,
+            layout.chunk_tokens,
+            hidden,
+        )
     layout.send_list = layout.ahead = None
     return out, out_probs if first else None
 
@@ -101,17 +111,17 @@ def _place_ahead(
     zero_probs: bool,
 ) -> None:
     """Moves tokens that were sent ahead, and those of this rank, to their rows; the senders still run beside it."""
-    channel, shape = context.dispatch_channel, layout.shape
-    rows, columns = move_tile(x.shape[1], context.move.push_elements)
-    constants = dict(
-        ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
-        BLOCK_H=columns, TARGET=context.target,
-    )  # fmt: skip
+    channel, tables, hidden = context.dispatch_channel, layout.tables, x.shape[1]
+    sizes = move_sizes(context, hidden, context.move.push_elements, zero_probs=zero_probs)
     num_programs = max(context.move.num_programs - context.move.num_senders, 1)
-    launch(context, place_arrived, num_programs, constants, context.move.num_warps, x.dtype, out_probs.dtype)(
-        x, out, out_probs, layout.entries, layout.origins, layout.recv_offsets, buffer.local, arrived.local,
-        channel.signals.local, channel.control, layout.limits, layout.num_tokens, x.shape[1],
-    )  # fmt: skip
+    launch(context, place_arrived, num_programs, {"MOVE": sizes}, context.move.num_warps, x.dtype, out_probs.dtype)(
+        x,
+        Placed(out, out_probs, layout.entries, layout.origins),
+        Inbox(tables.recv_offsets, buffer.local, arrived.local, channel.signals.local, channel.control),
+        tables.limits,
+        layout.num_tokens,
+        hidden,
+    )
     context.rejoin()
 
 
@@ -133,7 +143,7 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
         NotSupportedError: As ``dispatch``.
         PeerTimeoutError, MismatchError: Of an earlier call.
     """
-    context, tables, shape = pending.context, pending.tables, pending.context.shape
+    context, tables = pending.context, pending.tables
     check_tokens("dispatch_ahead", x, context)
     if x.shape != (pending.num_tokens, pending.hidden) or x.dtype != pending.dtype:
         raise NotSupportedError(f"dispatch_ahead: {x.dtype} {tuple(x.shape)} are not the layout's tokens")
@@ -146,18 +156,21 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     context.enter_move(channel)
     buffer = context.rows_buffer(slot_room, slot_room, hidden, x.dtype)
     arrived = context.entries_buffer(entry_room, entry_room)
-    rows, columns = move_tile(hidden, move.push_elements)
-    constants = dict(
-        WORLD_SIZE=shape.world_size, RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns,
-        NUM_SENDERS=move.num_senders, TARGET=context.target,
-    )  # fmt: skip
     stream = context.fork()
-    launch(context, push_ahead, move.num_senders, constants, move.num_warps, x.dtype)(
-        x, pending.dest_slots, pending.send_list, tables["chunk_entries"], tables["list_base"], tables["entry_base"],
-        buffer.addresses, arrived.addresses, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
-        signature(context, channel, hidden, x.dtype, Kind.DISPATCH), channel.tickets, channel.control, tables["limits"],
-        pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room, stream=stream,
-    )  # fmt: skip
+    sizes = move_sizes(context, hidden, move.push_elements)
+    launch(context, push_ahead, move.num_senders, {"MOVE": sizes}, move.num_warps, x.dtype)(
+        x,
+        pending.destinations,
+        TokenBuffers(buffer.local, buffer.addresses, arrived.local, arrived.addresses),
+        pointers(context, channel, hidden, x.dtype, Kind.DISPATCH),
+        tables.limits,
+        pending.num_tokens,
+        pending.chunk_tokens,
+        hidden,
+        slot_room,
+        entry_room,
+        stream=stream,
+    )
     pending.ahead = SentAhead(x, slot_room, entry_room)
 
 
@@ -186,44 +199,53 @@ class PendingCombine:
         )
         self._buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, y.dtype)
         self._grads_buffer = context.grads_buffer(layout.place_capacity)
-        self._rows, columns = move_tile(hidden, move.return_elements)
-        self._sums = dict(
-            WITH_GRADS=with_grads, **sum_constants(layout, order), SUM_ROWS=move_tile(hidden, move.sum_elements)[0],
-            BLOCK_H=columns, ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens), TARGET=context.target,
-        )  # fmt: skip
+        tables = layout.tables
+        self._sums = Sums(self._out, self._prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
+        sizes = sum_sizes(context, layout, order, hidden, move.return_elements, with_grads=with_grads)
+        self._sizes = sizes._replace(ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens))
 
     def send(self, *, beside: bool) -> None:
         """Returns the rows: on the side stream, by a few programs, or here, where the others add up what arrives."""
         layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
-        move = context.move
+        move, tables, kind = context.move, layout.tables, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE
         num_programs, num_senders = (context.senders_beside,) * 2 if beside else (move.num_programs, move.num_senders)
         shared = context.target == "interpreter" and not beside
-        constants = dict(**self._sums, ROWS=self._rows, NUM_SENDERS=num_senders, SHARED=shared)
+        buffer, grads = self._buffer, self._grads_buffer
+        sizes = self._sizes._replace(NUM_SENDERS=num_senders, SHARED=shared)
         dtypes = (y.dtype, self._row_grads.dtype, self._prob_grads.dtype)
         stream = context.fork() if beside else None
-        launch(context, return_rows, num_programs, constants, move.num_warps, *dtypes)(
-            y, self._row_grads, self._out, self._prob_grads, layout.entries, layout.recv_offsets, layout.chunk_entries,
-            layout.expert_ids, layout.token_places, self._buffer.local, self._buffer.addresses, self._grads_buffer.local,
-            self._grads_buffer.addresses, channel.signals.local, channel.signals.addresses, channel.ready.local,
-            channel.ready.addresses,
-            signature(context, channel, y.shape[1], y.dtype, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE),
-            channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, y.shape[1],
-            layout.shape.num_experts, stream=stream,
-        )  # fmt: skip
+        launch(context, return_rows, num_programs, {"SUM": sizes}, move.num_warps, *dtypes)(
+            Returned(y, self._row_grads, layout.entries, tables.recv_offsets),
+            self._sums,
+            RowBuffers(buffer.local, buffer.addresses, grads.local, grads.addresses),
+            pointers(context, channel, y.shape[1], y.dtype, kind),
+            tables.limits,
+            layout.num_tokens,
+            layout.chunk_tokens,
+            y.shape[1],
+            layout.shape.num_experts,
+            stream=stream,
+        )
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Behind ``begin_combine``: adds up on the current stream what arrived meanwhile. Returns what ``combine``
         does."""
         layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
-        used = (*layout.tables, y, self._row_grads, self._out, self._prob_grads)
+        used = (*layout.memory, y, self._row_grads, self._out, self._prob_grads)
         context.resume(self._begun_on, *used)  # the stream that it was begun on does not wait for the sent rows
         context.rejoin()
         dtypes = (y.dtype, self._prob_grads.dtype)
-        launch(context, sum_returned, context.move.num_programs, self._sums, context.move.num_warps, *dtypes)(
-            self._out, self._prob_grads, layout.chunk_entries, layout.expert_ids, layout.token_places, self._buffer.local,
-            self._grads_buffer.local, channel.signals.local, channel.tickets, channel.control, layout.num_tokens,
-            layout.chunk_tokens, y.shape[1], layout.shape.num_experts,
-        )  # fmt: skip
+        launch(
+            context, sum_returned, context.move.num_programs, {"SUM": self._sizes}, context.move.num_warps, *dtypes
+        )(
+            self._sums,
+            RowInbox(self._buffer.local, self._grads_buffer.local, channel.signals.local, channel.control),
+            channel.tickets,
+            layout.num_tokens,
+            layout.chunk_tokens,
+            y.shape[1],
+            layout.shape.num_experts,
+        )
         return self.results
 
     @property

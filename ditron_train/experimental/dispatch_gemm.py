@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ditron_train.ep.arguments import Placed, TileTasks, TokenBuffers
 from ditron_train.ep.context import EPContext
-from ditron_train.ep.fused import PLAN_BLOCK, gemm_constants, layout_tiles, new_board, num_programs
-from ditron_train.ep.group_gemm import GemmOperands, RowTiles, gemm_operands
-from ditron_train.ep.launch import Kind, check_tokens, launch, move_tile, signature
+from ditron_train.ep.fused import PLAN_BLOCK, layout_tiles, new_board, num_programs
+from ditron_train.ep.group_gemm import RowTiles, gemm_operands
+from ditron_train.ep.launch import Kind, check_tokens, launch, move_sizes, pointers
 from ditron_train.ep.layout import Layout
 from ditron_train.experimental.dispatch_gemm_kernels import dispatch_gemm_kernel, plan_arrival
 from ditron_train.runtime.errors import NotSupportedError
@@ -46,30 +47,10 @@ def _plan(layout: Layout, context: EPContext, tiles: RowTiles, phases: int) -> t
     """The order of the row tiles, and a fresh board."""
     shape = layout.shape
     order, board, num_blocks = new_board(tiles)
-    constants = dict(
-        NUM_EXPERTS=tiles.num_experts, WORLD_SIZE=shape.world_size, SLOTS=shape.slots, PHASES=phases, BLOCK_M=tiles.block_m,
-        BLOCK=PLAN_BLOCK,
-    )  # fmt: skip
-    launch(context, plan_arrival, num_blocks, constants, 8)(tiles.tiles, layout.sources, order, board, tiles.max_tiles)
+    sources, sizes = layout.tables.sources, dict(WORLD_SIZE=shape.world_size, SLOTS=shape.slots, PHASES=phases)
+    constants = dict(NUM_EXPERTS=tiles.num_experts, **sizes, BLOCK_M=tiles.block_m, BLOCK=PLAN_BLOCK)
+    launch(context, plan_arrival, num_blocks, constants, 8)(tiles.tiles, sources, order, board, tiles.max_tiles)
     return order, board
-
-
-def _constants(
-    layout: Layout,
-    context: EPContext,
-    operands: GemmOperands,
-    tiles: RowTiles,
-    fused: DispatchGemmConfig,
-    **kind: bool,
-) -> dict[str, object]:
-    """Of ``dispatch_gemm_kernel``."""
-    shape = layout.shape
-    send_rows, columns = move_tile(operands.k, fused.send_elements)
-    return dict(
-        **kind, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, SEND_ROWS=send_rows,
-        PLACE_ROWS=move_tile(operands.k, fused.place_elements)[0], BLOCK_H=columns, NUM_SENDERS=fused.num_senders,
-        NUM_PLACERS=fused.num_placers, STRIP=fused.strip, **gemm_constants(operands, tiles, context),
-    )  # fmt: skip
 
 
 def dispatch_gemm(
@@ -116,21 +97,32 @@ def dispatch_gemm(
     order, board = _plan(layout, context, tiles, fused.phases)
     buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
     arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
-    kind = dict(WITH_ENTRIES=first, ZERO_PROBS=zero_probs, TRANSPOSE_B=transpose)
-    constants = _constants(layout, context, operands, tiles, fused, **kind)
-    config = operands.config
+    send, place = (
+        move_sizes(context, hidden, elements, with_entries=first, zero_probs=zero_probs)
+        for elements in (fused.send_elements, fused.place_elements)
+    )
+    send = send._replace(NUM_SENDERS=fused.num_senders)
+    constants = dict(NUM_PLACERS=fused.num_placers, STRIP=fused.strip, SEND=send, PLACE=place, GEMM=operands.sizes)
+    kind = Kind.DISPATCH_GEMM if first else Kind.DISPATCH_DGRAD
+    config, programs, tables, dtypes = operands.config, num_programs(context), layout.tables, (x.dtype, probs_dtype)
     launch(
-        context, dispatch_gemm_kernel, num_programs(context), constants, config.num_warps, x.dtype, probs_dtype,
-        num_stages=config.num_stages,
+        context, dispatch_gemm_kernel, programs, constants, config.num_warps, *dtypes, num_stages=config.num_stages
     )(
-        x, rows, row_probs, layout.entries, layout.origins, layout.dest_slots, layout.send_list if first else layout.entries,
-        layout.chunk_entries, layout.list_base, layout.entry_base, layout.recv_offsets,
-        buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local, channel.signals.addresses,
-        channel.ready.local, channel.ready.addresses,
-        signature(context, channel, hidden, x.dtype, Kind.DISPATCH_GEMM if first else Kind.DISPATCH_DGRAD),
-        channel.tickets, channel.control, layout.limits,
-        operands.a, operands.b, operands.c, operands.places, tiles.tiles, order, board,
-        layout.num_tokens, layout.chunk_tokens, hidden, operands.n,
-    )  # fmt: skip
+        x,
+        Placed(rows, row_probs, layout.entries, layout.origins),
+        layout.destinations,
+        tables.recv_offsets,
+        TokenBuffers(buffer.local, buffer.addresses, arrived.local, arrived.addresses),
+        pointers(context, channel, hidden, x.dtype, kind),
+        tables.limits,
+        operands.a,
+        operands.b,
+        operands.c,
+        TileTasks(operands.places, tiles.tiles, order, board),
+        layout.num_tokens,
+        layout.chunk_tokens,
+        hidden,
+        operands.n,
+    )
     layout.send_list = None
     return operands.y, rows, row_probs if first else None

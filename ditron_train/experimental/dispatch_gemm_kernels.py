@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
+from ditron_train.ep.arguments import Inbox
 from ditron_train.ep.fused_kernels import COUNTERS, HEAD_FIRST, HEAD_SECOND, HEAD_THIRD, TOTAL, sort_tiles, tile_span
-from ditron_train.ep.group_gemm_kernels import group_product, store_block
-from ditron_train.ep.kernels import place_rows, send_entries, send_tokens
+from ditron_train.ep.group_gemm_kernels import group_product, store_block, tile_at
+from ditron_train.ep.kernels import place_rows, send_chunk, start
 from ditron_train.ep.task_kernels import complete, need, serve
 from ditron_train.schedule.tiles import ordered_tile
 
@@ -20,9 +21,16 @@ __all__ = ["dispatch_gemm_kernel", "num_strips", "plan_arrival", "strip_of"]
 
 @triton.jit
 def _arrival_key(
-    index, inside, tiles, sources, max_tiles,
-    WORLD_SIZE: tl.constexpr, SLOTS: tl.constexpr, PHASES: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    index,
+    inside,
+    tiles,
+    sources,
+    max_tiles,
+    WORLD_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PHASES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """By the last part of any source's tokens that the tile needs, in PHASES-ths of them."""
     expert, first, last = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
     low = tl.zeros_like(first)
@@ -38,10 +46,18 @@ def _arrival_key(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def plan_arrival(
-    tiles, sources, order, board, max_tiles,
-    NUM_EXPERTS: tl.constexpr, WORLD_SIZE: tl.constexpr, SLOTS: tl.constexpr, PHASES: tl.constexpr, BLOCK_M: tl.constexpr,
+    tiles,
+    sources,
+    order,
+    board,
+    max_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PHASES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """order[i] = the i-th row tile to compute; the board as ``dispatch_gemm_kernel`` wants it. Program b does block b
     of both.
 
@@ -86,98 +102,101 @@ def num_strips(num_tiles, num_programs, STRIP: tl.constexpr):
 
 
 @triton.jit
-def _send_chunk(
-    chunk, x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses, signal_addresses,
-    rank, epoch, entry_capacity, slot_capacity, num_tokens, chunk_tokens, hidden, WITH_ENTRIES: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
-    """Task: one chunk of tokens, and with a layout's first dispatch their entries, to every rank that wants them."""
-    first = chunk * chunk_tokens
-    last = tl.minimum(first + chunk_tokens, num_tokens)
-    if WITH_ENTRIES:
-        send_entries(
-            send_list, chunk_entries, list_base, entry_base, entry_addresses, chunk, entry_capacity, WORLD_SIZE, NUM_CHUNKS,
-            1024,
-        )  # fmt: skip
-    send_tokens(
-        x, dest_slots, buffer_addresses, rank, first, last, hidden, slot_capacity, WORLD_SIZE, RANKS, ROWS, BLOCK_H
-    )
-    for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        counted = chunk_entries + peer * (NUM_CHUNKS + 1) + chunk
-        if tl.load(counted + 1) > tl.load(counted):
-            dl.notify(dl.symm_at(signal_addresses, peer, tl.int32) + rank * NUM_CHUNKS + chunk, epoch, TARGET)
-
-
-@triton.jit
 def _place_chunk(
-    item, x, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_tokens,
-    num_rows, slot_capacity, hidden, WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
+    item,
+    x,
+    placed,
+    inbox,
+    board,
+    rank,
+    epoch,
+    num_tokens,
+    num_rows,
+    slot_capacity,
+    hidden,
+    MOVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Task: rows of one source's chunk from their slots to their places; then they count in their blocks."""
-    chunk = item // WORLD_SIZE
-    source = (rank + item % WORLD_SIZE) % WORLD_SIZE
-    begin = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk)
-    end = tl.load(recv_offsets + source * (NUM_CHUNKS + 1) + chunk + 1)
+    chunk = item // MOVE.WORLD_SIZE
+    source = (rank + item % MOVE.WORLD_SIZE) % MOVE.WORLD_SIZE
+    begin = tl.load(inbox.recv_offsets + source * (MOVE.NUM_CHUNKS + 1) + chunk)
+    end = tl.load(inbox.recv_offsets + source * (MOVE.NUM_CHUNKS + 1) + chunk + 1)
     if end > begin:
-        dl.wait(signals + source * NUM_CHUNKS + chunk, epoch, control, source, chunk, TARGET)
-        place_rows(
-            x, buffer, rows, row_probs, arrived, kept, origins, source, rank, begin, end, hidden, num_tokens, num_rows,
-            slot_capacity, WITH_ENTRIES, ZERO_PROBS, ROWS, BLOCK_H,
-        )  # fmt: skip
-        dl.fence(TARGET)  # every thread's rows are visible before any thread counts one
+        flag = inbox.signals + source * MOVE.NUM_CHUNKS + chunk
+        dl.wait(flag, epoch, inbox.control, source, chunk, MOVE.TARGET)
+        place_rows(x, placed, inbox, source, rank, begin, end, hidden, num_tokens, num_rows, slot_capacity, MOVE)
+        dl.fence(MOVE.TARGET)  # every thread's rows are visible before any thread counts one
         for start in range(begin, end, BLOCK_M):
             index = start + tl.arange(0, BLOCK_M)
             inside = (index < end) & (index < num_rows)
-            row = tl.load(kept + tl.cast(index, tl.int64) * 4, mask=inside, other=-1)
+            row = tl.load(placed.entries + tl.cast(index, tl.int64) * 4, mask=inside, other=-1)
             held = inside & (row >= 0) & (row < num_rows)
             tl.atomic_add(board + COUNTERS + row // BLOCK_M, 1, mask=held, sem="release", scope="gpu")
-        complete(board + TOTAL, end - begin, TARGET)
+        complete(board + TOTAL, end - begin, MOVE.TARGET)
 
 
 @triton.jit
 def _gemm_strip(
-    ticket, a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n, num_k_tiles, num_programs,
-    STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSE_B: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+    ticket,
+    a_desc,
+    b_desc,
+    c_desc,
+    tasks,
+    control,
+    num_row_tiles,
+    num_tiles_n,
+    num_k_tiles,
+    num_programs,
+    STRIP: tl.constexpr,
+    GEMM: tl.constexpr,
+    TARGET: tl.constexpr,
+):
     """Task: a strip of output tiles, once their rows are in place."""
     first, count = strip_of(ticket, num_row_tiles * num_tiles_n, num_programs, STRIP)
-    if tl.load(board + TOTAL, volatile=True) < 0:  # warps may differ here: no barrier inside
+    if tl.load(tasks.board + TOTAL, volatile=True) < 0:  # warps may differ here: no barrier inside
         for nth in range(count):
-            row_tile, _ = ordered_tile(first + nth * num_programs, order, num_row_tiles, num_tiles_n, GROUP_M)
-            entry = tiles + 4 + row_tile * 4
+            row_tile, _ = ordered_tile(
+                first + nth * num_programs, tasks.order, num_row_tiles, num_tiles_n, GEMM.GROUP_M
+            )
+            entry = tasks.tiles + 4 + row_tile * 4
             row = tl.load(entry + 1)
-            last_row = tl.minimum(row + BLOCK_M, tl.load(entry + 2)) - 1
-            for block in range(row // BLOCK_M, last_row // BLOCK_M + 1):
-                need(board + COUNTERS + block, BLOCK_M, control, block, TARGET)
+            last_row = tl.minimum(row + GEMM.BLOCK_M, tl.load(entry + 2)) - 1
+            for block in range(row // GEMM.BLOCK_M, last_row // GEMM.BLOCK_M + 1):
+                need(tasks.board + COUNTERS + block, GEMM.BLOCK_M, control, block, TARGET)
     dl.fence(TARGET)
     dl.fence_async_proxy(TARGET)
     for tile in tl.range(first, first + count * num_programs, num_programs, flatten=True):
-        row_tile, col_tile = ordered_tile(tile, order, num_row_tiles, num_tiles_n, GROUP_M)
-        entry = tiles + 4 + row_tile * 4
-        place = tl.load(places + tl.load(entry))
-        row = tl.load(entry + 1)
-        valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
-        col = col_tile * BLOCK_N
-        acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-        store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        row_tile, col_tile = ordered_tile(tile, tasks.order, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
+        place, row, valid = tile_at(tasks.tiles, tasks.places, row_tile, GEMM.BLOCK_M)
+        col = col_tile * GEMM.BLOCK_N
+        acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
+        store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def dispatch_gemm_kernel(
-    x, rows, row_probs, kept, origins, dest_slots, send_list, chunk_entries, list_base, entry_base, recv_offsets,
-    buffer, buffer_addresses, arrived, entry_addresses, signals, signal_addresses, ready, ready_addresses,
-    signature, tickets, control, limits, a_desc, b_desc, c_desc, places, tiles, order, board,
-    num_tokens, chunk_tokens, hidden, N,
-    WITH_ENTRIES: tl.constexpr, ZERO_PROBS: tl.constexpr, TRANSPOSE_B: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    RANKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, SEND_ROWS: tl.constexpr, PLACE_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-    NUM_SENDERS: tl.constexpr, NUM_PLACERS: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_STORE: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+    x,
+    placed,
+    to,
+    recv_offsets,
+    buffers,
+    channel,
+    limits,
+    a_desc,
+    b_desc,
+    c_desc,
+    tasks,
+    num_tokens,
+    chunk_tokens,
+    hidden,
+    N,
+    NUM_PLACERS: tl.constexpr,
+    STRIP: tl.constexpr,
+    SEND: tl.constexpr,
+    PLACE: tl.constexpr,
+    GEMM: tl.constexpr,
+):
     """rows[row(t, e)] = x[t] as ``push_tokens`` does, and C[r, :] = rows[r, :] @ B[e(r)] as ``group_gemm_kernel``
     does.
 
@@ -190,31 +209,45 @@ def dispatch_gemm_kernel(
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    epoch = dl.next_epoch(tickets)
-    rank = dl.rank(control)
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
     num_rows = tl.load(limits)
-    entry_capacity = tl.load(limits + 1)
-    slot_capacity = tl.load(limits + 2)
-    if program == 0:
-        dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
-    dl.verify_peers(ready, signature, epoch, control, rank, WORLD_SIZE, TARGET)
-    if program < NUM_SENDERS:
-        for peer in tl.static_range(WORLD_SIZE):
-            dl.await_ready(ready, epoch, control, peer, WORLD_SIZE, TARGET)
-        serve(board + HEAD_FIRST, tl.cdiv(num_tokens, chunk_tokens), _send_chunk, (
-            x, dest_slots, send_list, chunk_entries, list_base, entry_base, buffer_addresses, entry_addresses,
-            signal_addresses, rank, epoch, entry_capacity, slot_capacity, num_tokens, chunk_tokens, hidden, WITH_ENTRIES,
-            WORLD_SIZE, RANKS, NUM_CHUNKS, SEND_ROWS, BLOCK_H, TARGET,
-        ))  # fmt: skip
-    if program < NUM_SENDERS + NUM_PLACERS:
-        serve(board + HEAD_SECOND, WORLD_SIZE * NUM_CHUNKS, _place_chunk, (
-            x, buffer, rows, row_probs, arrived, kept, origins, recv_offsets, signals, control, board, rank, epoch, num_tokens,
-            num_rows, slot_capacity, hidden, WITH_ENTRIES, ZERO_PROBS, WORLD_SIZE, NUM_CHUNKS, PLACE_ROWS, BLOCK_H,
-            BLOCK_M, TARGET,
-        ))  # fmt: skip
-    num_tiles_n = tl.cdiv(N, BLOCK_N)
-    num_row_tiles = tl.load(tiles)
-    serve(board + HEAD_THIRD, num_strips(num_row_tiles * num_tiles_n, num_programs, STRIP), _gemm_strip, (
-        a_desc, b_desc, c_desc, places, tiles, order, board, control, num_row_tiles, num_tiles_n, tl.cdiv(hidden, BLOCK_K),
-        num_programs, STRIP, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, SPLIT_STORE, TARGET,
-    ))  # fmt: skip
+    room = (tl.load(limits + 1), tl.load(limits + 2))
+    start(channel, epoch, rank, SEND)
+    if program < SEND.NUM_SENDERS:
+        serve(
+            tasks.board + HEAD_FIRST,
+            tl.cdiv(num_tokens, chunk_tokens),
+            send_chunk,
+            (x, to, buffers, channel.signals_addresses, rank, epoch, room, num_tokens, chunk_tokens, hidden, SEND),
+        )
+    if program < SEND.NUM_SENDERS + NUM_PLACERS:
+        inbox = Inbox(recv_offsets, buffers.tokens, buffers.entries, channel.signals, channel.control)
+        serve(
+            tasks.board + HEAD_SECOND,
+            PLACE.WORLD_SIZE * PLACE.NUM_CHUNKS,
+            _place_chunk,
+            (x, placed, inbox, tasks.board, rank, epoch, num_tokens, num_rows, room[1], hidden, PLACE, GEMM.BLOCK_M),
+        )
+    num_tiles_n = tl.cdiv(N, GEMM.BLOCK_N)
+    num_k_tiles = tl.cdiv(hidden, GEMM.BLOCK_K)
+    num_row_tiles = tl.load(tasks.tiles)
+    serve(
+        tasks.board + HEAD_THIRD,
+        num_strips(num_row_tiles * num_tiles_n, num_programs, STRIP),
+        _gemm_strip,
+        (
+            a_desc,
+            b_desc,
+            c_desc,
+            tasks,
+            channel.control,
+            num_row_tiles,
+            num_tiles_n,
+            num_k_tiles,
+            num_programs,
+            STRIP,
+            GEMM,
+            SEND.TARGET,
+        ),
+    )

@@ -93,7 +93,7 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
     assert layout.fewest_rows == min(rows_of_experts[rows_of_experts > 0].tolist(), default=2**31 - 1)
     assert layout.ragged == padded and (not padded or int(maps[rank].sum(1).max()) > topk)
     assert np.array_equal(
-        layout.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets
+        layout.tables.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets
     )
     assert np.array_equal(layout.dest_slots[:, :world_size].numpy(), plan.dest_slots)
     assert np.array_equal(

@@ -66,7 +66,7 @@ class KernelSpec:
         signature: Type of each argument that is not a constexpr: ``*bf16``, ``i32``, ``fp32``,
             ``tensordesc<bf16[128,64]>``; of a ``NamedTuple`` a dict of the types of its fields.
         constexprs: Values of the others; of a ``NamedTuple`` a dict of its fields. ``TARGET`` is filled in where the
-            kernel takes it.
+            kernel, or such a tuple, takes it.
         num_warps: As the launch; a dict by target where it differs, with ``default``.
         num_stages: As the launch; likewise.
         targets: Which of ``TARGETS`` to compile for.
@@ -332,6 +332,12 @@ def _named_tuple(fields: dict[str, Any]) -> tuple:
     return namedtuple("Fields", fields)(**fields)
 
 
+def _constants(fields: dict[str, Any], target: str) -> tuple:
+    import triton.language as tl
+
+    return _named_tuple({name: tl.constexpr(target if name == "TARGET" else value) for name, value in fields.items()})
+
+
 def _can_align(kind: str) -> bool:
     return kind.startswith("*") or kind in ("i32", "i64")
 
@@ -343,7 +349,8 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
     module, function = spec.kernel.split(":")
     kernel = getattr(importlib.import_module(module), function)
     constexprs = {
-        name: _named_tuple(value) if isinstance(value, dict) else value for name, value in spec.constexprs.items()
+        name: _constants(value, target) if isinstance(value, dict) else value
+        for name, value in spec.constexprs.items()
     }
     if "TARGET" in kernel.arg_names and "TARGET" not in constexprs:
         constexprs["TARGET"] = target

@@ -285,7 +285,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         mine = (
             None
             if self._layout is None
-            else self._layout.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
+            else self._layout.tables.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
         )
         counts = exchange_counts(mine, shape, self.tp_group, device)
         if counts is None:
