@@ -32,8 +32,7 @@ class MoveConfig:
     """Launch constants of the two kernels that move tokens. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs, one a multiprocessor, that push over the links. A dispatch fills them with 12. A
-            combine, which gathers its rows, does not: see ``return_kernels``.
+        num_senders: Programs, one a multiprocessor, that push over the links.
         num_programs: All programs of a launch: those above ``num_senders`` place what arrives.
         num_warps: Warps of a program: with 32 the kernels would have to spill registers.
         push_elements: Elements of a tile on its way to the experts.

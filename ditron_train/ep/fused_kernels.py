@@ -1,27 +1,8 @@
-"""Kernels at task level: dispatch with the grouped GEMM behind it, and a grouped GEMM with combine behind it.
+"""A grouped GEMM with combine behind it, as one launch of queues (``task_kernels``).
 
-Both are one persistent launch of queues (``task_kernels``). Rows, bits and the use of buffers and flags are those of
-``kernels`` and ``group_gemm_kernels``: only when a piece of work begins is different.
-
-Seen on 4 x H200, 8192 tokens of 7168 elements a rank, top-8 of 128 experts of width 2048, against our movement and
-Transformer Engine's grouped GEMM one after the other, in ms:
-
-| pair | apart | fused | |
-| --- | --- | --- | --- |
-| fc2, combine | 4.81 | 3.8 | strips of 1, 2 and 4 tiles alike; 12 senders 4.0, 20 senders 3.8 |
-| fc1 dgrad, combine | 7.9 | 7.1 | 12 or 20 senders alike |
-| dispatch, fc1 | 6.39 | 7.3-7.5 | 16 to 32 senders, 24 to 116 placers, 2 to 8 phases: never faster |
-| dispatch, fc2 dgrad | 3.75 | 4.3-4.4 | likewise |
-
-These times are of tiles drawn in strips, as a dispatch still has them. In a layer fc2 with combine then took 4.1 ms,
-and the same GEMM alone 2.6; as one pipelined loop (``gemm_combine_kernel``) it was timed with the whole layer only.
-
-A combine waits for links, so it hides under a GEMM for 16 of 132 multiprocessors. A dispatch is quick alone (1.1 ms),
-since all multiprocessors then move what arrives to its rows; a GEMM that runs meanwhile loses more than that. Tiles
-that start early are tiles of all experts, so each phase reads all weights again (2, 4 and 8 phases with fc2's dgrad:
-4.45, 4.64, 4.91 ms); with few phases most tiles wait for the last rows, those that straddle two sources in any case.
-How many programs send or place changes nothing. The policy measures each pair on the machine at hand and takes what is
-faster there.
+Rows, bits and the use of buffers and flags are those of ``return_kernels`` and ``group_gemm_kernels``: only when a piece
+of work begins is different. A combine waits for links, so it hides under a GEMM for few of the multiprocessors; a
+dispatch does not (docs/measurements/ep.md).
 """
 
 import triton
@@ -46,9 +27,9 @@ _AT_ONCE = tl.constexpr(32)  # keys that plan_tiles compares at a time: more spi
 
 @triton.jit
 def sort_tiles(tiles, order, KEY: tl.constexpr, args, BLOCK: tl.constexpr):
-    """order[i] = the i-th row tile by ``KEY(index, inside, *args)``, which differs for any two; program b places block b.
+    """order[i] = the i-th row tile by ``KEY(index, inside, *args)``, which differs for any two.
 
-    Nobody waits. Sorting is counting: the place of a tile is the number of tiles with a smaller key.
+    Program b places block b; nobody waits. Sorting is counting: the place of a tile is the number of tiles with a smaller key.
     """
     num_tiles = tl.load(tiles)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -111,11 +92,11 @@ def plan_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """order[i] = the i-th row tile that ``gemm_combine_kernel`` computes; the board empty, as it wants it. Program b does
-    block b of both.
+    """order[i] = the i-th row tile that ``gemm_combine_kernel`` computes; the board empty, as it wants it. Program b
+    does block b of both.
 
-    Tiles stand by expert, then by source rank, beginning behind the own: ranks that compute the same expert at the same
-    time then return rows to different ranks. Counters: column tiles done of each row tile.
+    Tiles stand by expert, then by source rank, beginning behind the own: ranks that compute the same expert at the
+    same time then return rows to different ranks. Counters: column tiles done of each row tile.
     """
     rank = dl.rank(control)
     sort_tiles(tiles, order, _return_key, (tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M), BLOCK)

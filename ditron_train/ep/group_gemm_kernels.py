@@ -9,16 +9,7 @@ and since j ends at BLOCK only its first ``valid`` rows exist: the others load a
 no tile needs a mask. i must not be negative: results have BLOCK rows of padding in front, and operands of the weight
 gradient, which have none, are read by masked loads for experts that end within the first BLOCK rows.
 
-Seen on 4 x H200, 32 experts of about 2048 rows on each, 4096 x 7168 and 7168 x 2048, against Transformer Engine's:
-forward 1.01, dgrad 1.00-1.01, wgrad 1.00-1.10; with the counts of Zipf routing (440 to 19,700 rows on the fullest
-rank) forward 0.99, dgrad 0.99-1.00, wgrad 0.98-1.01 (``bench ep``). These GEMMs run at the power limit: after one call
-of warm-up only, the same rows came out at 0.94-1.00. Tried, all within 1 %: groups of 4 or 16 row tiles, tiles grouped
-by expert.
-
-With few tiles the last wave counts. Seen on one H200, two experts of 2058 and 2099 rows: dgrad of 14336 x 4096 at 0.84
-of Transformer Engine's speed, 0.91 with the last wave in halves, forward of 8192 x 14336 at 0.92 and 0.95; never
-slower in 26 cases (15 experts of 550 rows 1.10-1.55 and 1.17-1.70). Ends of experts of up to 64 rows as half tiles
-behind the others instead: 0.96 there, but up to 13 % slower with more experts. Tiles of 128 x 128: 0.73 and 0.83.
+Measured against Transformer Engine's, with tiles and last waves that were tried: docs/measurements/ep.md.
 """
 
 import triton

@@ -127,7 +127,7 @@ def move_sizes(
 def sum_sizes(
     context: EPContext, layout: Layout, order: SumOrder, hidden: int, elements: int, *, with_grads: bool
 ) -> SumSizes:
-    """Constants of a kernel that returns rows of ``hidden`` elements, about ``elements`` at a time, and adds them up."""
+    """Constants of a kernel that returns rows of ``hidden`` elements, about ``elements`` at a time."""
     shape, (rows, columns) = layout.shape, _move_tile(hidden, elements)
     return SumSizes(
         WITH_GRADS=with_grads,

@@ -92,11 +92,8 @@ class LayoutShape:
         return self.common_words + self.num_chunks
 
     def chunk_tokens(self, num_tokens: int, row_bytes: int) -> int:
-        """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each.
-
-        Every chunk costs a few round trips: of 2048 tokens of 4 KiB on 4 x H200 a combine took 163, 116, 101 and 99 us
-        in chunks of 16, 32, 64 and 128 tokens, a dispatch 110, 93, 89 and 98.
-        """
+        """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each; every chunk costs a few round
+        trips (docs/measurements/ep.md)."""
         by_bytes = next_power_of_2(-(-self.min_chunk_bytes // max(row_bytes, 1)))
         return max(self.min_chunk_tokens, min(by_bytes, 128), next_power_of_2(-(-num_tokens // self.num_chunks)))
 

@@ -130,7 +130,7 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places
     them.
 
-    They travel while the host waits for the counts and prepares what follows (0.4 ms in a layer on 4 x H200). Where
+    They travel while the host waits for the counts and prepares what follows (docs/measurements/ep.md). Where
     the buffers turn out too small nothing is sent, and ``dispatch`` does it all. So it does where rows were moved
     since ``begin_layout``, or last on another stream: the layout may hold another epoch than that of the next
     dispatch. The layout must be finished, and dispatched with the same `x`, before any other op of the context.

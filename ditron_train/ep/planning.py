@@ -163,7 +163,8 @@ def _check_routing(
     shape = context.shape
     if routing_map.dim() != 2 or routing_map.shape[1] != shape.num_experts or routing_map.dtype != torch.bool:
         raise NotSupportedError(
-            f"routing map: needs bool [tokens, {shape.num_experts}], got {routing_map.dtype} {tuple(routing_map.shape)}"
+            f"routing map: needs bool [tokens, {shape.num_experts}], got {routing_map.dtype} "
+            f"{tuple(routing_map.shape)}"
         )
     if probs.shape != routing_map.shape:
         raise NotSupportedError(

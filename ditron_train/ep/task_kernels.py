@@ -94,8 +94,12 @@ def complete_stored(counter_address, TARGET: tl.constexpr):
                 mov.u32 $0, 0;
             }
             """,
-            "=r,l", [counter_address], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l",
+            [counter_address],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         if counter_address != 0:
             complete(counter_address.to(tl.pointer_type(tl.int32)), 1, TARGET)

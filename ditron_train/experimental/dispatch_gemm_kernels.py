@@ -1,8 +1,8 @@
 """``dispatch_gemm_kernel``: dispatch with the grouped GEMM of its rows behind it, as one launch of queues
 (``ep.task_kernels``).
 
-Rows, bits and the use of buffers and flags are those of ``ep.kernels`` and ``ep.group_gemm_kernels``: only when a piece
-of work begins is different.
+Rows, bits and the use of buffers and flags are those of ``ep.kernels`` and ``ep.group_gemm_kernels``: only when a
+piece of work begins is different.
 """
 
 import triton
@@ -62,8 +62,8 @@ def plan_arrival(
     of both.
 
     Tiles that need an early part of their source's tokens come first, those that straddle two sources, and so need the
-    last tokens of one, last. Within a part tiles stay by expert, so that neighbours share weights. Counters: rows still
-    to be placed in each block of BLOCK_M rows, as BLOCK_M less what is missing; and of all together.
+    last tokens of one, last. Within a part tiles stay by expert, so that neighbours share weights. Counters: rows
+    still to be placed in each block of BLOCK_M rows, as BLOCK_M less what is missing; and of all together.
     """
     sort_tiles(tiles, order, _arrival_key, (tiles, sources, max_tiles, WORLD_SIZE, SLOTS, PHASES, BLOCK_M), BLOCK)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
