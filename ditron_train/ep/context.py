@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep.arguments import LayoutSizes
+from ditron_train.ep.arguments import LayoutSizes, RowBuffers, TokenBuffers
 from ditron_train.ep.layout import Layout, LayoutShape, Room
 from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
@@ -123,20 +123,7 @@ class EPContext(OpContext):
     @property
     def layout_sizes(self) -> LayoutSizes:
         """Constants of the kernels that make a layout."""
-        shape = self.shape
-        return LayoutSizes(
-            WORLD_SIZE=self.world_size,
-            RANKS=shape.ranks,
-            EXPERTS_PER_RANK=shape.experts_per_rank,
-            SLOTS=shape.slots,
-            TOPK=shape.topk,
-            TOPK_LANES=shape.topk_lanes,
-            NUM_CHUNKS=shape.num_chunks,
-            COLUMNS=shape.columns,
-            COMMON_WORDS=shape.common_words,
-            MESSAGE_WORDS=shape.message_words,
-            TARGET=self.target,
-        )
+        return LayoutSizes(*(getattr(self.shape, name.lower()) for name in LayoutSizes._fields[:-1]), self.target)
 
     @property
     def moves(self) -> CallOrder:
@@ -182,13 +169,24 @@ class EPContext(OpContext):
         """The buffer through which tokens and rows travel, ``[num_rows, hidden]``."""
         return self._buffer("ep/rows", num_rows, most_rows, (hidden,), dtype)
 
-    def entries_buffer(self, num_rows: int, most_rows: int) -> SymmetricTensor:
+    def _entries_buffer(self, num_rows: int, most_rows: int) -> SymmetricTensor:
         """Where the entries of a layout arrive, int32 ``[num_rows, 4]``."""
         return self._buffer("ep/entries", num_rows, most_rows, (4,), torch.int32)
 
-    def grads_buffer(self, num_places: int) -> SymmetricTensor:
+    def _grads_buffer(self, num_places: int) -> SymmetricTensor:
         """Where gradients of probabilities arrive, fp32 ``[num_places]``."""
         return self._buffer("ep/prob_grads", num_places, num_places, (), torch.float32)
+
+    def token_buffers(self, num_slots: int, num_entries: int, hidden: int, dtype: torch.dtype) -> TokenBuffers:
+        """What a dispatch works in: that much room on every rank."""
+        tokens = self.rows_buffer(num_slots, num_slots, hidden, dtype)
+        entries = self._entries_buffer(num_entries, num_entries)
+        return TokenBuffers(tokens.local, tokens.addresses, entries.local, entries.addresses)
+
+    def row_buffers(self, num_places: int, hidden: int, dtype: torch.dtype) -> RowBuffers:
+        """What a combine works in: that much room on every rank."""
+        rows, grads = self.rows_buffer(num_places, num_places, hidden, dtype), self._grads_buffer(num_places)
+        return RowBuffers(rows.local, rows.addresses, grads.local, grads.addresses)
 
     def reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
         """Makes every buffer that a layout needs large enough (collective where one must grow).
@@ -204,8 +202,8 @@ class EPContext(OpContext):
         """
         before = self._buffer_bytes()
         self.rows_buffer(max(room.slots, room.places), max(tokens, room.places), hidden, dtype)
-        self.entries_buffer(room.rows, tokens * min(self.shape.topk, self.shape.experts_per_rank))
-        self.grads_buffer(room.places)
+        self._entries_buffer(room.rows, tokens * min(self.shape.topk, self.shape.experts_per_rank))
+        self._grads_buffer(room.places)
         now = self._buffer_bytes()
         if now > before:
             log_once(

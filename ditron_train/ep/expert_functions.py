@@ -5,10 +5,10 @@
     z    = h W2[e].T               dh  = drows2 W2[e], drows2 = dispatch(dout)
     out  = combine(z)              dW2[e] = drows2.T h
 
-A combine and the GEMM in front of it are one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the same.
-Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also send its rows beside
-dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind it: it depends on the same
-dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
+A combine and the GEMM in front of it are one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
+same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also send its
+rows beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind it: it
+depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_train.ep.arguments import Produced, RowBuffers, Sums, TileTasks
+from ditron_train.ep.arguments import Produced, Sums, TileTasks
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.fused_kernels import gemm_combine_kernel, plan_tiles
 from ditron_train.ep.group_gemm import RowTiles, gemm_operands, row_tiles
@@ -91,8 +91,7 @@ def gemm_combine(
     prob_grads = torch.zeros(
         layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=x.device
     )
-    buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, x.dtype)
-    grads = context.grads_buffer(layout.place_capacity)
+    buffers = context.row_buffers(layout.place_capacity, hidden, x.dtype)
     sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=with_grads)
     config, programs = operands.config, num_programs(context)
     sizes = sizes._replace(
@@ -104,19 +103,21 @@ def gemm_combine(
     kind = Kind.DGRAD_COMBINE if with_grads else Kind.GEMM_COMBINE
     dtypes = (x.dtype, grads_like.dtype, probs_dtype)
     tables = layout.tables
+    sums = Sums(out, prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
+    given = pointers(context, channel, hidden, x.dtype, kind)
+    descriptors, tasks = (
+        (operands.a, operands.b, operands.c),
+        TileTasks(operands.places, tiles.tiles, tile_order, board),
+    )
+    sizes_of_call = (layout.num_tokens, hidden, operands.k, shape.num_experts)
     launch(context, gemm_combine_kernel, programs, constants, config.num_warps, *dtypes, num_stages=config.num_stages)(
         Produced(y, grads_like, layout.origins),
-        Sums(out, prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places),
-        RowBuffers(buffer.local, buffer.addresses, grads.local, grads.addresses),
-        pointers(context, channel, hidden, x.dtype, kind),
+        sums,
+        buffers,
+        given,
         tables.limits,
-        operands.a,
-        operands.b,
-        operands.c,
-        TileTasks(operands.places, tiles.tiles, tile_order, board),
-        layout.num_tokens,
-        hidden,
-        operands.k,
-        shape.num_experts,
+        *descriptors,
+        tasks,
+        *sizes_of_call,
     )
     return out, prob_grads if with_grads else None

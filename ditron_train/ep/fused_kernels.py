@@ -1,8 +1,8 @@
 """A grouped GEMM with combine behind it, as one launch of queues (``task_kernels``).
 
-Rows, bits and the use of buffers and flags are those of ``return_kernels`` and ``group_gemm_kernels``: only when a piece
-of work begins is different. A combine waits for links, so it hides under a GEMM for few of the multiprocessors; a
-dispatch does not (docs/measurements/ep.md).
+Rows, bits and the use of buffers and flags are those of ``return_kernels`` and ``group_gemm_kernels``: only when a
+piece of work begins is different. A combine waits for links, so it hides under a GEMM for few of the multiprocessors;
+a dispatch does not (docs/measurements/ep.md).
 """
 
 import triton
@@ -29,7 +29,8 @@ _AT_ONCE = tl.constexpr(32)  # keys that plan_tiles compares at a time: more spi
 def sort_tiles(tiles, order, KEY: tl.constexpr, args, BLOCK: tl.constexpr):
     """order[i] = the i-th row tile by ``KEY(index, inside, *args)``, which differs for any two.
 
-    Program b places block b; nobody waits. Sorting is counting: the place of a tile is the number of tiles with a smaller key.
+    Program b places block b; nobody waits. Sorting is counting: the place of a tile is the number of tiles with a
+    smaller key.
     """
     num_tiles = tl.load(tiles)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ditron_train.ep.arguments import Inbox, Placed, Returned, RowBuffers, RowInbox, Sums, TokenBuffers
+from ditron_train.ep.arguments import Inbox, Placed, Returned, RowInbox, Sums, TokenBuffers
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.kernels import place_arrived, push_ahead, push_tokens
 from ditron_train.ep.launch import Kind, check_tokens, launch, move_sizes, pointers, sum_sizes
@@ -14,7 +14,6 @@ from ditron_train.ep.planning import PendingLayout, SentAhead
 from ditron_train.ep.return_kernels import return_rows, sum_returned
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.symm.arena import SymmetricTensor
 
 __all__ = ["PendingCombine", "begin_combine", "combine", "dispatch", "dispatch_ahead"]
 
@@ -64,17 +63,19 @@ def _dispatch(
     x = x.contiguous()
     out = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
     out_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
-    buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
-    arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
+    buffers = context.token_buffers(layout.slot_capacity, layout.entry_capacity, hidden, x.dtype)
+    placed = Placed(out, out_probs, layout.entries, layout.origins)
     if layout.ahead is not None:
         assert layout.ahead.data_ptr() == x.data_ptr() and layout.ahead.shape == x.shape, (
             "other tokens were sent ahead"
         )
-        _place_ahead(x, layout, context, out, out_probs, buffer, arrived, zero_probs=zero_probs)
+        _place_ahead(x, layout, context, placed, buffers, zero_probs=zero_probs)
     else:
         kind = Kind.DISPATCH if first else Kind.DISPATCH_GRAD
         sizes = move_sizes(context, hidden, context.move.push_elements, with_entries=first, zero_probs=zero_probs)
-        move = launch(
+        given = pointers(context, channel, hidden, x.dtype, kind)
+        sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden)
+        launch(
             context,
             push_tokens,
             context.move.num_programs,
@@ -82,45 +83,21 @@ def _dispatch(
             context.move.num_warps,
             x.dtype,
             probs_dtype,
-        )
-        move(
-            x,
-            Placed(out, out_probs, layout.entries, layout.origins),
-            layout.destinations,
-            tables.recv_offsets,
-            TokenBuffers(buffer.local, buffer.addresses, arrived.local, arrived.addresses),
-            pointers(context, channel, hidden, x.dtype, kind),
-            tables.limits,
-            layout.num_tokens,
-            layout.chunk_tokens,
-            hidden,
-        )
+        )(x, placed, layout.destinations, tables.recv_offsets, buffers, given, tables.limits, *sizes_of_call)
     layout.send_list = layout.ahead = None
     return out, out_probs if first else None
 
 
 def _place_ahead(
-    x: torch.Tensor,
-    layout: Layout,
-    context: EPContext,
-    out: torch.Tensor,
-    out_probs: torch.Tensor,
-    buffer: SymmetricTensor,
-    arrived: SymmetricTensor,
-    *,
-    zero_probs: bool,
+    x: torch.Tensor, layout: Layout, context: EPContext, placed: Placed, buffers: TokenBuffers, *, zero_probs: bool
 ) -> None:
     """Moves tokens that were sent ahead, and those of this rank, to their rows; the senders still run beside it."""
-    channel, tables, hidden = context.dispatch_channel, layout.tables, x.shape[1]
-    sizes = move_sizes(context, hidden, context.move.push_elements, zero_probs=zero_probs)
-    num_programs = max(context.move.num_programs - context.move.num_senders, 1)
-    launch(context, place_arrived, num_programs, {"MOVE": sizes}, context.move.num_warps, x.dtype, out_probs.dtype)(
-        x,
-        Placed(out, out_probs, layout.entries, layout.origins),
-        Inbox(tables.recv_offsets, buffer.local, arrived.local, channel.signals.local, channel.control),
-        tables.limits,
-        layout.num_tokens,
-        hidden,
+    channel, tables, hidden, move = context.dispatch_channel, layout.tables, x.shape[1], context.move
+    sizes = move_sizes(context, hidden, move.push_elements, zero_probs=zero_probs)
+    inbox = Inbox(tables.recv_offsets, buffers.tokens, buffers.entries, channel.signals.local, channel.control)
+    num_programs, dtypes = max(move.num_programs - move.num_senders, 1), (x.dtype, placed.probs.dtype)
+    launch(context, place_arrived, num_programs, {"MOVE": sizes}, move.num_warps, *dtypes)(
+        x, placed, inbox, tables.limits, layout.num_tokens, hidden
     )
     context.rejoin()
 
@@ -154,22 +131,13 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
         return
     channel, move, hidden = context.dispatch_channel, context.move, pending.hidden
     context.enter_move(channel)
-    buffer = context.rows_buffer(slot_room, slot_room, hidden, x.dtype)
-    arrived = context.entries_buffer(entry_room, entry_room)
+    buffers = context.token_buffers(slot_room, entry_room, hidden, x.dtype)
     stream = context.fork()
     sizes = move_sizes(context, hidden, move.push_elements)
+    given = pointers(context, channel, hidden, x.dtype, Kind.DISPATCH)
+    sizes_of_call = (pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room)
     launch(context, push_ahead, move.num_senders, {"MOVE": sizes}, move.num_warps, x.dtype)(
-        x,
-        pending.destinations,
-        TokenBuffers(buffer.local, buffer.addresses, arrived.local, arrived.addresses),
-        pointers(context, channel, hidden, x.dtype, Kind.DISPATCH),
-        tables.limits,
-        pending.num_tokens,
-        pending.chunk_tokens,
-        hidden,
-        slot_room,
-        entry_room,
-        stream=stream,
+        x, pending.destinations, buffers, given, tables.limits, *sizes_of_call, stream=stream
     )
     pending.ahead = SentAhead(x, slot_room, entry_room)
 
@@ -197,8 +165,8 @@ class PendingCombine:
         self._prob_grads = torch.zeros(
             layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=y.device
         )
-        self._buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, y.dtype)
-        self._grads_buffer = context.grads_buffer(layout.place_capacity)
+        self._buffers = context.row_buffers(layout.place_capacity, hidden, y.dtype)
+        self._sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden, shape.num_experts)
         tables = layout.tables
         self._sums = Sums(self._out, self._prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
         sizes = sum_sizes(context, layout, order, hidden, move.return_elements, with_grads=with_grads)
@@ -210,21 +178,13 @@ class PendingCombine:
         move, tables, kind = context.move, layout.tables, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE
         num_programs, num_senders = (context.senders_beside,) * 2 if beside else (move.num_programs, move.num_senders)
         shared = context.target == "interpreter" and not beside
-        buffer, grads = self._buffer, self._grads_buffer
         sizes = self._sizes._replace(NUM_SENDERS=num_senders, SHARED=shared)
         dtypes = (y.dtype, self._row_grads.dtype, self._prob_grads.dtype)
         stream = context.fork() if beside else None
+        sent = Returned(y, self._row_grads, layout.entries, tables.recv_offsets)
+        given = pointers(context, channel, y.shape[1], y.dtype, kind)
         launch(context, return_rows, num_programs, {"SUM": sizes}, move.num_warps, *dtypes)(
-            Returned(y, self._row_grads, layout.entries, tables.recv_offsets),
-            self._sums,
-            RowBuffers(buffer.local, buffer.addresses, grads.local, grads.addresses),
-            pointers(context, channel, y.shape[1], y.dtype, kind),
-            tables.limits,
-            layout.num_tokens,
-            layout.chunk_tokens,
-            y.shape[1],
-            layout.shape.num_experts,
-            stream=stream,
+            sent, self._sums, self._buffers, given, tables.limits, *self._sizes_of_call, stream=stream
         )
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -235,17 +195,10 @@ class PendingCombine:
         context.resume(self._begun_on, *used)  # the stream that it was begun on does not wait for the sent rows
         context.rejoin()
         dtypes = (y.dtype, self._prob_grads.dtype)
+        inbox = RowInbox(self._buffers.rows, self._buffers.grads, channel.signals.local, channel.control)
         launch(
             context, sum_returned, context.move.num_programs, {"SUM": self._sizes}, context.move.num_warps, *dtypes
-        )(
-            self._sums,
-            RowInbox(self._buffer.local, self._grads_buffer.local, channel.signals.local, channel.control),
-            channel.tickets,
-            layout.num_tokens,
-            layout.chunk_tokens,
-            y.shape[1],
-            layout.shape.num_experts,
-        )
+        )(self._sums, inbox, channel.tickets, *self._sizes_of_call)
         return self.results
 
     @property

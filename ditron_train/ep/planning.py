@@ -279,11 +279,12 @@ def _list_entries(
     expert_ids = torch.empty(ids_shape, dtype=torch.int32, device=device)
     starts = Starts(*(getattr(tables, name) for name in Starts._fields))
     constants = {"S": context.layout_sizes, "RAGGED": token_places is not None, "BLOCK_T": block_tokens}
+    places, given = expert_ids if token_places is None else token_places, probs.detach().contiguous()
     launch(context, list_entries, shape.num_chunks, constants, 4, probs.dtype)(
         routed,
-        probs.detach().contiguous(),
+        given,
         starts,
-        expert_ids if token_places is None else token_places,
+        places,
         send_list,
         dest_slots,
         expert_ids,
@@ -300,16 +301,10 @@ def _exchange(
 ) -> None:
     """Launches ``exchange_counts``, which fills the tables."""
     rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, 0)
+    messages, given = context.messages, pointers(context, context.counts_channel, hidden, dtype, Kind.COUNTS, rows)
+    tickets = context.dispatch_channel.tickets
     launch(context, exchange_counts, 1, {"S": context.layout_sizes, "HAS_CAPACITY": room is not None}, 8)(
-        tables,
-        context.messages.local,
-        context.messages.addresses,
-        pointers(context, context.counts_channel, hidden, dtype, Kind.COUNTS, rows),
-        context.dispatch_channel.tickets,
-        num_tokens,
-        rows,
-        slots,
-        places,
+        tables, messages.local, messages.addresses, given, tickets, num_tokens, rows, slots, places
     )
 
 

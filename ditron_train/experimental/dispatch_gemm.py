@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_train.ep.arguments import Placed, TileTasks, TokenBuffers
+from ditron_train.ep.arguments import Placed, TileTasks
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.fused import PLAN_BLOCK, layout_tiles, new_board, num_programs
 from ditron_train.ep.group_gemm import RowTiles, gemm_operands
@@ -95,8 +95,8 @@ def dispatch_gemm(
     row_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
     operands = gemm_operands("dispatch_gemm", rows, weights, tiles, transpose=transpose)
     order, board = _plan(layout, context, tiles, fused.phases)
-    buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
-    arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
+    buffers = context.token_buffers(layout.slot_capacity, layout.entry_capacity, hidden, x.dtype)
+    placed = Placed(rows, row_probs, layout.entries, layout.origins)
     send, place = (
         move_sizes(context, hidden, elements, with_entries=first, zero_probs=zero_probs)
         for elements in (fused.send_elements, fused.place_elements)
@@ -105,24 +105,22 @@ def dispatch_gemm(
     constants = dict(NUM_PLACERS=fused.num_placers, STRIP=fused.strip, SEND=send, PLACE=place, GEMM=operands.sizes)
     kind = Kind.DISPATCH_GEMM if first else Kind.DISPATCH_DGRAD
     config, programs, tables, dtypes = operands.config, num_programs(context), layout.tables, (x.dtype, probs_dtype)
+    given = pointers(context, channel, hidden, x.dtype, kind)
+    descriptors, tasks = (operands.a, operands.b, operands.c), TileTasks(operands.places, tiles.tiles, order, board)
+    sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden, operands.n)
     launch(
         context, dispatch_gemm_kernel, programs, constants, config.num_warps, *dtypes, num_stages=config.num_stages
     )(
         x,
-        Placed(rows, row_probs, layout.entries, layout.origins),
+        placed,
         layout.destinations,
         tables.recv_offsets,
-        TokenBuffers(buffer.local, buffer.addresses, arrived.local, arrived.addresses),
-        pointers(context, channel, hidden, x.dtype, kind),
+        buffers,
+        given,
         tables.limits,
-        operands.a,
-        operands.b,
-        operands.c,
-        TileTasks(operands.places, tiles.tiles, order, board),
-        layout.num_tokens,
-        layout.chunk_tokens,
-        hidden,
-        operands.n,
+        *descriptors,
+        tasks,
+        *sizes_of_call,
     )
     layout.send_list = None
     return operands.y, rows, row_probs if first else None

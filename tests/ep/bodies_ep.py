@@ -22,7 +22,7 @@ from ditron_train.ep import (
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.group_gemm import group_gemm, group_linear
 from ditron_train.ep.launch import compiling
-from ditron_train.ep.layout import plan_on_host
+from tests.ep.layout_twin import plan_on_host
 
 
 def routing(kind: str, rank: int, num_tokens: int, num_experts: int, topk: int, seed: int) -> torch.Tensor:
