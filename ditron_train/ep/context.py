@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from ditron_train.ep.arguments import LayoutSizes, RowBuffers, TokenBuffers
 from ditron_train.ep.layout import Layout, LayoutShape, Room
-from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, num_sms, with_index
+from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.stream.call_order import CallOrder
-from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
+from ditron_train.stream.op_context import OpContext
+from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.channel import Channel
 
 __all__ = ["EPContext", "FusedConfig", "MoveConfig", "get_ep_context"]
@@ -30,8 +32,7 @@ class MoveConfig:
     """Launch constants of the two kernels that move tokens. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs, one a multiprocessor, that push over the links. A dispatch fills them with 12. A
-            combine, which gathers its rows, does not: see ``return_kernels``.
+        num_senders: Programs, one a multiprocessor, that push over the links.
         num_programs: All programs of a launch: those above ``num_senders`` place what arrives.
         num_warps: Warps of a program: with 32 the kernels would have to spill registers.
         push_elements: Elements of a tile on its way to the experts.
@@ -51,27 +52,19 @@ class MoveConfig:
 
 @dataclass
 class FusedConfig:
-    """Launch constants of the fused kernels. They change the time, never the bits.
+    """Launch constants of the grouped GEMM with combine behind it. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs that send before they compute (dispatch), or instead of it (combine).
-        num_placers: Further programs of a dispatch that move what arrived to its rows before they compute.
-        strip: Output tiles of a task.
-        phases: Parts of the dispatch by which tiles are sorted.
-        send_elements: Elements of a tile on its way to a peer.
-        place_elements: Elements of a tile from its slot to its row.
+        num_senders: Programs that return rows instead of computing.
+        place_elements: Elements of a tile on its way to its place.
     """
 
     num_senders: int = 16
-    num_placers: int = 24
-    strip: int = 2
-    phases: int = 4
-    send_elements: int = 16384
     place_elements: int = 16384
 
 
-class EPContext:
-    """Owns what all MoE layers with the same experts share on ``group`` (collective to make).
+class EPContext(OpContext):
+    """What all MoE layers with the same experts share on ``group`` (collective to make).
 
     The buffer for rows is one for both directions and for all layers of the group, whatever their experts: it lives
     only inside an op, guarded by the start signals. So ops that move rows run one after another, on whichever streams
@@ -91,83 +84,76 @@ class EPContext:
         ArenaError: No symmetric memory, or its cap is exceeded; on every rank alike.
 
     Attributes:
-        moves: Orders the ops that move rows, of all contexts of the group.
         counts: Orders the exchanges of counts.
-        num_moves: How often ``enter`` was called.
+        num_moves: How often ``enter_move`` was called.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> None:
         check_member(group)
-        self.target = kernel_target(device)
-        world_size = dist.get_world_size(group)
-        if is_interpreter():
-            self.shape = LayoutShape(
-                world_size, num_experts, topk, num_chunks=4, min_chunk_tokens=2, min_chunk_bytes=0
-            )
-        else:
-            self.shape = LayoutShape(world_size, num_experts, topk)
+        kernel_target(device)  # raises before there is any memory, as the shape does
+        sizes = dict(num_chunks=4, min_chunk_tokens=2, min_chunk_bytes=0) if is_interpreter() else {}
+        self.shape = LayoutShape(dist.get_world_size(group), num_experts, topk, **sizes)
         if self.shape.columns > 1024:
             raise NotSupportedError(
-                f"expert parallel: {num_experts} experts on {world_size} ranks need more than 1024 columns"
+                f"expert parallel: {num_experts} experts on {self.shape.world_size} ranks need more than 1024 columns"
             )
-        self.arena: SymmetricArena = get_arena(group, device)
-        self.records = records_of(self.arena.group_name, dist.get_process_group_ranks(group))
-        self.rank = self.arena.rank
-        self.device = self.arena.device
-        self.move = MoveConfig(num_programs=num_sms(self.device))
+        super().__init__(group, device)
+        self.move = MoveConfig(num_programs=self.num_sms)
         self.senders_beside = 12
         self.fused = FusedConfig()
         self.only_compiles = False
-        self.moves, self.counts = _moves_of(self.arena), CallOrder(self.device)
-        self.num_moves = 0
-        self._side_stream: torch.cuda.Stream | None = None
-        self._side_is_ahead = False
         if is_interpreter():
             self.move.num_senders = self.senders_beside = 1
+        self._calls, self.counts = _moves_of(self.arena), CallOrder(self.device)
+        self.num_moves = 0
         name = f"ep_e{num_experts}_k{topk}"
         fields = ("hidden", "dtype", "num_experts", "topk", "kind", "row_capacity")
-        flags = world_size * self.shape.num_chunks
-        self.counts_channel = Channel(self.arena, f"{name}_counts", world_size, signature_fields=fields)
-        self.dispatch_channel = Channel(self.arena, f"{name}_dispatch", flags, signature_fields=fields)
-        self.combine_channel = Channel(self.arena, f"{name}_combine", flags, signature_fields=fields)
+        flags = self.world_size * self.shape.num_chunks
+        self.counts_channel = self.add_channel(f"{name}_counts", self.world_size, fields)
+        self.dispatch_channel = self.add_channel(f"{name}_dispatch", flags, fields)
+        self.combine_channel = self.add_channel(f"{name}_combine", flags, fields)
         self.launches: dict[tuple, KernelLaunch] = {}
         self.counts_on_their_way: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self._agreed: set[tuple] = set()
+        self._reserved: set[tuple] = set()
         self.counts_channel.overflow_hint = (
             " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
         )
-        self.messages = self.arena.tensor(f"{name}/messages", (world_size, self.shape.message_words), torch.int32)
+        self.messages = self.arena.tensor(f"{name}/messages", (self.world_size, self.shape.message_words), torch.int32)
 
-    def enter(self, channel: Channel, layout: Layout | None = None) -> torch.cuda.Stream | None:
+    @property
+    def layout_sizes(self) -> LayoutSizes:
+        """Constants of the kernels that make a layout."""
+        return LayoutSizes(*(getattr(self.shape, name.lower()) for name in LayoutSizes._fields[:-1]), self.target)
+
+    @property
+    def moves(self) -> CallOrder:
+        """Orders the ops that move rows, of all contexts of the group."""
+        return self._calls
+
+    def enter_move(self, channel: Channel, layout: Layout | None = None) -> torch.cuda.Stream | None:
         """Start of every op that moves rows: raises what an earlier one recorded, orders this stream behind the last
         one's, and keeps the tables of ``layout`` for this stream. Returns the stream, None on the CPU."""
         channel.check()
-        stream = self.moves.enter()
+        stream = self._follow()
         self.num_moves += 1
         if layout is not None and stream is not layout.kept_for:
             layout.record_stream(stream)
         return stream
 
-    def fork_side(self) -> torch.cuda.Stream | None:
-        """The side stream, behind all that the current stream has; None on the CPU."""
-        if self.device.type != "cuda":
-            return None
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._side_is_ahead = True
-        return self._side_stream
+    def rejoin(self) -> None:
+        """``join``, if ``fork`` was called since the last one: a graph's capture asks for no less, and allows no
+        more."""
+        if not self._is_joined:
+            self.join()
 
-    def join_side(self) -> None:
-        """The current stream goes on behind the side stream, if that was forked since (a graph's capture asks for no
-        less)."""
-        if self._side_is_ahead:
-            torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
-            self._side_is_ahead = False
+    def record(self, op: str, *details: Hashable) -> None:
+        """Notes a call among the process's records, unless it only compiles."""
+        if not self.only_compiles:
+            self._records.record(op, *details)
 
     def check(self) -> None:
         """Raises what any kernel of this context recorded (host memory only)."""
-        for channel in (self.counts_channel, self.dispatch_channel, self.combine_channel):
+        for channel in self._channels:
             channel.check()
 
     def _buffer(
@@ -183,13 +169,24 @@ class EPContext:
         """The buffer through which tokens and rows travel, ``[num_rows, hidden]``."""
         return self._buffer("ep/rows", num_rows, most_rows, (hidden,), dtype)
 
-    def entries_buffer(self, num_rows: int, most_rows: int) -> SymmetricTensor:
+    def _entries_buffer(self, num_rows: int, most_rows: int) -> SymmetricTensor:
         """Where the entries of a layout arrive, int32 ``[num_rows, 4]``."""
         return self._buffer("ep/entries", num_rows, most_rows, (4,), torch.int32)
 
-    def grads_buffer(self, num_places: int) -> SymmetricTensor:
+    def _grads_buffer(self, num_places: int) -> SymmetricTensor:
         """Where gradients of probabilities arrive, fp32 ``[num_places]``."""
         return self._buffer("ep/prob_grads", num_places, num_places, (), torch.float32)
+
+    def token_buffers(self, num_slots: int, num_entries: int, hidden: int, dtype: torch.dtype) -> TokenBuffers:
+        """What a dispatch works in: that much room on every rank."""
+        tokens = self.rows_buffer(num_slots, num_slots, hidden, dtype)
+        entries = self._entries_buffer(num_entries, num_entries)
+        return TokenBuffers(tokens.local, tokens.addresses, entries.local, entries.addresses)
+
+    def row_buffers(self, num_places: int, hidden: int, dtype: torch.dtype) -> RowBuffers:
+        """What a combine works in: that much room on every rank."""
+        rows, grads = self.rows_buffer(num_places, num_places, hidden, dtype), self._grads_buffer(num_places)
+        return RowBuffers(rows.local, rows.addresses, grads.local, grads.addresses)
 
     def reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
         """Makes every buffer that a layout needs large enough (collective where one must grow).
@@ -205,8 +202,8 @@ class EPContext:
         """
         before = self._buffer_bytes()
         self.rows_buffer(max(room.slots, room.places), max(tokens, room.places), hidden, dtype)
-        self.entries_buffer(room.rows, tokens * min(self.shape.topk, self.shape.experts_per_rank))
-        self.grads_buffer(room.places)
+        self._entries_buffer(room.rows, tokens * min(self.shape.topk, self.shape.experts_per_rank))
+        self._grads_buffer(room.places)
         now = self._buffer_bytes()
         if now > before:
             log_once(
@@ -253,13 +250,13 @@ class EPContext:
             NotSupportedError: A first call while a CUDA graph is being captured.
         """
         key = (room, hidden, dtype)
-        if key in self._agreed:
+        if key in self._reserved:
             return
         if is_capturing(self.device):
             raise NotSupportedError("expert parallel: run a step of this shape before the CUDA graph is captured")
         self.counts_channel.synchronize()
         self.reserve(room, num_tokens * self.shape.world_size, hidden, dtype)
-        self._agreed.add(key)
+        self._reserved.add(key)
 
 
 _moves: weakref.WeakKeyDictionary[SymmetricArena, CallOrder] = weakref.WeakKeyDictionary()

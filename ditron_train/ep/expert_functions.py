@@ -5,16 +5,10 @@
     z    = h W2[e].T               dh  = drows2 W2[e], drows2 = dispatch(dout)
     out  = combine(z)              dW2[e] = drows2.T h
 
-Each of the four pairs of a movement and a GEMM is one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits
-are the same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also
-send its rows beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind
-it: it depends on the same dgrad, and nothing waits for dW1. Seen on 4 x H200 at the layer of ``fused_kernels``: dgrad,
-combine and dW1 took 13.5 ms one after the other, 12.3-12.9 with dgrad and combine fused, 11.9 with the whole of
-combine beside dW1 (12 senders of 32 programs; 16 of 24 to 64: 12.4-13.0), whose other programs held 20 multiprocessors
-while they waited for rows: in a layer that made dW1 6.4-6.8 ms instead of 5.1. Since the sums come behind dW1 and a
-fused GEMM is one pipelined loop the policy finds the two ways about alike, and takes one or the other. The whole
-layer, forward and backward: 34.2 ms before these two, tokens sent ahead and ``own_wgrad``, 32.4 with them (natively
-40.0).
+A combine and the GEMM in front of it are one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
+same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also send its
+rows beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind it: it
+depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
 """
 
 from __future__ import annotations
@@ -46,14 +40,12 @@ __all__ = [
     "pairs_of_native_bits",
 ]
 
-Pair = Literal["dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine", "beside_wgrad", "own_wgrad"]
+Pair = Literal["gemm_combine", "dgrad_combine", "beside_wgrad", "own_wgrad"]
 #: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of
 #: ``dgrad_combine``; ``own_wgrad`` is dW2 by our grouped GEMM, whoever computes the others.
-PAIRS: tuple[Pair, ...] = ("dispatch_gemm", "gemm_combine", "dispatch_dgrad", "dgrad_combine")
+PAIRS: tuple[Pair, ...] = ("gemm_combine", "dgrad_combine")
 
-# Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs (seen on 2 x H200: weight
-# gradients [512, 256] of 3072 rows differ in 0.2 % of the elements). Equal were all layers measured: experts of 377
-# rows and more, so of three row tiles, and weights of a full wave of tiles.
+# Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 #: Rows that every expert must have for our GEMMs of its rows to add up as native's do.
 FEWEST_ROWS = 257
 _WAVE_TILES = 132
@@ -124,14 +116,8 @@ def forward_in(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, rows and row_probs of ``dispatch_linear``, without autograd."""
     zero_probs = call.order == "descending"
-    if "dispatch_gemm" in call.fused:
-        y, rows, row_probs = fused.dispatch_gemm(
-            x, call.layout, call.context, weights, probs_dtype=probs_dtype, zero_probs=zero_probs
-        )
-    else:
-        rows, row_probs = ops.dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
-        y = call.product(rows, weights, True)
-    return y, rows, row_probs
+    rows, row_probs = ops.dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
+    return call.product(rows, weights, True), rows, row_probs
 
 
 def backward_in(
@@ -170,9 +156,6 @@ def backward_out(
     grad_out: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dh and the dispatched gradient rows of ``linear_combine``."""
-    if "dispatch_dgrad" in call.fused:
-        grad_h, rows, _ = fused.dispatch_gemm(grad_out, call.layout, call.context, weights, transpose=False)
-        return grad_h, rows
     rows, _ = ops.dispatch(grad_out, call.layout, call.context)
     return call.product(rows, weights, False), rows
 

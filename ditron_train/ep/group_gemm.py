@@ -12,6 +12,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ditron_train.ep.arguments import GemmSizes, as_constant
 from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel, list_tiles
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.operands import make_descriptor
@@ -82,7 +83,8 @@ def _launch(
 ) -> KernelLaunch:
     """The launch of a kernel with these constants, for operands of this type: only the first one goes through
     Triton."""
-    return KernelLaunch(kernel, num_programs, dict(constants), num_warps=num_warps, num_stages=num_stages)
+    values = {name: as_constant(value) for name, value in constants}
+    return KernelLaunch(kernel, num_programs, values, num_warps=num_warps, num_stages=num_stages)
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,10 @@ def _config(m: int, n: int, k: int, dtype: torch.dtype, target: str, device: tor
     return choose_config(m, n, k, dtype, target, num_sms(device))
 
 
+def _sizes(config: GemmConfig, block_m: int) -> GemmSizes:
+    return GemmSizes(block_m, config.block_n, config.block_k, config.group_m, config.split_store)
+
+
 @dataclass(frozen=True)
 class GemmOperands:
     """What a grouped GEMM kernel takes: descriptors of rows, weights and result, and where each expert's weight
@@ -162,6 +168,7 @@ class GemmOperands:
     n: int
     k: int
     config: GemmConfig
+    sizes: GemmSizes
 
 
 def gemm_operands(
@@ -207,6 +214,7 @@ def gemm_operands(
         n,
         k,
         config,
+        _sizes(config, tiles.block_m)._replace(TRANSPOSE_B=transpose),
     )
 
 
@@ -237,14 +245,9 @@ def group_gemm(
         half_b = TensorDescriptor(
             b.base, b.shape, b.strides, [1, half, config.block_k] if transpose else [1, config.block_k, half]
         )
-    constants = dict(
-        BLOCK_M=tiles.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, TRANSPOSE_B=transpose,
-        SPLIT_STORE=config.split_store,
-    )  # fmt: skip
     num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // config.block_n))
-    launch = _launch(
-        group_gemm_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype
-    )
+    constants = (("GEMM", operands.sizes),)
+    launch = _launch(group_gemm_kernel, num_programs, constants, config.num_warps, config.num_stages, x.dtype)
     with on_device(x.device):
         launch(operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k)
     return operands.y
@@ -279,9 +282,8 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_s
     config = _config(n * tiles.num_experts, k, tiles.num_rows, x.dtype, target, x.device)
     store_m, store_n = config.store_block
     constants = dict(
-        NUM_EXPERTS=tiles.num_experts, EXPERTS=next_power_of_2(tiles.num_experts), BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT_STORE=config.split_store,
-    )  # fmt: skip
+        NUM_EXPERTS=tiles.num_experts, EXPERTS=next_power_of_2(tiles.num_experts), GEMM=_sizes(config, config.block_m)
+    )
     num_programs = min(max(num_sms(x.device) - spare_sms, 1), tiles.num_experts * config.num_tiles(n, k))
     launch = _launch(
         group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype

@@ -9,16 +9,7 @@ and since j ends at BLOCK only its first ``valid`` rows exist: the others load a
 no tile needs a mask. i must not be negative: results have BLOCK rows of padding in front, and operands of the weight
 gradient, which have none, are read by masked loads for experts that end within the first BLOCK rows.
 
-Seen on 4 x H200, 32 experts of about 2048 rows on each, 4096 x 7168 and 7168 x 2048, against Transformer Engine's:
-forward 1.01, dgrad 1.00-1.01, wgrad 1.00-1.10; with the counts of Zipf routing (440 to 19,700 rows on the fullest
-rank) forward 0.99, dgrad 0.99-1.00, wgrad 0.98-1.01 (``bench ep``). These GEMMs run at the power limit: after one call
-of warm-up only, the same rows came out at 0.94-1.00. Tried, all within 1 %: groups of 4 or 16 row tiles, tiles grouped
-by expert.
-
-With few tiles the last wave counts. Seen on one H200, two experts of 2058 and 2099 rows: dgrad of 14336 x 4096 at 0.84
-of Transformer Engine's speed, 0.91 with the last wave in halves, forward of 8192 x 14336 at 0.92 and 0.95; never
-slower in 26 cases (15 experts of 550 rows 1.10-1.55 and 1.17-1.70). Ends of experts of up to 64 rows as half tiles
-behind the others instead: 0.96 there, but up to 13 % slower with more experts. Tiles of 128 x 128: 0.73 and 0.83.
+Measured against Transformer Engine's, with tiles and last waves that were tried: docs/measurements/ep.md.
 """
 
 import triton
@@ -26,14 +17,20 @@ import triton.language as tl
 
 from ditron_train.schedule.tiles import grouped_tile
 
-__all__ = ["group_gemm_kernel", "group_product", "group_wgrad_kernel", "list_tiles", "store_block"]
+__all__ = ["group_gemm_kernel", "group_product", "group_wgrad_kernel", "list_tiles", "store_block", "tile_at"]
 
 
 @triton.jit(do_not_specialize=["max_tiles", "num_rows"])
 def list_tiles(
-    tokens_per_expert, tiles, max_tiles, num_rows,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    tokens_per_expert,
+    tiles,
+    max_tiles,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """tiles[4 (1 + i) ..] = expert, first row and end row of row tile i; tiles[0] their number. Program b writes block
     b.
 
@@ -65,29 +62,31 @@ def list_tiles(
 
 
 @triton.jit
-def group_product(
-    a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSE_B: tl.constexpr,
-):  # fmt: skip
+def tile_at(tiles, places, row_tile, BLOCK_M: tl.constexpr):
+    """Of a row tile: where its expert's weight lies, its first row, how many of its rows there are."""
+    entry = tiles + 4 + row_tile * 4
+    place = tl.load(places + tl.load(entry))
+    row = tl.load(entry + 1)
+    return place, row, tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
+
+
+@triton.jit
+def group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_N: tl.constexpr, GEMM: tl.constexpr):
     """One tile of A @ B[e] in fp32, K blocks in ascending order; ``place`` is where expert e's weight lies."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((GEMM.BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k_tile in range(num_k_tiles):
-        k = k_tile * BLOCK_K
+        k = k_tile * GEMM.BLOCK_K
         a = a_desc.load([row, k])
-        if TRANSPOSE_B:
-            b = b_desc.load([place, col, k]).reshape(BLOCK_N, BLOCK_K).T
+        if GEMM.TRANSPOSE_B:
+            b = b_desc.load([place, col, k]).reshape(BLOCK_N, GEMM.BLOCK_K).T
         else:
-            b = b_desc.load([place, k, col]).reshape(BLOCK_K, BLOCK_N)
+            b = b_desc.load([place, k, col]).reshape(GEMM.BLOCK_K, BLOCK_N)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def group_gemm_kernel(
-    a_desc, b_desc, half_b_desc, c_desc, places, tiles, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TRANSPOSE_B: tl.constexpr,
-    SPLIT_STORE: tl.constexpr,
-):  # fmt: skip
+def group_gemm_kernel(a_desc, b_desc, half_b_desc, c_desc, places, tiles, N, K, GEMM: tl.constexpr):
     """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding.
 
     a_desc: A [rows, K] in blocks [BLOCK_M, BLOCK_K]. b_desc: all experts' weights, blocks [1, BLOCK_N, BLOCK_K]
@@ -98,71 +97,70 @@ def group_gemm_kernel(
     With SPLIT_STORE a last wave that is at most half full is computed in halves of BLOCK_N // 2 columns, so that it
     takes half the time; half_b_desc reads the weights in such halves (else it is b_desc).
     """
+    HALF_N: tl.constexpr = GEMM.BLOCK_N // 2
     num_programs = tl.num_programs(0)
     num_row_tiles = tl.load(tiles)
-    num_tiles_n = tl.cdiv(N, BLOCK_N)
-    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    num_tiles_n = tl.cdiv(N, GEMM.BLOCK_N)
+    num_k_tiles = tl.cdiv(K, GEMM.BLOCK_K)
     num_tiles = num_row_tiles * num_tiles_n
     num_whole = num_tiles
-    if SPLIT_STORE:
+    if GEMM.SPLIT_STORE:
         tail = num_tiles % num_programs
         num_whole = tl.where(2 * tail <= num_programs, num_tiles - tail, num_tiles)
     for tile in tl.range(tl.program_id(0), num_whole, num_programs, flatten=True):
-        row_tile, col_tile = grouped_tile(tile, num_row_tiles, num_tiles_n, GROUP_M)
-        entry = tiles + 4 + row_tile * 4
-        place = tl.load(places + tl.load(entry))
-        row = tl.load(entry + 1)
-        valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
-        col = col_tile * BLOCK_N
-        acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-        store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    if SPLIT_STORE:
+        row_tile, col_tile = grouped_tile(tile, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
+        place, row, valid = tile_at(tiles, places, row_tile, GEMM.BLOCK_M)
+        col = col_tile * GEMM.BLOCK_N
+        acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
+        store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
+    if GEMM.SPLIT_STORE:
         for half in range(tl.program_id(0), 2 * (num_tiles - num_whole), num_programs):
-            row_tile, col_tile = grouped_tile(num_whole + half // 2, num_row_tiles, num_tiles_n, GROUP_M)
-            entry = tiles + 4 + row_tile * 4
-            place = tl.load(places + tl.load(entry))
-            row = tl.load(entry + 1)
-            valid = tl.minimum(tl.load(entry + 2) - row, BLOCK_M)
-            col = col_tile * BLOCK_N + half % 2 * (BLOCK_N // 2)
-            acc = group_product(
-                a_desc, half_b_desc, place, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, TRANSPOSE_B
-            )
-            store_block(c_desc, acc, row + valid, BLOCK_M - valid, col, BLOCK_M, BLOCK_N // 2, False)
+            row_tile, col_tile = grouped_tile(num_whole + half // 2, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
+            place, row, valid = tile_at(tiles, places, row_tile, GEMM.BLOCK_M)
+            col = col_tile * GEMM.BLOCK_N + half % 2 * HALF_N
+            acc = group_product(a_desc, half_b_desc, place, row, col, num_k_tiles, HALF_N, GEMM)
+            store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, HALF_N, False, GEMM)
 
 
 @triton.jit
-def store_block(
-    desc, acc, i, j, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr
-):  # fmt: skip
+def store_block(desc, acc, i, j, col, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr, GEMM: tl.constexpr):
     """Stores a tile through a rank-3 descriptor, wide tiles in two halves (less shared memory)."""
     if SPLIT_STORE:
-        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        halves = tl.permute(tl.reshape(acc, (GEMM.BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
         left, right = tl.split(halves)
-        desc.store([i, j, col], tl.reshape(left.to(desc.dtype), (1, BLOCK_M, BLOCK_N // 2)))
-        desc.store([i, j, col + BLOCK_N // 2], tl.reshape(right.to(desc.dtype), (1, BLOCK_M, BLOCK_N // 2)))
+        desc.store([i, j, col], tl.reshape(left.to(desc.dtype), (1, GEMM.BLOCK_M, BLOCK_N // 2)))
+        desc.store([i, j, col + BLOCK_N // 2], tl.reshape(right.to(desc.dtype), (1, GEMM.BLOCK_M, BLOCK_N // 2)))
     else:
-        desc.store([i, j, col], tl.reshape(acc.to(desc.dtype), (1, BLOCK_M, BLOCK_N)))
+        desc.store([i, j, col], tl.reshape(acc.to(desc.dtype), (1, GEMM.BLOCK_M, BLOCK_N)))
 
 
 @triton.jit
-def _short_product(
-    g_pointer, x_pointer, row_ends, expert, row, col, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+def _short_product(g_pointer, x_pointer, row_ends, expert, row, col, N, K, GEMM: tl.constexpr):
     """One tile of G.T @ X of an expert that ends within the first BLOCK_K rows, in fp32."""
-    rows = (tl.load(row_ends + expert - 1, mask=expert > 0, other=0) + tl.arange(0, BLOCK_K))[:, None]
+    start = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
+    rows = (start + tl.arange(0, GEMM.BLOCK_K))[:, None]
     inside = rows < tl.load(row_ends + expert)
-    columns = (row + tl.arange(0, BLOCK_M))[None, :]
+    columns = (row + tl.arange(0, GEMM.BLOCK_M))[None, :]
     g = tl.load(g_pointer + rows * N + columns, mask=inside & (columns < N), other=0.0)
-    columns = (col + tl.arange(0, BLOCK_N))[None, :]
+    columns = (col + tl.arange(0, GEMM.BLOCK_N))[None, :]
     x = tl.load(x_pointer + rows * K + columns, mask=inside & (columns < K), other=0.0)
-    return tl.dot(g.T, x, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), input_precision="ieee")
+    return tl.dot(g.T, x, tl.zeros((GEMM.BLOCK_M, GEMM.BLOCK_N), dtype=tl.float32), input_precision="ieee")
 
 
 @triton.jit
 def group_wgrad_kernel(
-    g_desc, x_desc, w_desc, g_pointer, x_pointer, row_ends, N, K, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_STORE: tl.constexpr,
-):  # fmt: skip
+    g_desc,
+    x_desc,
+    w_desc,
+    g_pointer,
+    x_pointer,
+    row_ends,
+    N,
+    K,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GEMM: tl.constexpr,
+):
     """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding.
 
     g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what lies behind an expert's last
@@ -173,16 +171,16 @@ def group_wgrad_kernel(
     one. Experts differ in depth, which keeps the compiler from making that loop itself (``flatten``). The few experts
     that end within the first BLOCK_K rows come behind it, through masked loads.
     """
-    num_tiles_m = tl.cdiv(N, BLOCK_M)
-    num_tiles_n = tl.cdiv(K, BLOCK_N)
+    num_tiles_m = tl.cdiv(N, GEMM.BLOCK_M)
+    num_tiles_n = tl.cdiv(K, GEMM.BLOCK_N)
     tiles_of_expert = num_tiles_m * num_tiles_n
     num_programs = tl.num_programs(0)
     lanes = tl.arange(0, EXPERTS)
-    ends = tl.load(row_ends + lanes, mask=lanes < NUM_EXPERTS, other=BLOCK_K)
-    num_short = tl.sum((ends < BLOCK_K).to(tl.int32), axis=0)
+    ends = tl.load(row_ends + lanes, mask=lanes < NUM_EXPERTS, other=GEMM.BLOCK_K)
+    num_short = tl.sum((ends < GEMM.BLOCK_K).to(tl.int32), axis=0)
     first_tile = num_short * tiles_of_expert + tl.program_id(0)
     starts = tl.load(row_ends + lanes - 1, mask=(lanes > 0) & (lanes < NUM_EXPERTS), other=0)
-    depths = tl.maximum((ends - starts + BLOCK_K - 1) // BLOCK_K, 1)  # without rows: one block of zeros
+    depths = tl.maximum((ends - starts + GEMM.BLOCK_K - 1) // GEMM.BLOCK_K, 1)  # without rows: one block of zeros
     before = tl.maximum(lanes * tiles_of_expert - first_tile + num_programs - 1, 0) // num_programs
     behind = tl.maximum((lanes + 1) * tiles_of_expert - first_tile + num_programs - 1, 0) // num_programs
     num_steps = tl.sum(tl.where(lanes < NUM_EXPERTS, (behind - before) * depths, 0), axis=0)
@@ -195,31 +193,31 @@ def group_wgrad_kernel(
     end = 0
     row = 0
     col = 0
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((GEMM.BLOCK_M, GEMM.BLOCK_N), dtype=tl.float32)
     for _ in range(num_steps):
         k_tile = tl.where(k_tile == depth - 1, 0, k_tile + 1)
         if k_tile == 0:
             tile += num_programs
             expert = tile // tiles_of_expert
-            row_tile, col_tile = grouped_tile(tile % tiles_of_expert, num_tiles_m, num_tiles_n, GROUP_M)
-            row = row_tile * BLOCK_M
-            col = col_tile * BLOCK_N
+            row_tile, col_tile = grouped_tile(tile % tiles_of_expert, num_tiles_m, num_tiles_n, GEMM.GROUP_M)
+            row = row_tile * GEMM.BLOCK_M
+            col = col_tile * GEMM.BLOCK_N
             end = tl.load(row_ends + expert)
             first = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
-            depth = tl.maximum(tl.cdiv(end - first, BLOCK_K), 1)
-        k = first + k_tile * BLOCK_K
-        valid = tl.minimum(end - k, BLOCK_K)
-        g = g_desc.load([k + valid - BLOCK_K, BLOCK_K - valid, row]).reshape(BLOCK_K, BLOCK_M)
-        x = x_desc.load([k + valid - BLOCK_K, BLOCK_K - valid, col]).reshape(BLOCK_K, BLOCK_N)
+            depth = tl.maximum(tl.cdiv(end - first, GEMM.BLOCK_K), 1)
+        k = first + k_tile * GEMM.BLOCK_K
+        valid = tl.minimum(end - k, GEMM.BLOCK_K)
+        g = g_desc.load([k + valid - GEMM.BLOCK_K, GEMM.BLOCK_K - valid, row]).reshape(GEMM.BLOCK_K, GEMM.BLOCK_M)
+        x = x_desc.load([k + valid - GEMM.BLOCK_K, GEMM.BLOCK_K - valid, col]).reshape(GEMM.BLOCK_K, GEMM.BLOCK_N)
         acc = tl.dot(g.T, x, acc, input_precision="ieee")
         if k_tile == depth - 1:
-            store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            store_block(w_desc, acc, expert, row, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
+            acc = tl.zeros((GEMM.BLOCK_M, GEMM.BLOCK_N), dtype=tl.float32)
 
     for short_tile in range(tl.program_id(0), num_short * tiles_of_expert, num_programs):
         expert = short_tile // tiles_of_expert
-        row_tile, col_tile = grouped_tile(short_tile % tiles_of_expert, num_tiles_m, num_tiles_n, GROUP_M)
-        row = row_tile * BLOCK_M
-        col = col_tile * BLOCK_N
-        acc = _short_product(g_pointer, x_pointer, row_ends, expert, row, col, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
-        store_block(w_desc, acc, expert, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        row_tile, col_tile = grouped_tile(short_tile % tiles_of_expert, num_tiles_m, num_tiles_n, GEMM.GROUP_M)
+        row = row_tile * GEMM.BLOCK_M
+        col = col_tile * GEMM.BLOCK_N
+        acc = _short_product(g_pointer, x_pointer, row_ends, expert, row, col, N, K, GEMM)
+        store_block(w_desc, acc, expert, row, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)

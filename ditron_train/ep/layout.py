@@ -1,4 +1,4 @@
-"""Where every (token, expert) row goes: the shape of a plan, the plan itself, and its NumPy twin.
+"""Where every (token, expert) row goes: the shape of a plan, and the plan itself.
 
 The native order that bits need: at the expert's rank rows by local expert, then source rank, then token; at the source
 each token's rows by global expert. A token travels once to each rank that has one of its experts (its *slot* there);
@@ -8,17 +8,17 @@ returns. What a rank sends to itself takes no slot on the way: its entries name 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from ditron_train.ep.arguments import Destinations, Tables
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["HostCounts", "Layout", "LayoutShape", "RankPlan", "Room", "plan_on_host"]
+__all__ = ["HostCounts", "Layout", "LayoutShape", "Room"]
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,8 @@ class LayoutShape:
         return self.common_words + self.num_chunks
 
     def chunk_tokens(self, num_tokens: int, row_bytes: int) -> int:
-        """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each.
-
-        Every chunk costs a few round trips: of 2048 tokens of 4 KiB on 4 x H200 a combine took 163, 116, 101 and 99 us
-        in chunks of 16, 32, 64 and 128 tokens, a dispatch 110, 93, 89 and 98.
-        """
+        """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each; every chunk costs a few round
+        trips (docs/measurements/ep.md)."""
         by_bytes = next_power_of_2(-(-self.min_chunk_bytes // max(row_bytes, 1)))
         return max(self.min_chunk_tokens, min(by_bytes, 128), next_power_of_2(-(-num_tokens // self.num_chunks)))
 
@@ -161,8 +158,7 @@ class Layout:
         chunk_tokens: Tokens of one of its chunks.
         num_rows: Rows that this rank's experts get (with a capacity: rows of the buffer).
         tokens_per_expert: int64 [experts_per_rank]: on the CPU with exact sizes, on the device with a capacity.
-        chunk_entries: [ranks, num_chunks + 1] entries for each rank before each chunk.
-        recv_offsets: [ranks, num_chunks + 1] first entry of each source's chunk here.
+        tables: Counts and offsets.
         expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [places].
         token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not
         looked at. ragged: Whether a token may have any number of experts (padded to capacity), and so as many places.
@@ -170,9 +166,6 @@ class Layout:
         send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
         entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
         origins: [num_rows, 2] the same by row: source rank and place.
-        expert_tokens: int32 [experts_per_rank] rows of each local expert, on the device.
-        sources: int32 [ranks, slots] how many of them come from each rank.
-        limits: rows here, then what every rank has room for: rows, slots, places; the epoch of the next dispatch.
         slot_capacity: Slots that every rank has room for.
         entry_capacity: Rows that every rank has room for.
         place_capacity: Places that every rank has room for.
@@ -188,10 +181,7 @@ class Layout:
     chunk_tokens: int
     num_rows: int
     tokens_per_expert: torch.Tensor
-    chunk_entries: torch.Tensor
-    recv_offsets: torch.Tensor
-    list_base: torch.Tensor
-    entry_base: torch.Tensor
+    tables: Tables
     expert_ids: torch.Tensor
     token_places: torch.Tensor
     ragged: bool
@@ -199,9 +189,6 @@ class Layout:
     send_list: torch.Tensor | None
     entries: torch.Tensor
     origins: torch.Tensor
-    expert_tokens: torch.Tensor
-    sources: torch.Tensor
-    limits: torch.Tensor
     slot_capacity: int
     entry_capacity: int
     place_capacity: int
@@ -210,91 +197,26 @@ class Layout:
     fewest_rows: int | None = None
     kept_for: torch.cuda.Stream | None = None
 
+    @property
+    def expert_tokens(self) -> torch.Tensor:
+        """int32 [experts_per_rank]: rows of each local expert, on the device."""
+        return self.tables.expert_tokens[: self.shape.experts_per_rank]
+
+    @property
+    def destinations(self) -> Destinations:
+        """What a dispatch sends where; behind the first one nothing is looked up in the list."""
+        tables, send_list = self.tables, self.entries if self.send_list is None else self.send_list
+        return Destinations(self.dest_slots, send_list, tables.chunk_entries, tables.list_base, tables.entry_base)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """One tensor of each allocation; all tables were carved from one."""
+        tensors = [self.tables.limits, self.expert_ids, self.token_places, self.dest_slots, self.entries, self.origins]
+        tensors += [] if self.send_list is None else [self.send_list]
+        return tensors + ([] if self.tiles is None else [self.tiles.tiles])
+
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keeps the allocator from reusing the tables before ``stream``, on which an op uses them, is past that."""
-        tables = [self.chunk_entries, self.expert_ids, self.token_places, self.dest_slots, self.entries, self.origins]
-        tables += [] if self.send_list is None else [self.send_list]
-        tables += [] if self.tiles is None else [self.tiles.tiles]
-        for table in tables:  # ``chunk_entries`` stands for all that were carved from one allocation with it
-            table.record_stream(stream)
+        for tensor in self.memory:
+            tensor.record_stream(stream)
         self.kept_for = stream
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What one rank receives and sends, computed on the host.
-
-    Attributes:
-        row_token: [num_rows, 3] source rank, token and global expert of each row.
-        entries: [num_rows, 3] row, slot (of the rank's own: token) and place, in the order of arrival.
-        dest_slots: [num_tokens, world_size].
-        expert_ids: [num_tokens, topk], or [places] of a ragged layout.
-        recv_offsets: [world_size, num_chunks + 1].
-    """
-
-    row_token: np.ndarray
-    entries: np.ndarray
-    dest_slots: np.ndarray
-    expert_ids: np.ndarray
-    recv_offsets: np.ndarray
-
-
-def plan_on_host(routing_maps: Sequence[np.ndarray], shape: LayoutShape, *, ragged: bool = False) -> list[RankPlan]:
-    """The NumPy twin: the plans of all ranks from their routing maps, written as plainly as the order is defined.
-
-    Args:
-        routing_maps: bool [num_tokens of that rank, num_experts] by rank.
-        shape: Of the context; ``topk`` must cover the widest token, and bytes must not matter to its chunks.
-        ragged: As ``Layout.ragged``: ``topk`` does not matter then.
-    """
-    w, local = shape.world_size, shape.experts_per_rank
-    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(w)]
-    for expert in range(shape.num_experts):
-        for source, routed in enumerate(routing_maps):
-            rows[expert // local] += [(source, int(token), expert) for token in np.flatnonzero(routed[:, expert])]
-    row_of = [{key: row for row, key in enumerate(owned)} for owned in rows]
-
-    slots = [np.full((len(routed), w), -1, np.int32) for routed in routing_maps]
-    for owner in range(w):
-        next_slot = 0
-        for source, routed in enumerate(routing_maps):
-            for token in np.flatnonzero(routed[:, owner * local : (owner + 1) * local].any(1)):
-                slots[source][token, owner] = next_slot
-                next_slot += 1
-
-    plans = []
-    for rank in range(w):
-        entries, offsets = _entries_of(rank, routing_maps, row_of[rank], slots, shape, ragged)
-        ids = np.nonzero(routing_maps[rank])[1].astype(np.int32)
-        if not ragged:
-            flat, ids = ids, np.full((len(routing_maps[rank]), shape.topk), -1, np.int32)
-            ids[np.arange(shape.topk) < routing_maps[rank].sum(1)[:, None]] = flat
-        plans.append(RankPlan(np.array(rows[rank], np.int32).reshape(-1, 3), entries, slots[rank], ids, offsets))
-    return plans
-
-
-def _entries_of(
-    owner: int,
-    routing_maps: Sequence[np.ndarray],
-    row_of: dict[tuple[int, int, int], int],
-    slots: Sequence[np.ndarray],
-    shape: LayoutShape,
-    ragged: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Entries of rank ``owner`` by source, token, expert, and where each source's chunks begin among them."""
-    local = shape.experts_per_rank
-    entries: list[tuple[int, int, int]] = []
-    offsets = np.zeros((shape.world_size, shape.num_chunks + 1), np.int32)
-    for source, routed in enumerate(routing_maps):
-        chunk_tokens = shape.chunk_tokens(len(routed), 0)
-        first_places = routed.sum(1).cumsum() - routed.sum(1) if ragged else np.arange(len(routed)) * shape.topk
-        for chunk in range(shape.num_chunks):
-            offsets[source, chunk] = len(entries)
-            for token in range(chunk * chunk_tokens, min((chunk + 1) * chunk_tokens, len(routed))):
-                for nth, expert in enumerate(np.flatnonzero(routed[token])):
-                    if expert // local == owner:
-                        place = int(first_places[token]) + nth
-                        slot = token if source == owner else int(slots[source][token, owner])
-                        entries.append((row_of[source, token, int(expert)], slot, place))
-        offsets[source, shape.num_chunks] = len(entries)
-    return np.array(entries, np.int32).reshape(-1, 3), offsets

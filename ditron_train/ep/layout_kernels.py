@@ -19,28 +19,30 @@ __all__ = ["count_chunks", "exchange_counts", "list_entries"]
 
 
 @triton.jit
-def _load_map(
-    pointer, tokens, last_token, EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
+def _load_map(pointer, tokens, last_token, S: tl.constexpr):
     """Rows ``tokens`` of a [num_tokens, num_experts] matrix in padded columns [BLOCK, RANKS * SLOTS], 0 elsewhere."""
-    lanes = tl.arange(0, RANKS * SLOTS)
-    owner = lanes // SLOTS
-    local = lanes % SLOTS
-    valid = (owner < WORLD_SIZE) & (local < EXPERTS_PER_RANK)
+    lanes = tl.arange(0, S.COLUMNS)
+    owner = lanes // S.SLOTS
+    local = lanes % S.SLOTS
+    valid = (owner < S.WORLD_SIZE) & (local < S.EXPERTS_PER_RANK)
     offsets = (
-        tl.cast(tokens, tl.int64)[:, None] * (WORLD_SIZE * EXPERTS_PER_RANK)
-        + (owner * EXPERTS_PER_RANK + local)[None, :]
+        tl.cast(tokens, tl.int64)[:, None] * (S.WORLD_SIZE * S.EXPERTS_PER_RANK)
+        + (owner * S.EXPERTS_PER_RANK + local)[None, :]
     )
     return tl.load(pointer + offsets, mask=(tokens < last_token)[:, None] & valid[None, :], other=0)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def count_chunks(
-    routing_map, chunk_counts, chunk_dests, chunk_widest, num_tokens, chunk_tokens,
-    EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    routing_map,
+    chunk_counts,
+    chunk_dests,
+    chunk_widest,
+    num_tokens,
+    chunk_tokens,
+    S: tl.constexpr,
     BLOCK_T: tl.constexpr,
-):  # fmt: skip
+):
     """Program c counts chunk c: tokens of each expert, distinct tokens of each destination rank, experts of the widest
     token.
 
@@ -49,108 +51,108 @@ def count_chunks(
     chunk = tl.program_id(0)
     first = chunk * chunk_tokens
     last = tl.minimum(first + chunk_tokens, num_tokens)
-    counts = tl.zeros((RANKS * SLOTS,), tl.int32)
-    dests = tl.zeros((RANKS,), tl.int32)
+    counts = tl.zeros((S.COLUMNS,), tl.int32)
+    dests = tl.zeros((S.RANKS,), tl.int32)
     widest = tl.zeros((1,), tl.int32)
     for start in range(0, chunk_tokens, BLOCK_T):
         tokens = first + start + tl.arange(0, BLOCK_T)
-        routed = _load_map(routing_map, tokens, last, EXPERTS_PER_RANK, WORLD_SIZE, RANKS, SLOTS).to(tl.int32)
-        per_rank = tl.sum(tl.reshape(routed, (BLOCK_T, RANKS, SLOTS)), axis=2)
+        routed = _load_map(routing_map, tokens, last, S).to(tl.int32)
+        per_rank = tl.sum(tl.reshape(routed, (BLOCK_T, S.RANKS, S.SLOTS)), axis=2)
         counts += tl.sum(routed, axis=0)
         dests += tl.sum((per_rank > 0).to(tl.int32), axis=0)
         widest = tl.maximum(widest, tl.max(tl.sum(routed, axis=1), axis=0))
-    tl.store(chunk_counts + chunk * (RANKS * SLOTS) + tl.arange(0, RANKS * SLOTS), counts)
-    tl.store(chunk_dests + chunk * RANKS + tl.arange(0, RANKS), dests)
+    tl.store(chunk_counts + chunk * S.COLUMNS + tl.arange(0, S.COLUMNS), counts)
+    tl.store(chunk_dests + chunk * S.RANKS + tl.arange(0, S.RANKS), dests)
     tl.store(chunk_widest + chunk + tl.arange(0, 1), widest)
 
 
 @triton.jit
-def _make_message(
-    chunk_counts, chunk_dests, chunk_widest, chunk_entries, mine, num_tokens, RANKS: tl.constexpr, SLOTS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-):  # fmt: skip
+def _make_message(tables, mine, num_tokens, S: tl.constexpr):
     """Turns the counts of chunks into exclusive sums, in place, and writes what every rank is told alike to
     ``mine``."""
-    COLUMNS: tl.constexpr = RANKS * SLOTS
-    chunks = tl.arange(0, NUM_CHUNKS)
-    ranks = tl.arange(0, RANKS)
-    for owner in tl.static_range(RANKS):
-        places = chunk_counts + chunks[:, None] * COLUMNS + owner * SLOTS + tl.arange(0, SLOTS)[None, :]
+    chunks = tl.arange(0, S.NUM_CHUNKS)
+    ranks = tl.arange(0, S.RANKS)
+    for owner in tl.static_range(S.RANKS):
+        places = tables.chunk_counts + chunks[:, None] * S.COLUMNS + owner * S.SLOTS + tl.arange(0, S.SLOTS)[None, :]
         tile = tl.load(places)
         tl.store(places, tl.cumsum(tile, 0) - tile)
-        tl.store(mine + owner * SLOTS + tl.arange(0, SLOTS), tl.sum(tile, axis=0))
-        entries = chunk_entries + owner * (NUM_CHUNKS + 1)
+        tl.store(mine + owner * S.SLOTS + tl.arange(0, S.SLOTS), tl.sum(tile, axis=0))
+        entries = tables.chunk_entries + owner * (S.NUM_CHUNKS + 1)
         tl.store(entries + 1 + chunks, tl.cumsum(tl.sum(tile, axis=1), 0))
         tl.store(entries + tl.arange(0, 1), tl.zeros((1,), tl.int32))
-    places = chunk_dests + chunks[:, None] * RANKS + ranks[None, :]
+    places = tables.chunk_dests + chunks[:, None] * S.RANKS + ranks[None, :]
     tile = tl.load(places)
     tl.store(places, tl.cumsum(tile, 0) - tile)
-    tl.store(mine + COLUMNS + ranks, tl.sum(tile, axis=0))
-    tl.store(mine + COLUMNS + RANKS, tl.cast(num_tokens, tl.int32))
-    tl.store(mine + COLUMNS + RANKS + 1, tl.max(tl.load(chunk_widest + chunks), axis=0))
+    tl.store(mine + S.COLUMNS + ranks, tl.sum(tile, axis=0))
+    tl.store(mine + S.COLUMNS + S.RANKS, tl.cast(num_tokens, tl.int32))
+    tl.store(mine + S.COLUMNS + S.RANKS + 1, tl.max(tl.load(tables.chunk_widest + chunks), axis=0))
 
 
 @triton.jit
-def _trade_messages(
-    mine, chunk_entries, message_addresses, signals, signal_addresses, ready, signature, control, rank, epoch,
-    WORLD_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, COMMON_WORDS: tl.constexpr, MESSAGE_WORDS: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
+def _trade_messages(mine, chunk_entries, message_addresses, channel, rank, epoch, S: tl.constexpr):
     """Sends every rank its message once it has started, and waits for theirs."""
-    chunks = tl.arange(0, NUM_CHUNKS)
-    for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        dl.verify_ready(ready, signature, epoch, control, peer, WORLD_SIZE, TARGET)
-        theirs = dl.symm_at(message_addresses, peer, tl.int32) + rank * MESSAGE_WORDS
+    chunks = tl.arange(0, S.NUM_CHUNKS)
+    for step in tl.static_range(S.WORLD_SIZE):
+        peer = (rank + step) % S.WORLD_SIZE
+        dl.verify_ready(channel.ready, channel.signature, epoch, channel.control, peer, S.WORLD_SIZE, S.TARGET)
+        theirs = dl.symm_at(message_addresses, peer, tl.int32) + rank * S.MESSAGE_WORDS
         if step > 0:
-            dl.putmem(theirs, mine, COMMON_WORDS, 0, 1, 256)
-        tl.store(theirs + COMMON_WORDS + chunks, tl.load(chunk_entries + peer * (NUM_CHUNKS + 1) + 1 + chunks))
-        dl.notify(dl.symm_at(signal_addresses, peer, tl.int32) + rank, epoch, TARGET)
-    for step in tl.static_range(WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        dl.wait(signals + peer, epoch, control, peer, -2, TARGET)
+            dl.putmem(theirs, mine, S.COMMON_WORDS, 0, 1, 256)
+        tl.store(theirs + S.COMMON_WORDS + chunks, tl.load(chunk_entries + peer * (S.NUM_CHUNKS + 1) + 1 + chunks))
+        dl.notify(dl.symm_at(channel.signals_addresses, peer, tl.int32) + rank, epoch, S.TARGET)
+    for step in tl.static_range(S.WORLD_SIZE):
+        peer = (rank + step) % S.WORLD_SIZE
+        dl.wait(channel.signals + peer, epoch, channel.control, peer, -2, S.TARGET)
 
 
 @triton.jit
 def _set_limits(
-    limits, totals, rows_of, slots_of, messages, control, rank, row_capacity, slot_capacity, place_capacity,
-    WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TOPK: tl.constexpr, MESSAGE_WORDS: tl.constexpr,
-    HAS_CAPACITY: tl.constexpr,
-):  # fmt: skip
+    limits, messages, control, rank, totals, dests, capacities, S: tl.constexpr, HAS_CAPACITY: tl.constexpr
+):
     """The first four ``limits``, and the record of an overflow."""
-    COLUMNS: tl.constexpr = RANKS * SLOTS
-    ranks = tl.arange(0, RANKS)
+    ranks = tl.arange(0, S.RANKS)
+    rows_of = tl.sum(totals, axis=1)
+    slots_of = tl.sum(dests, axis=0)
+    row_capacity, slot_capacity, place_capacity = capacities
     if HAS_CAPACITY:
         tl.store(limits, tl.cast(row_capacity, tl.int32))
         tl.store(limits + 1, tl.cast(row_capacity, tl.int32))
         tl.store(limits + 2, tl.cast(slot_capacity, tl.int32))
         tl.store(limits + 3, tl.cast(place_capacity, tl.int32))
-        columns = tl.arange(0, COLUMNS)
-        flat = tl.reshape(totals, (COLUMNS,))
-        for owner in tl.static_range(WORLD_SIZE):
+        columns = tl.arange(0, S.COLUMNS)
+        flat = tl.reshape(totals, (S.COLUMNS,))
+        for owner in tl.static_range(S.WORLD_SIZE):
             rows = tl.sum(tl.where(ranks == owner, rows_of, 0), axis=0)
             slots = tl.sum(tl.where(ranks == owner, slots_of, 0), axis=0)
-            fullest = tl.argmax(tl.where(columns // SLOTS == owner, flat, -1), axis=0)
+            fullest = tl.argmax(tl.where(columns // S.SLOTS == owner, flat, -1), axis=0)
             if rows > row_capacity:
-                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % SLOTS, row_capacity, rows)
+                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % S.SLOTS, row_capacity, rows)
             if slots > slot_capacity:
-                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % SLOTS, slot_capacity, slots)
+                dl.record_failure(control, KIND_OVERFLOW, owner, fullest % S.SLOTS, slot_capacity, slots)
     else:
-        tokens_of = tl.load(messages + ranks * MESSAGE_WORDS + COLUMNS + RANKS, mask=ranks < WORLD_SIZE, other=0)
+        tokens_of = tl.load(
+            messages + ranks * S.MESSAGE_WORDS + S.COLUMNS + S.RANKS, mask=ranks < S.WORLD_SIZE, other=0
+        )
         tl.store(limits, tl.sum(tl.where(ranks == rank, rows_of, 0), axis=0))
         tl.store(limits + 1, tl.max(rows_of, axis=0))
         tl.store(limits + 2, tl.max(slots_of, axis=0))
-        tl.store(limits + 3, tl.max(tokens_of, axis=0) * TOPK)
+        tl.store(limits + 3, tl.max(tokens_of, axis=0) * S.TOPK)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "row_capacity", "slot_capacity", "place_capacity"])
 def exchange_counts(
-    chunk_counts, chunk_dests, chunk_widest, chunk_entries, row_base, slot_base, entry_base, list_base, recv_offsets,
-    expert_tokens, sources, limits, messages, message_addresses, signals, signal_addresses, ready, ready_addresses,
-    signature, tickets, dispatch_tickets, control, num_tokens, row_capacity, slot_capacity, place_capacity,
-    WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    TOPK: tl.constexpr, MESSAGE_WORDS: tl.constexpr, HAS_CAPACITY: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+    tables,
+    messages,
+    message_addresses,
+    channel,
+    dispatch_tickets,
+    num_tokens,
+    row_capacity,
+    slot_capacity,
+    place_capacity,
+    S: tl.constexpr,
+    HAS_CAPACITY: tl.constexpr,
+):
     """Exchanges the counts of all ranks and derives every base and offset from them; one program.
 
     Turns ``chunk_counts`` and ``chunk_dests`` into exclusive sums over chunks (in place), sends this rank's message
@@ -171,73 +173,78 @@ def exchange_counts(
     Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for
     its message (release/acquire at system scope by ``notify`` and ``wait``).
     """
-    COLUMNS: tl.constexpr = RANKS * SLOTS
-    COMMON_WORDS: tl.constexpr = COLUMNS + RANKS + 2
-    epoch = dl.next_epoch(tickets)
-    rank = dl.rank(control)
-    dl.announce(ready_addresses, signature, epoch, rank, WORLD_SIZE, TARGET)
-    chunks = tl.arange(0, NUM_CHUNKS)
-    ranks = tl.arange(0, RANKS)
-    mine = messages + rank * MESSAGE_WORDS
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
+    dl.announce(channel.ready_addresses, channel.signature, epoch, rank, S.WORLD_SIZE, S.TARGET)
+    chunks = tl.arange(0, S.NUM_CHUNKS)
+    ranks = tl.arange(0, S.RANKS)
+    mine = messages + rank * S.MESSAGE_WORDS
 
-    _make_message(chunk_counts, chunk_dests, chunk_widest, chunk_entries, mine, num_tokens, RANKS, SLOTS, NUM_CHUNKS)
+    _make_message(tables, mine, num_tokens, S)
     tl.debug_barrier()
-    _trade_messages(
-        mine, chunk_entries, message_addresses, signals, signal_addresses, ready, signature, control, rank, epoch, WORLD_SIZE,
-        NUM_CHUNKS, COMMON_WORDS, MESSAGE_WORDS, TARGET,
-    )  # fmt: skip
+    _trade_messages(mine, tables.chunk_entries, message_addresses, channel, rank, epoch, S)
     tl.debug_barrier()
 
-    columns = tl.arange(0, COLUMNS)
+    columns = tl.arange(0, S.COLUMNS)
     counts = tl.load(
-        messages + ranks[:, None] * MESSAGE_WORDS + columns[None, :], mask=(ranks < WORLD_SIZE)[:, None], other=0
+        messages + ranks[:, None] * S.MESSAGE_WORDS + columns[None, :], mask=(ranks < S.WORLD_SIZE)[:, None], other=0
     )
-    totals = tl.reshape(tl.sum(counts, axis=0), (RANKS, SLOTS))
+    totals = tl.reshape(tl.sum(counts, axis=0), (S.RANKS, S.SLOTS))
     before = tl.sum(tl.where((ranks < rank)[:, None], counts, 0), axis=0)
-    tl.store(row_base + columns, tl.reshape(tl.cumsum(totals, 1) - totals, (COLUMNS,)) + before)
-    tl.store(entry_base + ranks, tl.sum(tl.reshape(before, (RANKS, SLOTS)), axis=1))
+    tl.store(tables.row_base + columns, tl.reshape(tl.cumsum(totals, 1) - totals, (S.COLUMNS,)) + before)
+    tl.store(tables.entry_base + ranks, tl.sum(tl.reshape(before, (S.RANKS, S.SLOTS)), axis=1))
     owned = tl.load(mine + columns)
-    per_dest = tl.sum(tl.reshape(owned, (RANKS, SLOTS)), axis=1)
-    tl.store(list_base + ranks, tl.cumsum(per_dest, 0) - per_dest)
+    per_dest = tl.sum(tl.reshape(owned, (S.RANKS, S.SLOTS)), axis=1)
+    tl.store(tables.list_base + ranks, tl.cumsum(per_dest, 0) - per_dest)
     dests = tl.load(
-        messages + ranks[:, None] * MESSAGE_WORDS + COLUMNS + ranks[None, :],
-        mask=(ranks < WORLD_SIZE)[:, None],
+        messages + ranks[:, None] * S.MESSAGE_WORDS + S.COLUMNS + ranks[None, :],
+        mask=(ranks < S.WORLD_SIZE)[:, None],
         other=0,
     )
-    tl.store(slot_base + ranks, tl.sum(tl.where((ranks < rank)[:, None], dests, 0), axis=0))
+    tl.store(tables.slot_base + ranks, tl.sum(tl.where((ranks < rank)[:, None], dests, 0), axis=0))
 
-    here = tl.sum(tl.where((columns // SLOTS == rank)[None, :], counts, 0), axis=1)
+    here = tl.sum(tl.where((columns // S.SLOTS == rank)[None, :], counts, 0), axis=1)
     recv_base = tl.cumsum(here, 0) - here
     arrived = tl.load(
-        messages + ranks[:, None] * MESSAGE_WORDS + COMMON_WORDS + chunks[None, :],
-        mask=(ranks < WORLD_SIZE)[:, None],
+        messages + ranks[:, None] * S.MESSAGE_WORDS + S.COMMON_WORDS + chunks[None, :],
+        mask=(ranks < S.WORLD_SIZE)[:, None],
         other=0,
     )
-    places = recv_offsets + ranks * (NUM_CHUNKS + 1)
+    places = tables.recv_offsets + ranks * (S.NUM_CHUNKS + 1)
     tl.store(places, recv_base)
     tl.store(places[:, None] + 1 + chunks[None, :], recv_base[:, None] + arrived)
-    tl.store(expert_tokens + tl.arange(0, SLOTS), tl.sum(tl.where((ranks == rank)[:, None], totals, 0), axis=0))
-    local = tl.arange(0, SLOTS)
+    tl.store(
+        tables.expert_tokens + tl.arange(0, S.SLOTS), tl.sum(tl.where((ranks == rank)[:, None], totals, 0), axis=0)
+    )
+    local = tl.arange(0, S.SLOTS)
     from_ranks = tl.load(
-        messages + ranks[:, None] * MESSAGE_WORDS + rank * SLOTS + local[None, :],
-        mask=(ranks < WORLD_SIZE)[:, None],
+        messages + ranks[:, None] * S.MESSAGE_WORDS + rank * S.SLOTS + local[None, :],
+        mask=(ranks < S.WORLD_SIZE)[:, None],
         other=0,
     )
-    tl.store(sources + ranks[:, None] * SLOTS + local[None, :], from_ranks)
-    tl.store(limits + 4, ((tl.load(dispatch_tickets) >> TICKET_UNIT_LOG2) + 1).to(tl.int32))
-    _set_limits(
-        limits, totals, tl.sum(totals, axis=1), tl.sum(dests, axis=0), messages, control, rank, row_capacity, slot_capacity,
-        place_capacity, WORLD_SIZE, RANKS, SLOTS, TOPK, MESSAGE_WORDS, HAS_CAPACITY,
-    )  # fmt: skip
+    tl.store(tables.sources + ranks[:, None] * S.SLOTS + local[None, :], from_ranks)
+    tl.store(tables.limits + 4, ((tl.load(dispatch_tickets) >> TICKET_UNIT_LOG2) + 1).to(tl.int32))
+    capacities = (row_capacity, slot_capacity, place_capacity)
+    _set_limits(tables.limits, messages, channel.control, rank, totals, dests, capacities, S, HAS_CAPACITY)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_places", "rank"])
 def list_entries(
-    routing_map, probs, chunk_counts, chunk_dests, chunk_entries, row_base, slot_base, list_base, token_places,
-    send_list, dest_slots, expert_ids, num_tokens, chunk_tokens, num_places, rank,
-    RAGGED: tl.constexpr, TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS: tl.constexpr,
-    SLOTS: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, TOPK_LANES: tl.constexpr,
-):  # fmt: skip
+    routing_map,
+    probs,
+    starts,
+    token_places,
+    send_list,
+    dest_slots,
+    expert_ids,
+    num_tokens,
+    chunk_tokens,
+    num_places,
+    rank,
+    S: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
     """Program c lists what chunk c sends: one entry for each (token, expert), one slot for each (token, destination
     rank).
 
@@ -253,23 +260,23 @@ def list_entries(
     chunk = tl.program_id(0)
     first = chunk * chunk_tokens
     last = tl.minimum(first + chunk_tokens, num_tokens)
-    columns = tl.arange(0, RANKS * SLOTS)
-    ranks = tl.arange(0, RANKS)
-    experts = tl.reshape((columns // SLOTS) * EXPERTS_PER_RANK + columns % SLOTS, (1, RANKS, SLOTS))
-    next_row = tl.load(row_base + columns) + tl.load(chunk_counts + chunk * (RANKS * SLOTS) + columns)
-    next_slot = tl.load(slot_base + ranks) + tl.load(chunk_dests + chunk * RANKS + ranks)
-    next_entry = tl.load(list_base + ranks) + tl.load(chunk_entries + ranks * (NUM_CHUNKS + 1) + chunk)
+    columns = tl.arange(0, S.COLUMNS)
+    ranks = tl.arange(0, S.RANKS)
+    experts = tl.reshape((columns // S.SLOTS) * S.EXPERTS_PER_RANK + columns % S.SLOTS, (1, S.RANKS, S.SLOTS))
+    next_row = tl.load(starts.row_base + columns) + tl.load(starts.chunk_counts + chunk * S.COLUMNS + columns)
+    next_slot = tl.load(starts.slot_base + ranks) + tl.load(starts.chunk_dests + chunk * S.RANKS + ranks)
+    next_entry = tl.load(starts.list_base + ranks) + tl.load(starts.chunk_entries + ranks * (S.NUM_CHUNKS + 1) + chunk)
     for start in range(0, chunk_tokens, BLOCK_T):
         tokens = first + start + tl.arange(0, BLOCK_T)
-        routed = _load_map(routing_map, tokens, last, EXPERTS_PER_RANK, WORLD_SIZE, RANKS, SLOTS).to(tl.int32)
-        weight = _load_map(probs, tokens, last, EXPERTS_PER_RANK, WORLD_SIZE, RANKS, SLOTS).to(tl.float32)
-        routed3 = tl.reshape(routed, (BLOCK_T, RANKS, SLOTS))
+        routed = _load_map(routing_map, tokens, last, S).to(tl.int32)
+        weight = _load_map(probs, tokens, last, S).to(tl.float32)
+        routed3 = tl.reshape(routed, (BLOCK_T, S.RANKS, S.SLOTS))
         per_rank = tl.sum(routed3, axis=2)
         sent = (per_rank > 0).to(tl.int32)
         within = tl.cumsum(routed3, 2) - routed3
         nth = (tl.cumsum(per_rank, 1) - per_rank)[:, :, None] + within
 
-        rows = tl.reshape(next_row[None, :] + tl.cumsum(routed, 0) - routed, (BLOCK_T, RANKS, SLOTS))
+        rows = tl.reshape(next_row[None, :] + tl.cumsum(routed, 0) - routed, (BLOCK_T, S.RANKS, S.SLOTS))
         slots = next_slot[None, :] + tl.cumsum(sent, 0) - sent
         entries = (next_entry[None, :] + tl.cumsum(per_rank, 0) - per_rank)[:, :, None] + within
         lines = tl.where(ranks[None, :] == rank, tokens[:, None], slots)  # of the buffer there, or of the tokens here
@@ -278,13 +285,13 @@ def list_entries(
             places = first_places[:, None, None] + nth
             chosen = (routed3 > 0) & (entries < num_places) & (places < num_places)
         else:
-            places = tokens[:, None, None] * TOPK + nth
-            chosen = (routed3 > 0) & (nth < TOPK) & (entries < num_places)  # a wider token is refused by the host
-        bits = tl.reshape(weight, (BLOCK_T, RANKS, SLOTS)).to(tl.int32, bitcast=True)
+            places = tokens[:, None, None] * S.TOPK + nth
+            chosen = (routed3 > 0) & (nth < S.TOPK) & (entries < num_places)  # a wider token is refused by the host
+        bits = tl.reshape(weight, (BLOCK_T, S.RANKS, S.SLOTS)).to(tl.int32, bitcast=True)
 
         target = send_list + tl.cast(entries, tl.int64) * 4
         tl.store(target, rows, mask=chosen)
-        tl.store(target + 1, tl.broadcast_to(lines[:, :, None], (BLOCK_T, RANKS, SLOTS)), mask=chosen)
+        tl.store(target + 1, tl.broadcast_to(lines[:, :, None], (BLOCK_T, S.RANKS, S.SLOTS)), mask=chosen)
         tl.store(target + 2, places, mask=chosen)
         tl.store(target + 3, bits, mask=chosen)
 
@@ -292,13 +299,13 @@ def list_entries(
         if RAGGED:
             ids = places
         else:
-            lanes = tl.arange(0, TOPK_LANES)
-            none = tl.full((BLOCK_T, TOPK_LANES), -1, tl.int32)
-            tl.store(expert_ids + tokens[:, None] * TOPK_LANES + lanes[None, :], none, mask=inside)
+            lanes = tl.arange(0, S.TOPK_LANES)
+            none = tl.full((BLOCK_T, S.TOPK_LANES), -1, tl.int32)
+            tl.store(expert_ids + tokens[:, None] * S.TOPK_LANES + lanes[None, :], none, mask=inside)
             tl.debug_barrier()
-            ids = tokens[:, None, None] * TOPK_LANES + nth
-        tl.store(expert_ids + ids, tl.broadcast_to(experts, (BLOCK_T, RANKS, SLOTS)), mask=chosen)
-        tl.store(dest_slots + tokens[:, None] * RANKS + ranks[None, :], tl.where(sent > 0, slots, -1), mask=inside)
+            ids = tokens[:, None, None] * S.TOPK_LANES + nth
+        tl.store(expert_ids + ids, tl.broadcast_to(experts, (BLOCK_T, S.RANKS, S.SLOTS)), mask=chosen)
+        tl.store(dest_slots + tokens[:, None] * S.RANKS + ranks[None, :], tl.where(sent > 0, slots, -1), mask=inside)
         next_row += tl.sum(routed, axis=0)
         next_slot += tl.sum(sent, axis=0)
         next_entry += tl.sum(per_rank, axis=0)

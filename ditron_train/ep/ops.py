@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from ditron_train.ep.arguments import Inbox, Placed, Returned, RowInbox, Sums, TokenBuffers
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.kernels import place_arrived, push_ahead, push_tokens
-from ditron_train.ep.launch import Kind, check_tokens, launch, move_tile, signature, sum_constants
+from ditron_train.ep.launch import Kind, check_tokens, launch, move_sizes, pointers, sum_sizes
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.planning import PendingLayout, SentAhead
 from ditron_train.ep.return_kernels import return_rows, sum_returned
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.symm.arena import SymmetricTensor
 
 __all__ = ["PendingCombine", "begin_combine", "combine", "dispatch", "dispatch_ahead"]
 
@@ -47,7 +47,7 @@ def dispatch(
     try:
         return _dispatch(x, layout, context, probs_dtype, zero_probs)
     except BaseException:  # no memory for the rows, say: the side stream must not outlive what it sends ahead
-        context.join_side()
+        context.rejoin()
         raise
 
 
@@ -57,62 +57,49 @@ def _dispatch(
     check_tokens("dispatch", x, context)
     if x.shape[0] != layout.num_tokens:
         raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
-    channel, shape = context.dispatch_channel, layout.shape
-    context.enter(channel, layout)
+    channel, tables = context.dispatch_channel, layout.tables
+    context.enter_move(channel, layout)
     hidden, first = x.shape[1], layout.send_list is not None
     x = x.contiguous()
     out = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
     out_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
-    buffer = context.rows_buffer(layout.slot_capacity, layout.slot_capacity, hidden, x.dtype)
-    arrived = context.entries_buffer(layout.entry_capacity, layout.entry_capacity)
+    buffers = context.token_buffers(layout.slot_capacity, layout.entry_capacity, hidden, x.dtype)
+    placed = Placed(out, out_probs, layout.entries, layout.origins)
     if layout.ahead is not None:
         assert layout.ahead.data_ptr() == x.data_ptr() and layout.ahead.shape == x.shape, (
             "other tokens were sent ahead"
         )
-        _place_ahead(x, layout, context, out, out_probs, buffer, arrived, zero_probs=zero_probs)
+        _place_ahead(x, layout, context, placed, buffers, zero_probs=zero_probs)
     else:
-        rows, columns = move_tile(hidden, context.move.push_elements)
-        constants = dict(
-            WITH_ENTRIES=first, ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, RANKS=shape.ranks,
-            NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns, NUM_SENDERS=context.move.num_senders,
-            SHARED=context.target == "interpreter", TARGET=context.target,
-        )  # fmt: skip
-        launch(context, push_tokens, context.move.num_programs, constants, context.move.num_warps, x.dtype, probs_dtype)(
-            x, out, out_probs, layout.entries, layout.origins, layout.dest_slots,
-            layout.send_list if first else layout.entries, layout.chunk_entries, layout.list_base, layout.entry_base,
-            layout.recv_offsets, buffer.local, buffer.addresses, arrived.local, arrived.addresses, channel.signals.local,
-            channel.signals.addresses, channel.ready.local, channel.ready.addresses,
-            signature(context, channel, hidden, x.dtype, Kind.DISPATCH if first else Kind.DISPATCH_GRAD),
-            channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, hidden,
-        )  # fmt: skip
+        kind = Kind.DISPATCH if first else Kind.DISPATCH_GRAD
+        sizes = move_sizes(context, hidden, context.move.push_elements, with_entries=first, zero_probs=zero_probs)
+        given = pointers(context, channel, hidden, x.dtype, kind)
+        sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden)
+        launch(
+            context,
+            push_tokens,
+            context.move.num_programs,
+            {"MOVE": sizes},
+            context.move.num_warps,
+            x.dtype,
+            probs_dtype,
+        )(x, placed, layout.destinations, tables.recv_offsets, buffers, given, tables.limits, *sizes_of_call)
     layout.send_list = layout.ahead = None
     return out, out_probs if first else None
 
 
 def _place_ahead(
-    x: torch.Tensor,
-    layout: Layout,
-    context: EPContext,
-    out: torch.Tensor,
-    out_probs: torch.Tensor,
-    buffer: SymmetricTensor,
-    arrived: SymmetricTensor,
-    *,
-    zero_probs: bool,
+    x: torch.Tensor, layout: Layout, context: EPContext, placed: Placed, buffers: TokenBuffers, *, zero_probs: bool
 ) -> None:
     """Moves tokens that were sent ahead, and those of this rank, to their rows; the senders still run beside it."""
-    channel, shape = context.dispatch_channel, layout.shape
-    rows, columns = move_tile(x.shape[1], context.move.push_elements)
-    constants = dict(
-        ZERO_PROBS=zero_probs, WORLD_SIZE=shape.world_size, NUM_CHUNKS=shape.num_chunks, ROWS=rows,
-        BLOCK_H=columns, TARGET=context.target,
-    )  # fmt: skip
-    num_programs = max(context.move.num_programs - context.move.num_senders, 1)
-    launch(context, place_arrived, num_programs, constants, context.move.num_warps, x.dtype, out_probs.dtype)(
-        x, out, out_probs, layout.entries, layout.origins, layout.recv_offsets, buffer.local, arrived.local,
-        channel.signals.local, channel.control, layout.limits, layout.num_tokens, x.shape[1],
-    )  # fmt: skip
-    context.join_side()
+    channel, tables, hidden, move = context.dispatch_channel, layout.tables, x.shape[1], context.move
+    sizes = move_sizes(context, hidden, move.push_elements, zero_probs=zero_probs)
+    inbox = Inbox(tables.recv_offsets, buffers.tokens, buffers.entries, channel.signals.local, channel.control)
+    num_programs, dtypes = max(move.num_programs - move.num_senders, 1), (x.dtype, placed.probs.dtype)
+    launch(context, place_arrived, num_programs, {"MOVE": sizes}, move.num_warps, *dtypes)(
+        x, placed, inbox, tables.limits, layout.num_tokens, hidden
+    )
+    context.rejoin()
 
 
 @outside_compile
@@ -120,7 +107,7 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places
     them.
 
-    They travel while the host waits for the counts and prepares what follows (0.4 ms in a layer on 4 x H200). Where
+    They travel while the host waits for the counts and prepares what follows (docs/measurements/ep.md). Where
     the buffers turn out too small nothing is sent, and ``dispatch`` does it all. So it does where rows were moved
     since ``begin_layout``, or last on another stream: the layout may hold another epoch than that of the next
     dispatch. The layout must be finished, and dispatched with the same `x`, before any other op of the context.
@@ -133,7 +120,7 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
         NotSupportedError: As ``dispatch``.
         PeerTimeoutError, MismatchError: Of an earlier call.
     """
-    context, tables, shape = pending.context, pending.tables, pending.context.shape
+    context, tables = pending.context, pending.tables
     check_tokens("dispatch_ahead", x, context)
     if x.shape != (pending.num_tokens, pending.hidden) or x.dtype != pending.dtype:
         raise NotSupportedError(f"dispatch_ahead: {x.dtype} {tuple(x.shape)} are not the layout's tokens")
@@ -143,21 +130,15 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     if pending.moves_before != context.num_moves:
         return
     channel, move, hidden = context.dispatch_channel, context.move, pending.hidden
-    context.enter(channel)
-    buffer = context.rows_buffer(slot_room, slot_room, hidden, x.dtype)
-    arrived = context.entries_buffer(entry_room, entry_room)
-    rows, columns = move_tile(hidden, move.push_elements)
-    constants = dict(
-        WORLD_SIZE=shape.world_size, RANKS=shape.ranks, NUM_CHUNKS=shape.num_chunks, ROWS=rows, BLOCK_H=columns,
-        NUM_SENDERS=move.num_senders, TARGET=context.target,
-    )  # fmt: skip
-    stream = context.fork_side()
-    launch(context, push_ahead, move.num_senders, constants, move.num_warps, x.dtype)(
-        x, pending.dest_slots, pending.send_list, tables["chunk_entries"], tables["list_base"], tables["entry_base"],
-        buffer.addresses, arrived.addresses, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
-        signature(context, channel, hidden, x.dtype, Kind.DISPATCH), channel.tickets, channel.control, tables["limits"],
-        pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room, stream=stream,
-    )  # fmt: skip
+    context.enter_move(channel)
+    buffers = context.token_buffers(slot_room, entry_room, hidden, x.dtype)
+    stream = context.fork()
+    sizes = move_sizes(context, hidden, move.push_elements)
+    given = pointers(context, channel, hidden, x.dtype, Kind.DISPATCH)
+    sizes_of_call = (pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room)
+    launch(context, push_ahead, move.num_senders, {"MOVE": sizes}, move.num_warps, x.dtype)(
+        x, pending.destinations, buffers, given, tables.limits, *sizes_of_call, stream=stream
+    )
     pending.ahead = SentAhead(x, slot_room, entry_room)
 
 
@@ -176,7 +157,7 @@ class PendingCombine:
         check_tokens("combine", y, context)
         if y.shape[0] != layout.num_rows:
             raise NotSupportedError(f"combine: {y.shape[0]} rows, the layout has {layout.num_rows}")
-        self._begun_on = context.enter(context.combine_channel, layout)
+        self._begun_on = context.enter_move(context.combine_channel, layout)
         shape, move, hidden, with_grads = layout.shape, context.move, y.shape[1], row_grads is not None
         self._y, self._layout, self._context, self._with_grads = y.contiguous(), layout, context, with_grads
         self._row_grads = row_grads.contiguous() if with_grads else self._y
@@ -184,49 +165,40 @@ class PendingCombine:
         self._prob_grads = torch.zeros(
             layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=y.device
         )
-        self._buffer = context.rows_buffer(layout.place_capacity, layout.place_capacity, hidden, y.dtype)
-        self._grads_buffer = context.grads_buffer(layout.place_capacity)
-        self._rows, columns = move_tile(hidden, move.return_elements)
-        self._sums = dict(
-            WITH_GRADS=with_grads, **sum_constants(layout, order), SUM_ROWS=move_tile(hidden, move.sum_elements)[0],
-            BLOCK_H=columns, ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens), TARGET=context.target,
-        )  # fmt: skip
+        self._buffers = context.row_buffers(layout.place_capacity, hidden, y.dtype)
+        self._sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden, shape.num_experts)
+        tables = layout.tables
+        self._sums = Sums(self._out, self._prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
+        sizes = sum_sizes(context, layout, order, hidden, move.return_elements, with_grads=with_grads)
+        self._sizes = sizes._replace(ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens))
 
     def send(self, *, beside: bool) -> None:
         """Returns the rows: on the side stream, by a few programs, or here, where the others add up what arrives."""
         layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
-        move = context.move
+        move, tables, kind = context.move, layout.tables, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE
         num_programs, num_senders = (context.senders_beside,) * 2 if beside else (move.num_programs, move.num_senders)
         shared = context.target == "interpreter" and not beside
-        constants = dict(**self._sums, ROWS=self._rows, NUM_SENDERS=num_senders, SHARED=shared)
+        sizes = self._sizes._replace(NUM_SENDERS=num_senders, SHARED=shared)
         dtypes = (y.dtype, self._row_grads.dtype, self._prob_grads.dtype)
-        stream = context.fork_side() if beside else None
-        launch(context, return_rows, num_programs, constants, move.num_warps, *dtypes)(
-            y, self._row_grads, self._out, self._prob_grads, layout.entries, layout.recv_offsets, layout.chunk_entries,
-            layout.expert_ids, layout.token_places, self._buffer.local, self._buffer.addresses, self._grads_buffer.local,
-            self._grads_buffer.addresses, channel.signals.local, channel.signals.addresses, channel.ready.local,
-            channel.ready.addresses,
-            signature(context, channel, y.shape[1], y.dtype, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE),
-            channel.tickets, channel.control, layout.limits, layout.num_tokens, layout.chunk_tokens, y.shape[1],
-            layout.shape.num_experts, stream=stream,
-        )  # fmt: skip
+        stream = context.fork() if beside else None
+        sent = Returned(y, self._row_grads, layout.entries, tables.recv_offsets)
+        given = pointers(context, channel, y.shape[1], y.dtype, kind)
+        launch(context, return_rows, num_programs, {"SUM": sizes}, move.num_warps, *dtypes)(
+            sent, self._sums, self._buffers, given, tables.limits, *self._sizes_of_call, stream=stream
+        )
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Behind ``begin_combine``: adds up on the current stream what arrived meanwhile. Returns what ``combine``
         does."""
         layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
-        stream = context.moves.enter()
-        context.join_side()
-        if stream is not self._begun_on:  # which does not wait for the side stream
-            layout.record_stream(stream)
-            for tensor in (y, self._row_grads, self._out, self._prob_grads):
-                tensor.record_stream(stream)
+        used = (*layout.memory, y, self._row_grads, self._out, self._prob_grads)
+        context.resume(self._begun_on, *used)  # the stream that it was begun on does not wait for the sent rows
+        context.rejoin()
         dtypes = (y.dtype, self._prob_grads.dtype)
-        launch(context, sum_returned, context.move.num_programs, self._sums, context.move.num_warps, *dtypes)(
-            self._out, self._prob_grads, layout.chunk_entries, layout.expert_ids, layout.token_places, self._buffer.local,
-            self._grads_buffer.local, channel.signals.local, channel.tickets, channel.control, layout.num_tokens,
-            layout.chunk_tokens, y.shape[1], layout.shape.num_experts,
-        )  # fmt: skip
+        inbox = RowInbox(self._buffers.rows, self._buffers.grads, channel.signals.local, channel.control)
+        launch(
+            context, sum_returned, context.move.num_programs, {"SUM": self._sizes}, context.move.num_warps, *dtypes
+        )(self._sums, inbox, channel.tickets, *self._sizes_of_call)
         return self.results
 
     @property

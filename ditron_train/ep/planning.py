@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ditron_train.ep.arguments import Destinations, Starts, Tables
 from ditron_train.ep.context import EPContext
-from ditron_train.ep.launch import DTYPES, Kind, check_tokens, launch, signature
+from ditron_train.ep.launch import DTYPES, Kind, check_tokens, launch, pointers
 from ditron_train.ep.layout import HostCounts, Layout, Room
 from ditron_train.ep.layout_kernels import count_chunks, exchange_counts, list_entries
 from ditron_train.runtime.device import is_capturing
@@ -43,7 +44,7 @@ class PendingLayout:
     chunk_tokens: int
     hidden: int
     dtype: torch.dtype
-    tables: dict[str, torch.Tensor]
+    tables: Tables
     send_list: torch.Tensor
     dest_slots: torch.Tensor
     expert_ids: torch.Tensor
@@ -55,6 +56,12 @@ class PendingLayout:
     ahead: SentAhead | None = None
     begun_on: torch.cuda.Stream | None = None
     moves_before: int | None = None
+
+    @property
+    def destinations(self) -> Destinations:
+        """What is sent where."""
+        tables = self.tables
+        return Destinations(self.dest_slots, self.send_list, tables.chunk_entries, tables.list_base, tables.entry_base)
 
     def finish(self) -> Layout:
         """Waits for the counts, makes the buffers large enough and returns the layout.
@@ -68,7 +75,7 @@ class PendingLayout:
         context, shape = self.context, self.context.shape
         if self.room is not None:
             known = self.tokens_per_expert
-            on_device = self.tables["expert_tokens"][: shape.experts_per_rank]
+            on_device = self.tables.expert_tokens[: shape.experts_per_rank]
             fewest_rows = None if known is None else int(known[0])
             return self._layout(self.room.rows, on_device if known is None else known, self.room, fewest_rows)
         ahead, self.ahead = self.ahead, None
@@ -84,14 +91,14 @@ class PendingLayout:
                 ahead is not None and room.rows <= ahead.entry_room and max(room.slots, room.places) <= ahead.slot_room
             )
             if ahead is not None and not sent:
-                context.join_side()
+                context.rejoin()
             context.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
             local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
             tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
             num_rows = int(host.rows(shape)[context.rank])
             return self._layout(num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if sent else None)
         except Exception:
-            context.join_side()  # no op behind this one may meet what was sent ahead, nor anybody have its memory
+            context.rejoin()  # no op behind this one may meet what was sent ahead, nor anybody have its memory
             raise
 
     def _layout(
@@ -102,7 +109,7 @@ class PendingLayout:
         fewest_rows: int | None,
         ahead: torch.Tensor | None = None,
     ) -> Layout:
-        shape, tables, device = self.context.shape, self.tables, self.context.device
+        shape, device = self.context.shape, self.context.device
         on_one_stream = device.type == "cuda" and current_stream(device) is self.begun_on
         return Layout(
             shape=shape,
@@ -110,10 +117,7 @@ class PendingLayout:
             chunk_tokens=self.chunk_tokens,
             num_rows=num_rows,
             tokens_per_expert=tokens_per_expert,
-            chunk_entries=tables["chunk_entries"],
-            recv_offsets=tables["recv_offsets"],
-            list_base=tables["list_base"],
-            entry_base=tables["entry_base"],
+            tables=self.tables,
             expert_ids=self.expert_ids,
             token_places=self.expert_ids if self.token_places is None else self.token_places,
             ragged=self.token_places is not None,
@@ -121,9 +125,6 @@ class PendingLayout:
             send_list=self.send_list,
             entries=torch.empty(num_rows, 4, dtype=torch.int32, device=device),
             origins=torch.empty(num_rows, 2, dtype=torch.int32, device=device),
-            sources=tables["sources"],
-            expert_tokens=tables["expert_tokens"][: shape.experts_per_rank],
-            limits=tables["limits"],
             slot_capacity=room.slots,
             entry_capacity=room.rows,
             place_capacity=room.places,
@@ -133,27 +134,27 @@ class PendingLayout:
         )
 
 
-def _tables(context: EPContext) -> dict[str, torch.Tensor]:
+def _tables(context: EPContext) -> Tables:
     """int32 tables of one layout, carved from one allocation in steps of 16 bytes."""
     shape = context.shape
-    sizes = {
-        "chunk_counts": shape.num_chunks * shape.columns,
-        "chunk_dests": shape.num_chunks * shape.ranks,
-        "chunk_widest": shape.num_chunks,
-        "chunk_entries": shape.ranks * (shape.num_chunks + 1),
-        "row_base": shape.columns,
-        "slot_base": shape.ranks,
-        "entry_base": shape.ranks,
-        "list_base": shape.ranks,
-        "recv_offsets": shape.ranks * (shape.num_chunks + 1),
-        "expert_tokens": shape.slots,
-        "sources": shape.ranks * shape.slots,
-        "limits": 8,
-    }
-    padded = [-(-size // 4) * 4 for size in sizes.values()]
+    offsets = shape.ranks * (shape.num_chunks + 1)
+    sizes = Tables(
+        chunk_counts=shape.num_chunks * shape.columns,
+        chunk_dests=shape.num_chunks * shape.ranks,
+        chunk_widest=shape.num_chunks,
+        chunk_entries=offsets,
+        row_base=shape.columns,
+        slot_base=shape.ranks,
+        entry_base=shape.ranks,
+        list_base=shape.ranks,
+        recv_offsets=offsets,
+        expert_tokens=shape.slots,
+        sources=shape.ranks * shape.slots,
+        limits=8,
+    )
+    padded = [-(-size // 4) * 4 for size in sizes]
     memory = torch.empty(sum(padded), dtype=torch.int32, device=context.device)
-    parts = torch.split(memory, padded)
-    return {name: part[:size] for (name, size), part in zip(sizes.items(), parts)}
+    return Tables(*(part[:size] for size, part in zip(sizes, torch.split(memory, padded))))
 
 
 def _check_routing(
@@ -162,7 +163,8 @@ def _check_routing(
     shape = context.shape
     if routing_map.dim() != 2 or routing_map.shape[1] != shape.num_experts or routing_map.dtype != torch.bool:
         raise NotSupportedError(
-            f"routing map: needs bool [tokens, {shape.num_experts}], got {routing_map.dtype} {tuple(routing_map.shape)}"
+            f"routing map: needs bool [tokens, {shape.num_experts}], got {routing_map.dtype} "
+            f"{tuple(routing_map.shape)}"
         )
     if probs.shape != routing_map.shape:
         raise NotSupportedError(
@@ -213,7 +215,7 @@ def begin_layout(
     context.check()
     stream = context.counts.enter()
     moves_before = context.num_moves if context.moves.is_here() else None
-    context.join_side()  # nothing runs there, unless a layout was given up
+    context.rejoin()  # nothing runs there, unless a layout was given up
     room, tokens_per_expert, token_places = None, None, None
     if expert_capacity is not None:
         room = context.room_of_experts(num_tokens, expert_capacity)
@@ -225,8 +227,8 @@ def begin_layout(
     routed = routing_map.contiguous().view(torch.uint8)
     tables = _tables(context)
     block_tokens = min(chunk_tokens, max(8192 // shape.columns, 1), 16 if context.target != "interpreter" else 64)
-    launch(context, count_chunks, shape.num_chunks, {**_block_constants(context), "BLOCK_T": block_tokens}, 4)(
-        routed, tables["chunk_counts"], tables["chunk_dests"], tables["chunk_widest"], num_tokens, chunk_tokens
+    launch(context, count_chunks, shape.num_chunks, {"S": context.layout_sizes, "BLOCK_T": block_tokens}, 4)(
+        routed, tables.chunk_counts, tables.chunk_dests, tables.chunk_widest, num_tokens, chunk_tokens
     )
     _exchange(context, tables, num_tokens, hidden, dtype, room)
     host = {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
@@ -234,15 +236,19 @@ def begin_layout(
     if room is not None:
         context.reserve_room(room, num_tokens, hidden, dtype)
     return PendingLayout(
-        context, num_tokens, chunk_tokens, hidden, dtype, tables, *lists, token_places, room, tokens_per_expert,
-        begun_on=stream, moves_before=moves_before, **host,
-    )  # fmt: skip
-
-
-def _block_constants(context: EPContext) -> dict[str, int]:
-    shape = context.shape
-    return dict(
-        EXPERTS_PER_RANK=shape.experts_per_rank, WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots
+        context,
+        num_tokens,
+        chunk_tokens,
+        hidden,
+        dtype,
+        tables,
+        *lists,
+        token_places,
+        room,
+        tokens_per_expert,
+        begun_on=stream,
+        moves_before=moves_before,
+        **host,
     )
 
 
@@ -256,7 +262,7 @@ def _first_places(routing_map: torch.Tensor, num_places: int, device: torch.devi
 
 def _list_entries(
     context: EPContext,
-    tables: dict[str, torch.Tensor],
+    tables: Tables,
     routed: torch.Tensor,
     probs: torch.Tensor,
     token_places: torch.Tensor | None,
@@ -271,41 +277,35 @@ def _list_entries(
     dest_slots = torch.empty(num_tokens, shape.ranks, dtype=torch.int32, device=device)
     ids_shape = (num_places,) if token_places is not None else (num_tokens, shape.topk_lanes)
     expert_ids = torch.empty(ids_shape, dtype=torch.int32, device=device)
-    constants = dict(
-        RAGGED=token_places is not None, TOPK=shape.topk, **_block_constants(context), NUM_CHUNKS=shape.num_chunks,
-        BLOCK_T=block_tokens, TOPK_LANES=shape.topk_lanes,
-    )  # fmt: skip
+    starts = Starts(*(getattr(tables, name) for name in Starts._fields))
+    constants = {"S": context.layout_sizes, "RAGGED": token_places is not None, "BLOCK_T": block_tokens}
+    places, given = expert_ids if token_places is None else token_places, probs.detach().contiguous()
     launch(context, list_entries, shape.num_chunks, constants, 4, probs.dtype)(
-        routed, probs.detach().contiguous(),
-        *(tables[name] for name in ("chunk_counts", "chunk_dests", "chunk_entries", "row_base", "slot_base", "list_base")),
-        expert_ids if token_places is None else token_places,
-        send_list, dest_slots, expert_ids, num_tokens, chunk_tokens, num_places, context.rank,
-    )  # fmt: skip
+        routed,
+        given,
+        starts,
+        places,
+        send_list,
+        dest_slots,
+        expert_ids,
+        num_tokens,
+        chunk_tokens,
+        num_places,
+        context.rank,
+    )
     return send_list, dest_slots, expert_ids
 
 
 def _exchange(
-    context: EPContext,
-    tables: dict[str, torch.Tensor],
-    num_tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-    room: Room | None,
+    context: EPContext, tables: Tables, num_tokens: int, hidden: int, dtype: torch.dtype, room: Room | None
 ) -> None:
     """Launches ``exchange_counts``, which fills the tables."""
-    shape, channel = context.shape, context.counts_channel
-    constants = dict(
-        WORLD_SIZE=shape.world_size, RANKS=shape.ranks, SLOTS=shape.slots, NUM_CHUNKS=shape.num_chunks, TOPK=shape.topk,
-        MESSAGE_WORDS=shape.message_words, HAS_CAPACITY=room is not None, TARGET=context.target,
-    )  # fmt: skip
     rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, 0)
-    launch(context, exchange_counts, 1, constants, 8)(
-        *tables.values(), context.messages.local, context.messages.addresses,
-        channel.signals.local, channel.signals.addresses, channel.ready.local, channel.ready.addresses,
-        signature(context, channel, hidden, dtype, Kind.COUNTS, rows), channel.tickets,
-        context.dispatch_channel.tickets, channel.control,
-        num_tokens, rows, slots, places,
-    )  # fmt: skip
+    messages, given = context.messages, pointers(context, context.counts_channel, hidden, dtype, Kind.COUNTS, rows)
+    tickets = context.dispatch_channel.tickets
+    launch(context, exchange_counts, 1, {"S": context.layout_sizes, "HAS_CAPACITY": room is not None}, 8)(
+        tables, messages.local, messages.addresses, given, tickets, num_tokens, rows, slots, places
+    )
 
 
 def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

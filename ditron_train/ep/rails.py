@@ -184,10 +184,21 @@ class PendingRailLayout:
         held = inner.expert_ids[:, :topk].reshape(-1) >= 0
         row_index, experts = _awaited_rows(routed, by_node, context.topk)
         return RailLayout(
-            num_tokens=num_tokens, num_rows=inner.num_rows, tokens_per_expert=inner.tokens_per_expert, inner=inner,
-            rows_order=rows_order, inner_order=rows_order.argsort(), send_index=token, sent=sent, received=received,
-            places=held.nonzero()[:, 0], returned=returned, awaited=awaited, row_index=row_index, experts=experts,
-        )  # fmt: skip
+            num_tokens=num_tokens,
+            num_rows=inner.num_rows,
+            tokens_per_expert=inner.tokens_per_expert,
+            inner=inner,
+            rows_order=rows_order,
+            inner_order=rows_order.argsort(),
+            send_index=token,
+            sent=sent,
+            received=received,
+            places=held.nonzero()[:, 0],
+            returned=returned,
+            awaited=awaited,
+            row_index=row_index,
+            experts=experts,
+        )
 
     def _segments(self, visitor_map: torch.Tensor, received: list[int]) -> np.ndarray:
         """[local experts of this rank, local ranks, nodes] rows from each (local rank, node)."""
@@ -262,9 +273,12 @@ def combine(
     """As ``ops.combine``: rows return to the visitors' places, cross to the tokens' ranks and are added up there."""
     inner, topk = layout.inner, context.inner.shape.topk
     flat = replace(  # every place of a visitor stands for a token with one expert: returned, not added up
-        inner, shape=replace(inner.shape, topk=1), num_tokens=inner.num_tokens * topk, chunk_tokens=inner.chunk_tokens * topk,
+        inner,
+        shape=replace(inner.shape, topk=1),
+        num_tokens=inner.num_tokens * topk,
+        chunk_tokens=inner.chunk_tokens * topk,
         expert_ids=inner.expert_ids[:, :topk].reshape(-1, 1).contiguous(),
-    )  # fmt: skip
+    )
     grads = None if row_grads is None else row_grads.float().index_select(0, layout.inner_order)
     places, place_grads = ops.combine(
         y.index_select(0, layout.inner_order), flat, context.inner, order="ascending", row_grads=grads

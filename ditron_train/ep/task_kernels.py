@@ -26,7 +26,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["complete", "complete_stored", "draw", "need", "serve", "strip_of"]
+__all__ = ["complete", "complete_stored", "draw", "need", "serve"]
 
 
 @triton.jit
@@ -94,34 +94,12 @@ def complete_stored(counter_address, TARGET: tl.constexpr):
                 mov.u32 $0, 0;
             }
             """,
-            "=r,l", [counter_address], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l",
+            [counter_address],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         if counter_address != 0:
             complete(counter_address.to(tl.pointer_type(tl.int32)), 1, TARGET)
-
-
-@triton.jit
-def strip_of(ticket, num_tiles, num_programs, STRIP: tl.constexpr):
-    """(first tile, number of tiles) of a ticket; a strip's tiles are ``num_programs`` apart.
-
-    Programs that draw tickets one after the other work on neighbouring tiles all along (their operands are in L2), and
-    a strip is one pipelined loop. The last two waves or so come in strips of one tile, to end together.
-    ``num_strips`` counts the tickets.
-    """
-    rounds = tl.maximum(num_tiles - 2 * num_programs, 0) // (num_programs * STRIP)
-    long_strips = rounds * num_programs
-    is_long = ticket < long_strips
-    first = tl.where(
-        is_long,
-        ticket // num_programs * (num_programs * STRIP) + ticket % num_programs,
-        ticket + long_strips * (STRIP - 1),
-    )
-    return first, tl.where(is_long, STRIP, 1)
-
-
-@triton.jit
-def num_strips(num_tiles, num_programs, STRIP: tl.constexpr):
-    """How many tickets ``strip_of`` has for ``num_tiles`` tiles."""
-    rounds = tl.maximum(num_tiles - 2 * num_programs, 0) // (num_programs * STRIP)
-    return num_tiles - rounds * num_programs * (STRIP - 1)

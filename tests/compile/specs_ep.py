@@ -1,106 +1,121 @@
-"""Kernels of the ep room, as a group of 8 ranks with 128 experts launches them."""
+"""Kernels of the ep room that lay out and move, as a group of 8 ranks with 128 experts launches them."""
 
 from tests.support.compile_check import KernelSpec
 
-_LAYOUT = {"EXPERTS_PER_RANK": 16, "WORLD_SIZE": 8, "RANKS": 8, "SLOTS": 16, "BLOCK_T": 16}
 _INT = "*i32"
+_LAYOUT = {
+    "WORLD_SIZE": 8,
+    "RANKS": 8,
+    "EXPERTS_PER_RANK": 16,
+    "SLOTS": 16,
+    "TOPK": 8,
+    "TOPK_LANES": 8,
+    "NUM_CHUNKS": 128,
+    "COLUMNS": 128,
+    "COMMON_WORDS": 138,
+    "MESSAGE_WORDS": 266,
+    "TARGET": None,
+}
 
 
-def _signature(*groups: tuple[str, str]) -> dict[str, str]:
+def fields(*groups: tuple[str, str]) -> dict[str, str]:
+    """Types of the fields of a tuple, or of the arguments of a kernel, in their order."""
     return {name: kind for names, kind in groups for name in names.split()}
 
 
-_CHANNEL = ("signal_addresses ready_addresses", "*i64"), ("signals ready signature", _INT), ("tickets control", "*i64")
+def move_sizes(rows: int, with_entries: bool) -> dict[str, object]:
+    """``MoveSizes`` of tokens of 8192 elements."""
+    return {
+        "WITH_ENTRIES": with_entries,
+        "ZERO_PROBS": with_entries,
+        "WORLD_SIZE": 8,
+        "RANKS": 8,
+        "NUM_CHUNKS": 128,
+        "ROWS": rows,
+        "BLOCK_H": 8192,
+        "TARGET": None,
+        "NUM_SENDERS": 16,
+        "SHARED": False,
+    }
 
-_PUSH = _signature(
-    ("x out buffer", "*bf16"), ("out_probs", "*fp32"),
-    ("kept origins dest_slots send_list chunk_entries list_base entry_base recv_offsets arrived", _INT),
-    ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL,
-    ("limits", _INT), ("num_tokens chunk_tokens hidden", "i32"),
-)  # fmt: skip
-_RETURN = _signature(
-    ("y out buffer", "*bf16"),
-    ("row_grads prob_grads grad_buffer", "*fp32"),
-    ("kept recv_offsets chunk_entries expert_ids token_places", _INT),
-    ("buffer_addresses grad_addresses", "*i64"),
-    *_CHANNEL,
-    ("limits", _INT),
-    ("num_tokens chunk_tokens hidden num_experts", "i32"),
-)
-_SUM = _signature(
-    ("out buffer", "*bf16"),
-    ("prob_grads grad_buffer", "*fp32"),
-    ("chunk_entries expert_ids token_places signals", _INT),
+
+def sum_sizes(with_grads: bool, round_each: bool, ragged: bool, tile_count: int = 1) -> dict[str, object]:
+    """``SumSizes`` of rows of 8192 elements."""
+    return {
+        "WITH_GRADS": with_grads,
+        "RAGGED": ragged,
+        "TOPK": 8,
+        "TOPK_LANES": 8,
+        "ROUND_EACH": round_each,
+        "DESCENDING": not round_each,
+        "WORLD_SIZE": 8,
+        "NUM_CHUNKS": 128,
+        "ROWS": 4,
+        "SUM_ROWS": 1,
+        "BLOCK_H": 8192,
+        "ITEM_TOKENS": 8,
+        "TARGET": None,
+        "NUM_SENDERS": 16,
+        "SHARED": False,
+        "TILE_COUNT": tile_count,
+    }
+
+
+CHANNEL = fields(
+    ("signals", _INT),
+    ("signals_addresses", "*i64"),
+    ("ready", _INT),
+    ("ready_addresses", "*i64"),
+    ("signature", _INT),
     ("tickets control", "*i64"),
-    ("num_tokens chunk_tokens hidden num_experts", "i32"),
 )
-_AHEAD = _signature(
-    ("x", "*bf16"), ("dest_slots send_list chunk_entries list_base entry_base", _INT),
-    ("buffer_addresses entry_addresses", "*i64"), *_CHANNEL, ("limits", _INT),
-    ("num_tokens chunk_tokens hidden slot_room entry_room", "i32"),
-)  # fmt: skip
-del _AHEAD["signals"]
-_PLACE = _signature(
-    ("x out buffer", "*bf16"), ("out_probs", "*fp32"), ("kept origins recv_offsets arrived signals limits", _INT),
-    ("control", "*i64"), ("num_tokens hidden", "i32"),
-)  # fmt: skip
-_MOVE = {"WORLD_SIZE": 8, "NUM_CHUNKS": 128, "BLOCK_H": 8192, "NUM_SENDERS": 16, "SHARED": False}
-_UNALIGNED = ("num_tokens", "limits", "list_base", "entry_base", "recv_offsets", "slot_room", "entry_room")
-
-
-def _aligned(signature: dict[str, str]) -> tuple[str, ...]:
-    return tuple(name for name in signature if name not in _UNALIGNED)
-
+TO = fields(("dest_slots send_list chunk_entries list_base entry_base", _INT))
+PLACED = fields(("rows", "*bf16"), ("probs", "*fp32"), ("entries origins", _INT))
+TOKEN_BUFFERS = fields(
+    ("tokens", "*bf16"), ("token_addresses", "*i64"), ("entries", _INT), ("entry_addresses", "*i64")
+)
+ROW_BUFFERS = fields(("rows", "*bf16"), ("row_addresses", "*i64"), ("grads", "*fp32"), ("grad_addresses", "*i64"))
+SUMS = fields(("out", "*bf16"), ("prob_grads", "*fp32"), ("chunk_entries expert_ids token_places", _INT))
+_TABLES = fields(
+    ("chunk_counts chunk_dests chunk_widest chunk_entries row_base slot_base entry_base list_base", _INT),
+    ("recv_offsets expert_tokens sources limits", _INT),
+)
+_STARTS = fields(("chunk_counts chunk_dests chunk_entries row_base slot_base list_base", _INT))
 
 SPECS = [
     KernelSpec(
         name="ep_count_chunks",
         kernel="ditron_train.ep.layout_kernels:count_chunks",
-        signature=_signature(
+        signature=fields(
             ("routing_map", "*u8"), ("chunk_counts chunk_dests chunk_widest", _INT), ("num_tokens chunk_tokens", "i32")
         ),
-        constexprs=_LAYOUT,
+        constexprs={"S": _LAYOUT, "BLOCK_T": 16},
         num_warps=4,
     ),
     KernelSpec(
         name="ep_exchange_counts",
         kernel="ditron_train.ep.layout_kernels:exchange_counts",
-        signature=_signature(
-            ("chunk_counts chunk_dests chunk_widest chunk_entries row_base slot_base entry_base list_base", _INT),
-            ("recv_offsets expert_tokens sources limits messages", _INT),
-            ("message_addresses dispatch_tickets", "*i64"),
-            *_CHANNEL,
-            ("num_tokens row_capacity slot_capacity place_capacity", "i32"),
-        ),  # fmt: skip
-        constexprs={
-            "WORLD_SIZE": 8,
-            "RANKS": 8,
-            "SLOTS": 16,
-            "NUM_CHUNKS": 128,
-            "TOPK": 8,
-            "MESSAGE_WORDS": 266,
-            "HAS_CAPACITY": True,
-        },  # fmt: skip
+        signature={
+            "tables": _TABLES,
+            **fields(("messages", _INT), ("message_addresses", "*i64")),
+            "channel": CHANNEL,
+            **fields(("dispatch_tickets", "*i64"), ("num_tokens row_capacity slot_capacity place_capacity", "i32")),
+        },
+        constexprs={"S": _LAYOUT, "HAS_CAPACITY": True},
         num_warps=8,
-        aligned=("chunk_counts", "messages"),
         signals=True,
     ),
     *(
         KernelSpec(
             name=f"ep_list_entries_{name}",
             kernel="ditron_train.ep.layout_kernels:list_entries",
-            signature=_signature(
-                ("routing_map", "*u8"),
-                ("probs", "*fp32"),
-                (
-                    "chunk_counts chunk_dests chunk_entries row_base slot_base list_base send_list dest_slots "
-                    "expert_ids",
-                    _INT,
-                ),
-                ("token_places", _INT),
-                ("num_tokens chunk_tokens num_places rank", "i32"),
-            ),  # fmt: skip
-            constexprs={**_LAYOUT, "RAGGED": ragged, "TOPK": 8, "NUM_CHUNKS": 128, "TOPK_LANES": 8},
+            signature={
+                **fields(("routing_map", "*u8"), ("probs", "*fp32")),
+                "starts": _STARTS,
+                **fields(("token_places send_list dest_slots expert_ids", _INT)),
+                **fields(("num_tokens chunk_tokens num_places rank", "i32")),
+            },
+            constexprs={"S": _LAYOUT, "RAGGED": ragged, "BLOCK_T": 16},
             num_warps=4,
         )
         for name, ragged in (("topk", False), ("padded", True))
@@ -109,10 +124,17 @@ SPECS = [
         KernelSpec(
             name=f"ep_push_tokens_{name}",
             kernel="ditron_train.ep.kernels:push_tokens",
-            signature=_PUSH,
-            constexprs={**_MOVE, "ROWS": 2, "RANKS": 8, "WITH_ENTRIES": with_entries, "ZERO_PROBS": with_entries},
+            signature={
+                "x": "*bf16",
+                "placed": PLACED,
+                "to": TO,
+                "recv_offsets": _INT,
+                "buffers": TOKEN_BUFFERS,
+                "channel": CHANNEL,
+                **fields(("limits", _INT), ("num_tokens chunk_tokens hidden", "i32")),
+            },
+            constexprs={"MOVE": move_sizes(2, with_entries)},
             num_warps=16,
-            aligned=_aligned(_PUSH),
             signals=True,
         )
         for name, with_entries in (("first", True), ("again", False))
@@ -120,40 +142,45 @@ SPECS = [
     KernelSpec(
         name="ep_push_ahead",
         kernel="ditron_train.ep.kernels:push_ahead",
-        signature=_AHEAD,
-        constexprs={"WORLD_SIZE": 8, "RANKS": 8, "NUM_CHUNKS": 128, "ROWS": 2, "BLOCK_H": 8192, "NUM_SENDERS": 16},
+        signature={
+            "x": "*bf16",
+            "to": TO,
+            "buffers": TOKEN_BUFFERS,
+            "channel": CHANNEL,
+            **fields(("limits", _INT), ("num_tokens chunk_tokens hidden slot_room entry_room", "i32")),
+        },
+        constexprs={"MOVE": move_sizes(2, True)},
         num_warps=16,
-        aligned=_aligned(_AHEAD),
         signals=True,
     ),
     KernelSpec(
         name="ep_place_arrived",
         kernel="ditron_train.ep.kernels:place_arrived",
-        signature=_PLACE,
-        constexprs={"ZERO_PROBS": True, "WORLD_SIZE": 8, "NUM_CHUNKS": 128, "ROWS": 2, "BLOCK_H": 8192},
+        signature={
+            "x": "*bf16",
+            "placed": PLACED,
+            "inbox": fields(
+                ("recv_offsets", _INT), ("tokens", "*bf16"), ("entries signals", _INT), ("control", "*i64")
+            ),
+            **fields(("limits", _INT), ("num_tokens hidden", "i32")),
+        },
+        constexprs={"MOVE": move_sizes(2, True)},
         num_warps=16,
-        aligned=_aligned(_PLACE),
         signals=None,
     ),
     *(
         KernelSpec(
             name=f"ep_return_rows_{name}",
             kernel="ditron_train.ep.return_kernels:return_rows",
-            signature=_RETURN,
-            constexprs={
-                **_MOVE,
-                "ROWS": 4,
-                "WITH_GRADS": with_grads,
-                "RAGGED": ragged,
-                "TOPK": 8,
-                "TOPK_LANES": 8,
-                "ROUND_EACH": round_each,
-                "DESCENDING": not round_each,
-                "SUM_ROWS": 1,
-                "ITEM_TOKENS": 8,
-            },  # fmt: skip
+            signature={
+                "sent": fields(("rows", "*bf16"), ("grads", "*fp32"), ("entries recv_offsets", _INT)),
+                "sums": SUMS,
+                "buffers": ROW_BUFFERS,
+                "channel": CHANNEL,
+                **fields(("limits", _INT), ("num_tokens chunk_tokens hidden num_experts", "i32")),
+            },
+            constexprs={"SUM": sum_sizes(with_grads, round_each, ragged)},
             num_warps=16,
-            aligned=_aligned(_RETURN),
             signals=True,
         )
         for name, with_grads, round_each, ragged in (
@@ -165,22 +192,13 @@ SPECS = [
     KernelSpec(
         name="ep_sum_returned",
         kernel="ditron_train.ep.return_kernels:sum_returned",
-        signature=_SUM,
-        constexprs={
-            "WORLD_SIZE": 8,
-            "NUM_CHUNKS": 128,
-            "BLOCK_H": 8192,
-            "WITH_GRADS": True,
-            "RAGGED": False,
-            "TOPK": 8,
-            "TOPK_LANES": 8,
-            "ROUND_EACH": False,
-            "DESCENDING": True,
-            "SUM_ROWS": 1,
-            "ITEM_TOKENS": 8,
-        },  # fmt: skip
+        signature={
+            "sums": SUMS,
+            "inbox": fields(("rows", "*bf16"), ("grads", "*fp32"), ("signals", _INT), ("control", "*i64")),
+            **fields(("tickets", "*i64"), ("num_tokens chunk_tokens hidden num_experts", "i32")),
+        },
+        constexprs={"SUM": sum_sizes(True, False, False)},
         num_warps=16,
-        aligned=_aligned(_SUM),
         signals=None,
     ),
 ]

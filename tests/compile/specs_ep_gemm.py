@@ -3,6 +3,11 @@
 from tests.support.compile_check import KernelSpec
 
 
+def _sizes(m, n, k, transpose_b):
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}
+    return {**blocks, "GROUP_M": 8, "SPLIT_STORE": n >= 256, "TRANSPOSE_B": transpose_b}
+
+
 def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
     split = n >= 256
     half = n // 2 if split else n
@@ -18,15 +23,8 @@ def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
             "tiles": "*i32",
             "N": "i32",
             "K": "i32",
-        },  # fmt: skip
-        constexprs={
-            "BLOCK_M": m,
-            "BLOCK_N": n,
-            "BLOCK_K": k,
-            "GROUP_M": 8,
-            "TRANSPOSE_B": transpose_b,
-            "SPLIT_STORE": split,
         },
+        constexprs={"GEMM": _sizes(m, n, k, transpose_b)},
         num_warps=8,
         num_stages=stages,
         targets=targets,
@@ -47,16 +45,8 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
             "row_ends": "*i32",
             "N": "i32",
             "K": "i32",
-        },  # fmt: skip
-        constexprs={
-            "NUM_EXPERTS": 15,
-            "EXPERTS": 16,
-            "BLOCK_M": m,
-            "BLOCK_N": n,
-            "BLOCK_K": k,
-            "GROUP_M": 8,
-            "SPLIT_STORE": split,
         },
+        constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "GEMM": _sizes(m, n, k, False)},
         num_warps=8,
         num_stages=stages,
         targets=targets,

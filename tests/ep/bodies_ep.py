@@ -22,7 +22,7 @@ from ditron_train.ep import (
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.group_gemm import group_gemm, group_linear
 from ditron_train.ep.launch import compiling
-from ditron_train.ep.layout import plan_on_host
+from tests.ep.layout_twin import plan_on_host
 
 
 def routing(kind: str, rank: int, num_tokens: int, num_experts: int, topk: int, seed: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def routing(kind: str, rank: int, num_tokens: int, num_experts: int, topk: int, 
     return routed
 
 
-def _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed):
+def case_of(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed):
     world_size, rank = dist.get_world_size(), dist.get_rank()
     maps = [routing(kind, r, tokens_by_rank[r], num_experts, topk, seed) for r in range(world_size)]
     generator = torch.Generator().manual_seed(77 + rank)
@@ -55,7 +55,7 @@ def _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed):
 
 
 @contextlib.contextmanager
-def _poisoned_memory():
+def poisoned_memory():
     """What is allocated and not initialised is full of NaN and of the largest integers."""
     torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on
     try:
@@ -76,7 +76,7 @@ def _sum(rows: torch.Tensor, order: str) -> torch.Tensor:
 
 def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, order, seed):
     """Layout tables against the twin; rows, probabilities and sums against plain indexing, forward and backward."""
-    world_size, rank, maps, x, probs = _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
+    world_size, rank, maps, x, probs = case_of(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
     padded = kind == "padded"
     plans = plan_on_host([m.numpy() for m in maps], context.shape, ragged=padded)
@@ -93,7 +93,7 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
     assert layout.fewest_rows == min(rows_of_experts[rows_of_experts > 0].tolist(), default=2**31 - 1)
     assert layout.ragged == padded and (not padded or int(maps[rank].sum(1).max()) > topk)
     assert np.array_equal(
-        layout.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets
+        layout.tables.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets
     )
     assert np.array_equal(layout.dest_slots[:, :world_size].numpy(), plan.dest_slots)
     assert np.array_equal(
@@ -227,7 +227,7 @@ def error_of(case):
     return None
 
 
-@_poisoned_memory()
+@poisoned_memory()
 def fixed_capacity(steps, factor):
     """No host sync: rows, sums and gradients as with exact sizes, in buffers of fixed size."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -272,55 +272,45 @@ def overflowing_capacity():
     return None
 
 
-@_poisoned_memory()
+@poisoned_memory()
 def fused_forms(
     kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype, order, seed, capacity=None, expert_capacity=None
 ):
-    """Fused kernels against dispatch, grouped GEMM and combine one after the other: the same tiles, so the same
-    bits."""
-    world_size, rank, maps, x, probs = _case(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
+    """The fused kernel against grouped GEMM and combine one after the other: the same tiles, so the same bits."""
+    world_size, rank, maps, x, probs = case_of(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
     generator = torch.Generator().manual_seed(rank)
     local = num_experts // world_size
     weights = [torch.randn(columns, hidden, generator=generator).to(dtype) for _ in range(local)]
     back = [torch.randn(hidden, columns, generator=generator).to(dtype) for _ in range(local)]
-    results = []
+    layout = begin_layout(
+        maps[rank], probs, hidden, dtype, context, capacity_factor=capacity, expert_capacity=expert_capacity
+    ).finish()
+    tiles, results = fused.layout_tiles(layout), []
+    rows, row_probs = ops.dispatch(x, layout, context, zero_probs=order == "descending")
+    y = group_gemm(rows, weights, tiles)
     for is_fused in (False, True):
-        layout = begin_layout(
-            maps[rank], probs, hidden, dtype, context, capacity_factor=capacity, expert_capacity=expert_capacity
-        ).finish()
-        zero = order == "descending"
+        options = dict(order=order, row_grads=row_probs)
         if is_fused:
-            y, rows, row_probs = fused.dispatch_gemm(x, layout, context, weights, zero_probs=zero)
-            out, _ = fused.gemm_combine(y, layout, context, back, order=order)
-            dy, again, none = fused.dispatch_gemm(out, layout, context, back, transpose=False)
-            dx, grads = fused.gemm_combine(
-                dy, layout, context, weights, order=order, transpose=False, row_grads=row_probs
-            )
+            out, none = fused.gemm_combine(y, layout, context, back, order=order)
+            dx, grads = fused.gemm_combine(y, layout, context, weights, transpose=False, **options)
         else:
-            tiles = fused.layout_tiles(layout)
-            rows, row_probs = ops.dispatch(x, layout, context, zero_probs=zero)
-            y = group_gemm(rows, weights, tiles)
-            out, _ = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
-            again, none = ops.dispatch(out, layout, context)
-            dy = group_gemm(again, back, tiles, transpose=False)
-            returned, options = group_gemm(dy, weights, tiles, transpose=False), dict(order=order, row_grads=row_probs)
+            out, none = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
+            returned = group_gemm(y, weights, tiles, transpose=False)
             dx, grads = ops.combine(returned, layout, context, **options)
             in_two_steps = ops.begin_combine(returned, layout, context, **options).finish()
             assert all(torch.equal(a, b) for a, b in zip(in_two_steps, (dx, grads)))
-        used = int(layout.expert_tokens.sum())
         assert none is None
-        results.append([rows[:used], row_probs[:used], y[:used], out, again[:used], dy[:used], dx, grads])
+        results.append([out, dx, grads])
         context.rows_buffer(1, 1, hidden, dtype).local.fill_(float("nan"))
     context.check()
-    names = ("rows", "row_probs", "y", "out", "grad rows", "dy", "dx", "grads")
-    for name, a, b in zip(names, *results):
+    for name, a, b in zip(("out", "dx", "grads"), *results):
         assert torch.equal(a, b), name
 
 
 def compiling_alone():
     """Inside ``compiling`` one rank calls what the others do not: nothing is launched, waited for or recorded."""
-    world_size, rank, maps, x, probs = _case("random", (9, 14), 6, 2, 16, torch.float32, 8)
+    world_size, rank, maps, x, probs = case_of("random", (9, 14), 6, 2, 16, torch.float32, 8)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 6, 2)
     generator = torch.Generator().manual_seed(rank)
     weights = [torch.randn(24, 16, generator=generator) for _ in range(6 // world_size)]
@@ -329,7 +319,6 @@ def compiling_alone():
     tickets = [channel.tickets.clone() for channel in (context.dispatch_channel, context.combine_channel)]
     if rank == 0:
         with compiling(context):
-            fused.dispatch_gemm(x, layout, context, weights)
             fused.gemm_combine(
                 torch.zeros(layout.num_rows, 24), layout, context, weights, order="ascending", transpose=False
             )
@@ -345,7 +334,7 @@ def compiling_alone():
 def expert_functions(tokens_by_rank, dtype, order):
     """Both linear layers of the experts as autograd functions, fused and not, against the movement and layers
     apart."""
-    world_size, rank, maps, x, probs = _case("random", tokens_by_rank, 6, 2, 16, dtype, 8)
+    world_size, rank, maps, x, probs = case_of("random", tokens_by_rank, 6, 2, 16, dtype, 8)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 6, 2)
     generator = torch.Generator().manual_seed(rank)
     weights = [torch.randn(24, 16, generator=generator).to(dtype).requires_grad_() for _ in range(6 // world_size)]

@@ -19,6 +19,7 @@ from ditron_train.ep import (
     get_ep_context,
     ops,
 )
+from ditron_train.experimental.dispatch_gemm import dispatch_gemm
 from tests.support.processes import run_workers
 
 _TOKENS, _HIDDEN = 6, 16
@@ -28,7 +29,7 @@ class _Order:
     """Counts calls; the last one was ``here`` or on another stream."""
 
     def __init__(self, here: bool = True) -> None:
-        self.calls, self._here = 0, here
+        self.calls, self._here, self.is_capturing = 0, here, False
 
     def enter(self) -> None:
         self.calls += 1
@@ -64,7 +65,7 @@ def _ops(context: EPContext, x: torch.Tensor) -> dict[str, Callable[[], object]]
         "combine": lambda: ops.combine(made.rows, made.layout, context, order="ascending"),
         "begin_combine": begin_combine,
         "finish_combine": lambda: made.combine.finish(),
-        "dispatch_gemm": lambda: fused.dispatch_gemm(x, made.layout, context, weights),
+        "dispatch_gemm": lambda: dispatch_gemm(x, made.layout, context, weights),
         "gemm_combine": lambda: fused.gemm_combine(made.rows, made.layout, context, weights, order="ascending"),
     }
 
@@ -73,15 +74,15 @@ def _entered() -> dict[str, tuple[int, int]]:
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 2)
     assert get_ep_context(dist.group.WORLD, torch.device("cpu"), 2, 1).moves is context.moves
     _begin(context).finish()  # makes the buffers
-    kept, moves, counts = (context.moves, context.counts), _Order(), _Order()
-    context.moves, context.counts, entered = moves, counts, {}
+    kept, moves, counts = (context._calls, context.counts), _Order(), _Order()
+    context._calls, context.counts, entered = moves, counts, {}
     try:
         for name, op in _ops(context, torch.ones(_TOKENS, _HIDDEN)).items():
             before = moves.calls, counts.calls
             op()
             entered[name] = (moves.calls - before[0], counts.calls - before[1])
     finally:
-        context.moves, context.counts = kept
+        context._calls, context.counts = kept
     return entered
 
 
@@ -99,11 +100,11 @@ def _sent_ahead(moves_between: int, here: bool) -> tuple[bool, bool]:
     x = torch.full((_TOKENS, _HIDDEN), 3.0 + dist.get_rank())
     before = _begin(context).finish()
     expected = _dispatched(x, _begin(context, 1).finish(), context)
-    kept, context.moves = context.moves, _Order(here)
+    kept, context._calls = context._calls, _Order(here)
     try:
         pending = _begin(context, 1)
     finally:
-        context.moves = kept
+        context._calls = kept
     for _ in range(moves_between):
         ops.dispatch(-x, before, context)
     ops.dispatch_ahead(x, pending)
@@ -128,7 +129,7 @@ def _what_ends_with_an_error() -> list[tuple[str, int]]:
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 2 * dist.get_world_size(), 2)
     x, seen, empty = torch.ones(_TOKENS, _HIDDEN), [], torch.empty
     joined: list[str] = []
-    context.join_side = lambda: joined.append("joined")
+    context.rejoin = lambda: joined.append("joined")
 
     def without_memory(*arguments: object, **options: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPU
 from ditron_train.ep import begin_layout, fused, get_ep_context, ops  # noqa: E402
 from ditron_train.ep.group_gemm import group_gemm  # noqa: E402
 from ditron_train.ep.launch import compiling  # noqa: E402
+from ditron_train.experimental.dispatch_gemm import dispatch_gemm  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,24 +37,29 @@ def routing(tokens, experts, topk, seed, popular=0.0):
     return routed, scores * routed
 
 
-def one_form(x, layout, context, weights, back, order, is_fused):
-    """Forward and backward products and movements, one after the other or fused."""
-    zero = order == "descending"
-    if is_fused:
-        y, rows, row_probs = fused.dispatch_gemm(x, layout, context, weights, zero_probs=zero)
-        out, _ = fused.gemm_combine(y, layout, context, back, order=order)
-        dy, again, _ = fused.dispatch_gemm(out, layout, context, back, transpose=False)
-        dx, grads = fused.gemm_combine(dy, layout, context, weights, order=order, transpose=False, row_grads=row_probs)
+def one_form(x, layout, context, weights, back, order, form):
+    """Forward and backward products and movements: "apart" one after the other, "combine" with the grouped GEMMs in
+    front of combine fused, "dispatch" with those behind dispatch fused, too."""
+    zero, tiles = order == "descending", fused.layout_tiles(layout)
+    if form == "dispatch":
+        y, rows, row_probs = dispatch_gemm(x, layout, context, weights, zero_probs=zero)
     else:
-        tiles = fused.layout_tiles(layout)
         rows, row_probs = ops.dispatch(x, layout, context, zero_probs=zero)
         y = group_gemm(rows, weights, tiles)
+    if form == "apart":
         out, _ = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
+    else:
+        out, _ = fused.gemm_combine(y, layout, context, back, order=order)
+    if form == "dispatch":
+        dy, again, _ = dispatch_gemm(out, layout, context, back, transpose=False)
+    else:
         again, _ = ops.dispatch(out, layout, context)
         dy = group_gemm(again, back, tiles, transpose=False)
-        dx, grads = ops.combine(
-            group_gemm(dy, weights, tiles, transpose=False), layout, context, order=order, row_grads=row_probs
-        )
+    options = dict(order=order, row_grads=row_probs)
+    if form == "apart":
+        dx, grads = ops.combine(group_gemm(dy, weights, tiles, transpose=False), layout, context, **options)
+    else:
+        dx, grads = fused.gemm_combine(dy, layout, context, weights, transpose=False, **options)
     return [rows, row_probs, y, again, dy], [out, dx, grads]
 
 
@@ -79,22 +85,23 @@ def test_fused_forms_equal_their_parts(case):
         if step == rank:
             torch.cuda._sleep(20_000_000)
 
-        def run(is_fused, step=step, x=x, routed=routed, probs=probs):
+        def run(form, step=step, x=x, routed=routed, probs=probs):
             layout = begin_layout(routed, probs, hidden, dtype, context, capacity_factor=capacity).finish()
-            if step == 0 and not is_fused:  # every rank compiles a part of the kernels, several at a time
+            if step == 0 and form == "apart":  # every rank compiles a part of the kernels, several at a time
                 with compiling(context):
-                    one_form(x, layout, context, weights, back, order, rank % 2 == 0)
+                    one_form(x, layout, context, weights, back, order, ("apart", "dispatch")[rank % 2])
                 dist.barrier()
                 layout = begin_layout(routed, probs, hidden, dtype, context, capacity_factor=capacity).finish()
-            of_rows, of_tokens = one_form(x, layout, context, weights, back, order, is_fused)
+            of_rows, of_tokens = one_form(x, layout, context, weights, back, order, form)
             context.rows_buffer(1, 1, hidden, dtype).local.fill_(float("nan"))
             used = int(layout.expert_tokens.sum())
             return [part[:used] for part in of_rows] + of_tokens
 
-        parts, ours = run(False), run(True)
+        parts = run("apart")
         names = ("rows", "row_probs", "y", "grad rows", "dy", "out", "dx", "grads")
-        wrong = [name for name, a, b in zip(names, parts, ours) if not torch.equal(a, b)]
-        assert not wrong, (step, wrong)
+        for form in ("combine", "dispatch"):
+            wrong = [name for name, a, b in zip(names, parts, run(form)) if not torch.equal(a, b)]
+            assert not wrong, (step, form, wrong)
     context.check()
 
 
@@ -110,7 +117,8 @@ def test_replays_in_a_graph_with_other_tokens():
 
     def forward():
         layout = begin_layout(routed, probs, hidden, x.dtype, context, capacity_factor=3.0).finish()
-        y, _, _ = fused.dispatch_gemm(x, layout, context, weights)
+        rows, _ = ops.dispatch(x, layout, context)
+        y = group_gemm(rows, weights, fused.layout_tiles(layout))
         return fused.gemm_combine(y, layout, context, back, order="ascending")[0]
 
     forward()

@@ -191,7 +191,7 @@ def test_counts_are_exchanged_one_after_another(expert_parallel, streams):
     context.check()
     for layout, one in zip(expected, pending):
         assert torch.equal(layout.tokens_per_expert, one.finish().tokens_per_expert)
-        assert torch.equal(layout.recv_offsets, one.tables["recv_offsets"])
+        assert torch.equal(layout.tables.recv_offsets, one.tables.recv_offsets)
 
 
 def test_counts_do_not_wait_for_the_rows_of_another_microbatch(
@@ -232,7 +232,7 @@ def test_memory_of_a_layout_that_is_used_on_another_stream(expert_parallel, stre
     hold_up(second)
     with torch.cuda.stream(second):
         rows, _ = dispatch(x, layout, context)
-    tables = (layout.chunk_entries, layout.dest_slots, layout.expert_ids, layout.entries, layout.origins)
+    tables = (layout.tables.limits, layout.dest_slots, layout.expert_ids, layout.entries, layout.origins)
     addresses = {table.untyped_storage().data_ptr() for table in tables}
     sizes = [table.untyped_storage().nbytes() for table in tables]
     del layout, tables
@@ -251,7 +251,7 @@ def test_memory_of_a_combine_that_is_finished_on_another_stream(expert_parallel,
     expected, _ = combine(rows, layout, context, order="ascending")
     begin_combine(rows, layout, context, order="ascending").finish()  # compiled
     settle()
-    hold_up(context.fork_side())
+    hold_up(context.fork())
     with torch.cuda.stream(first):
         pending = begin_combine(rows.clone(), layout, context, order="ascending")
     with torch.cuda.stream(second):

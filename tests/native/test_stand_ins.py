@@ -135,7 +135,7 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
     layer.experts = _experts()
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity_factor = layer._modules, None, 2.0
-    dispatcher._pairs, dispatcher._is_forced = frozenset({"dispatch_gemm"}), True
+    dispatcher._pairs, dispatcher._is_forced = frozenset({"gemm_combine"}), True
     dispatcher._layout = dispatcher._ep_context = dispatcher._order = None
     assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)
     dispatcher._look_at_experts()

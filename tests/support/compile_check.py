@@ -66,7 +66,7 @@ class KernelSpec:
         signature: Type of each argument that is not a constexpr: ``*bf16``, ``i32``, ``fp32``,
             ``tensordesc<bf16[128,64]>``; of a ``NamedTuple`` a dict of the types of its fields.
         constexprs: Values of the others; of a ``NamedTuple`` a dict of its fields. ``TARGET`` is filled in where the
-            kernel takes it.
+            kernel, or such a tuple, takes it.
         num_warps: As the launch; a dict by target where it differs, with ``default``.
         num_stages: As the launch; likewise.
         targets: Which of ``TARGETS`` to compile for.
@@ -346,6 +346,16 @@ def _aligned_parts(kinds: tuple, path: tuple[int, ...]) -> dict[tuple[int, ...],
     return found
 
 
+def _constants(value: Any, target: str) -> Any:
+    """A constexpr as the kernel takes it; a dict that names ``TARGET`` is a tuple of constexprs, one of them the target."""
+    import triton.language as tl
+
+    if isinstance(value, dict) and "TARGET" in value:
+        fields = {name: target if name == "TARGET" else part for name, part in value.items()}
+        return namedtuple("Fields", fields)(*map(tl.constexpr, fields.values()))
+    return _as_tuples(value)
+
+
 def _can_align(kind: str) -> bool:
     return kind.startswith("*") or kind in ("i32", "i64")
 
@@ -356,7 +366,7 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
 
     module, function = spec.kernel.split(":")
     kernel = getattr(importlib.import_module(module), function)
-    constexprs = {name: _as_tuples(value) for name, value in spec.constexprs.items()}
+    constexprs = {name: _constants(value, target) for name, value in spec.constexprs.items()}
     if "TARGET" in kernel.arg_names and "TARGET" not in constexprs:
         constexprs["TARGET"] = target
     unspecialised = {kernel.arg_names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}

@@ -24,11 +24,17 @@ def why_not_config(dispatcher: Any) -> str | None:
         return "moe_router_padding_for_quantization is on"
     if config.overlap_moe_expert_parallel_comm:
         if get_settings().policy in ("strict", "fast"):
-            return "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so (DITRON_POLICY=bits: ours)"
+            return (
+                "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so "
+                "(DITRON_POLICY=bits: ours)"
+            )
         # A dispatch holds all registers of the GPU until its peers send, an AG-GEMM its shared memory: ranks could
         # wait in a circle.
         if config.tensor_model_parallel_size * config.context_parallel_size > 1:
-            return "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, too"
+            return (
+                "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for "
+                "peers, too"
+            )
     if captures_dispatch(config):
         return "the layer is captured in a CUDA graph, which its host sync does not allow"
     return None

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_capacity, get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from ditron_train.ep import (
@@ -45,7 +44,7 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["DitronMoEAlltoAllTokenDispatcher", "DitronMoELayer", "class_map", "stop"]
+__all__ = ["DitronMoEAlltoAllTokenDispatcher"]
 
 _COMPARED = "it is what ours is compared with"
 
@@ -248,7 +247,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                     capacity_factor=self._capacity_factor,
                     expert_capacity=self._expert_capacity(len(tokens)),
                 )
-                if self._pairs is not None and "dispatch_gemm" not in self._pairs and not self._apart:
+                if self._pairs is not None and not self._apart:
                     dispatch_ahead(tokens, self._pending)
         except ArenaError as error:  # of a fixed capacity; raised by every rank of the expert parallel group alike
             self._no_room = str(error)
@@ -285,7 +284,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         mine = (
             None
             if self._layout is None
-            else self._layout.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
+            else self._layout.tables.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
         )
         counts = exchange_counts(mine, shape, self.tp_group, device)
         if counts is None:
@@ -391,58 +390,3 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None:
             output += self.shared_experts.get_output()
         return output
-
-
-class _InPlaceOfMoELayer(type(MoELayer)):  # type: ignore[misc]
-    """Of a class that equals ``MoELayer``: in a spec ``TransformerLayer`` compares the module with it, and gives the
-    caller's groups only to such layers."""
-
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is MoELayer
-
-    __hash__ = type.__hash__
-
-
-class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
-    """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a
-    spec."""
-
-    def __init__(
-        self,
-        config: Any,
-        submodules: Any = None,
-        layer_number: int | None = None,
-        pg_collection: Any = None,
-        **kwargs: Any,  # of newer versions: is_mtp_layer, name
-    ) -> None:
-        pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
-        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
-            self.token_dispatcher = DitronMoEAlltoAllTokenDispatcher(
-                self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
-            )
-            if self.use_shared_expert and self.shared_expert_overlap:
-                self.token_dispatcher.set_shared_experts(self.shared_experts)
-        if isinstance(self.token_dispatcher, DitronMoEAlltoAllTokenDispatcher):
-            self.token_dispatcher.meet_experts(self._modules)
-        else:
-            kind = config.moe_token_dispatcher_type
-            log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")
-
-
-def class_map() -> dict[type, type]:
-    """The native classes and ours; Transformer Engine's grouped layers are among them where it is installed."""
-    classes: dict[type, type] = {
-        MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
-        MoELayer: DitronMoELayer,
-    }
-    if HAVE_TE:
-        from ditron_train.megatron.ep import te_experts
-
-        classes.update(te_experts.class_map())
-    return classes
-
-
-def stop() -> None:
-    """Forget what the policy said."""
-    gate.forget("ep")

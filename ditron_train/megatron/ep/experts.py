@@ -46,9 +46,15 @@ class TEGemm:
         columns = weights[0].shape[0 if transpose else 1]
         out = torch.empty(rows.shape[0], columns, dtype=rows.dtype, device=rows.device)
         _grouped_gemm(
-            weights, rows, [out], self._splits, layout="TN" if transpose else "NN", grad=not transpose,
-            single_output=True, use_split_accumulator=not transpose,
-        )  # fmt: skip
+            weights,
+            rows,
+            [out],
+            self._splits,
+            layout="TN" if transpose else "NN",
+            grad=not transpose,
+            single_output=True,
+            use_split_accumulator=not transpose,
+        )
         return out
 
 
@@ -78,9 +84,15 @@ class TEWgrad:
         self, out: list[torch.Tensor], grad: torch.Tensor, rows: torch.Tensor, accumulate: bool
     ) -> list[torch.Tensor]:
         _grouped_gemm(
-            rows.split(self._splits), grad, out, self._splits, layout="NT", grad=True, accumulate=accumulate,
+            rows.split(self._splits),
+            grad,
+            out,
+            self._splits,
+            layout="NT",
+            grad=True,
+            accumulate=accumulate,
             use_split_accumulator=True,
-        )  # fmt: skip
+        )
         return out
 
 
@@ -148,9 +160,13 @@ class DitronTEGroupedMLP(TEGroupedMLP):
             if self.activation_func == F.silu:
                 return weighted_bias_swiglu_impl(y, None, probs, config.activation_func_fp8_input_store)
             return weighted_bias_quick_geglu_impl(
-                y, None, probs, config.activation_func_fp8_input_store, config.glu_linear_offset,
+                y,
+                None,
+                probs,
+                config.activation_func_fp8_input_store,
+                config.glu_linear_offset,
                 config.activation_func_clamp_value,
-            )  # fmt: skip
+            )
         if self.activation_func == squared_relu and config.use_fused_weighted_squared_relu:
             return weighted_squared_relu_impl(y, probs)
         if not config.gated_linear_unit:

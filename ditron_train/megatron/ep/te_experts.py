@@ -95,5 +95,8 @@ def why_not_capacity(experts: torch.nn.Module) -> str | None:
         if not are_whole(layer.weight0.shape, config.params_dtype):
             return f"rows of weights {tuple(layer.weight0.shape)} or of their results are not whole 16 bytes"
         if get_settings().policy != "force" and not own_wgrad_has_native_bits(*layer.weight0.shape):
-            return f"weights {tuple(layer.weight0.shape)} are so small that cuBLAS may add up their gradients in another order"
+            return (
+                f"weights {tuple(layer.weight0.shape)} are so small that cuBLAS may add up their gradients in another "
+                "order"
+            )
     return None

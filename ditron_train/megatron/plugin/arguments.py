@@ -41,7 +41,7 @@ FEATURES: dict[str, str] = {
 FEATURE_MODULES = {
     "tp": "ditron_train.megatron.tp.layers",
     "sp": "ditron_train.megatron.sp.attention",
-    "ep": "ditron_train.megatron.ep.dispatcher",
+    "ep": "ditron_train.megatron.ep.layer",
     "pp": "ditron_train.megatron.pp.communicator",
     "muon": "ditron_train.megatron.muon.optimizer",
 }

@@ -1,0 +1,71 @@
+"""Feature ``ep``: megatron-core's MoE layer with this package's dispatcher, and what the feature replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
+from ditron_train.policy import gate
+from ditron_train.runtime.logs import log_once
+
+__all__ = ["DitronMoELayer", "class_map", "stop"]
+
+
+class _InPlaceOfMoELayer(type(MoELayer)):  # type: ignore[misc]
+    """Of a class that equals ``MoELayer``: in a spec ``TransformerLayer`` compares the module with it, and gives the
+    caller's groups only to such layers."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is MoELayer
+
+    __hash__ = type.__hash__
+
+
+class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
+    """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a
+    spec."""
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,  # of newer versions: is_mtp_layer, name
+    ) -> None:
+        pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
+        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            self.token_dispatcher = DitronMoEAlltoAllTokenDispatcher(
+                self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
+            )
+            if self.use_shared_expert and self.shared_expert_overlap:
+                self.token_dispatcher.set_shared_experts(self.shared_experts)
+        if isinstance(self.token_dispatcher, DitronMoEAlltoAllTokenDispatcher):
+            self.token_dispatcher.meet_experts(self._modules)
+        else:
+            kind = config.moe_token_dispatcher_type
+            log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")
+
+
+def class_map() -> dict[type, type]:
+    """The native classes and ours; Transformer Engine's grouped layers are among them where it is installed."""
+    classes: dict[type, type] = {
+        MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
+        MoELayer: DitronMoELayer,
+    }
+    if HAVE_TE:
+        from ditron_train.megatron.ep import te_experts
+
+        classes.update(te_experts.class_map())
+    return classes
+
+
+def stop() -> None:
+    """Forget what the policy said."""
+    gate.forget("ep")
