@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ditron_train.runtime.device import is_interpreter
-from ditron_train.runtime.triton_launcher import RecordedCall, has_launch_hooks, record_call
+from ditron_train.runtime.triton_launcher import CallRecorder, RecordedCall, has_launch_hooks, recorder_of
 
 __all__ = ["COMPILE_OPTIONS", "KernelLaunch", "compiled_together"]
 
@@ -36,18 +36,24 @@ _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same add
 
 def _specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value
-    itself)."""
-    key = []
+    itself); of a tuple what it does for the parts."""
+    key: list[Any] = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             key.append(argument.data_ptr() & 15)
         elif isinstance(argument, int):
             key.append(argument)
+        elif isinstance(argument, tuple):
+            key.append(_specialization(argument))
     return tuple(key)
 
 
 class KernelLaunch:
     """One kernel with its grid and constants, launched again and again with arguments of one kind.
+
+    What always travels together may be one argument, a ``NamedTuple``, whose fields the kernel reads by name. A tuple
+    holds no descriptors, and no sizes that are not to be specialised on: Triton looks at ``do_not_specialize`` for
+    whole arguments alone. A constant may be a ``NamedTuple`` or a frozen dataclass of constants.
 
     Args:
         kernel: A ``@triton.jit`` function whose constexpr parameters come last.
@@ -67,7 +73,7 @@ class KernelLaunch:
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILE_OPTIONS}
         self._values = tuple(constants.values())
-        self._compiled: dict[tuple, Any] = {}
+        self._compiled: dict[tuple, tuple[Any, CallRecorder | None]] = {}
         self._repeated: dict[Hashable, RecordedCall] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:
@@ -86,24 +92,22 @@ class KernelLaunch:
             it.
         """
         specialization = (_current_device(), *_specialization(arguments))  # compiled code is loaded on one device
-        compiled = self._compiled.get(specialization)
-        if compiled is None:
+        known = self._compiled.get(specialization)
+        if known is None:
             self._first(specialization, arguments, stream)
             return
-        if key is not None:
-            self._remember(key, compiled, arguments)
+        compiled, recorder = known
         handle = stream.cuda_stream if stream is not None else _current_stream()
-        compiled.run(
-            self._num_programs, 1, 1, handle, compiled.function, compiled.packed_metadata, None, None, None,
-            *arguments, *self._values,
-        )  # fmt: skip
-
-    def _remember(self, key: Hashable, compiled: Any, arguments: tuple) -> None:
-        call = record_call(compiled, self._num_programs, (*arguments, *self._values))
-        if call is not None:
-            if len(self._repeated) >= _MAX_REPEATED:
-                self._repeated.clear()
-            self._repeated[key] = call
+        if key is not None and recorder is not None:
+            call = recorder((*arguments, *self._values))
+            if call is not None:
+                if len(self._repeated) >= _MAX_REPEATED:
+                    self._repeated.clear()
+                self._repeated[key] = call
+                call.launch(*call.before, handle, *call.after)
+                return
+        fixed = (self._num_programs, 1, 1, handle, compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(*fixed, *arguments, *self._values)
 
     def compile(self, *arguments: Any) -> None:
         """Compiles for such arguments without launching; inside ``compiled_together`` it does not wait for it."""
@@ -128,7 +132,7 @@ class KernelLaunch:
             if len(self._compiled) >= _MAX_KEPT:
                 self._compiled.clear()
                 self._repeated.clear()
-            self._compiled[key] = compiled
+            self._compiled[key] = compiled, recorder_of(compiled, self._num_programs)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """What the installed Triton's launcher gives the driver, so that a launch can be repeated without the launcher.
 
-The function of C behind Triton's wrappers takes its arguments in an order that is Triton's own and changes from version
-to version: 3.6 wants them one by one, 3.7 a tuple of them behind annotations and a signature. So nobody here knows that
-order: Triton's own launcher runs once with a function in the place of that of C, and what it is given is kept.
+The function of C behind Triton's wrappers takes its arguments in an order that is Triton's own and changes from
+version to version: 3.6 wants them one by one, 3.7 a tuple of them behind annotations and a signature. So nobody here
+knows that order: Triton's own launcher runs once with a function in the place of that of C, and what it is given is
+kept.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RecordedCall", "has_launch_hooks", "record_call"]
+__all__ = ["CallRecorder", "RecordedCall", "has_launch_hooks", "recorder_of"]
 
 _STREAM = 0x5EA_0F_57_EA5  # stands for the stream while a call is recorded: no other argument has its identity
+
+_PLAIN = (int, float, bool, str)  # what most arguments are
 
 
 class RecordedCall(NamedTuple):
@@ -59,33 +62,49 @@ def _hooks() -> list[Any]:
     return [getattr(runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook")]
 
 
-def record_call(compiled: Any, num_programs: int, arguments: tuple) -> RecordedCall | None:
-    """What a launch of ``compiled`` with ``arguments`` gives the driver; None where this Triton's launcher is of a kind
-    that cannot be recorded, or does more at each launch than to call the driver.
+class CallRecorder:
+    """Records launches of one compiled kernel: what every launch needs is taken apart once.
 
-    Nothing is launched. Descriptors are encoded once, and tensors are given as their addresses: nothing here keeps
-    memory alive.
+    Made by ``recorder_of``.
     """
+
+    def __init__(self, compiled: Any, num_programs: int, launch: Callable, recording: Callable, calls: list) -> None:
+        recorder = copy.copy(compiled.run)
+        recorder.launch = recording
+        self._launch, self._calls = launch, calls
+        self._run = type(compiled).__getitem__(_Standing(compiled, recorder), (num_programs, 1, 1))
+
+    def __call__(self, arguments: tuple) -> RecordedCall | None:
+        """What a launch with ``arguments`` gives the driver; None where somebody wants to hear of launches, or the
+        stream has no place of its own.
+
+        Nothing is launched. Descriptors are encoded once, and tensors, those of tuples too, are given as their
+        addresses: nothing here keeps memory alive.
+        """
+        if has_launch_hooks():
+            return None
+        stream = int(str(_STREAM))  # an object of its own
+        self._run(*arguments, stream=stream)
+        given = self._calls.pop()
+        places = [index for index, value in enumerate(given) if value is stream]
+        if len(places) != 1:
+            return None
+        hooks = _hooks()
+        kept = tuple(_as_address(value, hooks) for value in given)
+        return RecordedCall(self._launch, kept[: places[0]], kept[places[0] + 1 :])
+
+
+def recorder_of(compiled: Any, num_programs: int) -> CallRecorder | None:
+    """Records launches of ``compiled``; None where this Triton's launcher is of a kind that cannot be recorded, or
+    does more at each launch than to call the driver."""
     run = compiled.run
-    if getattr(run, "gsan_enabled", False) or has_launch_hooks():
+    if getattr(run, "gsan_enabled", False):
         return None
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):  # allocated at each launch
         return None
     calls: list[tuple] = []
     found = _with_another_end(getattr(run, "launch", None), lambda *given: calls.append(given))
-    if found is None:
-        return None
-    launch, recording = found
-    recorder = copy.copy(run)
-    recorder.launch = recording
-    stream = int(str(_STREAM))  # an object of its own
-    type(compiled).__getitem__(_Standing(compiled, recorder), (num_programs, 1, 1))(*arguments, stream=stream)
-    (given,) = calls
-    places = [index for index, value in enumerate(given) if value is stream]
-    if len(places) != 1:
-        return None
-    kept = tuple(_as_addresses(value) for value in given)
-    return RecordedCall(launch, kept[: places[0]], kept[places[0] + 1 :])
+    return None if found is None else CallRecorder(compiled, num_programs, *found, calls)
 
 
 def _with_another_end(launch: Any, end: Callable[..., None]) -> tuple[Callable, Callable] | None:
@@ -105,10 +124,15 @@ def _with_another_end(launch: Any, end: Callable[..., None]) -> tuple[Callable, 
     return inner[0], same
 
 
-def _as_addresses(value: Any) -> Any:
-    """``value`` with tensors as their addresses and without hooks, of which there are none that listen."""
+def _as_address(value: Any, hooks: list[Any]) -> Any:
+    """``value`` with tensors as their addresses and without ``hooks``, of which there are none that listen; a
+    ``NamedTuple`` as a plain tuple, which the function of C takes apart sooner: 0.98 instead of 1.38 us for a launch
+    with seven fields."""
+    if value is None or type(value) in _PLAIN:
+        return value
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_as_addresses, value)) if type(value) in (tuple, list) else value
-    return None if any(value is hook for hook in _hooks()) else value
+        kept = [_as_address(part, hooks) for part in value]
+        return kept if isinstance(value, list) else tuple(kept)
+    return None if any(value is hook for hook in hooks) else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,11 +43,33 @@ from ditron_train.symm.control import (
     cyclic_difference,
 )
 
-__all__ = ["Channel", "check_all", "forget_failed"]
+__all__ = ["Channel", "ChannelPointers", "check_all", "forget_failed"]
 
 _READY_READ_S = 2.0  # start signals are read for an error's words; the error must not be late
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class ChannelPointers(NamedTuple):
+    """A channel as a kernel takes it, in one argument.
+
+    Attributes:
+        signals: Own flags, int32.
+        signals_addresses: Of the flags of every rank, int64.
+        ready: Own start signals, int32.
+        ready_addresses: Of the start signals of every rank, int64.
+        signature: What travels with a start signal, int32.
+        tickets: Launch counters, int64.
+        control: The control block, int64.
+    """
+
+    signals: torch.Tensor
+    signals_addresses: torch.Tensor
+    ready: torch.Tensor
+    ready_addresses: torch.Tensor
+    signature: torch.Tensor
+    tickets: torch.Tensor
+    control: torch.Tensor
 
 
 class Channel:
@@ -125,6 +147,13 @@ class Channel:
     def epoch(self) -> int:
         """Of the last launch that the device has begun (a sync)."""
         return int(self.tickets[0]) >> TICKET_UNIT_LOG2
+
+    def pointers(self, signature: torch.Tensor) -> ChannelPointers:
+        """What a kernel takes, with a ``signature`` of this channel; as long as no flags are added."""
+        signals, ready = self.signals, self.ready
+        return ChannelPointers(
+            signals.local, signals.addresses, ready.local, ready.addresses, signature, self.tickets, self.control
+        )
 
     def reserve_signals(self, num_signals: int) -> None:
         """Makes room for ``num_signals`` flags (collective when it must grow; syncs then).

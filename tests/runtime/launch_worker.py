@@ -10,7 +10,7 @@ import ctypes
 import json
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.runtime import launch as launching
 from ditron_train.runtime.launch import KernelLaunch, compiled_together
-from ditron_train.runtime.triton_launcher import record_call
+from ditron_train.runtime.triton_launcher import recorder_of
 
 _BYTES = {"u8": 1, "s8": 1, "u16": 2, "u32": 4, "s32": 4, "f32": 4, "u64": 8, "s64": 8, "f64": 8, "b8": 1}
 
@@ -36,6 +36,30 @@ def with_descriptors(a_desc, x_ptr, size, b_desc, scale, BLOCK: tl.constexpr):
 def without_descriptors(x_ptr, size, y_ptr, scale, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     tl.store(x_ptr + lanes, tl.load(y_ptr + lanes, mask=lanes < size) * scale, mask=lanes < size)
+
+
+class Rows(NamedTuple):
+    x: torch.Tensor
+    size: int
+
+
+class Factors(NamedTuple):
+    y: torch.Tensor
+    inner: tuple[torch.Tensor]
+
+
+class Tile(NamedTuple):
+    size: int
+    doubles: bool
+
+
+@triton.jit
+def with_tuples(rows, count, factors, TILE: tl.constexpr):
+    lanes = tl.arange(0, TILE.size)
+    values = tl.load(factors.y + lanes, mask=lanes < rows.size) * tl.load(factors.inner[0])
+    if TILE.doubles:
+        values += values
+    tl.store(rows.x + lanes, values, mask=lanes < count)
 
 
 class _Launch(ctypes.Structure):
@@ -82,16 +106,19 @@ def _arguments(name: str) -> tuple:
     if name == "with_descriptors":
         a, b = (TensorDescriptor(t, [64, 64], [64, 1], [16, 64]) for t in (x, y))
         return a, x, 12, b, 2.5
+    if name == "with_tuples":
+        return Rows(x, 16), 12, Factors(y, (x,))
     return x, 12, y, 2.5
 
 
 def _seen(name: str, kernel: Any, recording: _Recording) -> dict[str, Any]:
     """The same launch by Triton, by its compiled kernel and repeated."""
-    arguments, made = _arguments(name), KernelLaunch(kernel, 131, {"BLOCK": 64})
+    constants = {"TILE": Tile(64, True)} if name == "with_tuples" else {"BLOCK": 64}
+    arguments, made = _arguments(name), KernelLaunch(kernel, 131, constants)
     recording.expect("")  # how many parameters it has is not known before it is compiled
-    compiled = kernel[(131,)](*arguments, BLOCK=64, **made._options)
+    compiled = kernel[(131,)](*arguments, **constants, **made._options)
     recording.expect(compiled.asm["ptx"])
-    kernel[(131,)](*arguments, BLOCK=64, **made._options)
+    kernel[(131,)](*arguments, **constants, **made._options)
     by_triton = recording.last()
     made(*arguments)
     launches = recording.num_launches
@@ -99,14 +126,30 @@ def _seen(name: str, kernel: Any, recording: _Recording) -> dict[str, Any]:
     directly = recording.last()
     recorded = recording.num_launches - launches
     known, unknown = made.repeat("key", 6), made.repeat("other", 6)
-    call = record_call(compiled, 131, (*arguments, 64))
-    kept = [*call.before, *call.after, *(call.after[-1] if isinstance(call.after[-1], (tuple, list)) else ())]
+    call = recorder_of(compiled, 131)((*arguments, *constants.values()))
     return {
         "triton": by_triton, "directly": directly, "repeated": recording.last(), "known": known, "unknown": unknown,
         "launches_of_a_recorded_call": recorded, "launches": recording.num_launches - launches,
-        "keeps_memory": any(isinstance(value, (torch.Tensor, TensorDescriptor)) for value in kept),
+        "keeps_memory": _holds_memory((call.before, call.after)),
         "fp_fusion": compiled.metadata.enable_fp_fusion,
     }  # fmt: skip
+
+
+def _holds_memory(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_memory, value))
+    return isinstance(value, (torch.Tensor, TensorDescriptor))
+
+
+def _compiled_by_field(recording: _Recording) -> list[int]:
+    """How many kernels there are after each of some launches whose tuples differ."""
+    made = KernelLaunch(with_tuples, 131, {"TILE": Tile(64, False)})
+    recording.expect("")
+    x, counts = torch.zeros(128, dtype=torch.bfloat16), []
+    for y, size in ((x, 16), (x[1:], 16), (x[8:], 16), (x, 17)):
+        made(Rows(x, size), 12, Factors(y, (x,)))
+        counts.append(len(made._compiled))
+    return counts
 
 
 def _kept(recording: _Recording, monkeypatched: Any) -> dict[str, Any]:
@@ -151,9 +194,10 @@ def _main(folder: str) -> None:
     launching._current_device = lambda: 0
     launching._current_stream = lambda: 5
     answer: dict[str, Any] = {"preloaded": _preloaded(recording)}
-    for kernel in (with_descriptors, without_descriptors):
+    for kernel in (with_descriptors, without_descriptors, with_tuples):
         name = kernel.__name__
         answer[name] = _seen(name, kernel, recording)
+    answer["compiled_by_field"] = _compiled_by_field(recording)
     answer["kept"] = _kept(recording, launching)
     print(json.dumps(answer))
 

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import triton
 
-from ditron_train.runtime.triton_launcher import record_call
+from ditron_train.runtime.triton_launcher import recorder_of
 
 _HERE = Path(__file__).parent
 
@@ -42,7 +41,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kernel", ["with_descriptors", "without_descriptors"])
+_KERNELS = ["with_descriptors", "without_descriptors", "with_tuples"]
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
 def test_the_driver_is_given_what_triton_gives_it(seen: dict[str, Any], kernel: str) -> None:
     found = seen[kernel]
     assert len(found["triton"]["parameters"]) > 4 and found["triton"]["stream"] == 5
@@ -52,8 +54,20 @@ def test_the_driver_is_given_what_triton_gives_it(seen: dict[str, Any], kernel: 
     assert found["launches_of_a_recorded_call"] == 1 and found["launches"] == 2  # to record is not to launch
 
 
-def test_no_memory_is_kept_alive(seen: dict[str, Any]) -> None:
-    assert not seen["with_descriptors"]["keeps_memory"] and not seen["without_descriptors"]["keeps_memory"]
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_no_memory_is_kept_alive(seen: dict[str, Any], kernel: str) -> None:
+    assert not seen[kernel]["keeps_memory"]
+
+
+def test_a_tuple_is_given_as_its_fields(seen: dict[str, Any]) -> None:
+    """(pointer, 16), 12 and (pointer, (pointer,)) are the same six parameters as without tuples."""
+    parameters = seen["with_tuples"]["triton"]["parameters"]
+    assert parameters[1:3] == ["10000000", "0c000000"] and [len(part) for part in parameters[:5]] == [16, 8, 8, 16, 16]
+
+
+def test_what_a_tuple_holds_is_specialised_on(seen: dict[str, Any]) -> None:
+    """Code for an aligned address must not run on another: each alignment, and each value, is a kernel of its own."""
+    assert seen["compiled_by_field"] == [1, 2, 2, 3]
 
 
 def test_kernels_compiled_together_are_loaded_at_once(seen: dict[str, Any]) -> None:
@@ -98,10 +112,10 @@ class _Compiled:
     ],
 )
 def test_another_kind_of_launcher_is_left_alone(run: Any) -> None:
-    assert record_call(_Compiled(_launcher()), 131, (torch.zeros(4), 12)) is not None
-    assert record_call(_Compiled(run), 131, (torch.zeros(4), 12)) is None
+    assert recorder_of(_Compiled(_launcher()), 131) is not None
+    assert recorder_of(_Compiled(run), 131) is None
 
 
 def test_nothing_is_recorded_for_who_wants_to_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    assert record_call(_Compiled(_launcher()), 131, (12,)) is None
+    assert recorder_of(_Compiled(_launcher()), 131)((12,)) is None

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "hip")
+_ALIGNED = [["tt.divisibility", 16]]
 _NO_SPILL_TARGETS = ("sm_90",)
 _VECTOR_TARGETS = ("sm_90", "sm_100")  # for sm_80 a descriptor's tile is moved as the mask of its edges has it
 _SHARED_LIMIT_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "hip": 64 << 10}
@@ -62,13 +64,14 @@ class KernelSpec:
         name: What tests call it.
         kernel: ``package.module:function``.
         signature: Type of each argument that is not a constexpr: ``*bf16``, ``i32``, ``fp32``,
-            ``tensordesc<bf16[128,64]>``.
-        constexprs: Values of the others. ``TARGET`` is filled in where the kernel takes it.
+            ``tensordesc<bf16[128,64]>``; of a ``NamedTuple`` a dict of the types of its fields.
+        constexprs: Values of the others; of a ``NamedTuple`` a dict of its fields. ``TARGET`` is filled in where the
+            kernel takes it.
         num_warps: As the launch; a dict by target where it differs, with ``default``.
         num_stages: As the launch; likewise.
         targets: Which of ``TARGETS`` to compile for.
         aligned: Arguments whose address or value is a multiple of 16; None for all pointers, and all integers that the
-            kernel specialises on.
+            kernel specialises on. Of a tuple's fields it is always all.
         signals: Whether it must hold a release and an acquire on CUDA targets (a kernel with neither states False;
             None checks only that every release it has comes after a barrier).
         max_spill_bytes: Allowed on sm_90.
@@ -76,7 +79,7 @@ class KernelSpec:
 
     name: str
     kernel: str
-    signature: dict[str, str]
+    signature: dict[str, str | dict[str, str]]
     constexprs: dict[str, Any] = field(default_factory=dict)
     num_warps: int | dict[str, int] = 8
     num_stages: int | dict[str, int] = 3
@@ -325,29 +328,41 @@ def _assembler_facts(said: str) -> tuple[int, int]:
     return max(int(n) for n in re.findall(r"Used (\d+) registers", said)), spills
 
 
+def _named_tuple(fields: dict[str, Any]) -> tuple:
+    return namedtuple("Fields", fields)(**fields)
+
+
+def _can_align(kind: str) -> bool:
+    return kind.startswith("*") or kind in ("i32", "i64")
+
+
 def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
     import triton
     from triton.compiler import ASTSource
 
     module, function = spec.kernel.split(":")
     kernel = getattr(importlib.import_module(module), function)
-    constexprs = dict(spec.constexprs)
+    constexprs = {
+        name: _named_tuple(value) if isinstance(value, dict) else value for name, value in spec.constexprs.items()
+    }
     if "TARGET" in kernel.arg_names and "TARGET" not in constexprs:
         constexprs["TARGET"] = target
     unspecialised = {kernel.arg_names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
     signature, attrs = {}, {}
     for index, name in enumerate(kernel.arg_names):
-        if name in spec.signature:
-            signature[name] = spec.signature[name]
-            can_align = signature[name].startswith("*") or (
-                signature[name] in ("i32", "i64") and name not in unspecialised
-            )
-            if can_align and (spec.aligned is None or name in spec.aligned):
-                attrs[(index,)] = [["tt.divisibility", 16]]
-            continue
-        signature[name] = "constexpr"
-        if name not in constexprs:
-            constexprs[name] = kernel.params[index].default
+        kind = spec.signature.get(name)
+        if kind is None:
+            signature[name] = "constexpr"
+            if name not in constexprs:
+                constexprs[name] = kernel.params[index].default
+        elif isinstance(kind, dict):
+            signature[name] = _named_tuple(kind)
+            attrs.update({(index, field): _ALIGNED for field, part in enumerate(kind.values()) if _can_align(part)})
+        else:
+            signature[name] = kind
+            is_specialised = kind.startswith("*") or name not in unspecialised
+            if _can_align(kind) and is_specialised and (spec.aligned is None or name in spec.aligned):
+                attrs[(index,)] = _ALIGNED
     options = dict(
         num_warps=_by_target(spec.num_warps, target), num_stages=_by_target(spec.num_stages, target), **COMPILE_OPTIONS
     )
