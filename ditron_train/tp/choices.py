@@ -114,8 +114,7 @@ def default_choice(problem: Problem, machine: Machine) -> Choice:
     """Where every search starts: the tile of fewest waves, copy engines, one chunk a shard."""
     config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
     gather = GatherPlan("push", push_programs=1) if machine.target == "interpreter" else GatherPlan("copy")
-    # 4 H200s: blocks of 64 rows 331 us, of 32 338 us, of 16 357 us (8192x4096x2752); with 8 ranks 64 rows spill
-    # registers.
+    # Larger blocks are quicker; with 8 ranks 64 rows spill registers (docs/measurements/tp.md).
     fold_rows = 64 if problem.world_size <= 4 else 32
     return Choice(config, gather, fold_rows=min(fold_rows, config.block_m))
 

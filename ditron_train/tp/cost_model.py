@@ -9,9 +9,7 @@
                after the others'
 
 A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error
-at every shape. With the table that ships, the speedups of the 24 forward rows committed for 2 and 4 H200s are
-predicted within 4 %, their times within 4 % on the four, and up to 11 % too long on the two, whose long GEMMs by
-cuBLAS were 8 % quicker than another pair's (``tests/tools/tune``).
+at every shape (``docs/measurements/tp.md``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 (``tp.functions`` is).
 
 They enqueue on the current stream (and the context's communication stream), never wait for the device but at the first
-call of a new shape, and give the bits of NCCL plus cuBLAS wherever the tile GEMM gives cuBLAS's (``gemm.known_bits``).
+call of a new shape, and give the bits of NCCL plus cuBLAS wherever cuBLAS does not split K.
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.stream.events import current_handle
+from ditron_train.tp.ag_gemm_kernel import AgGemmConstants, ag_gemm_kernel
 from ditron_train.tp.choices import Choice, Layout, Problem
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.cost_model import is_short
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.kernels import ag_gemm_kernel, gemm_rs_kernel
+from ditron_train.tp.gemm_rs_kernel import GemmRsConstants, Slots, gemm_rs_kernel
 
 __all__ = ["Layout", "PreparedAgGemm", "PreparedGemmRs"]
 
@@ -58,7 +59,7 @@ class PreparedAgGemm(_PreparedGemm):
             context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m
         )
         even = partition.is_even(config.block_m)
-        self._order = context.tile_order("gather", partition, config.block_m, even)
+        self._tables = context.row_tables("gather", partition, config.block_m)
         self.gathered = gather.buffer.local[:, :k]
         self._a = make_descriptor(self.gathered, self.a_block)
         num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
@@ -73,11 +74,9 @@ class PreparedAgGemm(_PreparedGemm):
             ag_gemm_kernel,
             num_programs,
             {
-                **config.tile_constants(transpose_b=layout == "nt"),
-                "FLAGS_PER_RANK": FLAGS_PER_RANK,
-                "WORLD_SIZE": context.world_size,
-                "EVEN": even,
-                "HALVE_TAIL": halve_tail,
+                "OP": AgGemmConstants(
+                    config.tile(transpose_b=layout == "nt"), FLAGS_PER_RANK, context.world_size, even, halve_tail
+                ),
                 "TARGET": context.target,
             },
             num_warps=config.num_warps,
@@ -115,22 +114,18 @@ class PreparedAgGemm(_PreparedGemm):
         return is_as_given
 
     def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
-        gather, channel = self.gather, self.gather.channel
         return (
             self._a,
             make_descriptor(x[:, : self.k], self.a_block) if self._reads_own else self._a,
             make_descriptor(weight, self.b_block),
             make_descriptor(weight, self._half_b_block),
             make_descriptor(out, self.config.store_block),
-            channel.signals.local,
-            self._order,
-            gather.row_starts,
-            channel.tickets,
-            channel.control,
+            self.gather.pointers,
+            self._tables,
             self.m,
             self.n,
             self.k,
-            gather.granule_rows,
+            self.gather.granule_rows,
             self._num_whole_tiles,
         )
 
@@ -160,30 +155,32 @@ class PreparedGemmRs(_PreparedGemm):
         self._num_own_rows = partition.count(context.rank)
         block = config.block_m
         values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
-        self._signature = context.agree(channel, values)
+        signature = context.agree(channel, values)
         ends = zip(partition.starts, partition.starts[1:])
         num_slot_tiles = max(-(-end // block) - start // block for start, end in ends if end > start)
         self._slot_rows = num_slot_tiles * block
         self._flags_per_rank = num_slot_tiles * -(-n // config.block_n)
         channel.reserve_signals(world_size * self._flags_per_rank)
-        self._slots = context.slots(world_size * self._slot_rows, padded_columns(n, dtype), dtype)
+        self._pointers = channel.pointers(signature)
+        slots = context.slots(world_size * self._slot_rows, padded_columns(n, dtype), dtype)
+        self._slots = Slots(slots.local, slots.addresses)
         use_descriptors = world_size <= MAX_DESCRIPTOR_RANKS
         peers = range(world_size) if use_descriptors else [context.rank]
-        made = [make_descriptor(self._slots.peer(peer)[:, :n], config.store_block) for peer in peers]
+        made = [make_descriptor(slots.peer(peer)[:, :n], config.store_block) for peer in peers]
         self._peers = made + made[:1] * (MAX_DESCRIPTOR_RANKS - len(made))
-        even = partition.is_even(block)
-        self._order = context.tile_order("scatter", partition, block, even)
-        self._row_starts = context.table(partition, partition.starts)
+        self._tables = context.row_tables("scatter", partition, block)
         self._launch = KernelLaunch(
             gemm_rs_kernel,
             max(1, min(context.num_sms, config.num_tiles(self.m, n))),
             {
-                **config.tile_constants(transpose_b=layout == "nt"),
-                "FOLD_ROWS": min(choice.fold_rows, block),
-                "WORLD_SIZE": world_size,
-                "RANKS_POW2": next_power_of_2(world_size),
-                "EVEN": even,
-                "USE_DESCRIPTORS": use_descriptors,
+                "OP": GemmRsConstants(
+                    config.tile(transpose_b=layout == "nt"),
+                    min(choice.fold_rows, block),
+                    world_size,
+                    next_power_of_2(world_size),
+                    partition.is_even(block),
+                    use_descriptors,
+                ),
                 "TARGET": context.target,
             },
             num_warps=config.num_warps,
@@ -205,23 +202,14 @@ class PreparedGemmRs(_PreparedGemm):
         self._launch.compile(*self._arguments(aligned_operand(x), aligned_operand(weight), out))
 
     def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
-        channel = self.channel
         return (
             make_descriptor(x, self.a_block),
             make_descriptor(weight, self.b_block),
             *self._peers,
-            self._slots.addresses,
-            self._slots.local,
-            channel.signals.addresses,
-            channel.signals.local,
-            channel.ready.addresses,
-            channel.ready.local,
-            self._signature,
+            self._slots,
+            self._pointers,
             out,
-            self._order,
-            self._row_starts,
-            channel.tickets,
-            channel.control,
+            self._tables,
             self.m,
             self.n,
             self.k,

@@ -328,8 +328,11 @@ def _assembler_facts(said: str) -> tuple[int, int]:
     return max(int(n) for n in re.findall(r"Used (\d+) registers", said)), spills
 
 
-def _named_tuple(fields: dict[str, Any]) -> tuple:
-    return namedtuple("Fields", fields)(**fields)
+def _named_tuple(fields: Any) -> Any:
+    """A dict as a ``NamedTuple``, with those inside it; anything else as it is."""
+    if not isinstance(fields, dict):
+        return fields
+    return namedtuple("Fields", fields)(*map(_named_tuple, fields.values()))
 
 
 def _can_align(kind: str) -> bool:
@@ -342,9 +345,7 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
 
     module, function = spec.kernel.split(":")
     kernel = getattr(importlib.import_module(module), function)
-    constexprs = {
-        name: _named_tuple(value) if isinstance(value, dict) else value for name, value in spec.constexprs.items()
-    }
+    constexprs = {name: _named_tuple(value) for name, value in spec.constexprs.items()}
     if "TARGET" in kernel.arg_names and "TARGET" not in constexprs:
         constexprs["TARGET"] = target
     unspecialised = {kernel.arg_names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
