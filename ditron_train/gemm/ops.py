@@ -1,4 +1,4 @@
-"""Host side of the tile GEMM: three layouts, any shape and stride, the bits of cuBLAS where ``bits.py`` says so."""
+"""Host side of the tile GEMM: three layouts, any shape and stride, the bits of cuBLAS where it does not split K."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor) -> str:
 def _check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
     if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device:
         raise NotSupportedError(
-            f"{name}: out is {tuple(out.shape)} {out.dtype} on {out.device}, needed is {shape} {like.dtype} on {like.device}"
+            f"{name}: out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+            f"needed is {shape} {like.dtype} on {like.device}"
         )
     if out.numel() and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise NotSupportedError(f"{name}: out overlaps itself (a stride of 0)")
