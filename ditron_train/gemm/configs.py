@@ -55,6 +55,11 @@ class GemmConfig:
         """Block of the output's descriptor."""
         return self.block_m, self.block_n // 2 if self.split_store else self.block_n
 
+    def b_block(self, transpose_b: bool, *, halved: bool = False) -> tuple[int, int]:
+        """Block of B's descriptor, for whole tiles or for halves of them."""
+        columns = self.block_n // 2 if halved else self.block_n
+        return (columns, self.block_k) if transpose_b else (self.block_k, columns)
+
     def tile(self, *, transpose_b: bool) -> Tile:
         """What a kernel is compiled for."""
         return Tile(self.block_m, self.block_n, self.block_k, self.group_m, transpose_b, self.split_store)

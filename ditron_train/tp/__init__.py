@@ -3,10 +3,10 @@
 Where a step's time goes, and what was tried: ``docs/measurements/tp.md``.
 """
 
-from ditron_train.tp.choices import GatherPlan
 from ditron_train.tp.context import RowPartition, TPContext, get_context
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.ops import ag_gemm, all_gather, gemm_rs, start_all_gather, start_reduce_scatter
+from ditron_train.tp.problem import GatherPlan
 
 __all__ = [
     "GatherPlan",

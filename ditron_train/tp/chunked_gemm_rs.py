@@ -15,9 +15,9 @@ import torch
 from ditron_train.gemm.operands import aligned_operand, padded_columns
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.stream.events import current_handle
-from ditron_train.tp.choices import Choice, Layout, Problem
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.cost_model import first_rows, is_short, links_are_last, sums_in_parts
+from ditron_train.tp.problem import Choice, Layout, Problem
 from ditron_train.tp.scatter import PreparedScatter
 
 __all__ = ["PreparedChunkedGemmRs"]

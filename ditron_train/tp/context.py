@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from ditron_train.runtime.device import device_name
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.choices import Machine
+from ditron_train.tp.problem import Machine
 
 __all__ = ["FLAGS_PER_RANK", "RowPartition", "RowTables", "TPContext", "get_context"]
 
@@ -97,6 +97,16 @@ class TPContext(OpContext):
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}
+
+    def prepare(self, *call: Any) -> Any:
+        """What a call needs: ``call`` is one of ``tp.prepared``'s kinds, then its fields. Made at the first such call,
+        which is collective; None, and not kept, where there is nothing to do."""
+        prepared = self.prepared.get(call)
+        if prepared is None:
+            prepared = call[0](*call[1:]).prepare(self)
+            if prepared is not None:
+                self.prepared[call] = prepared
+        return prepared
 
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A small int32 table on the device, made once for ``key``."""

@@ -11,9 +11,9 @@ from ditron_train.stream.copies import Fan, copy_with_flags
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.window import ring_window, send_fans, window
-from ditron_train.tp.choices import GatherPlan
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.gather_kernels import copy_rows_kernel, gather_start_kernel, gather_wait_kernel, push_shard_kernel
+from ditron_train.tp.problem import GatherPlan
 
 __all__ = ["PreparedGather"]
 

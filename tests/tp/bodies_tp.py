@@ -23,12 +23,13 @@ from ditron_train.tp import (
     column_linear,
     gemm_rs,
     get_context,
+    prepared_ag_gemm,
+    prepared_gemm_rs,
     row_linear,
     start_reduce_scatter,
 )
 from ditron_train.tp import chunked_gemm_rs as chunked_ops
 from ditron_train.tp import ops as tp_ops
-from ditron_train.tp import prepared as prepared_ops
 from ditron_train.tp.context import FLAGS_PER_RANK
 from ditron_train.tp.functions import PlainWgrad, _column_gradients
 from tests.support.patience import HANG_S, Lateness
@@ -508,7 +509,7 @@ def check_interrupted(op: str) -> None:
         refuse()
         return tensor
 
-    modules = (prepared_ops, chunked_ops)
+    modules = (prepared_ag_gemm, prepared_gemm_rs, chunked_ops)
     aligned = [module.aligned_operand for module in modules]
     try:
         for module in modules:
