@@ -6,7 +6,7 @@ kernel directly: what the specialisation depended on is remembered and compared.
 
 That still encodes every descriptor and looks at every pointer. Who can name a launch by what its arguments depend on
 (``key``: addresses and strides) calls ``repeat`` first: the arguments as the driver takes them are kept, and a launch
-is one lookup and one call, which takes a third of the host's time for a whole op (``docs/measurements/tp.md``).
+is one lookup and one call, which takes a third of the host's time for a whole op (``docs/measurements/runtime.md``).
 """
 
 from __future__ import annotations
