@@ -3,7 +3,7 @@
 Where a step's time goes, and what was tried: ``docs/measurements/tp.md``.
 """
 
-from ditron_train.tp.context import RowPartition, TPContext, get_context
+from ditron_train.tp.context import RowPartition, TPContext, get_tp_context
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.ops import ag_gemm, all_gather, gemm_rs, start_all_gather, start_reduce_scatter
 from ditron_train.tp.problem import GatherPlan
@@ -16,7 +16,7 @@ __all__ = [
     "all_gather",
     "column_linear",
     "gemm_rs",
-    "get_context",
+    "get_tp_context",
     "row_linear",
     "start_all_gather",
     "start_reduce_scatter",

@@ -19,7 +19,7 @@ from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.tp.problem import Machine
 
-__all__ = ["FLAGS_PER_RANK", "RowPartition", "RowTables", "TPContext", "get_context"]
+__all__ = ["FLAGS_PER_RANK", "RowPartition", "RowTables", "TPContext", "get_tp_context"]
 
 FLAGS_PER_RANK = 1024  # arrival flags of one source rank in a gather
 
@@ -142,7 +142,7 @@ class TPContext(OpContext):
         return self.arena.tensor("tp.partials", (num_rows, num_columns), dtype)
 
 
-def get_context(
+def get_tp_context(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None, *, first_epoch: int = 0
 ) -> TPContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""

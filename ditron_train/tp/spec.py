@@ -14,7 +14,7 @@ from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
 from ditron_train.tp.choices import choose, default_choice, entry_of, modelled_choice, tile_variants, transfer_variants
-from ditron_train.tp.context import RowPartition, TPContext, get_context
+from ditron_train.tp.context import RowPartition, TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather
 from ditron_train.tp.prepared import PreparedAgGemm, gemm_rs_by
@@ -79,7 +79,7 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
 
     def context(self, call: GemmCall) -> TPContext:
         """See `OpSpec`."""
-        return get_context(call.group, call.x.device)
+        return get_tp_context(call.group, call.x.device)
 
     def words(self, call: GemmCall, context: TPContext) -> str:
         """See `OpSpec`."""
