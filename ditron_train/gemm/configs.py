@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ditron_train.runtime.device import HOPPER_AND_NEWER
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["HOPPER_SQUARE_RATE", "GemmConfig", "choose_config", "config_variants"]
+__all__ = ["HOPPER_SQUARE_RATE", "GemmConfig", "Tile", "choose_config", "config_variants"]
+
+
+class Tile(NamedTuple):
+    """A ``GemmConfig`` as one constexpr of a kernel; ``transpose_b``: B is given as it lies in a Linear's weight."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    transpose_b: bool
+    split_store: bool
 
 
 @dataclass(frozen=True)
@@ -43,16 +55,18 @@ class GemmConfig:
         """Block of the output's descriptor."""
         return self.block_m, self.block_n // 2 if self.split_store else self.block_n
 
+    def b_block(self, transpose_b: bool, *, halved: bool = False) -> tuple[int, int]:
+        """Block of B's descriptor, for whole tiles or for halves of them."""
+        columns = self.block_n // 2 if halved else self.block_n
+        return (columns, self.block_k) if transpose_b else (self.block_k, columns)
+
+    def tile(self, *, transpose_b: bool) -> Tile:
+        """What a kernel is compiled for."""
+        return Tile(self.block_m, self.block_n, self.block_k, self.group_m, transpose_b, self.split_store)
+
     def tile_constants(self, *, transpose_b: bool) -> dict[str, int | bool]:
-        """What the kernels of ops that overlap a GEMM with communication take first."""
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "GROUP_M": self.group_m,
-            "TRANSPOSE_B": transpose_b,
-            "SPLIT_STORE": self.split_store,
-        }
+        """``tile`` as a constant each."""
+        return {name.upper(): value for name, value in self.tile(transpose_b=transpose_b)._asdict().items()}
 
     @property
     def shared_bytes(self) -> int:
@@ -72,13 +86,8 @@ class GemmConfig:
         return num_tiles - tail if self.split_store and 2 * tail <= num_programs else num_tiles
 
 
-# Hopper: the first, with its tail halved, ran at 0.96-1.06 of cuBLAS's speed (geomean 1.01, ``bench gemm``) on one
-# rank's share of published layers at TP 8, the second at 0.87 of its rate but with half the tile, which gives small
-# shapes more programs. Four stages of the first and one store block take 224 of 227 KiB of shared memory and are worth
-# up to 5 % over three. Not explained: cuBLAS takes 1477 us at 8192x7392x8192, but 1435 in four calls of 2048 rows, as
-# async-TP makes them; ours takes 1475, and 1470 to 1487 inside AG-GEMM on 4 H200s (async-TP 1484), whatever groups of
-# 2 to 16 row tiles. Tried and slower: blocks of K of 128 in two stages (0.60-0.76), groups of 4 to 32 (equal within 1
-# %), and a last column of tiles computed in halves where less than half of it is filled (1-2 % slower).
+# Hopper: the first, with its tail halved, runs at cuBLAS's speed; the second at 0.87 of its rate but with half the
+# tile, which gives small shapes more programs (docs/measurements/tp.md).
 _HOPPER_WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 _HOPPER_SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
 #: What square tiles reach of the rate of wide ones, measured on Hopper.

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["aligned_operand", "empty_aligned", "is_aligned", "make_descriptor", "padded_columns"]
+__all__ = ["Operand", "aligned_operand", "empty_aligned", "is_aligned", "make_descriptor", "padded_columns"]
 
 _ALIGNMENT_BYTES = 16
+
+
+class Operand(NamedTuple):
+    """What of a tensor decides whether there is a kernel for it."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

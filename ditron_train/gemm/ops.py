@@ -1,4 +1,4 @@
-"""Host side of the tile GEMM: three layouts, any shape and stride, the bits of cuBLAS where ``bits.py`` says so."""
+"""Host side of the tile GEMM: three layouts, any shape and stride, the bits of cuBLAS where it does not split K."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.kernels import gemm_kernel
-from ditron_train.gemm.operands import aligned_operand, empty_aligned, is_aligned, make_descriptor
+from ditron_train.gemm.operands import Operand, aligned_operand, empty_aligned, is_aligned, make_descriptor
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
@@ -31,7 +31,7 @@ __all__ = [
 _DTYPES = {"interpreter": (torch.float32, torch.bfloat16, torch.float16), "gpu": (torch.bfloat16, torch.float16)}
 
 
-def check_operands(name: str, a: torch.Tensor, b: torch.Tensor) -> str:
+def check_operands(name: str, a: torch.Tensor | Operand, b: torch.Tensor | Operand) -> str:
     """Checks that two tensors can be multiplied by the kernels; returns the ``TARGET`` of their device.
 
     Raises:
@@ -51,7 +51,8 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor) -> str:
 def _check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
     if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device:
         raise NotSupportedError(
-            f"{name}: out is {tuple(out.shape)} {out.dtype} on {out.device}, needed is {shape} {like.dtype} on {like.device}"
+            f"{name}: out is {tuple(out.shape)} {out.dtype} on {out.device}, "
+            f"needed is {shape} {like.dtype} on {like.device}"
         )
     if out.numel() and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise NotSupportedError(f"{name}: out overlaps itself (a stride of 0)")
@@ -123,13 +124,12 @@ def gemm_launch(
     """How C [m, n] of ``dtype`` is computed with these tiles on ``num_programs`` multiprocessors of a device."""
     num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
     halve_tail = num_whole_tiles < num_tiles
-    half_n = config.block_n // 2 if halve_tail else config.block_n
     grid = num_programs if halve_tail else min(num_programs, num_tiles)
     return GemmLaunch(
         _launcher(config, transpose_a, transpose_b, halve_tail, grid, dtype, device_index),
         (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k),
-        (config.block_n, config.block_k) if transpose_b else (config.block_k, config.block_n),
-        (half_n, config.block_k) if transpose_b else (config.block_k, half_n),
+        config.b_block(transpose_b),
+        config.b_block(transpose_b, halved=halve_tail),
         config.store_block,
         num_whole_tiles,
     )

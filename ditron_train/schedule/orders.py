@@ -14,7 +14,7 @@ own node, scatter in the next one. Inside another node, gather starts with the r
 crosses nodes between equal local indices and is forwarded to neighbours from there.
 
 The order of a whole shape is a small int32 table which a kernel loads (``ordered_tile``); for row counts that divide
-evenly, ``gather_tile`` and ``scatter_tile`` compute the same order without a table.
+evenly, ``gather_tile`` and ``scatter_tile`` need no table.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ __all__ = [
     "chunk_order",
     "delivery_order",
     "gather_row_tile_order",
+    "gather_tile_order",
     "grouped_tile_order",
     "lower_triangle_tile_order",
     "row_tile_owners",
@@ -222,6 +223,33 @@ def grouped_tile_order(
     within = tile_id % tiles_per_group
     slot = first_slot + within % np.maximum(group_size, 1)
     return np.stack([rows[slot], within // np.maximum(group_size, 1)], axis=1).astype(np.int32).reshape(-1, 2)
+
+
+def gather_tile_order(
+    row_starts: Sequence[int] | np.ndarray,
+    block_m: int,
+    num_tiles_n: int,
+    group_m: int,
+    rank: int,
+    world_size: int,
+    ranks_per_node: int | None = None,
+) -> np.ndarray:
+    """All tiles of a gather in the order in which programs take them: ``grouped_tile_order`` of each rank's rows by
+    itself, where every rank owns the same whole number of row tiles, so that no group waits for two ranks; else of
+    ``gather_row_tile_order``.
+
+    Returns:
+        int32 [num_tiles, 2] of (row tile, column tile).
+
+    Raises:
+        ValueError: As ``gather_row_tile_order``.
+    """
+    row_order = gather_row_tile_order(row_starts, block_m, rank, world_size, ranks_per_node)
+    rows = np.diff(np.asarray(row_starts, dtype=np.int64))
+    if rows[0] == 0 or rows[0] % block_m or np.any(rows != rows[0]):
+        return grouped_tile_order(row_order.size, num_tiles_n, group_m, row_order)
+    shards = row_order.reshape(world_size, -1)
+    return np.concatenate([grouped_tile_order(shard.size, num_tiles_n, group_m, shard) for shard in shards])
 
 
 def lower_triangle_tile_order(size: int, block_m: int, block_n: int, group_m: int) -> np.ndarray:

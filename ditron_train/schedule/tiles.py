@@ -33,26 +33,29 @@ def ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M: tl.const
 @triton.jit
 def gather_tile(
     tile_id,
+    order_ptr,
     rank,
     num_tiles_m,
     num_tiles_n,
-    WORLD_SIZE: tl.constexpr,
-    RANKS_PER_NODE: tl.constexpr,
     GROUP_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """Gather order without a table, where every rank owns the same whole number of row tiles.
+    """Tile ``tile_id`` of a gather on one node: own rows first, then in the order of arrival.
 
-    Own rows first, then in order of arrival. Twin: ``grouped_tile_order`` of ``gather_row_tile_order``. Returns
-    (tile_m, tile_n, owner): the tile waits for rank ``owner``'s rows.
+    With EVEN every rank owns the same whole number of row tiles, and the groups of row tiles that are walked together
+    end with a rank's rows: none waits for two ranks. Else ``ordered_tile``. Twin: ``gather_tile_order``. Returns
+    (tile_m, tile_n).
     """
-    NUM_NODES: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE
-    slot, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
-    tiles_per_rank = num_tiles_m // WORLD_SIZE
-    position = slot // tiles_per_rank
-    node = (rank // RANKS_PER_NODE + position // RANKS_PER_NODE) % NUM_NODES
-    local = (rank % RANKS_PER_NODE + position % RANKS_PER_NODE) % RANKS_PER_NODE
-    owner = node * RANKS_PER_NODE + local
-    return owner * tiles_per_rank + slot % tiles_per_rank, tile_n, owner
+    if EVEN:
+        shard_tiles_m = num_tiles_m // WORLD_SIZE
+        shard_tiles = shard_tiles_m * num_tiles_n
+        step = tile_id // shard_tiles
+        local_m, tile_n = grouped_tile(tile_id - step * shard_tiles, shard_tiles_m, num_tiles_n, GROUP_M)
+        tile_m = (rank + step) % WORLD_SIZE * shard_tiles_m + local_m
+    else:
+        tile_m, tile_n = ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M)
+    return tile_m, tile_n
 
 
 @triton.jit

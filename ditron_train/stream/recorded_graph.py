@@ -1,21 +1,12 @@
 """Stream operations that come again and again in one order, recorded as a CUDA graph: one call of the driver for all
 of them.
 
-Sends of an AG-GEMM by copy engines (a kernel, then a copy and a flag for each of 3 peers; 4 H200s): 9.5 instead of
-19.8 us of the host's time, the whole op 35 instead of 46 (in another run, at three shapes, 42 to 69 instead of 61 to
-87); on the device as before within 1 %. A recording takes 51 us, and 84 KB of the GPU.
+It spares half of the host's time, and nothing on the device (``docs/measurements/tp.md``).
 
-Whole ops as one graph, their GEMMs too (``OpContext.repeat_op``), on 2 H200s at 2048x2048x1024, 4096x2048x2048,
-8192x4096x1376: AG-GEMM takes the host 22, 41, 51 us instead of 43, 68, 82, GEMM-RS by copies 36, 42, 47 instead of 62,
-64, 103; on the device as before within 2 us. Recording one takes 0.6 ms, and 245 KB of the GPU. In another run, with
-the launch of the graph in it, AG-GEMM 22, 21, 37 us, GEMM-RS 23, 34, 38; the launch alone 7, 7, 11 and 8, 11, 13, so
-without it 15 to 27.
-
-A copy in a graph is bound to the allocation that its address lay in when it was recorded. Once the driver had that
-memory back (``torch.cuda.empty_cache``, or torch's allocator when memory runs out) and another allocation lay at the
-address, launching the graph was a segmentation fault in the driver or a launch failure on the GPU (H200, driver 580;
-with expandable segments it went well). So a recording knows the numbers of the allocations its copies touch, which the
-driver gives once (1 us to ask). Kernels in a graph take addresses as they come.
+A copy in a graph is bound to the allocation that its address lay in when it was recorded: with another allocation at
+the address, launching the graph was a segmentation fault in the driver or a launch failure on the GPU. So a recording
+knows the numbers of the allocations its copies touch, which the driver gives. Kernels in a graph take addresses as
+they come.
 """
 
 from __future__ import annotations

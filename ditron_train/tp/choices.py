@@ -6,16 +6,18 @@ reads the same table and computes the same model, so all choose alike without ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ditron_train.gemm.configs import GemmConfig, choose_config, config_variants
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.rates import MachineRates, default_rates
-from ditron_train.runtime.tuning_table import active_table, shape_class
+from ditron_train.runtime.rates import MachineRates
+from ditron_train.runtime.tuning_table import active_table
+from ditron_train.tp.cost_model import predict, rates_of
+from ditron_train.tp.problem import Choice, GatherPlan, Layout, Machine, Op, Problem, ScatterMode
 
 __all__ = [
     "Choice",
@@ -35,87 +37,12 @@ __all__ = [
     "transfer_variants",
 ]
 
-Op = Literal["ag_gemm", "gemm_rs"]
-Layout = Literal["nt", "nn"]
-# How partial sums of a GEMM-RS travel: stored by its epilogue, or by copy engines behind a GEMM for the rows of each
-# rank.
-ScatterMode = Literal["store", "copy"]
-
-
-@dataclass(frozen=True)
-class GatherPlan:
-    """One way to move the rows of an AG-GEMM.
-
-    Attributes:
-        mode: ``push`` (SMs beside the GEMM) or ``copy`` (copy engines, no SM).
-        push_programs: SMs that push; the GEMM leaves them free.
-        num_chunks: Chunks of a shard that copy engines signal separately.
-    """
-
-    mode: Literal["push", "copy"]
-    push_programs: int = 12
-    num_chunks: int = 1
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a choice depends on beside the shape: the device's name, its kernels' ``TARGET`` and multiprocessors."""
-
-    device: str
-    target: str
-    num_sms: int
-
-
-@dataclass(frozen=True)
-class Problem:
-    """An op at a shape: its GEMM C [m, n] = A [m, k] @ B as one rank sees it; m are the rows of all ranks."""
-
-    op: Op
-    m: int
-    n: int
-    k: int
-    layout: Layout
-    dtype: torch.dtype
-    world_size: int
-
-    @property
-    def table_op(self) -> str:
-        """Its name in a table."""
-        return f"{self.op} {self.layout}"
-
-    @property
-    def shape_class(self) -> str:
-        """Its class in a table."""
-        return shape_class(self.m, self.n, self.k)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Launch constants of one op at one shape. They change the time, never the bits.
-
-    Attributes:
-        config: Tile sizes.
-        gather: Of an AG-GEMM: how rows travel.
-        fold_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
-        scatter: Of a GEMM-RS: how partial sums travel.
-        use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
-        ask. source: ``table``, ``model`` or ``default``.
-    """
-
-    config: GemmConfig
-    gather: GatherPlan = GatherPlan("copy")
-    fold_rows: int = 32
-    scatter: ScatterMode = "store"
-    use_native: bool = False
-    source: str = "default"
-
 
 def default_choice(problem: Problem, machine: Machine) -> Choice:
     """Where every search starts: the tile of fewest waves, copy engines, one chunk a shard."""
     config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
     gather = GatherPlan("push", push_programs=1) if machine.target == "interpreter" else GatherPlan("copy")
-    # 4 H200s: blocks of 64 rows 331 us, of 32 338 us, of 16 357 us (8192x4096x2752); with 8 ranks 64 rows spill
-    # registers.
+    # Larger blocks are quicker; with 8 ranks 64 rows spill registers (docs/measurements/tp.md).
     fold_rows = 64 if problem.world_size <= 4 else 32
     return Choice(config, gather, fold_rows=min(fold_rows, config.block_m))
 
@@ -142,16 +69,6 @@ def tile_variants(machine: Machine, base: Choice) -> list[Choice]:
     """``base`` with other tile sizes, stages and groups."""
     configs = config_variants(base.config, machine.target)
     return [replace(base, config=config, fold_rows=min(base.fold_rows, config.block_m)) for config in configs]
-
-
-def rates_of(machine: Machine) -> MachineRates:
-    """Rates that the table measured, else what is assumed of this kind of device.
-
-    Raises:
-        SettingError: As ``choose``.
-    """
-    table = active_table(machine.device)
-    return (table.rates if table is not None else None) or default_rates(machine.target)
 
 
 def choose(problem: Problem, machine: Machine) -> Choice:
@@ -182,8 +99,6 @@ def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice
     base = default_choice(problem, machine)
     if machine.target == "interpreter":
         return base
-    from ditron_train.tp.cost_model import predict
-
     # Of equals the first, so the default stands where the model sees no difference.
     tried = [base, *transfer_variants(problem, machine, base)]
     tried += [variant for choice in tried for variant in tile_variants(machine, choice)]

@@ -1,25 +1,8 @@
 """GEMM-RS in chunks: a GEMM for the rows of each rank, whose partial sums copy engines send while the next one runs.
 
-The GEMM-RS that stores tiles to peers from its epilogue (``prepared.PreparedGemmRs``) loses some 60 to 80 us whatever
-the size: multiprocessors finish a wave of tiles together, share the links fairly, so they finish storing together,
-too, and loads queue behind the stores (4 H200s, 8192x4096x2752: 349 us to peers, 291 us with all stores kept local,
-cuBLAS alone 247). Copy engines read what lies in memory and hold no multiprocessor up. In us, native / cuBLAS alone /
-stores from the epilogue / this: 8192x4096x2752 434 / 245 / 332 / 285, 8192x4096x3584 508 / 314 / 406 / 354,
-8192x8192x2048 723 / 371 / 516 / 437, 8192x8192x7168 1619 / 1263 / 1371 / 1292; at 2048x4096x1024 no difference (98 /
-30 / 74 / 75).
-
-Tried: GEMMs on two streams, so that one fills the last wave of the other: 1 % less at most, 1 % more at the largest;
-holding copies back until the next GEMM is enqueued: equal; cuBLAS for the chunks: equal within 1 %; chunks of two
-neighbours: 391 us instead of 354 (8192x4096x3584), since the order of a rank whose neighbours wrap around ends with a
-pair. Where the links are last, the sum of all but the last source is made while that one's rows are on their way,
-which is why rows travel so that they arrive in the order of the sum: 216 -> 209 us at 8192x4096x1376, 226 -> 219 at
-8192x4096x1792 (4 ranks; GEMM alone 137 and 166, NCCL 193). One chunk of them stored to its owner by its GEMM's
-epilogue, so that a copy less is waited for: 235 to 255 and 251 to 274 us, whichever it is, since its stores take the
-links from the copies. Where the own rows' GEMM is last, it could only be made beside that, and what adds needs
-multiprocessors of the GEMM, which leaves it no registers. Where the links are last, the first rows go in halves, too,
-if that takes fewer waves: 200 -> 180 us at 8192x4096x1376, 218 -> 207 at 8192x4096x1792 (2 H200s; native 304 and 333).
-With 8 ranks a chunk is one wave: its halves by smaller tiles made no difference (2 H200s, each rank sending what 8
-ranks would: 229 and 228 instead of 232 and 227), quarters 253.
+A GEMM-RS that stores tiles from its epilogue (``prepared.PreparedGemmRs``) loses some 60 to 80 us whatever the size,
+since loads queue behind the stores; copy engines read what lies in memory and hold no multiprocessor up. Times, and
+what was tried: ``docs/measurements/tp.md``.
 """
 
 from __future__ import annotations
@@ -32,9 +15,9 @@ import torch
 from ditron_train.gemm.operands import aligned_operand, padded_columns
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.stream.events import current_handle
-from ditron_train.tp.choices import Choice, Layout, Problem
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.cost_model import first_rows, is_short, links_are_last, sums_in_parts
+from ditron_train.tp.problem import Choice, Layout, Problem
 from ditron_train.tp.scatter import PreparedScatter
 
 __all__ = ["PreparedChunkedGemmRs"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from ditron_train.runtime.device import device_name
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.choices import Machine
+from ditron_train.tp.problem import Machine
 
-__all__ = ["FLAGS_PER_RANK", "RowPartition", "TPContext", "get_context"]
+__all__ = ["FLAGS_PER_RANK", "RowPartition", "RowTables", "TPContext", "get_tp_context"]
 
 FLAGS_PER_RANK = 1024  # arrival flags of one source rank in a gather
 
@@ -64,6 +64,18 @@ class RowPartition:
         return hash(self.starts) & 0x7FFFFFFF
 
 
+class RowTables(NamedTuple):
+    """Tables of the rows of all ranks, int32.
+
+    Attributes:
+        order: [row tiles], which row tile comes when; read where shares are uneven.
+        starts: [world_size + 1], where the rows of each rank begin.
+    """
+
+    order: torch.Tensor
+    starts: torch.Tensor
+
+
 class TPContext(OpContext):
     """Buffers, channels and the communication stream of one tensor-parallel group (collective to make).
 
@@ -86,6 +98,16 @@ class TPContext(OpContext):
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}
 
+    def prepare(self, *call: Any) -> Any:
+        """What a call needs: ``call`` is one of ``tp.prepared``'s kinds, then its fields. Made at the first such call,
+        which is collective; None, and not kept, where there is nothing to do."""
+        prepared = self.prepared.get(call)
+        if prepared is None:
+            prepared = call[0](*call[1:]).prepare(self)
+            if prepared is not None:
+                self.prepared[call] = prepared
+        return prepared
+
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A small int32 table on the device, made once for ``key``."""
         tensor = self._tables.get(key)
@@ -94,17 +116,17 @@ class TPContext(OpContext):
             tensor = self._tables[key] = torch.from_numpy(host.copy()).to(self.device)
         return tensor
 
-    def tile_order(
-        self, kind: Literal["gather", "scatter"], partition: RowPartition, block_m: int, even: bool
-    ) -> torch.Tensor:
-        """Table of row tiles in gather or scatter order; a kernel that needs none (``even``) gets any table."""
-        if even:
-            return self.table(partition, partition.starts)
+    def row_tables(self, kind: Literal["gather", "scatter"], partition: RowPartition, block_m: int) -> RowTables:
+        """Where ranks' rows begin, and the row tiles in gather or scatter order; where shares are even no kernel reads
+        an order, and any table stands for it."""
+        starts = self.table(partition, partition.starts)
+        if partition.is_even(block_m):
+            return RowTables(starts, starts)
         key = (kind, partition, block_m)
-        if key in self._tables:
-            return self._tables[key]
-        function = gather_row_tile_order if kind == "gather" else scatter_row_tile_order
-        return self.table(key, function(partition.starts, block_m, self.rank, self.world_size))
+        if key not in self._tables:
+            function = gather_row_tile_order if kind == "gather" else scatter_row_tile_order
+            self.table(key, function(partition.starts, block_m, self.rank, self.world_size))
+        return RowTables(self._tables[key], starts)
 
     def forget_shapes(self) -> None:
         """See ``OpContext``; the tables of row tiles go, too."""
@@ -120,7 +142,7 @@ class TPContext(OpContext):
         return self.arena.tensor("tp.partials", (num_rows, num_columns), dtype)
 
 
-def get_context(
+def get_tp_context(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None, *, first_epoch: int = 0
 ) -> TPContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""

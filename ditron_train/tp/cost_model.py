@@ -9,9 +9,7 @@
                after the others'
 
 A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error
-at every shape. With the table that ships, the speedups of the 24 forward rows committed for 2 and 4 H200s are
-predicted within 4 %, their times within 4 % on the four, and up to 11 % too long on the two, whose long GEMMs by
-cuBLAS were 8 % quicker than another pair's (``tests/tools/tune``).
+at every shape (``docs/measurements/tp.md``).
 """
 
 from __future__ import annotations
@@ -22,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_config
-from ditron_train.runtime.rates import MachineRates
-from ditron_train.tp.choices import Choice, GatherPlan, Machine, Problem, rates_of
+from ditron_train.runtime.rates import MachineRates, default_rates
+from ditron_train.runtime.tuning_table import active_table
+from ditron_train.tp.problem import Choice, GatherPlan, Machine, Problem
 
 __all__ = [
     "Prediction",
@@ -35,6 +34,7 @@ __all__ = [
     "native_us",
     "nccl_bytes",
     "predict",
+    "rates_of",
     "sums_in_parts",
     "wire_bytes",
 ]
@@ -56,6 +56,16 @@ _SHORT_US = 400.0  # so long an op takes, three times what the host needs to enq
 _FEWEST_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
 _PASSES_BEHIND_LAST = 4  # over own rows: the sum so far, the last source, own partial sums, the result
 _PAIR_RATE = 0.8  # of NCCL's rate with more ranks is its rate with two (H200: 225 to 246 GB/s instead of 300)
+
+
+def rates_of(machine: Machine) -> MachineRates:
+    """Rates that the table measured, else what is assumed of this kind of device.
+
+    Raises:
+        SettingError: As ``choices.choose``.
+    """
+    table = active_table(machine.device)
+    return (table.rates if table is not None else None) or default_rates(machine.target)
 
 
 @dataclass(frozen=True)

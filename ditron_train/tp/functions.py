@@ -22,7 +22,8 @@ import torch
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.ops import ag_gemm, can_copy, gemm_rs, start_all_gather, start_reduce_scatter
+from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
+from ditron_train.tp.prepared import can_copy
 
 __all__ = ["PlainWgrad", "Wgrad", "column_linear", "row_linear"]
 

@@ -11,17 +11,17 @@ from ditron_train.stream.copies import Fan, copy_with_flags
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.window import ring_window, send_fans, window
-from ditron_train.tp.choices import GatherPlan
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.gather_kernels import copy_rows_kernel, gather_start_kernel, gather_wait_kernel, push_shard_kernel
+from ditron_train.tp.problem import GatherPlan
 
 __all__ = ["PreparedGather"]
 
-_PUSH_WARPS = 32  # a program of 32 warps moves some 42 GB/s, 30 beside a GEMM
+_PUSH_WARPS = 32  # docs/measurements/tp.md
 _PUSH_BLOCK = 16384
 _COPY_BLOCK = 4096
 _FEWEST_FOR_FANS = 4  # ranks: with three there is one peer behind the first
-_GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us: at 64 KB a granule pushes ran at a third of their rate
+_GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us
 
 
 def _push_granule_rows(partition: RowPartition, row_bytes: int, block_m: int) -> int:
@@ -85,7 +85,7 @@ class PreparedGather:
             num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
             self.granule_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.granule_rows)
-        self.signature = context.agree(channel, values)
+        self.pointers = channel.pointers(context.agree(channel, values))
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype)
         self.row_starts = context.table(partition, partition.starts)
         self.row_bytes = num_columns * dtype.itemsize
@@ -160,11 +160,7 @@ class PreparedGather:
         ]
 
     def _push_arguments(self, x: torch.Tensor) -> tuple:
-        channel = self.channel
-        return (
-            x, self.buffer.addresses, channel.signals.addresses, channel.ready.addresses, channel.ready.local,
-            self.signature, self.row_starts, channel.tickets, channel.control, self.num_columns, self.granule_rows,
-        )  # fmt: skip
+        return x, self.buffer.addresses, self.pointers, self.row_starts, self.num_columns, self.granule_rows
 
     def compile(self, x: torch.Tensor) -> None:
         """Compiles the kernel of a push, without running it; the one in front of copy engines takes no time."""
@@ -198,12 +194,8 @@ class PreparedGather:
         """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that
         has been launched, reads own rows elsewhere, and leaves room on its multiprocessors.
 
-        Enqueued before the consumer it would keep it waiting for the sends where a device has one connection
-        (CUDA_DEVICE_MAX_CONNECTIONS=1: the row layer's backward took 694 us instead of 550, nothing hidden, at
-        8192x4096x11008 on 4 H200s). The driver's copy kernel finds no room beside a GEMM: in front of the sends, on a
-        stream of its own, or behind the GEMM it gained nothing over a copy in front. This one takes dgrad with its
-        gather from 276 / 342 / 1341 us to 270 / 335 / 1332 at N x K = 2752x4096 / 3584x4096 / 7168x8192; without any
-        copy it is 267 / 332 / 1322.
+        Enqueued before the consumer it would keep it waiting for the sends where a device has one connection, and the
+        driver's copy kernel finds no room beside a GEMM (``docs/measurements/tp.md``).
         """
         if self._copy is None:
             self._own_rows.copy_(x)
@@ -213,39 +205,12 @@ class PreparedGather:
             self._copy(x, self._own_rows, x.numel(), stream=context.comm_stream, key=key)
 
     def _send_by_copies(self, x: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Each chunk, then its flag, peer after peer on one stream.
-
-        A flag stops the copy engine for 5 us (gather of 8192 x 4096 alone, 4 H200s, 1 / 2 / 4 chunks a shard: 159 /
-        174 / 205 us), yet nothing else was quicker by more than 1 us: flags written by the stream, flags on a stream
-        of their own behind events, peers in turn on two streams, a stream for each peer.
-
-        Where the gather takes longer than the GEMM, the rows that come last are waited for, and one tile's time is
-        behind them: 8192x1536x4096 took 205 us (gather 159, a tile 47; NCCL and cuBLAS 326). Two chunks of the last
-        peer's rows alone: 211, its last tiles in halves too: 221, in halves without chunks: 209.
-
-        With 8 ranks (8192 x 4096: seven copies of 8 MiB, timed on 4 H200s, peers in turn, 205 us beside a GEMM) each
-        copy takes some 5 us more than its bytes, flag or no flag; the last tiles, one wave, come behind it all. Tried:
-        a second stream, 275 whether it has one copy or three (both wait for the same engine, and changing over takes
-        75); cuMemcpyBatchAsync in batches of 2 to 7, 194 to 224; pulls, 217; SMs instead of copy engines, 209 by 12
-        and 210 by 16 programs of 32 warps, 213 and more by descriptors; SMs that read rows once and store them to all
-        peers before the next, tiles of all peers in turn: 185 by 16 programs. The whole op (8192x1376x4096 and
-        8192x1792x4096, each rank sending what 8 ranks would): on 4 H200s copy engines 246 and 246, SMs peer after peer
-        240 and 244 (12 programs), all peers at once 236 and 254; on 2 copy engines 231 and 232, both with a seventh of
-        the rows pushed by 2 to 12 programs 240 to 246 and 243 to 250.
-
-        Several peers in one command (``stream.window``), which spares some 5 us each, flag included: where all rows
-        are waited for, all peers but the first (8 ranks' traffic on 2 H200s: 207 -> 182 us). A GEMM that takes rows as
-        they come waits longer for those that come together: peers in groups of 1, 2, 1, 1, 1, 1 / 1, 2, 2, 1, 1 / 1,
-        3, 1, 1, 1 took 230 / 224 / 238 instead of 229 us at 8192x1376x4096, 244 / 245 / 266 instead of 232 at x1792,
-        688 / 686 / 718 instead of 653 at 8192x3584x8192.
-        """
-        context, channel = self.context, self.channel
+        """Each chunk, then its flag, peer after peer on one stream: nothing else was quicker
+        (``docs/measurements/tp.md``)."""
+        context = self.context
         if not self._start.repeat("start", context.comm_handle):
             num_flags = max(-(-self.partition.max_count // self.granule_rows), context.world_size)
-            self._start(
-                context.gather_epochs, num_flags, channel.ready.addresses, channel.ready.local, self.signature,
-                channel.tickets, channel.control, stream=stream, key="start",
-            )  # fmt: skip
+            self._start(context.gather_epochs, num_flags, self.pointers, stream=stream, key="start")
         copy_with_flags(self._copies[:1] if self._fans else self._copies, x.data_ptr(), stream)
 
     def _send_to_others(self, stream: torch.cuda.Stream | None) -> None:
@@ -258,10 +223,8 @@ class PreparedGather:
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, [total rows, K], a view of the
         buffer."""
-        channel = self.channel
         if not self._wait.repeat("wait", current_handle(self.context.device)):
-            arguments = (channel.signals.local, self.row_starts, channel.tickets, channel.control, self.granule_rows)
-            self._wait(*arguments, key="wait")
+            self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
         self.finish()
         return self.buffer.local
 

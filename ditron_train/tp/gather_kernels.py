@@ -1,4 +1,5 @@
 """Kernels of a gather: SMs that push, the program in front of copy engines, the program that waits for all rows.
+``channel`` is ``ChannelPointers``.
 
 Sizes that change no code are not specialised on (``do_not_specialize``): a new shape needs no compilation.
 """
@@ -24,13 +25,8 @@ def _in_vectors(num_elements, ptr):
 def push_shard_kernel(
     x_ptr,
     gathered_addresses,
-    signals_addresses,
-    ready_addresses,
-    ready_ptr,
-    signature_ptr,
+    channel,
     row_starts_ptr,
-    tickets_ptr,
-    control_ptr,
     K,
     granule_rows,
     FLAGS_PER_RANK: tl.constexpr,
@@ -45,22 +41,22 @@ def push_shard_kernel(
     granule's flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
     """
     K = _in_vectors(K, x_ptr)
-    epoch = dl.next_epoch(tickets_ptr)
-    rank = dl.rank(control_ptr)
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
     program = tl.program_id(0)
     if program == 0:
-        dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+        dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
     first_row = tl.load(row_starts_ptr + rank)
     num_rows = tl.load(row_starts_ptr + rank + 1) - first_row
     num_granules = tl.cdiv(num_rows, granule_rows)
     for step in tl.static_range(1, WORLD_SIZE):
         peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
         if program == 0:
-            dl.verify_ready(ready_ptr, signature_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+            dl.verify_ready(channel.ready, channel.signature, epoch, channel.control, peer, WORLD_SIZE, TARGET)
         else:
-            dl.await_ready(ready_ptr, epoch, control_ptr, peer, WORLD_SIZE, TARGET)
+            dl.await_ready(channel.ready, epoch, channel.control, peer, WORLD_SIZE, TARGET)
         destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_row.to(tl.int64) * K
-        flags = dl.symm_at(signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
+        flags = dl.symm_at(channel.signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
         for granule in range(program, num_granules, tl.num_programs(0)):
             row = tl.cast(granule, tl.int64) * granule_rows
             count = tl.minimum(num_rows - row, granule_rows) * K
@@ -70,16 +66,7 @@ def push_shard_kernel(
 
 @triton.jit(do_not_specialize=["num_flags"])
 def gather_start_kernel(
-    epochs_ptr,
-    num_flags,
-    ready_addresses,
-    ready_ptr,
-    signature_ptr,
-    tickets_ptr,
-    control_ptr,
-    WORLD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TARGET: tl.constexpr,
+    epochs_ptr, num_flags, channel, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr
 ):
     """One program in front of a gather by copy engines: start signals both ways, then ``epochs_ptr[:num_flags] =
     epoch``.
@@ -87,35 +74,28 @@ def gather_start_kernel(
     The copy engines copy those words behind the data onto the peers' flags: the epoch stays in device memory, so a
     captured graph replays with fresh ones.
     """
-    epoch = dl.next_epoch(tickets_ptr)
-    rank = dl.rank(control_ptr)
-    dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
+    dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
     lanes = tl.arange(0, BLOCK)
     for block in range(0, tl.cdiv(num_flags, BLOCK)):
         offsets = block * BLOCK + lanes
         tl.store(epochs_ptr + offsets, epoch + tl.zeros((BLOCK,), tl.int32), mask=offsets < num_flags)
-    dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)
+    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
 @triton.jit(do_not_specialize=["granule_rows"])
 def gather_wait_kernel(
-    signals_ptr,
-    row_starts_ptr,
-    tickets_ptr,
-    control_ptr,
-    granule_rows,
-    FLAGS_PER_RANK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    TARGET: tl.constexpr,
+    channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
 ):
     """One program behind a gather: every peer's rows have arrived. What follows on the stream reads them plainly."""
-    epoch = dl.next_epoch(tickets_ptr + 1)
-    rank = dl.rank(control_ptr)
+    epoch = dl.next_epoch(channel.tickets + 1)
+    rank = dl.rank(channel.control)
     for step in tl.static_range(1, WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
         num_rows = tl.load(row_starts_ptr + peer + 1) - tl.load(row_starts_ptr + peer)
         for flag in range(0, tl.cdiv(num_rows, granule_rows)):
-            dl.wait(signals_ptr + peer * FLAGS_PER_RANK + flag, epoch, control_ptr, peer, flag, TARGET)
+            dl.wait(channel.signals + peer * FLAGS_PER_RANK + flag, epoch, channel.control, peer, flag, TARGET)
 
 
 @triton.jit

@@ -2,80 +2,34 @@
 (``tp.functions`` is).
 
 They enqueue on the current stream (and the context's communication stream), never wait for the device but at the first
-call of a new shape, and give the bits of NCCL plus cuBLAS wherever the tile GEMM gives cuBLAS's (``gemm.known_bits``).
+call of a new shape, and give the bits of NCCL plus cuBLAS wherever cuBLAS does not split K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from ditron_train.gemm.operands import padded_columns
-from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
-from ditron_train.stream.driver import has_driver
-from ditron_train.symm.control import DTYPES
-from ditron_train.tp.choices import Choice, GatherPlan, Op, Problem, ScatterMode, choose
-from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
-from ditron_train.tp.context import RowPartition, TPContext
+from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.prepared import Layout, PreparedAgGemm, PreparedGemmRs
-from ditron_train.tp.scatter import SUM_DTYPES, PreparedScatter
+from ditron_train.tp.prepared import AgGemmCall, AllGatherCall, GemmRsCall, ReduceScatterCall, can_copy
+from ditron_train.tp.problem import GatherPlan, Layout, ScatterMode
+from ditron_train.tp.scatter import PreparedScatter
 
 __all__ = [
     "StartedGather",
     "StartedReduceScatter",
     "ag_gemm",
     "all_gather",
-    "can_copy",
     "gemm_rs",
-    "prepare_gemm_rs",
     "start_all_gather",
     "start_reduce_scatter",
 ]
-
-
-def _check(name: str, context: TPContext, x: torch.Tensor, weight: torch.Tensor, layout: Layout) -> tuple[int, int]:
-    """Checks what this rank can see alone; returns (N, K)."""
-    if layout not in ("nt", "nn"):
-        raise NotSupportedError(f"{name}: layout {layout!r} is not nt or nn")
-    if x.device != context.device:
-        raise NotSupportedError(f"{name}: x is on {x.device}, the context on {context.device}")
-    if weight.dim() != 2 or x.dim() < 2:
-        raise NotSupportedError(
-            f"{name}: x must have at least 2 dimensions and weight 2, got {x.dim()} and {weight.dim()}"
-        )
-    check_operands(name, x, weight)
-    n, k = weight.shape if layout == "nt" else weight.shape[::-1]
-    if x.shape[-1] != k:
-        raise NotSupportedError(f"{name}: x {tuple(x.shape)} and weight {tuple(weight.shape)} ({layout}) do not fit")
-    if n == 0 or k == 0:
-        raise NotSupportedError(f"{name}: weight {tuple(weight.shape)} has an empty dimension")
-    return n, k
-
-
-def _partition(
-    name: str, context: TPContext, x: torch.Tensor, row_counts: Sequence[int] | None, *, total: bool
-) -> RowPartition:
-    """Rows of all ranks: given, or the same number everywhere. ``total``: x holds all of them, not this rank's."""
-    world = context.world_size
-    rows = x.shape[:-1].numel()
-    if row_counts is None:
-        if total and x.shape[0] % world:
-            raise NotSupportedError(
-                f"{name}: dimension 0 of {tuple(x.shape)} does not divide by {world} ranks; pass row_counts"
-            )
-        row_counts = [rows // world if total else rows] * world
-    if len(row_counts) != world or min(row_counts) < 0:
-        raise NotSupportedError(f"{name}: row_counts {list(row_counts)} for a group of {world}")
-    partition = RowPartition.of(row_counts)
-    if rows != (partition.num_rows if total else partition.count(context.rank)):
-        raise NotSupportedError(f"{name}: x has {rows} rows, row_counts {list(row_counts)} say otherwise")
-    return partition
 
 
 def _sendable_rows(x: torch.Tensor) -> torch.Tensor:
@@ -91,10 +45,6 @@ def _sendable_rows(x: torch.Tensor) -> torch.Tensor:
         rows = torch.nn.functional.pad(rows, (0, missing))
     rows = rows.contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
-
-
-def _choose(op: Op, context: TPContext, m: int, n: int, k: int, dtype: torch.dtype, layout: Layout) -> Choice:
-    return choose(Problem(op, m, n, k, layout, dtype, context.world_size), context.machine)
 
 
 @outside_compile
@@ -118,7 +68,7 @@ def ag_gemm(
         row_counts: Rows (all leading dimensions multiplied) of each rank where they differ.
         return_gathered: Also return the gathered rows [total rows, K]: a view that the next gather of this context
             overwrites.
-        plan: How to move the rows; chosen by the shape where None (``tp.tuning``).
+        plan: How to move the rows; chosen by the shape where None (``tp.choices``).
 
     Returns:
         [s, ..., N] ([total rows, N] with ``row_counts``), and the gathered rows if asked for.
@@ -130,22 +80,13 @@ def ag_gemm(
     """
     counts = None if row_counts is None else tuple(row_counts)
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
-    key = ("ag_gemm", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
-           counts, plan, return_gathered)  # fmt: skip
-    prepared = context.prepared.get(key)
+    operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
+    prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered)
     if prepared is None:
-        n, k = _check("ag_gemm", context, x, weight, layout)
-        partition = _partition("ag_gemm", context, x, counts, total=False)
-        if partition.num_rows == 0:
-            context.agree_on_nothing((context.gather_channel,), columns=padded_columns(k, x.dtype), dtype=x.dtype)
-            shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
-            empty = x.new_empty(*shape, n)
-            return (empty, x.new_empty(0, k)) if return_gathered else empty
-        choice = _choose("ag_gemm", context, partition.num_rows, n, k, x.dtype, layout)
-        if plan is not None:
-            choice = replace(choice, gather=plan)
-        prepared = PreparedAgGemm(context, partition, n, k, x.dtype, layout, choice, keeps_gathered=return_gathered)
-        context.prepared[key] = prepared
+        n, k = weight.shape if layout == "nt" else weight.shape[::-1]
+        shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
+        empty = x.new_empty(*shape, n)
+        return (empty, x.new_empty(0, k)) if return_gathered else empty
     y = prepared(_sendable_rows(x), weight)
     if counts is None and x.dim() > 2:
         y = y.view(x.shape[0] * context.world_size, *x.shape[1:-1], prepared.n)
@@ -186,22 +127,7 @@ def start_all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequenc
     """
     counts = None if row_counts is None else tuple(row_counts)
     stream = context.enter("all_gather", x.shape if counts is None else counts, x.dtype)
-    key = ("all_gather", x.shape, x.dtype, x.device, counts)
-    prepared = context.prepared.get(key)
-    if prepared is None:
-        if x.device != context.device or x.dim() < 2:
-            raise NotSupportedError(
-                f"all_gather: x {tuple(x.shape)} on {x.device}, the context is on {context.device}"
-            )
-        if x.dtype not in DTYPES:
-            raise NotSupportedError(f"all_gather: {x.dtype} is not supported")
-        partition = _partition("all_gather", context, x, counts, total=False)
-        if partition.num_rows == 0 or x.shape[-1] == 0:
-            context.agree_on_nothing((context.gather_channel,), dtype=x.dtype)
-            raise NotSupportedError(f"all_gather: nothing to gather in {tuple(x.shape)}")
-        columns = padded_columns(x.shape[-1], x.dtype)
-        prepared = PreparedGather(context, partition, columns, x.dtype, GatherPlan("copy"), block_m=1, is_awaited=True)
-        context.prepared[key] = prepared
+    prepared = context.prepare(AllGatherCall, x.shape, x.dtype, x.device, counts)
     return StartedGather(prepared, _sendable_rows(x), x.shape[-1], stream)
 
 
@@ -232,7 +158,7 @@ def gemm_rs(
         context: The group's context.
         layout: How ``weight`` lies.
         row_counts: Rows that each rank gets where they differ.
-        scatter: How to move partial sums; chosen by the shape where None (``tp.tuning``). Without ``cuda-bindings``,
+        scatter: How to move partial sums; chosen by the shape where None (``tp.choices``). Without ``cuda-bindings``,
             or where rows of the result are not whole 16 bytes, they are stored by the GEMM whatever is said here.
 
     Returns:
@@ -243,40 +169,17 @@ def gemm_rs(
     """
     counts = None if row_counts is None else tuple(row_counts)
     context.enter("gemm_rs", x.shape, weight.shape, x.dtype)
-    key = ("gemm_rs", x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, layout,
-           counts, scatter)  # fmt: skip
-    prepared = context.prepared.get(key)
+    operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
+    prepared = context.prepare(GemmRsCall, *operands, layout, counts, scatter)
     if prepared is None:
-        n, k = _check("gemm_rs", context, x, weight, layout)
-        partition = _partition("gemm_rs", context, x, counts, total=True)
-        if partition.num_rows == 0:
-            context.agree_on_nothing((context.scatter_channel, context.reduce_channel), columns=n, dtype=x.dtype)
-            shape = (0,) if counts is not None else (x.shape[0] // context.world_size, *x.shape[1:-1])
-            return x.new_empty(*shape, n)
-        choice = _choose("gemm_rs", context, partition.num_rows, n, k, x.dtype, layout)
-        if scatter is not None:
-            choice = replace(choice, scatter=scatter)
-        prepared = context.prepared[key] = prepare_gemm_rs(context, partition, n, k, x.dtype, layout, choice)
+        shape = (0,) if counts is not None else (x.shape[0] // context.world_size, *x.shape[1:-1])
+        return x.new_empty(*shape, weight.shape[0 if layout == "nt" else 1])
     if counts is None:
         out = x.new_empty(x.shape[0] // context.world_size, *x.shape[1:-1], prepared.n)
     else:
         out = x.new_empty(counts[context.rank], prepared.n)
     prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, out)
     return out
-
-
-def prepare_gemm_rs(
-    context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout, choice: Choice
-) -> PreparedChunkedGemmRs | PreparedGemmRs:
-    """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
-    by_copy = choice.scatter == "copy" and can_copy(context) and PreparedChunkedGemmRs.covers(n, dtype)
-    kind = PreparedChunkedGemmRs if by_copy else PreparedGemmRs
-    return kind(context, partition, n, k, dtype, layout, choice)
-
-
-def can_copy(context: TPContext) -> bool:
-    """Whether copy engines can be driven here: on a GPU that needs ``cuda-bindings``."""
-    return has_driver() or not context.is_cuda
 
 
 @outside_compile
@@ -320,20 +223,6 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     stream = context.enter("reduce_scatter", partial.shape, partial.dtype)
     if not can_copy(context):
         raise NotSupportedError(f"reduce_scatter by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")
-    key = ("reduce_scatter", partial.shape, partial.dtype, partial.device)
-    prepared = context.prepared.get(key)
-    if prepared is None:
-        is_fitting = partial.device == context.device and partial.dim() >= 2
-        if is_fitting and partial.numel() == 0:
-            context.agree_on_nothing((context.reduce_channel,))
-        if not is_fitting or partial.numel() == 0:
-            raise NotSupportedError(
-                f"reduce_scatter: {tuple(partial.shape)} on {partial.device}, context on {context.device}"
-            )
-        if partial.dtype not in SUM_DTYPES:
-            raise NotSupportedError(f"reduce_scatter: {partial.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
-        partition = _partition("reduce_scatter", context, partial, None, total=True)
-        prepared = PreparedScatter(context, partition, partial.shape[-1], partial.dtype)
-        context.prepared[key] = prepared
+    prepared = context.prepare(ReduceScatterCall, partial.shape, partial.dtype, partial.device)
     shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
     return StartedReduceScatter(prepared, partial.contiguous(), shape, stream)

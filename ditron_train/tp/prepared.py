@@ -1,231 +1,199 @@
-"""AG-GEMM and GEMM-RS, prepared for one shape: everything that does not change between calls is decided once."""
+"""What an op needs at a shape, made at its first call: checks, the rows of all ranks, tiles, ways of moving data.
+
+A ``...Call`` says all that this depends on: with its kind in front its fields are the key of what was prepared
+(``TPContext.prepare``). ``prepare`` is collective; it returns what enqueues the op, or None where there are no rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 
-from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor, padded_columns
-from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
-from ditron_train.runtime.launch import KernelLaunch
-from ditron_train.runtime.sizes import next_power_of_2
-from ditron_train.stream.events import current_handle
-from ditron_train.tp.choices import Choice, Layout, Problem
-from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
-from ditron_train.tp.cost_model import is_short
+from ditron_train.gemm.operands import Operand, padded_columns
+from ditron_train.gemm.ops import check_operands
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.stream.driver import has_driver
+from ditron_train.symm.control import DTYPES
+from ditron_train.tp.choices import choose
+from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
+from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.kernels import ag_gemm_kernel, gemm_rs_kernel
+from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
+from ditron_train.tp.prepared_gemm_rs import PreparedGemmRs
+from ditron_train.tp.problem import Choice, GatherPlan, Layout, Problem, ScatterMode
+from ditron_train.tp.scatter import SUM_DTYPES, PreparedScatter
 
-__all__ = ["Layout", "PreparedAgGemm", "PreparedGemmRs"]
-
-
-class _PreparedGemm:
-    """Tile sizes and descriptors of both ops."""
-
-    def __init__(self, context: TPContext, m: int, n: int, k: int, layout: Layout, choice: Choice) -> None:
-        self.context = context
-        self.m, self.n, self.k = m, n, k
-        self.config = config = choice.config
-        self.a_block = (config.block_m, config.block_k)
-        self.b_block = (config.block_n, config.block_k) if layout == "nt" else (config.block_k, config.block_n)
-        self._launch: KernelLaunch
-
-    @property
-    def identity(self) -> tuple:
-        """Of two with the same one the GEMM's kernel is compiled once."""
-        return self._launch.identity
+__all__ = [
+    "AgGemmCall",
+    "AllGatherCall",
+    "GemmRsCall",
+    "PreparedAgGemm",
+    "PreparedGemmRs",
+    "ReduceScatterCall",
+    "can_copy",
+    "gemm_rs_by",
+]
 
 
-class PreparedAgGemm(_PreparedGemm):
-    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make.
-
-    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. Where the op is
-    short and sends by copy engines, it is recorded as ``PreparedChunkedGemmRs`` is."""
-
-    def __init__(
-        self,
-        context: TPContext,
-        partition: RowPartition,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        layout: Layout,
-        choice: Choice,
-        keeps_gathered: bool = False,
-    ) -> None:
-        super().__init__(context, partition.num_rows, n, k, layout, choice)
-        config = self.config
-        self.gather = gather = PreparedGather(
-            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m
+def _check(context: TPContext, call: AgGemmCall | GemmRsCall) -> tuple[int, int]:
+    """Checks what this rank can see alone; returns (N, K)."""
+    name, layout, x_shape, weight_shape = call.op, call.layout, call.x_shape, call.weight_shape
+    if layout not in ("nt", "nn"):
+        raise NotSupportedError(f"{name}: layout {layout!r} is not nt or nn")
+    if call.device != context.device:
+        raise NotSupportedError(f"{name}: x is on {call.device}, the context on {context.device}")
+    if len(weight_shape) != 2 or len(x_shape) < 2:
+        raise NotSupportedError(
+            f"{name}: x must have at least 2 dimensions and weight 2, got {len(x_shape)} and {len(weight_shape)}"
         )
-        even = partition.is_even(config.block_m)
-        self._order = context.tile_order("gather", partition, config.block_m, even)
-        self.gathered = gather.buffer.local[:, :k]
-        self._a = make_descriptor(self.gathered, self.a_block)
-        num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
-        self._out_columns = padded_columns(n, dtype)
-        self._reads_own = even
-        self._keeps_gathered = keeps_gathered
-        self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
-        halve_tail = self._num_whole_tiles < config.num_tiles(self.m, n)
-        half_n = config.block_n // 2 if halve_tail else config.block_n
-        self._half_b_block = (half_n, config.block_k) if layout == "nt" else (config.block_k, half_n)
-        self._launch = KernelLaunch(
-            ag_gemm_kernel,
-            num_programs,
-            {
-                **config.tile_constants(transpose_b=layout == "nt"),
-                "FLAGS_PER_RANK": FLAGS_PER_RANK,
-                "WORLD_SIZE": context.world_size,
-                "EVEN": even,
-                "HALVE_TAIL": halve_tail,
-                "TARGET": context.target,
-            },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-        problem = Problem("ag_gemm", self.m, n, k, layout, dtype, context.world_size)
-        self._is_recorded = context.is_cuda and not gather.by_push and is_short(problem, choice, context.machine)
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
-        context = self.context
-        out = x.new_empty(self.m, self._out_columns)
-        key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr())
-        if not self._is_recorded:
-            self._enqueue(x, weight, out, key)
-        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(x, weight, out, key):
-            context.remember_op((self, *key), lambda: self._enqueue(x, weight, out, key), (x.data_ptr(),))
-        return out if self._out_columns == self.n else out[:, : self.n].contiguous()
-
-    def _enqueue(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, key: tuple) -> bool:
-        """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
-        is_as_given = True
-        self.gather.start(x, copies_own=not self._reads_own)
-        if not self._launch.repeat(key, current_handle(self.context.device)):
-            try:
-                operand = aligned_operand(weight)
-                is_as_given = operand is weight
-                self._launch(*self._arguments(x, operand, out[:, : self.n]), key=key if is_as_given else None)
-            except BaseException:  # no memory, a kernel that does not compile: this epoch's rows are for no later call
-                self.gather.wait()
-                raise
-        if self._keeps_gathered and self._reads_own:
-            self.gather.copy_own(x)
-        self.gather.finish()
-        return is_as_given
-
-    def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
-        gather, channel = self.gather, self.gather.channel
-        return (
-            self._a,
-            make_descriptor(x[:, : self.k], self.a_block) if self._reads_own else self._a,
-            make_descriptor(weight, self.b_block),
-            make_descriptor(weight, self._half_b_block),
-            make_descriptor(out, self.config.store_block),
-            channel.signals.local,
-            self._order,
-            gather.row_starts,
-            channel.tickets,
-            channel.control,
-            self.m,
-            self.n,
-            self.k,
-            gather.granule_rows,
-            self._num_whole_tiles,
-        )
-
-    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """Compiles what a call with these would run, without running it; nothing is sent."""
-        out = empty_aligned(self.m, self.n, x.dtype, x.device)
-        self._launch.compile(*self._arguments(x, aligned_operand(weight), out))
-        self.gather.compile(x)
+    check_operands(name, Operand(call.dtype, call.device), Operand(call.weight_dtype, call.weight_device))
+    n, k = weight_shape if layout == "nt" else weight_shape[::-1]
+    if x_shape[-1] != k:
+        raise NotSupportedError(f"{name}: x {tuple(x_shape)} and weight {tuple(weight_shape)} ({layout}) do not fit")
+    if n == 0 or k == 0:
+        raise NotSupportedError(f"{name}: weight {tuple(weight_shape)} has an empty dimension")
+    return n, k
 
 
-class PreparedGemmRs(_PreparedGemm):
-    """[m, k] times a weight, reduce-scattered by rows; collective to make."""
+def _partition(
+    name: str, context: TPContext, shape: torch.Size, row_counts: Sequence[int] | None, *, total: bool
+) -> RowPartition:
+    """Rows of all ranks: given, or the same number everywhere. ``total``: x holds all of them, not this rank's."""
+    world = context.world_size
+    rows = shape[:-1].numel()
+    if row_counts is None:
+        if total and shape[0] % world:
+            raise NotSupportedError(
+                f"{name}: dimension 0 of {tuple(shape)} does not divide by {world} ranks; pass row_counts"
+            )
+        row_counts = [rows // world if total else rows] * world
+    if len(row_counts) != world or min(row_counts) < 0:
+        raise NotSupportedError(f"{name}: row_counts {list(row_counts)} for a group of {world}")
+    partition = RowPartition.of(row_counts)
+    if rows != (partition.num_rows if total else partition.count(context.rank)):
+        raise NotSupportedError(f"{name}: x has {rows} rows, row_counts {list(row_counts)} say otherwise")
+    return partition
 
-    def __init__(
-        self,
-        context: TPContext,
-        partition: RowPartition,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        layout: Layout,
-        choice: Choice,
-    ) -> None:
-        super().__init__(context, partition.num_rows, n, k, layout, choice)
-        config, world_size = self.config, context.world_size
-        self.channel = channel = context.scatter_channel
-        self._num_own_rows = partition.count(context.rank)
-        block = config.block_m
-        values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
-        self._signature = context.agree(channel, values)
-        ends = zip(partition.starts, partition.starts[1:])
-        num_slot_tiles = max(-(-end // block) - start // block for start, end in ends if end > start)
-        self._slot_rows = num_slot_tiles * block
-        self._flags_per_rank = num_slot_tiles * -(-n // config.block_n)
-        channel.reserve_signals(world_size * self._flags_per_rank)
-        self._slots = context.slots(world_size * self._slot_rows, padded_columns(n, dtype), dtype)
-        use_descriptors = world_size <= MAX_DESCRIPTOR_RANKS
-        peers = range(world_size) if use_descriptors else [context.rank]
-        made = [make_descriptor(self._slots.peer(peer)[:, :n], config.store_block) for peer in peers]
-        self._peers = made + made[:1] * (MAX_DESCRIPTOR_RANKS - len(made))
-        even = partition.is_even(block)
-        self._order = context.tile_order("scatter", partition, block, even)
-        self._row_starts = context.table(partition, partition.starts)
-        self._launch = KernelLaunch(
-            gemm_rs_kernel,
-            max(1, min(context.num_sms, config.num_tiles(self.m, n))),
-            {
-                **config.tile_constants(transpose_b=layout == "nt"),
-                "FOLD_ROWS": min(choice.fold_rows, block),
-                "WORLD_SIZE": world_size,
-                "RANKS_POW2": next_power_of_2(world_size),
-                "EVEN": even,
-                "USE_DESCRIPTORS": use_descriptors,
-                "TARGET": context.target,
-            },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
-        key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), out.data_ptr())
-        if not self._launch.repeat(key, current_handle(self.context.device)):
-            operands = aligned_operand(x), aligned_operand(weight)
-            is_as_given = operands[0] is x and operands[1] is weight
-            self._launch(*self._arguments(*operands, out), key=key if is_as_given else None)
-        self.context.leave(self.channel)
+def _choose(context: TPContext, m: int, n: int, k: int, call: AgGemmCall | GemmRsCall) -> Choice:
+    return choose(Problem(call.op, m, n, k, call.layout, call.dtype, context.world_size), context.machine)
 
-    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """Compiles what a call with these would run, without running it."""
-        out = x.new_empty(self._num_own_rows, self.n)
-        self._launch.compile(*self._arguments(aligned_operand(x), aligned_operand(weight), out))
 
-    def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
-        channel = self.channel
-        return (
-            make_descriptor(x, self.a_block),
-            make_descriptor(weight, self.b_block),
-            *self._peers,
-            self._slots.addresses,
-            self._slots.local,
-            channel.signals.addresses,
-            channel.signals.local,
-            channel.ready.addresses,
-            channel.ready.local,
-            self._signature,
-            out,
-            self._order,
-            self._row_starts,
-            channel.tickets,
-            channel.control,
-            self.m,
-            self.n,
-            self.k,
-            self._slot_rows,
-            self._slots.local.stride(0),
-            self._flags_per_rank,
-        )
+class AgGemmCall(NamedTuple):
+    """Of ``ops.ag_gemm``."""
+
+    op = "ag_gemm"  # no field
+    x_shape: torch.Size
+    weight_shape: torch.Size
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    weight_device: torch.device
+    layout: Layout
+    counts: tuple[int, ...] | None
+    plan: GatherPlan | None
+    keeps_gathered: bool
+
+    def prepare(self, context: TPContext) -> PreparedAgGemm | None:
+        """See above."""
+        n, k = _check(context, self)
+        partition = _partition(self.op, context, self.x_shape, self.counts, total=False)
+        if partition.num_rows == 0:
+            columns = padded_columns(k, self.dtype)
+            context.agree_on_nothing((context.gather_channel,), columns=columns, dtype=self.dtype)
+            return None
+        choice = _choose(context, partition.num_rows, n, k, self)
+        if self.plan is not None:
+            choice = replace(choice, gather=self.plan)
+        return PreparedAgGemm(context, partition, n, k, self.dtype, self.layout, choice, self.keeps_gathered)
+
+
+class GemmRsCall(NamedTuple):
+    """Of ``ops.gemm_rs``."""
+
+    op = "gemm_rs"  # no field
+    x_shape: torch.Size
+    weight_shape: torch.Size
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    weight_device: torch.device
+    layout: Layout
+    counts: tuple[int, ...] | None
+    scatter: ScatterMode | None
+
+    def prepare(self, context: TPContext) -> PreparedChunkedGemmRs | PreparedGemmRs | None:
+        """See above."""
+        n, k = _check(context, self)
+        partition = _partition(self.op, context, self.x_shape, self.counts, total=True)
+        if partition.num_rows == 0:
+            channels = (context.scatter_channel, context.reduce_channel)
+            context.agree_on_nothing(channels, columns=n, dtype=self.dtype)
+            return None
+        choice = _choose(context, partition.num_rows, n, k, self)
+        if self.scatter is not None:
+            choice = replace(choice, scatter=self.scatter)
+        return gemm_rs_by(context, partition, n, k, self.dtype, self.layout, choice)
+
+
+def gemm_rs_by(
+    context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout, choice: Choice
+) -> PreparedChunkedGemmRs | PreparedGemmRs:
+    """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
+    by_copy = choice.scatter == "copy" and can_copy(context) and PreparedChunkedGemmRs.covers(n, dtype)
+    kind = PreparedChunkedGemmRs if by_copy else PreparedGemmRs
+    return kind(context, partition, n, k, dtype, layout, choice)
+
+
+def can_copy(context: TPContext) -> bool:
+    """Whether copy engines can be driven here: on a GPU that needs ``cuda-bindings``."""
+    return has_driver() or not context.is_cuda
+
+
+class AllGatherCall(NamedTuple):
+    """Of ``ops.start_all_gather``; no rows are an error."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    counts: tuple[int, ...] | None
+
+    def prepare(self, context: TPContext) -> PreparedGather:
+        """See above."""
+        if self.device != context.device or len(self.shape) < 2:
+            raise NotSupportedError(
+                f"all_gather: x {tuple(self.shape)} on {self.device}, the context is on {context.device}"
+            )
+        if self.dtype not in DTYPES:
+            raise NotSupportedError(f"all_gather: {self.dtype} is not supported")
+        partition = _partition("all_gather", context, self.shape, self.counts, total=False)
+        if partition.num_rows == 0 or self.shape[-1] == 0:
+            context.agree_on_nothing((context.gather_channel,), dtype=self.dtype)
+            raise NotSupportedError(f"all_gather: nothing to gather in {tuple(self.shape)}")
+        columns = padded_columns(self.shape[-1], self.dtype)
+        return PreparedGather(context, partition, columns, self.dtype, GatherPlan("copy"), block_m=1, is_awaited=True)
+
+
+class ReduceScatterCall(NamedTuple):
+    """Of ``ops.start_reduce_scatter``; no rows are an error."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def prepare(self, context: TPContext) -> PreparedScatter:
+        """See above."""
+        is_fitting = self.device == context.device and len(self.shape) >= 2
+        if is_fitting and self.shape.numel() == 0:
+            context.agree_on_nothing((context.reduce_channel,))
+        if not is_fitting or self.shape.numel() == 0:
+            raise NotSupportedError(
+                f"reduce_scatter: {tuple(self.shape)} on {self.device}, context on {context.device}"
+            )
+        if self.dtype not in SUM_DTYPES:
+            raise NotSupportedError(f"reduce_scatter: {self.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
+        partition = _partition("reduce_scatter", context, self.shape, None, total=True)
+        return PreparedScatter(context, partition, self.shape[-1], self.dtype)

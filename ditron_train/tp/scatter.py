@@ -2,16 +2,10 @@
 
 Where the product to be scattered can be complete before something else long enough to hide the transfer runs (column
 linear's backward: dgrad first, wgrad after it), this beats GEMM-RS: the product is cuBLAS's own, the transfer lies
-under the next GEMM, and only the addition at the end is left. Column linear's backward on 4 H200s, six LLM shapes:
-1.03 to 1.19x native this way; 0.96 to 1.01x with GEMM-RS for dgrad and the gather of the input beside it, since gather
-and scatter then share the links under one GEMM, and native hides its scatter under wgrad too.
+under the next GEMM, and only the addition at the end is left.
 
-A copy engine takes 2 to 3 us for each command beside its bytes, and links decide with 8 ranks: rows and flags of
-several peers are one command where peers' memory can be mapped side by side (``stream.window``). With 8 ranks' traffic
-on 2 H200s, in us: reduce-scatter of 8192x4096 alone 228 -> 202, column linear's backward, whose gather is sent so,
-too, 432 -> 381 (8192x1376x4096) and 434 -> 386 (x1792), 1310 as before where GEMMs are last (8192x3584x8192). In a
-GEMM-RS in chunks rows leave as they are done, but all flags except the last one's can wait: 229 -> 221
-(8192x4096x1376), 228 -> 225 (x1792), 696 as before (8192x8192x3584).
+A copy engine takes 2 to 3 us for each command beside its bytes: rows and flags of several peers are one command where
+peers' memory can be mapped side by side (``stream.window``). Times: ``docs/measurements/tp.md``.
 """
 
 from __future__ import annotations
@@ -66,7 +60,7 @@ class PreparedScatter:
         self.channel = channel = context.reduce_channel
         self.partition = partition
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype)
-        self._signature = context.agree(channel, values)
+        self._pointers = channel.pointers(context.agree(channel, values))
         self._slots = context.slots(context.world_size * partition.max_count, num_columns, dtype)
         self._row_starts = context.table(partition, partition.starts)
         self._num_columns = num_columns
@@ -148,12 +142,10 @@ class PreparedScatter:
         self._signal_start()
 
     def _signal_start(self) -> None:
-        context, channel = self.context, self.channel
+        context = self.context
         if not self._start.repeat("start", context.comm_handle):
-            self._start(
-                context.reduce_epochs, context.world_size, channel.ready.addresses, channel.ready.local, self._signature,
-                channel.tickets, channel.control, stream=context.comm_stream, key="start",
-            )  # fmt: skip
+            arguments = (context.reduce_epochs, context.world_size, self._pointers)
+            self._start(*arguments, stream=context.comm_stream, key="start")
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
         """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals``
@@ -187,16 +179,13 @@ class PreparedScatter:
         """``out`` [rows of this rank, N], contiguous: the sum over ranks, when all have arrived.
 
         ``beside``: as soon as the own sends are done, beside what the current stream has been given since ``start``
-        (``partial`` must be whole by then). Column linear's backward on 4 H200s took 533 instead of 559 us that way
-        (8192x2752x4096), 2643 instead of 2677 (8192x7168x8192), with both GEMMs alone 507 and 2598. With fewer
-        programs, so that fewer multiprocessors are taken from the GEMM, it took longer: 96: 571, 48: 674 us.
+        (``partial`` must be whole by then).
         """
-        context, channel = self.context, self.channel
+        context = self.context
         key = (partial.data_ptr(), out.data_ptr())
         if not self._fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
-            self._fold(
-                partial, self._slots.local, channel.signals.local, out, self._row_starts, channel.tickets, channel.control,
-                self._num_columns, self.partition.max_count, stream=context.comm_stream if beside else None, key=key,
-            )  # fmt: skip
+            sizes = (self._num_columns, self.partition.max_count)
+            arguments = (partial, self._slots.local, self._pointers, out, self._row_starts, *sizes)
+            self._fold(*arguments, stream=context.comm_stream if beside else None, key=key)
         context.join()
-        context.leave(channel)
+        context.leave(self.channel)

@@ -13,22 +13,12 @@ from ditron_train.data import load_workloads
 from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
-from ditron_train.tp.choices import (
-    Choice,
-    Layout,
-    Op,
-    Problem,
-    choose,
-    default_choice,
-    entry_of,
-    modelled_choice,
-    tile_variants,
-    transfer_variants,
-)
-from ditron_train.tp.context import RowPartition, TPContext, get_context
+from ditron_train.tp.choices import choose, default_choice, entry_of, modelled_choice, tile_variants, transfer_variants
+from ditron_train.tp.context import RowPartition, TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
-from ditron_train.tp.ops import ag_gemm, gemm_rs, prepare_gemm_rs, start_all_gather
-from ditron_train.tp.prepared import PreparedAgGemm
+from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather
+from ditron_train.tp.prepared import PreparedAgGemm, gemm_rs_by
+from ditron_train.tp.problem import Choice, Layout, Op, Problem
 
 __all__ = ["AG_GEMM", "GEMM_RS", "SPECS", "GemmCall", "GemmSpec", "linear_shapes", "local_shapes", "why_not_linear"]
 
@@ -89,7 +79,7 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
 
     def context(self, call: GemmCall) -> TPContext:
         """See `OpSpec`."""
-        return get_context(call.group, call.x.device)
+        return get_tp_context(call.group, call.x.device)
 
     def words(self, call: GemmCall, context: TPContext) -> str:
         """See `OpSpec`."""
@@ -196,8 +186,9 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return self.problem(call).shape_class
 
     def candidates(self, call: GemmCall, context: TPContext, ranked: Sequence[Any]) -> list[Choice]:
-        """See `OpSpec`: first ways of moving data and what the cost model takes, then tiles with the two best ways: what
-        the second loses with one tile it may win with another, since SMs that push are missing in the last wave."""
+        """See `OpSpec`: first ways of moving data and what the cost model takes, then tiles with the two best ways:
+        what the second loses with one tile it may win with another, since SMs that push are missing in the last
+        wave."""
         problem, machine = self.problem(call), context.machine
         if not ranked:
             default = default_choice(problem, machine)
@@ -214,7 +205,7 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         prepared = context.prepared.get(key)
         if prepared is None:
             partition = _even(problem)
-            prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else prepare_gemm_rs
+            prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else gemm_rs_by
             prepared = prepare(context, partition, problem.n, problem.k, problem.dtype, self.layout, choice)
             context.prepared[key] = prepared
         return prepared

@@ -2,20 +2,23 @@
 
 from tests.support.compile_check import KernelSpec
 
-_CHANNEL = {"tickets_ptr": "*i64", "control_ptr": "*i64"}
-_READY = {"ready_addresses": "*i64", "ready_ptr": "*i32", "signature_ptr": "*i32"}
+_ADDRESSES = dict.fromkeys(("signals_addresses", "ready_addresses", "tickets", "control"), "*i64")
+_CHANNEL = {
+    name: _ADDRESSES.get(name, "*i32")
+    for name in ("signals", "signals_addresses", "ready", "ready_addresses", "signature", "tickets", "control")
+}
 _MNK = {"M": "i32", "N": "i32", "K": "i32"}
-_TABLES = {"order_ptr": "*i32", "row_starts_ptr": "*i32"}
+_TABLES = {"order": "*i32", "starts": "*i32"}
 
 
 def _tile(block_m, block_n, block_k, transpose_b):
     return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "GROUP_M": 8,
-        "TRANSPOSE_B": transpose_b,
-        "SPLIT_STORE": block_n >= 256,
+        "block_m": block_m,
+        "block_n": block_n,
+        "block_k": block_k,
+        "group_m": 8,
+        "transpose_b": transpose_b,
+        "split_store": block_n >= 256,
     }
 
 
@@ -36,25 +39,26 @@ def _half_b(block_m, block_n, block_k, transpose_b):
 def _ag_gemm(name, transpose_b, even, block, stages, targets):
     return KernelSpec(
         name=name,
-        kernel="ditron_train.tp.kernels:ag_gemm_kernel",
+        kernel="ditron_train.tp.ag_gemm_kernel:ag_gemm_kernel",
         signature={
             **_operands(*block, transpose_b),
             "own_desc": f"tensordesc<bf16[{block[0]},{block[2]}]>",
             "half_b_desc": _half_b(*block, transpose_b),
             "c_desc": _store(*block[:2]),
-            "signals_ptr": "*i32",
-            **_TABLES,
-            **_CHANNEL,
+            "channel": _CHANNEL,
+            "tables": _TABLES,
             **_MNK,
             "granule_rows": "i32",
             "num_whole_tiles": "i32",
         },
         constexprs={
-            **_tile(*block, transpose_b),
-            "FLAGS_PER_RANK": 1024,
-            "WORLD_SIZE": 8,
-            "EVEN": even,
-            "HALVE_TAIL": block[1] >= 256,
+            "OP": {
+                "tile": _tile(*block, transpose_b),
+                "flags_per_rank": 1024,
+                "world_size": 8,
+                "even": even,
+                "halve_tail": block[1] >= 256,
+            }
         },
         num_stages=stages,
         targets=targets,
@@ -65,30 +69,28 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets):
 def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8):
     return KernelSpec(
         name=name,
-        kernel="ditron_train.tp.kernels:gemm_rs_kernel",
+        kernel="ditron_train.tp.gemm_rs_kernel:gemm_rs_kernel",
         signature={
             **_operands(*block, transpose_b),
             **{f"slots{peer}": _store(*block[:2]) for peer in range(8)},
-            "slots_addresses": "*i64",
-            "slots_ptr": "*bf16",
-            "signals_addresses": "*i64",
-            "signals_ptr": "*i32",
-            **_READY,
+            "slots": {"local": "*bf16", "addresses": "*i64"},
+            "channel": _CHANNEL,
             "out_ptr": "*bf16",
-            **_TABLES,
-            **_CHANNEL,
+            "tables": _TABLES,
             **_MNK,
             "slot_rows": "i32",
             "slot_stride": "i32",
             "flags_per_rank": "i32",
         },
         constexprs={
-            **_tile(*block, transpose_b),
-            "FOLD_ROWS": 64 if world_size <= 4 else 32,
-            "WORLD_SIZE": world_size,
-            "RANKS_POW2": world_size,
-            "EVEN": even,
-            "USE_DESCRIPTORS": world_size <= 8,
+            "OP": {
+                "tile": _tile(*block, transpose_b),
+                "fold_rows": 64 if world_size <= 4 else 32,
+                "world_size": world_size,
+                "ranks_pow2": world_size,
+                "even": even,
+                "use_descriptors": world_size <= 8,
+            }
         },
         num_stages=stages,
         targets=targets,
@@ -106,10 +108,8 @@ SPECS = [
         signature={
             "x_ptr": "*bf16",
             "gathered_addresses": "*i64",
-            "signals_addresses": "*i64",
-            **_READY,
+            "channel": _CHANNEL,
             "row_starts_ptr": "*i32",
-            **_CHANNEL,
             "K": "i32",
             "granule_rows": "i32",
         },
@@ -120,7 +120,7 @@ SPECS = [
     KernelSpec(
         name="tp_gather_start",
         kernel="ditron_train.tp.gather_kernels:gather_start_kernel",
-        signature={"epochs_ptr": "*i32", "num_flags": "i32", **_READY, **_CHANNEL},
+        signature={"epochs_ptr": "*i32", "num_flags": "i32", "channel": _CHANNEL},
         constexprs={"WORLD_SIZE": 8, "BLOCK": 128},
         num_warps=1,
         signals=True,
@@ -136,7 +136,7 @@ SPECS = [
     KernelSpec(
         name="tp_gather_wait",
         kernel="ditron_train.tp.gather_kernels:gather_wait_kernel",
-        signature={"signals_ptr": "*i32", "row_starts_ptr": "*i32", **_CHANNEL, "granule_rows": "i32"},
+        signature={"channel": _CHANNEL, "row_starts_ptr": "*i32", "granule_rows": "i32"},
         constexprs={"FLAGS_PER_RANK": 1024, "WORLD_SIZE": 8},
         num_warps=1,
         signals=None,
@@ -147,8 +147,8 @@ SPECS = [
             kernel="ditron_train.tp.scatter_kernels:fold_rows_kernel",
             signature={
                 **dict.fromkeys(("partial_ptr", "slots_ptr", "out_ptr"), "*bf16"),
-                **dict.fromkeys(("signals_ptr", "row_starts_ptr"), "*i32"),
-                **_CHANNEL,
+                "channel": _CHANNEL,
+                "row_starts_ptr": "*i32",
                 **dict.fromkeys(("N", "slot_rows"), "i32"),
             },
             constexprs={"FIRST_PART": first_part, "BLOCK": 4096, "WORLD_SIZE": 8},

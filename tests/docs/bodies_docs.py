@@ -28,10 +28,10 @@ def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torc
 
 def tensor_parallel() -> None:
     """Both ops and both layers."""
-    from ditron_train.tp import ag_gemm, column_linear, gemm_rs, get_context, row_linear
+    from ditron_train.tp import ag_gemm, column_linear, gemm_rs, get_tp_context, row_linear
 
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    context = get_context(group, CPU)
+    context = get_tp_context(group, CPU)
     x, weight = integers(24, 16, seed=1 + rank), integers(40, 16, seed=11 + rank)
     gathered = plain_code("ag_gemm.md")["plain_ag_gemm"](x, weight, group)
     assert torch.equal(ag_gemm(x, weight, context=context), gathered)
@@ -56,7 +56,7 @@ def tensor_parallel() -> None:
 
 def ring_order() -> None:
     """The order of the sum, on values that round."""
-    from ditron_train.tp import gemm_rs, get_context
+    from ditron_train.tp import gemm_rs, get_tp_context
 
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.randn(8 * world, 16, generator=torch.Generator().manual_seed(rank)).bfloat16()
@@ -65,7 +65,7 @@ def ring_order() -> None:
     own = [partial[8 * rank : 8 * rank + 8] for partial in partials]
     wanted = plain_code("gemm_rs.md")["ring_sum"](own, rank)
     weight = torch.eye(16, dtype=torch.bfloat16)  # so that each rank's product is its x
-    assert torch.equal(gemm_rs(x, weight, context=get_context(dist.group.WORLD, CPU)), wanted)
+    assert torch.equal(gemm_rs(x, weight, context=get_tp_context(dist.group.WORLD, CPU)), wanted)
 
 
 def ulysses() -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import PeerTimeoutError
-from ditron_train.tp import GatherPlan, ag_gemm, gemm_rs, get_context
+from ditron_train.tp import GatherPlan, ag_gemm, gemm_rs, get_tp_context
 
 STALL_S = 120.0
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -38,7 +38,7 @@ def main() -> None:
     limit = datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit)
-    context = get_context(None, device)
+    context = get_tp_context(None, device)
     rows = 512 * (1 if op == "ag_gemm" else world_size)
     x = torch.randn(rows, 1024, device=device, dtype=torch.bfloat16)
     weight = torch.randn(2048, 1024, device=device, dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ditron_train.ep.group_gemm import group_gemm, row_tiles
-from ditron_train.gemm import GemmConfig, known_bits, matmul_nn, matmul_nt, matmul_tn, probe_bits
+from ditron_train.gemm import GemmConfig, matmul_nn, matmul_nt, matmul_tn
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -42,15 +42,20 @@ def test_forward_and_dgrad_of_published_layers_have_the_bits_of_cublas(n, k):
     assert torch.equal(matmul_nn(y, weight), y @ weight)
 
 
+def fills_a_wave(m, n):
+    """Then cuBLAS does not split K (bf16; measured: ``docs/measurements/tp.md``)."""
+    return -(-m // 128) * -(-n // 256) >= 132
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_known_to_be_equal_is_equal_at_random_shapes(dtype):
+def test_what_fills_a_wave_is_equal_at_random_shapes(dtype):
     draw = random.Random(4)
     for index in range(40):
         m, n, k = 128 * draw.randint(16, 64), 8 * draw.randint(256, 800), 8 * draw.randint(32, 1000)
         x, weight = matrix(m, k, dtype=dtype, seed=index), matrix(n, k, dtype=dtype, seed=index + 100)
-        if dtype == torch.float16 or known_bits(m, n, k, "nt", dtype):
+        if dtype == torch.float16 or fills_a_wave(m, n):
             assert torch.equal(matmul_nt(x, weight), x @ weight.t()), (m, n, k)
-        if dtype == torch.float16 or known_bits(m, k, n, "nn", dtype):
+        if dtype == torch.float16 or fills_a_wave(m, k):
             grad = matrix(m, n, dtype=dtype, seed=index + 200)
             assert torch.equal(matmul_nn(grad, weight), grad @ weight), (m, n, k)
 
@@ -90,12 +95,6 @@ def test_integer_data_is_exact():
         torch.randint(-3, 4, (129, 217), device="cuda").bfloat16(),
     )
     assert torch.equal(matmul_nt(a, b), (a.double() @ b.double().t()).bfloat16())
-
-
-def test_the_probe_agrees_with_a_direct_comparison():
-    for m, n, k in ((4096, 4096, 1024), (256, 512, 8192), (128, 8192, 1024)):
-        x, weight = matrix(m, k, seed=7), matrix(n, k, seed=8)
-        assert probe_bits(m, n, k, "nt", torch.bfloat16, "cuda") == torch.equal(matmul_nt(x, weight), x @ weight.t())
 
 
 def test_a_captured_product_replays():

@@ -245,11 +245,11 @@ def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
 
 def _memory(session):
     """MiB: allocated, reserved, symmetric."""
-    from ditron_train.tp import get_context
+    from ditron_train.tp import get_tp_context
 
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    arena = get_context(dist.group.WORLD, session.device).arena
+    arena = get_tp_context(dist.group.WORLD, session.device).arena
     values = torch.cuda.memory_allocated(session.device), torch.cuda.memory_reserved(session.device), arena.num_bytes
     return tuple(round(value / 2**20, 2) for value in values)
 

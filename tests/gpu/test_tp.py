@@ -30,7 +30,7 @@ from ditron_train.tp import (
     ag_gemm,
     column_linear,
     gemm_rs,
-    get_context,
+    get_tp_context,
     row_linear,
     start_all_gather,
     start_reduce_scatter,
@@ -50,7 +50,7 @@ NUM_RANDOM_SHAPES, NUM_RANDOM_SHAPES_OF_SHARED_GPUS = 500, 80
 
 @pytest.fixture(scope="module")
 def context(device):
-    return get_context(dist.group.WORLD, device)
+    return get_tp_context(dist.group.WORLD, device)
 
 
 def normals(*shape, seed, dtype=torch.bfloat16):
@@ -557,7 +557,7 @@ def test_groups_that_come_and_go_leave_no_memory(device, all_equal):
     forgotten."""
     world, held = dist.get_world_size(), []
     for number in range(3):
-        context = get_context(dist.new_group(list(range(world))), device)
+        context = get_tp_context(dist.new_group(list(range(world))), device)
         x, weight = normals(4096 // world, 4096, seed=number), normals(256, 4096, seed=number + 10)
         assert all_equal(ag_gemm(x, weight, context=context), matmul_nt(gathered(x), weight))
         assert all_equal(gemm_rs(gathered(x), weight, context=context), scattered(matmul_nt(gathered(x), weight)))

@@ -95,13 +95,13 @@ def _failed_op_never_reaches_the_weights():
     import ditron_train.megatron as plugin
     from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime.errors import PeerTimeoutError
-    from ditron_train.tp import get_context
+    from ditron_train.tp import get_tp_context
 
     with model_parallel(tensor_model_parallel_size=2):
         plugin.apply()
         from megatron.core import parallel_state
 
-        context = get_context(parallel_state.get_tensor_model_parallel_group(), torch.device("cpu"))
+        context = get_tp_context(parallel_state.get_tensor_model_parallel_group(), torch.device("cpu"))
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         weight.grad = torch.ones(3)

@@ -14,7 +14,7 @@ from ditron_train.policy import OpSpec, Place, Shape, gate, results
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
-from ditron_train.tp import all_gather, get_context
+from ditron_train.tp import all_gather, get_tp_context
 
 
 class GatherCall(NamedTuple):
@@ -29,7 +29,7 @@ class DoubledGather(OpSpec):
     wrong = 0.0
 
     def context(self, call):
-        return get_context(call.group, call.x.device)
+        return get_tp_context(call.group, call.x.device)
 
     def inputs(self, call):
         return (call.x,)

@@ -390,9 +390,9 @@ def arena_after_slots_found_no_room() -> tuple[str, bool]:
     """The error of slots that do not fit, and whether another room goes on with the memory of the same group."""
     from ditron_train.pp import get_pipeline_context
     from ditron_train.runtime.errors import ArenaError
-    from ditron_train.tp import all_gather, get_context
+    from ditron_train.tp import all_gather, get_tp_context
 
-    beside, rows = get_context(None, CPU), torch.full((4, 16), float(dist.get_rank()))
+    beside, rows = get_tp_context(None, CPU), torch.full((4, 16), float(dist.get_rank()))
     before = all_gather(rows, context=beside)
     context = get_pipeline_context(dist.group.WORLD, CPU)
     context.reserve(1024)

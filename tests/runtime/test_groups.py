@@ -28,13 +28,13 @@ def _make_and_destroy() -> tuple[bool, list[int], list[int]]:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from ditron_train.symm import close_all_arenas
-    from ditron_train.tp import ag_gemm, gemm_rs, get_context
+    from ditron_train.tp import ag_gemm, gemm_rs, get_tp_context
 
     close_all_arenas()
     right, alive, maps, seen, storages = True, [], [], [], []
     for number in range(ROUNDS):
         group = _everyone()
-        context = get_context(group, CPU)
+        context = get_tp_context(group, CPU)
         alive.append(
             sum(reference() is not None for reference in seen) + sum(not storage.expired() for storage in storages)
         )
@@ -51,7 +51,7 @@ def _make_and_destroy() -> tuple[bool, list[int], list[int]]:
         weight = whole[:16]
         right &= torch.equal(ag_gemm(whole[mine], weight, context=context), whole @ weight.t())
         right &= torch.equal(gemm_rs(whole, weight, context=context), context.world_size * (whole @ weight.t())[mine])
-        right &= get_context(group, CPU) is context
+        right &= get_tp_context(group, CPU) is context
         maps.append(_num_maps())
         storages += [
             StorageWeakRef(segment.local.untyped_storage()) for segment, _ in context.arena._segments.values()

@@ -13,7 +13,7 @@ from ditron_train.runtime.groups import check_member
 from ditron_train.sp.context import get_context as sp_context
 from ditron_train.symm import get_arena
 from ditron_train.symm.exchange import exchange
-from ditron_train.tp import get_context as tp_context
+from ditron_train.tp import get_tp_context as tp_context
 from tests.support.processes import run_workers
 
 CPU = torch.device("cpu")

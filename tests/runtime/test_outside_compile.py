@@ -125,9 +125,9 @@ CPU = torch.device("cpu")
 
 
 def _tp(x: torch.Tensor) -> torch.Tensor:
-    from ditron_train.tp import ag_gemm, column_linear, get_context, row_linear
+    from ditron_train.tp import ag_gemm, column_linear, get_tp_context, row_linear
 
-    context = get_context(dist.group.WORLD, CPU)
+    context = get_tp_context(dist.group.WORLD, CPU)
     weight = torch.ones(8, 16, requires_grad=True)
     y = column_linear(x * 2, weight, context=context)
     z = (

@@ -15,11 +15,11 @@ _LIMIT = 7
 
 def _ever_new_shapes(num_shapes: int) -> tuple[bool, list[int]]:
     from ditron_train.stream import op_context
-    from ditron_train.tp import ag_gemm, gemm_rs, get_context
+    from ditron_train.tp import ag_gemm, gemm_rs, get_tp_context
 
     limit, op_context.MAX_KNOWN_SHAPES = op_context.MAX_KNOWN_SHAPES, _LIMIT
     try:
-        context = get_context(dist.new_group(list(range(dist.get_world_size()))), torch.device("cpu"))
+        context = get_tp_context(dist.new_group(list(range(dist.get_world_size()))), torch.device("cpu"))
         world, right, kept = context.world_size, True, [0] * 4
         for number in range(num_shapes):
             rows = 1 + (number * number) % 23  # some come again, before and after they were forgotten

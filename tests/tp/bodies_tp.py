@@ -22,13 +22,14 @@ from ditron_train.tp import (
     all_gather,
     column_linear,
     gemm_rs,
-    get_context,
+    get_tp_context,
+    prepared_ag_gemm,
+    prepared_gemm_rs,
     row_linear,
     start_reduce_scatter,
 )
 from ditron_train.tp import chunked_gemm_rs as chunked_ops
 from ditron_train.tp import ops as tp_ops
-from ditron_train.tp import prepared as prepared_ops
 from ditron_train.tp.context import FLAGS_PER_RANK
 from ditron_train.tp.functions import PlainWgrad, _column_gradients
 from tests.support.patience import HANG_S, Lateness
@@ -64,7 +65,7 @@ def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dty
     """ag_gemm against gloo's gather and a matmul, on integers; buffers poisoned, a random straggler."""
     rank = dist.get_rank()
     dtype = getattr(torch, dtype_name)
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     rng = random.Random(rank)
     for repeat in range(repeats):
         x = integers((counts[rank], k), 100 * repeat + rank, dtype)
@@ -93,10 +94,10 @@ def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, scatter: str, 
         links_last = {"sums_in_parts": lambda *problem: True, "links_are_last": lambda *problem: True}
         with mock.patch.multiple(chunked_ops, **links_last, first_rows=lambda num_rows, *shape: num_rows // 2):
             check_gemm_rs(counts, n, k, layout, "copy", dtype_name, repeats)
-        get_context(None, CPU).forget_shapes()
+        get_tp_context(None, CPU).forget_shapes()
         return
     dtype = getattr(torch, dtype_name)
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     rng = random.Random(rank)
     m = sum(counts)
     for repeat in range(repeats):
@@ -117,7 +118,7 @@ def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, scatter: str, 
 def check_reduce_scatter(shape: tuple[int, ...], dtype_name: str, repeats: int) -> None:
     """start_reduce_scatter against the ring fold, on real numbers: the order of roundings shows."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     for repeat in range(repeats):
         generator = torch.Generator().manual_seed(10 * repeat + rank)
         partial = torch.randn(shape, generator=generator).to(getattr(torch, dtype_name))
@@ -130,7 +131,7 @@ def check_reduce_scatter(shape: tuple[int, ...], dtype_name: str, repeats: int) 
 def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:
     """Column and row linear, forward and all gradients, against gloo and torch.matmul on integers."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     sequence, batch = shape
     x = integers((sequence // world, batch, k), rank).requires_grad_()
     weight = integers((n // world, k), 10 + rank).requires_grad_()
@@ -162,7 +163,7 @@ def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:
 def check_empty_layers(shape: tuple[int, int]) -> None:
     """Layers on no token, of no sequence or of no batch: shapes as on tokens, gradients of zeros."""
     world, (sequence, batch) = dist.get_world_size(), shape
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     layers = {column_linear: (sequence, sequence * world), row_linear: (sequence * world, sequence)}
     for layer, (given, returned) in layers.items():
         x, weight = torch.zeros(given, batch, 16, requires_grad=True), integers((8, 16), 1).requires_grad_()
@@ -180,7 +181,7 @@ def check_empty_layers(shape: tuple[int, int]) -> None:
 def check_gradients_stay_outside() -> None:
     """Ops of tensors that need gradients: results that need none, and buffers that keep no call's history."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     rows, weight = integers((3, 16), rank).requires_grad_(), integers((16, 16), 9).requires_grad_()
     whole = torch.cat([integers((3, 16), peer) for peer in range(world)])
     counts = [2 * peer + 1 for peer in range(world)]
@@ -206,7 +207,7 @@ def check_pushed_truth_values(num_columns: int) -> None:
     """By SMs, as where no copy engine can be driven; a truth value has one bit in the compiler's eyes, and takes a
     byte."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     x = [integers((5, num_columns), peer) > 0 for peer in range(world)]
     with mock.patch.object(tp_ops, "GatherPlan", lambda mode: GatherPlan("push", 1)):
         assert torch.equal(all_gather(x[rank], context=context), torch.cat(x))
@@ -217,7 +218,7 @@ def check_launch_keys() -> None:
     name."""
     from ditron_train.runtime.launch import KernelLaunch
 
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     world, launched = context.world_size, []
     call = KernelLaunch.__call__
 
@@ -269,7 +270,7 @@ def check_recorded_ops() -> list[list[int]]:
     Returns:
         For each op how often it was repeated, and remembered.
     """
-    context, recorded, counts, calls, memory = get_context(None, CPU), {}, [], {}, {}
+    context, recorded, counts, calls, memory = get_tp_context(None, CPU), {}, [], {}, {}
     world, rank, new_empty = context.world_size, context.rank, torch.Tensor.new_empty
 
     def repeat_op(key: Hashable, copied: Sequence[int]) -> bool:
@@ -341,7 +342,7 @@ def check_overlapping_groups() -> int:
     has."""
     rank, lists = dist.get_rank(), [[0, 1, 2, 3], [0, 1], [1, 2, 3]]
     groups = [dist.new_group(ranks) for ranks in lists]
-    contexts = {number: get_context(groups[number], CPU) for number, ranks in enumerate(lists) if rank in ranks}
+    contexts = {number: get_tp_context(groups[number], CPU) for number, ranks in enumerate(lists) if rank in ranks}
     for repeat in range(3):
         for number, context in contexts.items():
             rows = 16 * (1 + number)
@@ -387,7 +388,7 @@ def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
     from ditron_train.runtime.errors import PeerTimeoutError
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     x, weight = integers((32 if op == "ag_gemm" else 32 * world, 32), rank), integers((16, 32), 2)
     options = {} if op == "ag_gemm" else {"scatter": op.split()[1]}
     run = functools.partial(ag_gemm if op == "ag_gemm" else gemm_rs, context=context, **options)
@@ -413,7 +414,7 @@ def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
 
 def bad_calls() -> list[str]:
     """Calls that every rank refuses by itself; a good one works behind each, so nothing was signalled."""
-    context = get_context(None, CPU)
+    context = get_tp_context(None, CPU)
     x, weight = integers((4, 16), 1), integers((8, 16), 2)
     meta = torch.empty(4, 16, device="meta")
     calls = {
@@ -508,7 +509,7 @@ def check_interrupted(op: str) -> None:
         refuse()
         return tensor
 
-    modules = (prepared_ops, chunked_ops)
+    modules = (prepared_ag_gemm, prepared_gemm_rs, chunked_ops)
     aligned = [module.aligned_operand for module in modules]
     try:
         for module in modules:

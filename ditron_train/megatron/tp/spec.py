@@ -27,7 +27,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import make_values
 from ditron_train.tp.choices import Op, Problem, choose, prefers_native
-from ditron_train.tp.context import TPContext, get_context
+from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, why_not_linear
@@ -114,7 +114,7 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
 
     def context(self, call: LinearCall) -> TPContext:
         """See `OpSpec`."""
-        return get_context(call.group, call.x.device)
+        return get_tp_context(call.group, call.x.device)
 
     def decide(self, call: LinearCall, context: TPContext) -> Decision:
         """See `OpSpec`. Memory is had and kernels are compiled by it, so nothing of that fails between a forward and

@@ -18,7 +18,7 @@ from ditron_train.gemm import GemmConfig, choose_config
 from ditron_train.runtime.errors import SettingError
 from ditron_train.schedule import (
     chunk_order,
-    gather_row_tile_order,
+    gather_tile_order,
     grouped_tile_order,
     row_tile_owners,
     scatter_row_tile_order,
@@ -128,11 +128,14 @@ def plan_rank(request: ScheduleRequest, rank: int) -> RankSchedule:
     """
     config, starts, world_size = request.config, request.row_starts, request.world_size
     gathers = request.op == "ag_gemm"
-    order_rows = gather_row_tile_order if gathers else scatter_row_tile_order
-    row_order = order_rows(starts, config.block_m, rank, world_size, request.ranks_per_node)
-    num_tiles_n = -(-request.local_n // config.block_n)
-    tiles = grouped_tile_order(row_order.size, num_tiles_n, config.group_m, row_order)
-    wave = np.empty((row_order.size, num_tiles_n), dtype=np.int64)
+    num_tiles_m, num_tiles_n = -(-request.m // config.block_m), -(-request.local_n // config.block_n)
+    group = (rank, world_size, request.ranks_per_node)
+    if gathers:
+        tiles = gather_tile_order(starts, config.block_m, num_tiles_n, config.group_m, *group)
+    else:
+        row_order = scatter_row_tile_order(starts, config.block_m, *group)
+        tiles = grouped_tile_order(num_tiles_m, num_tiles_n, config.group_m, row_order)
+    wave = np.empty((num_tiles_m, num_tiles_n), dtype=np.int64)
     wave[tiles[:, 0], tiles[:, 1]] = np.arange(len(tiles)) // request.num_sms
     first_owner, last_owner = row_tile_owners(starts, config.block_m)
     waves_of = {

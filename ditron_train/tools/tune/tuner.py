@@ -38,7 +38,7 @@ from ditron_train.tools.tables import terminal
 from ditron_train.tools.tune.rates import Observed, fit_rates
 from ditron_train.tools.tune.search import ShapeClass, Turns, search, trials_of
 from ditron_train.tools.verify.cases import add_model_arguments, model_sizes
-from ditron_train.tp.context import get_context
+from ditron_train.tp.context import get_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, GemmSpec, local_shapes
 
 __all__ = ["add_arguments", "run"]
@@ -142,7 +142,7 @@ def _rates(classes: list[ShapeClass], session: BenchSession) -> MachineRates | N
                 observed.append(Observed(problem, parts["gemm"], parts["comm"], parts.get("link")))
     if not observed:
         return None
-    return fit_rates(observed, get_context(dist.group.WORLD, session.device).machine)
+    return fit_rates(observed, get_tp_context(dist.group.WORLD, session.device).machine)
 
 
 def _agreed_table(path: Path, session: BenchSession) -> TuningTable:

@@ -156,13 +156,13 @@ class _Verification:
     def __init__(
         self, session: BenchSession, arguments: argparse.Namespace, model: ModelSizes, report: Report
     ) -> None:
-        from ditron_train.tp import get_context
+        from ditron_train.tp import get_tp_context
 
         self.session, self.arguments, self.model, self.report = session, arguments, model, report
         self.on_gpu = session.device.type == "cuda"
         self.dtype = getattr(torch, arguments.dtype) if arguments.dtype else session.dtype
         self.named = self._named_cases()
-        self.context = get_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
+        self.context = get_tp_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
         self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
 
     def compare(self) -> None:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from ditron_train.pp import exchange, get_pipeline_context
 from ditron_train.pp.messages import Header
-from ditron_train.tp import TPContext, all_gather, get_context
+from ditron_train.tp import TPContext, all_gather, get_tp_context
 
 CPU = torch.device("cpu")
 
 
 def gathers(rows: list[int]) -> None:
     """One gather for each number of rows."""
-    context = get_context(dist.group.WORLD, CPU)
+    context = get_tp_context(dist.group.WORLD, CPU)
     for num_rows in rows:
         all_gather(torch.ones(num_rows, 8), context=context)
 

@@ -44,6 +44,15 @@ def test_every_tile_runs_once_and_chunks_are_taken_in_order(request: ScheduleReq
         assert set(schedule.first_wave) == {r for r, rows in enumerate(request.row_counts) if rows}
 
 
+def test_the_order_drawn_is_the_one_that_the_kernel_runs() -> None:
+    """24 row tiles on 4 ranks in groups of 8: groups of the kernel end with a rank's rows."""
+    request = ScheduleRequest(op="ag_gemm", m=24 * 128, n=4 * 5 * 256, k=4096, world_size=4)
+    assert (request.config.block_m, request.config.block_n, request.config.group_m) == (128, 256, 8)
+    for rank in range(4):
+        drawn = [tuple(tile) for tile in plan_rank(request, rank).tiles]
+        assert drawn == [(6 * ((rank + i // 30) % 4) + i % 6, i % 30 // 6) for i in range(120)]
+
+
 def test_whole_tiles_of_one_rank_after_the_other() -> None:
     request = ScheduleRequest(op="ag_gemm", m=8192, n=28672, k=8192, world_size=8)
     for rank in range(8):

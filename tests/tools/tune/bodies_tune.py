@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.tuning_table import forget_tables
 from ditron_train.tools.tune import tuner as tune
-from ditron_train.tp import ag_gemm, get_context
+from ditron_train.tp import ag_gemm, get_tp_context
 from ditron_train.tp.choices import Choice, Problem, choose
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.spec import GemmCall, GemmSpec
@@ -46,7 +46,7 @@ def tune_with_wrong_bits(path: str, *words: str) -> int | str:
 def use_table(path: str, m: int, n: int, k: int) -> tuple[Choice, bool]:
     """What ``ag_gemm`` chooses by the table at a layer's global sizes, and whether it then has native's bits."""
     world_size = dist.get_world_size()
-    context = get_context(None, torch.device("cpu"))
+    context = get_tp_context(None, torch.device("cpu"))
     problem = Problem("ag_gemm", m, n // world_size, k, "nt", torch.float32, world_size)
     os.environ["DITRON_TUNING"] = path
     forget_tables()
