@@ -16,6 +16,7 @@ __all__ = [
     "captures_iteration",
     "why_not_arguments",
     "why_not_experts",
+    "why_not_muon",
     "why_not_weight",
 ]
 
@@ -106,3 +107,15 @@ def why_not_arguments(x: torch.Tensor, arguments: Mapping[str, Any]) -> str | No
             continue
         return f"{name}={value} is not covered"
     return None
+
+
+def why_not_muon() -> str | None:
+    """Why Muon runs by Megatron's path, or None: 0.18 keeps it in another module, beside another layer-wise
+    optimizer."""
+    from megatron.core.optimizer import muon
+
+    return (
+        None
+        if hasattr(muon, "TensorParallelMuon")
+        else "this Megatron-core (0.18 or newer) has moved and rewritten it"
+    )

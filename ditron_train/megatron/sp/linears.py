@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.plugin.patching import is_redirected
 from ditron_train.megatron.shared.forward_override import why_not_stand_in
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
@@ -123,7 +124,7 @@ class LocalLinears:
             return "the bias of q, k and v is not added by their layer"
         if qkv.disable_grad_reduce and not qkv.sequence_parallel:
             return "the gradient of their input is added up elsewhere (disable_grad_reduce)"
-        return why_not_stand_in(qkv) or LocalLinears.why_not_out(out, x)
+        return why_not_stand_in(qkv) or why_not_weight(qkv.weight) or LocalLinears.why_not_out(out, x)
 
     @staticmethod
     def why_not_out(out: Any, x: torch.Tensor) -> str | None:
@@ -134,7 +135,7 @@ class LocalLinears:
             return "the output projection overlaps with tensor parallel communication"
         if out.explicit_expert_comm or not out.input_is_parallel or out.config._cpu_offloading_context is not None:
             return "expert communication, an input that is not parallel, or CPU offloading is on"
-        return why_not_stand_in(out)
+        return why_not_stand_in(out) or why_not_weight(out.weight)
 
     @staticmethod
     def project_qkv(
