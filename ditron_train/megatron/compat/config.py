@@ -110,12 +110,10 @@ def why_not_arguments(x: torch.Tensor, arguments: Mapping[str, Any]) -> str | No
 
 
 def why_not_muon() -> str | None:
-    """Why Muon runs by Megatron's path, or None: 0.18 keeps it in another module, beside another layer-wise
-    optimizer."""
+    """Why Muon runs by Megatron's path, or None: 0.17 has other coefficients, 0.18 another module and another
+    layer-wise optimizer."""
     from megatron.core.optimizer import muon
 
-    return (
-        None
-        if hasattr(muon, "TensorParallelMuon")
-        else "this Megatron-core (0.18 or newer) has moved and rewritten it"
-    )
+    if hasattr(muon, "TensorParallelMuon") and not hasattr(muon, "get_supported_coefficient_types"):
+        return None
+    return "this Megatron-core is newer than 0.16, whose Muon alone is covered"
