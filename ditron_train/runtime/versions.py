@@ -80,7 +80,14 @@ SUPPORTED: tuple[Supported, ...] = (
         ("numpy",),
         "without a GPU below 2.4 beside Triton 3.6, in whose interpreter later ones break range()",
     ),
-    Supported("megatron-core", ">=0.16.1,<0.20", False, "megatron.core", ("megatron-core",), "WHY"),
+    Supported(
+        "megatron-core",
+        ">=0.16.1,<0.20",
+        False,
+        "megatron.core",
+        ("megatron-core",),
+        "0.16.1 is the reference; 0.17.1, 0.18.2 and 0.19.0 train tp, sp, ep and pp on CPUs, their Muon is Megatron's own",
+    ),
     Supported(
         "nvshmem4py",
         ">=0.4,<0.5",

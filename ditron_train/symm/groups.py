@@ -8,9 +8,10 @@ members wait for each other under different names. Here the members agree on a n
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -31,26 +32,30 @@ def make_group(
     rank = dist.get_rank(parent)
     name: Any = f"{description}_{exchange(parent, secrets.token_hex(8))[members[0]]}"
     ranks = [dist.get_global_rank(parent, member) for member in members]
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        members.index(rank),
-        ranks,
-        dist.Backend(dist.get_backend(parent)),
-        distributed_c10d._get_default_store(),
-        group_name=name,
-        backend_options=options,
-        timeout=distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(parent))),
-        group_desc=description,
-    )
+    with _without_splitting():
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            members.index(rank),
+            ranks,
+            dist.Backend(dist.get_backend(parent)),
+            distributed_c10d._get_default_store(),
+            group_name=name,
+            backend_options=options,
+            timeout=distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(parent))),
+            group_desc=description,
+        )
     distributed_c10d._world.pg_group_ranks[group] = {global_rank: place for place, global_rank in enumerate(ranks)}
-    _do_not_split(group)
     return belongs_to(group, parent)
 
 
-def _do_not_split(group: dist.ProcessGroup) -> None:
-    """Splitting WORLD's communicator, torch's way when WORLD is bound to a device, would take every rank of the
-    job."""
-    if dist.get_backend(group) == "nccl":
-        options: Any = group._get_backend(torch.device("cuda")).options
-        if getattr(options, "split_from", None) is not None:
-            options.split_from = None
+@contextmanager
+def _without_splitting() -> Iterator[None]:
+    """Splitting WORLD's communicator, torch's way when WORLD is bound to a device, would take every rank of the job:
+    at the group's first use, or at once where the backend is ProcessGroupNCCL2 (torch 2.15's default)."""
+    world: Any = dist.group.WORLD
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

@@ -233,7 +233,9 @@ def _causal_mask(job: Job, device: torch.device) -> torch.Tensor | None:
 
 
 def _forward_step(mask: torch.Tensor | None, batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
-    batch = get_batch_on_this_cp_rank(next(batches), **_NO_HYBRID)
+    batch = get_batch_on_this_cp_rank(
+        next(batches), cp_group=parallel_state.get_context_parallel_group(), **_NO_HYBRID
+    )
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
 
     def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

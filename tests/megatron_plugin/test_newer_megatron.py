@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,3 +89,21 @@ def test_a_weight_of_several_ranks_is_refused() -> None:
     assert compat.why_not_weight(torch.zeros(1)) is None and compat.why_not_weight(None) is None
     assert compat.why_not_weight(SimpleNamespace(gtp_remat_size=1)) is None
     assert "4 ranks" in str(compat.why_not_weight(SimpleNamespace(gtp_remat_size=4)))
+
+
+def test_muon_of_newer_versions_stays_megatrons(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.optimizer import muon as native_muon
+
+    from ditron_train.megatron.muon import optimizer
+
+    assert compat.why_not_muon() is None and optimizer.class_map()
+    monkeypatch.setattr(native_muon, "get_supported_coefficient_types", tuple, raising=False)
+    assert "newer than 0.16" in str(compat.why_not_muon())  # 0.17
+    monkeypatch.undo()
+    monkeypatch.delattr(native_muon, "TensorParallelMuon")  # 0.18
+    assert "newer than 0.16" in str(compat.why_not_muon()) and optimizer.class_map() == {}
+    with caplog.at_level(logging.INFO, "ditron_train"):
+        optimizer.start()
+    assert any("muon: Megatron's own" in message for message in caplog.messages)

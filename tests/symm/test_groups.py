@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.groups import is_destroyed
 from ditron_train.symm.groups import make_group
@@ -13,9 +16,9 @@ from tests.support.processes import run_workers
 def _pairs() -> tuple[list[int], float, bool, bool]:
     """Even and odd ranks make groups of their own at once; then the parent is destroyed."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    parent = dist.new_group(list(range(world)))
     for _ in range(rank):  # members would wait for each other under different names
         dist.new_group([rank], use_local_synchronization=True)
-    parent = dist.new_group(list(range(world)))
     group = make_group(parent, list(range(rank % 2, world, 2)), "test_pairs")
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=group)
@@ -27,3 +30,22 @@ def _pairs() -> tuple[list[int], float, bool, bool]:
 def test_members_alone_make_a_group_which_belongs_to_its_parent() -> None:
     for rank, result in enumerate(run_workers(4, _pairs)):
         assert result == ([rank % 2, rank % 2 + 2], 2.0 * (rank % 2) + 2, False, True)
+
+
+def _bound() -> tuple[int, bool, float]:
+    """A group of some ranks, where WORLD is bound to a device and torch would split its communicator."""
+    world: Any = dist.group.WORLD
+    rank, device, asked = dist.get_rank(), torch.device("cuda", 0), []
+    world.bound_device_id = device
+    distributed_c10d._get_split_source = lambda *arguments: asked.append(arguments)
+    group = make_group(world, [rank], "test_bound")
+    kept = world.bound_device_id == device
+    world.bound_device_id = None
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=group)
+    return len(asked), kept, total.item()
+
+
+def test_members_alone_make_a_group_where_torch_would_split_the_world() -> None:
+    assert hasattr(distributed_c10d, "_get_split_source")
+    assert run_workers(2, _bound) == [(0, True, 0.0), (0, True, 1.0)]

@@ -9,6 +9,7 @@ from ditron_train.megatron.compat.config import (
     captures_iteration,
     why_not_arguments,
     why_not_experts,
+    why_not_muon,
     why_not_weight,
 )
 
@@ -18,5 +19,6 @@ __all__ = [
     "captures_iteration",
     "why_not_arguments",
     "why_not_experts",
+    "why_not_muon",
     "why_not_weight",
 ]

@@ -16,6 +16,7 @@ from megatron.core.optimizer import layer_wise_optimizer as native_layer_wise
 from megatron.core.optimizer import muon as native_muon
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ditron_train.megatron.compat import why_not_muon
 from ditron_train.megatron.plugin import patching
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
 from ditron_train.optim.muon import TensorParallelMode
@@ -36,11 +37,17 @@ _had_emerging_optimizers: list[bool] = []
 
 def class_map() -> dict[type, type]:
     """The wrapper of ``dist_muon``; the optimizer itself is no subclass of native's and is replaced by `start`."""
+    if why_not_muon() is not None:
+        return {}
     return {native_layer_wise.LayerWiseDistributedOptimizer: DitronLayerWiseDistributedOptimizer}
 
 
 def start() -> None:
     """Replaces both classes, and lets native code run without ``emerging_optimizers``."""
+    reason = why_not_muon()
+    if reason is not None:
+        log_once(f"native muon {reason}", f"muon: Megatron's own, {reason}")
+        return
     if not _had_emerging_optimizers:
         _had_emerging_optimizers.append(native_muon.HAVE_EMERGING_OPTIMIZERS)
         native_muon.HAVE_EMERGING_OPTIMIZERS = True

@@ -130,7 +130,7 @@ def _patch(name: str, module: ModuleType) -> None:
         patching.redirect_construction(native, ours)
     for native, ours in module.symbols() if hasattr(module, "symbols") else ():
         patching.replace_symbol(native, ours)
-    if name not in _patched:
+    if name not in _patched and classes:
         _patched.append(name)
         listed = ", ".join(sorted(native.__name__ for native in classes))
         log_once(f"patched {name}", f"{name}: on for models built from now on ({listed})")

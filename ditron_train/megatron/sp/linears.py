@@ -8,6 +8,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.sp.projections import Projections
 
@@ -34,7 +35,7 @@ class LocalLinears(Projections):
             return "the bias of q, k and v is not added by their layer"
         if layer.disable_grad_reduce and not layer.sequence_parallel:
             return "the gradient of their input is added up elsewhere (disable_grad_reduce)"
-        return None
+        return why_not_weight(layer.weight)
 
     def _why_not_out(self, layer: Any) -> str | None:
         if (
@@ -43,7 +44,7 @@ class LocalLinears(Projections):
             or layer.config._cpu_offloading_context is not None
         ):
             return "expert communication, an input that is not parallel, or CPU offloading is on"
-        return None
+        return why_not_weight(layer.weight)
 
     def _qkv_bias(self, layer: Any) -> torch.Tensor | None:
         return bias_of(layer.weight, layer.bias)

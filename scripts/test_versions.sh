@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Runs tests on one pair of torch and triton, and with one Megatron-core, in a clean environment of its own.
+#   TORCH=2.15.0 TRITON=3.9.0 bash scripts/test_versions.sh [pytest arguments]      (default: the kernels' rooms)
+#   MEGATRON_LM=/path/of/a/checkout bash scripts/test_versions.sh quickstart        (tp, sp, ep and pp, one by one)
+#   PYTHON names the interpreter, VENVS the folder of environments (default: .venvs; one is made once a pair).
+#   A build of torch with CUDA brings some 3 GB of libraries; a CPU build is taken where there is one.
+set -euo pipefail
+source "$(dirname "$0")/common.sh"
+outer=$(find_python)
+torch=${TORCH:-2.13.0} triton=${TRITON:-3.6.0}
+venv=${VENVS:-$ROOT/.venvs}/torch-$torch-triton-$triton
+PY=$venv/bin/python
+
+if [ ! -e "$venv/complete" ]; then
+  "$outer" -m venv --clear "$venv"
+  pins=("torch==$torch" packaging rich setuptools numpy "megatron-core==0.16.1" matplotlib pytest pytest-timeout hypothesis psutil)
+  [ "${triton%.*}" != 3.6 ] || pins+=("numpy<2.4") # its interpreter breaks with later ones
+  "$PY" -m pip install --quiet "${pins[@]/#torch==$torch/torch==$torch+cpu}" ||
+    "$PY" -m pip install --quiet "${pins[@]}"
+  "$PY" -m pip install --quiet --no-deps "triton==$triton" # a build of torch with CUDA pins its own
+  touch "$venv/complete"
+fi
+cd "$ROOT"
+export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= CUDA_DEVICE_MAX_CONNECTIONS=1
+export PYTHONPATH="${MEGATRON_LM:+$MEGATRON_LM:}$ROOT"
+"$PY" -c "import torch, triton; from ditron_train.runtime.versions import check_versions, find_versions; check_versions()
+print('versions:', ', '.join(f'{name} {version}' for name, version in find_versions().items() if version))"
+
+if [ "${1:-}" != quickstart ]; then
+  [ $# != 0 ] || set -- tests/lang tests/gemm tests/symm tests/stream tests/tp tests/pp tests/optim tests/runtime
+  exec "$PY" -m pytest -q -p no:cacheprovider "$@"
+fi
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+status=0
+for run in "tp" "sp --sp 2 --tp 1" "ep --ep 2 --tp 1 --experts 4" "pp --pp 2 --tp 1"; do
+  read -ra words <<<"$run"
+  echo "== quickstart, ${words[0]}"
+  "$PY" scripts/launch.py 2 examples/megatron/quickstart.py --steps 2 --out "$out" "${words[@]:1}" >"$out/said" 2>&1 || status=1
+  grep "^largest difference" "$out/said" || tail -n 20 "$out/said"
+done
+exit "$status"
