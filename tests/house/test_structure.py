@@ -32,14 +32,8 @@ KNOWN_PRIVATE = {
     ("ditron_train.tools.bench.ep", "_layout"),
     ("ditron_train.tools.bench.ep", "_order"),
 }
-KNOWN_LONG_SIGNATURES = {
-    ("ep/kernels.py", "push_tokens"),
-    ("ep/return_kernels.py", "return_rows"),
-    ("ep/fused_kernels.py", "dispatch_gemm_kernel"),
-    ("ep/fused_kernels.py", "gemm_combine_kernel"),
-    ("ep/layout_kernels.py", "exchange_counts"),
-}
-KNOWN_LONG_FILES = {"ep/fused_kernels.py", "megatron/ep/spec.py", "megatron/ep/dispatcher.py"}
+KNOWN_LONG_SIGNATURES: set[tuple[str, str]] = set()
+KNOWN_LONG_FILES = {"megatron/ep/spec.py"}
 
 
 def module_name(path: Path) -> str:
