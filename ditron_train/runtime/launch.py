@@ -71,7 +71,7 @@ class KernelLaunch:
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILE_OPTIONS}
         self._values = tuple(constants.values())
-        self._compiled: dict[tuple, tuple[Any, CallRecorder | None]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, CallRecorder | None]] = {}
         self._repeated: dict[Hashable, RecordedCall] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:

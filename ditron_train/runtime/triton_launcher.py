@@ -68,13 +68,20 @@ class CallRecorder:
     Made by ``recorder_of``.
     """
 
-    def __init__(self, compiled: Any, num_programs: int, launch: Callable, recording: Callable, calls: list) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        num_programs: int,
+        launch: Callable[..., Any],
+        recording: Callable[..., Any],
+        calls: list[Any],
+    ) -> None:
         recorder = copy.copy(compiled.run)
         recorder.launch = recording
         self._launch, self._calls = launch, calls
         self._run = type(compiled).__getitem__(_Standing(compiled, recorder), (num_programs, 1, 1))
 
-    def __call__(self, arguments: tuple) -> RecordedCall | None:
+    def __call__(self, arguments: tuple[Any, ...]) -> RecordedCall | None:
         """What a launch with ``arguments`` gives the driver; None where somebody wants to hear of launches, or the
         stream has no place of its own.
 

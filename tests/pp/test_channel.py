@@ -87,7 +87,7 @@ def test_counters_wrap():
 
 @pytest.mark.parametrize("world_size, victim", [(2, 0), (4, 2)])
 def test_a_dead_neighbour_becomes_an_error_on_every_survivor(world_size, victim):
-    outcomes = run_workers_once(world_size, bodies.dead_neighbour, victim, 2, env={"DITRON_TIMEOUT_S": "3"})
+    outcomes = run_workers_once(world_size, bodies.dead_neighbour, victim, 2, 3.0)
     assert outcomes[victim].exit_code is not None
     for outcome in outcomes:
         if outcome.rank != victim:
@@ -99,7 +99,7 @@ def test_a_dead_neighbour_becomes_an_error_on_every_survivor(world_size, victim)
     "case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")]
 )
 def test_neighbours_that_disagree_raise_the_same_error(case, words):
-    outcomes = run_workers_once(3, bodies.disagree, case, env={"DITRON_TIMEOUT_S": "5"})
+    outcomes = run_workers_once(3, bodies.disagree, case)
     told = {outcome.value for outcome in outcomes}
     assert len(told) == 1, told
     (text,) = told

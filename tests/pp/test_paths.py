@@ -66,7 +66,7 @@ def test_counters_wrap(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_dead_neighbour_becomes_an_error(path):
-    outcomes = run_workers_once(2, on_path, path, "dead_neighbour", 0, 2, env={"DITRON_TIMEOUT_S": "3"})
+    outcomes = run_workers_once(2, on_path, path, "dead_neighbour", 0, 2, 3.0)
     assert outcomes[0].exit_code is not None
     assert outcomes[1].error is None, outcomes[1].traceback
     assert outcomes[1].value < 3 + 5
@@ -77,7 +77,7 @@ def test_a_dead_neighbour_becomes_an_error(path):
     "case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")]
 )
 def test_neighbours_that_disagree_raise(path, case, words):
-    outcomes = run_workers_once(2, on_path, path, "disagree", case, env={"DITRON_TIMEOUT_S": "1.5"})
+    outcomes = run_workers_once(2, on_path, path, "disagree", case)
     text = str(outcomes[1].value)
     assert text.startswith("MismatchError") and words in text and "rank 0 sent [8, 4] float32" in text
 

@@ -379,21 +379,25 @@ def mismatched(field: str) -> str:
     return "no error"
 
 
-def peer_fails(op: str, fault: str) -> tuple[str, float, str]:
+def peer_fails(op: str, fault: str, deadline_s: float) -> tuple[str, float, str]:
     """Rank 2 dies, or comes too late, at its third call; returns what the others saw, and when, less what the machine
     was late by."""
     import os
     import signal
 
     from ditron_train.runtime.errors import PeerTimeoutError
+    from ditron_train.symm.control import CONTROL_TIMEOUT_NS
 
     rank, world = dist.get_rank(), dist.get_world_size()
     context = get_tp_context(None, CPU)
     x, weight = integers((32 if op == "ag_gemm" else 32 * world, 32), rank), integers((16, 32), 2)
     options = {} if op == "ag_gemm" else {"scatter": op.split()[1]}
     run = functools.partial(ag_gemm if op == "ag_gemm" else gemm_rs, context=context, **options)
-    for _ in range(2):
+    for _ in range(2):  # here a busy machine may be as late as it likes
         run(x, weight)
+    for channel in context._channels:
+        channel.timeout_s = deadline_s
+        channel.control[CONTROL_TIMEOUT_NS] = int(deadline_s * 1e9)
     if rank == 2:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -12,13 +12,13 @@ import bodies_tp as bodies  # noqa: E402
 
 from tests.support.processes import run_workers_once  # noqa: E402
 
-TIMEOUT_S = 3
+TIMEOUT_S = 3.0
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs store", "gemm_rs copy"])
 @pytest.mark.parametrize("fault", ["killed", "stalled"])
 def test_survivors_raise_peer_timeout(op, fault):
-    outcomes = run_workers_once(3, bodies.peer_fails, op, fault, env={"DITRON_TIMEOUT_S": str(TIMEOUT_S)})
+    outcomes = run_workers_once(3, bodies.peer_fails, op, fault, TIMEOUT_S)
     missing = 2
     for outcome in outcomes:
         if outcome.rank == missing:

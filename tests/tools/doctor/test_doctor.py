@@ -276,7 +276,8 @@ def test_this_machine_as_text_and_json() -> None:
     ("changes", "words"),
     [
         ({}, "healthy"),
-        ({"gpus": (H200,), "peer_access": ((True,),), "links": {}, "versions": {**GOOD_VERSIONS, "megatron-core": None}},
+        ({"gpus": (H200,), "peer_access": ((True,),), "links": {},
+          "versions": {**GOOD_VERSIONS, "megatron-core": None}},
          "healthy, but no feature does anything here"),
         ({"gpus": (), "driver": None, "environment": {}}, "healthy, but no feature does anything here"),
         ({"gpus": (), "driver": None, "environment": {"TRITON_INTERPRET": "1"}}, "healthy, to try the features"),

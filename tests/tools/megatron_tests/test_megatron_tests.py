@@ -62,7 +62,10 @@ def test_sizes():
         add_bias_linear=False,
     )
     assert dist.get_world_size() == 2
-    made = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
+    made = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
     assert made == (config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
     assert made[0] * made[1] == 2
     assert config.expert_model_parallel_size == parallel_state.get_expert_model_parallel_world_size()
