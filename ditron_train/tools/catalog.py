@@ -13,7 +13,7 @@ __all__ = ["ROOMS", "add_spec", "remove_spec", "specs_of"]
 ROOMS: dict[str, tuple[str, ...]] = {
     "tp": ("ditron_train.tp.spec", "ditron_train.megatron.tp.spec"),
     "sp": ("ditron_train.megatron.sp.spec",),
-    "ep": ("ditron_train.megatron.ep.spec",),
+    "ep": ("ditron_train.megatron.ep.spec", "ditron_train.megatron.ep.pair_spec"),
     "pp": ("ditron_train.megatron.pp.spec",),
     "muon": ("ditron_train.optim.plans",),
 }

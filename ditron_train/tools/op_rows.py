@@ -1,4 +1,5 @@
-"""One op at one shape, measured and compared as its `OpSpec` says: Megatron's path, its parts, the peer, the fused path."""
+"""One op at one shape, measured and compared as its `OpSpec` says: Megatron's path, its parts, the peer, the fused
+path."""
 
 from __future__ import annotations
 

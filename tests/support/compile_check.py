@@ -347,7 +347,8 @@ def _aligned_parts(kinds: tuple, path: tuple[int, ...]) -> dict[tuple[int, ...],
 
 
 def _constants(value: Any, target: str) -> Any:
-    """A constexpr as the kernel takes it; a dict that names ``TARGET`` is a tuple of constexprs, one of them the target."""
+    """A constexpr as the kernel takes it; a dict that names ``TARGET`` is a tuple of constexprs, one of them the
+    target."""
     import triton.language as tl
 
     if isinstance(value, dict) and "TARGET" in value:

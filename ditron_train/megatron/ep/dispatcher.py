@@ -35,8 +35,9 @@ from ditron_train.ep.expert_functions import pairs_of_native_bits
 from ditron_train.megatron.ep.coverage import why_not_captured, why_not_config, why_not_tensors
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
+from ditron_train.megatron.ep.pair_spec import fused_pairs_here
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
-from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, fused_pairs_here, warns_of_few_rows
+from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_few_rows
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError

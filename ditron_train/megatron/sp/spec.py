@@ -1,5 +1,5 @@
-"""The ops around an attention of Ulysses, declared for the policy and the tools: the two exchanges, and the projections
-fused with them.
+"""The ops around an attention of Ulysses, declared for the policy and the tools: the two exchanges, and the
+projections fused with them.
 
 What all ranks see alike decides without talking; the rest is tried once per shape, all ranks together
 (`ditron_train.policy`): whether memory can be had, and on GPUs bits and times.

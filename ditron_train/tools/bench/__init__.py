@@ -1,7 +1,7 @@
 """Tool: measures native, peers and ours in one run.
 
-A benchmark is a module ``ditron_train.tools.bench.<room>`` with ``add_arguments(parser)`` and ``run(arguments) -> int`` (the
-exit status). ``run`` works inside ``session.bench_session``, adds a ``rows.Row`` for each shape and returns
+A benchmark is a module ``ditron_train.tools.bench.<room>`` with ``add_arguments(parser)`` and ``run(arguments) ->
+int`` (the exit status). ``run`` works inside ``session.bench_session``, adds a ``rows.Row`` for each shape and returns
 ``finish()``; see ``tp`` for an example. Once the module exists the command line lists it.
 """
 

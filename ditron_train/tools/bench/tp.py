@@ -1,7 +1,8 @@
 """Benchmark of tensor parallelism: AG-GEMM and GEMM-RS, the backward of both linear layers, and a transformer layer.
 
-Native is what Megatron runs (NCCL, then cuBLAS or the reverse; for the backward megatron-core's own function), the peer is
-PyTorch's async-TP. All of them, the GEMM alone and the collective alone are measured in one run on the same inputs.
+Native is what Megatron runs (NCCL, then cuBLAS or the reverse; for the backward megatron-core's own function), the
+peer is PyTorch's async-TP. All of them, the GEMM alone and the collective alone are measured in one run on the same
+inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the ranks of a run write down, test by test, and what it says together: a process that dies leaves its notes."""
+"""What the ranks of a run write down, test by test, and what it says together: a process that dies leaves its
+notes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The search: for each class of shapes of an op the candidates that its `OpSpec` names, in rounds that learn from what was
-quickest, beside Megatron's path."""
+"""The search: for each class of shapes of an op the candidates that its `OpSpec` names, in rounds that learn from what
+was quickest, beside Megatron's path."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Turns:
 
 @dataclass
 class Result:
-    """What was seen of one shape: times by candidate (us, of those with the bits of Megatron's path), of that path and of
-    its parts."""
+    """What was seen of one shape: times by candidate (us, of those with the bits of Megatron's path), of that path and
+    of its parts."""
 
     times_us: dict[Hashable, float] = field(default_factory=dict)
     native_us: float = math.inf

@@ -1,4 +1,5 @@
-"""Runs one linear layer by Megatron's path and by the fused path on the same data, and compares every bit of every result."""
+"""Runs one linear layer by Megatron's path and by the fused path on the same data, and compares every bit of every
+result."""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def _tensors(result: object) -> Iterable[torch.Tensor]:
 def verify_rooms(
     rooms: Sequence[str], model: ModelSizes, report: Report, stress: Stress, seed: int, session: BenchSession
 ) -> None:
-    """Compares every op of the rooms at a model's shapes under ``stress``, times it shortly, and adds a row to ``report``
-    (collective)."""
+    """Compares every op of the rooms at a model's shapes under ``stress``, times it shortly, and adds a row to
+    ``report`` (collective)."""
     for room in rooms:
         sink = _UnderStress(report, stress, seed)
         quick = BenchSession("verify", argparse.Namespace(repetitions=2, warmup=1), sink)
