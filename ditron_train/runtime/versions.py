@@ -86,7 +86,8 @@ SUPPORTED: tuple[Supported, ...] = (
         False,
         "megatron.core",
         ("megatron-core",),
-        "0.16.1 is the reference; 0.17.1, 0.18.2 and 0.19.0 train tp, sp, ep and pp on CPUs, their Muon is Megatron's own",
+        "0.16.1 is the reference; 0.17.1, 0.18.2 and 0.19.0 train tp, sp, ep and pp on CPUs, their "
+        "Muon is Megatron's own",
     ),
     Supported(
         "nvshmem4py",

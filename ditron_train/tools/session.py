@@ -150,7 +150,10 @@ class BenchSession:
         self.rows.append(row)
         if self.rank == 0:
             sizes = "x".join(str(size) for size in row.shape.values())
-            line = f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours {row.ditron_us:.0f} us"
+            line = (
+                f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours "
+                f"{row.ditron_us:.0f} us"
+            )
             get_logger("bench").info(
                 "%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER"
             )
@@ -239,7 +242,8 @@ def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = 
 
         if not is_interpreter():
             raise DitronError(
-                "no GPU here: TRITON_INTERPRET=1 runs it on CPU processes, in Triton's interpreter (several of them under torchrun)"
+                "no GPU here: TRITON_INTERPRET=1 runs it on CPU processes, in Triton's interpreter "
+                "(several of them under torchrun)"
             )
         from ditron_train.cpu import interpreter
 

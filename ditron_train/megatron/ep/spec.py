@@ -199,7 +199,8 @@ def warns_of_few_rows(context: EPContext) -> bool:
     if fewest is None or fewest >= pairs_of.FEWEST_ROWS:
         return False
     message = (
-        f"ep: an expert had {fewest} rows; where one has fewer than {pairs_of.FEWEST_ROWS} the GEMMs of DITRON_EP_CAPACITY may "
+        f"ep: an expert had {fewest} rows; where one has fewer than {pairs_of.FEWEST_ROWS} the GEMMs "
+        "of DITRON_EP_CAPACITY may "
         "add up in another order than Transformer Engine's (exact sizes do not)"
     )
     log_once("ep few rows", message, level=logging.WARNING)

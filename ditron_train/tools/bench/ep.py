@@ -255,7 +255,7 @@ def _gemm_rows(session: BenchSession, case: Case) -> Iterator[Row]:
         products = products_of_native_bits(fewest, n, k)
         if len(products) < 3:
             get_logger("bench").info(
-                "%s, experts %dx%d: of our grouped GEMMs %s measured, an expert has %d rows and a layer leaves the others native",
+                "%s, experts %dx%d: of our grouped GEMMs %s measured, an expert has %d rows and a " "layer leaves the others native",
                 _model(case), n, k, "only wgrad is" if products else "none is", fewest,
             )  # fmt: skip
         yield from group_gemm_rows(

@@ -176,7 +176,8 @@ def _draw(session: BenchSession, switch: _Switch, step: _Step, picture: Path) ->
     if session.rank == 0:
         sizes = _GPU_SIZES if session.device.type == "cuda" else _CPU_SIZES
         title = (
-            f"a 1F1B step on {session.world_size} stages, {_LAYERS_A_STAGE} layers of hidden size {sizes['hidden_size']} each, "
+            f"a 1F1B step on {session.world_size} stages, {_LAYERS_A_STAGE} layers of hidden size "
+            f"{sizes['hidden_size']} each, "
             f"{step.microbatches} microbatches of {step.sequence} tokens"
         )
         draw_steps(title, recorded, picture)

@@ -180,7 +180,8 @@ def _summary(times: dict[str, list[float]], natively: dict[str, int], cost: Prob
     ratio, rounds = ratio_of(times["strict"], times["force"]), len(times["strict"])
     return (
         f"After its probes `strict` takes {ratio.median:.4f} of the time of `force` (95 % interval {ratio.low:.4f} to "
-        f"{ratio.high:.4f}, {rounds} rounds in turns); {natively['strict']} of the layer's shapes stay native under `strict`. "
+        f"{ratio.high:.4f}, {rounds} rounds in turns); {natively['strict']} of the layer's shapes stay "
+        "native under `strict`. "
         f"Probing them took {cost.first_s:.1f} s with what is made once, {cost.again_s:.1f} s again, and left "
         f"{cost.left_bytes / 2**20:.1f} MiB"
     )

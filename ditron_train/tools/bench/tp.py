@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         action="append",
         metavar="NAME",
-        help="alone: show what the cost model predicts beside what was measured; with a name: only this model's shapes "
+        help="alone: show what the cost model predicts beside what was measured; with a name: only "
+        "this model's shapes "
         "(may be repeated)",
     )
     parser.add_argument("--part", action="append", choices=list(_parts()), help="only this part (may be repeated)")

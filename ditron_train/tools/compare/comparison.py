@@ -49,13 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="both jobs also record one step, in the middle of those that are timed: a table of what the device does in it, "
+        help="both jobs also record one step, in the middle of those that are timed: a table of what "
+        "the device does in it, "
         "natively and with ours, and <output>/{native,ditron}/trace-rank<RANK>.json, which Perfetto shows",
     )
     parser.add_argument(
         "--again",
         action="store_true",
-        help="train natively once more, behind ours: GPUs are slower where they are warm, so what comes second is at a disadvantage",
+        help="train natively once more, behind ours: GPUs are slower where they are warm, so what "
+        "comes second is at a disadvantage",
     )
     parser.add_argument(
         "--trace-rank", type=int, default=0, metavar="RANK", help="where --trace records (default: %(default)s)"
@@ -124,7 +126,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if not arguments.notes:
         if _UNDER_TORCHRUN in os.environ:
             raise SettingError(
-                "compare starts torchrun itself: python -m ditron_train compare --ditron tp torchrun ... pretrain_gpt.py ..."
+                "compare starts torchrun itself: python -m ditron_train compare --ditron tp torchrun "
+                "... pretrain_gpt.py ..."
             )
         check_folder(arguments.output)
     if arguments.results is not None:

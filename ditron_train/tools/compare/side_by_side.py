@@ -39,7 +39,8 @@ def show(
     times = [job.step_ms(skip) for job in (native, ours)]
     if None not in times:
         console.print(
-            f"time of a step, behind the first {skip}: natively {times[0]:.1f} ms, with ditron_train {times[1]:.1f} ms: "
+            f"time of a step, behind the first {skip}: natively {times[0]:.1f} ms, with ditron_train "
+            f"{times[1]:.1f} ms: "
             f"{times[0] / times[1]:.3f}x",
             highlight=False,
         )
@@ -69,11 +70,13 @@ def _verdict(native: Job, ours: Job, counted: Sequence[Difference], own: Sequenc
         return f"DIFFERENT: {len(native)} steps natively, {len(ours)} with ditron_train"
     if own:
         return (
-            f"native does not repeat itself: {_words(own[0])}; all before that is equal. Its deterministic settings change "
+            f"native does not repeat itself: {_words(own[0])}; all before that is equal. Its deterministic "
+            "settings change "
             "that: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, NCCL_ALGO=Ring, CUBLAS_WORKSPACE_CONFIG=:4096:8"
         )
     return (
-        f"equal: all {count_figures((native, ours))} figures of {len(native)} steps on {len(native.ranks)} ranks (losses, gradient "
+        f"equal: all {count_figures((native, ours))} figures of {len(native)} steps on {len(native.ranks)} "
+        "ranks (losses, gradient "
         "norms, digests of the optimizer's parameters after the first and the last step)"
     )
 

@@ -187,7 +187,8 @@ def show_traces(native: StepTrace, ours: StepTrace) -> None:
     alike = alike_us(native.intervals, ours.intervals)
     if alike is not None and not on_cpu:
         console.print(
-            f"what both ran alike with nothing beside it: {_ms(alike[0])} and {_ms(alike[1])} ms, {alike[1] / alike[0]:.3f} of native's "
+            f"what both ran alike with nothing beside it: {_ms(alike[0])} and {_ms(alike[1])} ms, "
+            f"{alike[1] / alike[0]:.3f} of native's "
             "time, by the clock that the GPU held",
             highlight=False,
         )

@@ -75,7 +75,10 @@ def _versions(facts: Facts) -> list[Finding]:
             text = f"{entry.name} {version} is outside {specifier} ({entry.why})"
             findings.append(Finding("versions", "error", text, fix))
         elif not facts.gpus and not is_supported(entry, version, interpreted):
-            text = f"{entry.name} {version} is too new for Triton's interpreter, all that runs without a GPU ({entry.why})"
+            text = (
+                f"{entry.name} {version} is too new for Triton's interpreter, all that runs without "
+                f"a GPU ({entry.why})"
+            )
             findings.append(Finding("versions", "warning", text, pip_command(entry.name, interpreted)))
         else:
             findings.append(Finding("versions", "ok", f"{entry.name} {version} (supported: {specifier})"))
@@ -228,9 +231,15 @@ def _nvshmem(facts: Facts) -> list[Finding]:
         text = "nvshmem4py is not installed: peer memory inside a node, NCCL between nodes"
         return [Finding("NVSHMEM", "note", text, f"{pip_command('nvshmem4py')} for groups across nodes")]
     if facts.nvshmem_library is None:
-        text = f"nvshmem4py {facts.versions['nvshmem4py']} is installed, but its library (libnvshmem_host.so.3) is not there"
+        text = (
+            f"nvshmem4py {facts.versions['nvshmem4py']} is installed, but its library (libnvshmem_host.so.3) "
+            "is not there"
+        )
         return [Finding("NVSHMEM", "warning", text, pip_command("nvidia-nvshmem"))]
-    text = f"nvshmem4py {facts.versions['nvshmem4py']}, library {facts.versions.get('nvidia-nvshmem') or facts.nvshmem_library}"
+    text = (
+        f"nvshmem4py {facts.versions['nvshmem4py']}, library "
+        f"{facts.versions.get('nvidia-nvshmem') or facts.nvshmem_library}"
+    )
     findings = [Finding("NVSHMEM", "ok", f"{text}; started at the first group that spans nodes")]
     return findings + _nvshmem_bootstrap(facts)
 
@@ -247,7 +256,10 @@ def _nvshmem_bootstrap(facts: Facts) -> list[Finding]:
     ]  # ^: all but those named; =: whole names, else how they begin
     findings = []
     if wanted and not usable:
-        text = f"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME={wanted}: there is no such interface ({', '.join(facts.interfaces) or 'none'})"
+        text = (
+            f"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME={wanted}: there is no such interface "
+            f"({', '.join(facts.interfaces) or 'none'})"
+        )
         findings.append(Finding("NVSHMEM", "warning", text, "name one that all nodes have, or unset it"))
     elif not facts.interfaces:
         findings.append(Finding("NVSHMEM", "note", "no network interface but the loopback: one node only", None))

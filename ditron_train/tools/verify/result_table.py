@@ -173,7 +173,10 @@ def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
     ours = [outcome for outcome in outcomes if outcome.is_ours]
     different = [outcome for outcome in outcomes if not outcome.equal]
     compared = len(ours) * repeat
-    text = f"{_count(len(outcomes), 'shape')}: {len(ours)} by ours ({_count(compared, 'comparison')}), {len(outcomes) - len(ours)} natively"
+    text = (
+        f"{_count(len(outcomes), 'shape')}: {len(ours)} by ours ({_count(compared, 'comparison')}), "
+        f"{len(outcomes) - len(ours)} natively"
+    )
     verdict = "every bit is equal" if ours else "nothing was compared"
     return f"{text}; {f'{len(different)} different' if different else verdict}"
 
