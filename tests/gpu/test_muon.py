@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.cpu import reference_muon as reference
-from ditron_train.optim import Muon, addmm, gram, graphs, newton_schulz, plans, scaled_square
+from ditron_train.optim import Muon, addmm, gram, graphs, newton_schulz, scaled_square
 from ditron_train.optim.graphs import make_graph
 from ditron_train.optim.products import ProductPlan, addmm_choices, symmetric_choices
+from ditron_train.policy import gate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -110,10 +111,10 @@ def test_without_cuda_bindings_small_steps_are_single_launches(monkeypatch):
     """A graph would be captured on one of torch's streams, which shares cuBLAS's workspace with whoever else has
     it."""
     monkeypatch.setattr(graphs, "has_driver", lambda: False)
-    monkeypatch.setattr(plans, "_plans", {})
+    gate.forget("muon")
     monkeypatch.setattr(graphs, "_graphs", {})
     assert equal_to_reference((256, 512), 1) and equal_to_reference((512, 256), 2)
-    assert not any(plan.use_graph for plan in plans._plans.values()) and not graphs._graphs
+    assert not any(one.context and one.context.use_graph for one in gate.answers("muon")) and not graphs._graphs
 
 
 def test_small_steps_inside_a_captured_graph():
