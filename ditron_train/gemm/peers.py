@@ -22,7 +22,6 @@ class PeerTiles(NamedTuple):
         stride: Elements between rows.
         num_rows: Rows of a buffer.
         N: Columns.
-        use_descriptors: A constexpr; else stores go through pointers, in groups of more ranks.
     """
 
     descs: Any
@@ -30,17 +29,18 @@ class PeerTiles(NamedTuple):
     stride: Any
     num_rows: Any
     N: Any
-    use_descriptors: Any
 
 
 @triton.jit
-def store_tile_to_peer(peer, acc, row, col, peers, TILE: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def store_tile_to_peer(
+    peer, acc, row, col, peers, TILE: tl.constexpr, WORLD_SIZE: tl.constexpr, USE_DESCRIPTORS: tl.constexpr
+):
     """Stores a tile into ``peer``'s buffer of ``peers`` (``PeerTiles``) at (row, col).
 
-    Through descriptors, since pointer stores to a peer stall the tensor cores. Asynchronous like ``store_tile``:
-    before the tile is signalled, ``dl.bulk_store_wait``.
+    Through descriptors, since pointer stores to a peer stall the tensor cores; through pointers in groups of more than
+    ``MAX_DESCRIPTOR_RANKS``. Asynchronous like ``store_tile``: before the tile is signalled, ``dl.bulk_store_wait``.
     """
-    if peers.use_descriptors:
+    if USE_DESCRIPTORS:
         for rank in tl.static_range(WORLD_SIZE):
             if peer == rank:
                 store_tile(peers.descs[rank], acc, row, col, TILE.block_m, TILE.block_n, TILE.split_store)

@@ -234,9 +234,10 @@ def gather_tile_order(
     world_size: int,
     ranks_per_node: int | None = None,
 ) -> np.ndarray:
-    """All tiles of a gather in the order in which programs take them: ``grouped_tile_order`` of each rank's rows by
-    itself, where every rank owns the same whole number of row tiles, so that no group waits for two ranks; else of
-    ``gather_row_tile_order``.
+    """All tiles of a gather in the order in which programs take them.
+
+    Where every rank owns the same whole number of row tiles, that is ``grouped_tile_order`` of each rank's rows by
+    itself, so that no group waits for two ranks; else that of ``gather_row_tile_order``.
 
     Returns:
         int32 [num_tiles, 2] of (row tile, column tile).

@@ -139,8 +139,8 @@ def _store_to_owners(acc, tile_m, tile_n, peers, channel, reduction, OP: tl.cons
         if tl.maximum(start, row) < tl.minimum(end, last_row + 1):
             dl.await_ready(channel.ready, reduction.epoch, channel.control, owner, OP.world_size, TARGET)
             local_tile = tile_m - start // TILE.block_m
-            slot_row = _slot_row(reduction, local_tile, TILE)
-            store_tile_to_peer(owner, acc, slot_row, tile_n * TILE.block_n, peers, TILE, OP.world_size)
+            slot_row, col = _slot_row(reduction, local_tile, TILE), tile_n * TILE.block_n
+            store_tile_to_peer(owner, acc, slot_row, col, peers, TILE, OP.world_size, OP.use_descriptors)
             dl.bulk_store_wait(TARGET)
             dl.notify(_flag_of(reduction, channel, owner, local_tile, tile_n, TILE), reduction.epoch, TARGET)
 
@@ -155,8 +155,8 @@ def _store_to_owner(
     if owner != ready_owner:
         dl.await_ready(channel.ready, reduction.epoch, channel.control, owner, OP.world_size, TARGET)
     local_tile = tile_m % (tl.cdiv(reduction.M, TILE.block_m) // OP.world_size)
-    slot_row = _slot_row(reduction, local_tile, TILE)
-    store_tile_to_peer(owner, acc, slot_row, tile_n * TILE.block_n, peers, TILE, OP.world_size)
+    slot_row, col = _slot_row(reduction, local_tile, TILE), tile_n * TILE.block_n
+    store_tile_to_peer(owner, acc, slot_row, col, peers, TILE, OP.world_size, OP.use_descriptors)
     return _flag_of(reduction, channel, owner, local_tile, tile_n, TILE).to(tl.int64)
 
 
@@ -234,7 +234,7 @@ def gemm_rs_kernel(
         dl.announce(channel.ready_addresses, channel.signature, epoch, rank, OP.world_size, TARGET)
     reduction = _Reduction(tables, M, N, slot_rows, slot_stride, flags_per_rank, epoch, rank)
     descs = (slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7)
-    peers = PeerTiles(descs, slots.addresses, slot_stride, OP.world_size * slot_rows, N, OP.use_descriptors)
+    peers = PeerTiles(descs, slots.addresses, slot_stride, OP.world_size * slot_rows, N)
     num_tiles_m = tl.cdiv(M, TILE.block_m)
     num_tiles_n = tl.cdiv(N, TILE.block_n)
     num_k_tiles = tl.cdiv(K, TILE.block_k)

@@ -3,8 +3,18 @@
 from tests.support.compile_check import KernelSpec
 
 
-def _gemm(name, transpose_a, transpose_b, block_m, block_n, block_k, stages, dtype="bf16", halve_tail=False,
-          targets=("sm_90", "sm_100")):  # fmt: skip
+def _gemm(
+    name,
+    transpose_a,
+    transpose_b,
+    block_m,
+    block_n,
+    block_k,
+    stages,
+    dtype="bf16",
+    halve_tail=False,
+    targets=("sm_90", "sm_100"),
+):
     a_block = f"{block_k},{block_m}" if transpose_a else f"{block_m},{block_k}"
     b_block = f"{block_n},{block_k}" if transpose_b else f"{block_k},{block_n}"
     half = block_n // 2 if halve_tail else block_n
@@ -71,5 +81,5 @@ SPECS = [
         ),
         _gemm(f"gemm_{layout}_ampere", transpose_a, transpose_b, 128, 128, 32, 3, targets=("sm_80",)),
         _gemm(f"gemm_{layout}_cdna", transpose_a, transpose_b, 128, 128, 64, 2, targets=("hip",)),
-    )  # fmt: skip
+    )
 ]

@@ -164,7 +164,7 @@ SPECS = [
             block,
             stages,
             targets if even == (layout == "nt") else ("sm_90",),  # all combinations there, elsewhere each choice
-        )  # fmt: skip
+        )
         for build in (_ag_gemm, _gemm_rs)
         for layout in ("nt", "nn")
         for even in (True, False)

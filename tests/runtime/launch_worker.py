@@ -95,10 +95,14 @@ class _Recording:
     def last(self) -> dict[str, Any]:
         seen = self._library.recording_last().contents
         return {
-            "grid": list(seen.grid), "block": list(seen.block), "shared": seen.shared, "stream": seen.stream,
-            "attributes": seen.num_attributes, "function": seen.function,
+            "grid": list(seen.grid),
+            "block": list(seen.block),
+            "shared": seen.shared,
+            "stream": seen.stream,
+            "attributes": seen.num_attributes,
+            "function": seen.function,
             "parameters": [bytes(part[:size]).hex() for part, size in zip(seen.parameters, self._sizes)],
-        }  # fmt: skip
+        }
 
 
 def _arguments(name: str) -> tuple:
@@ -128,11 +132,16 @@ def _seen(name: str, kernel: Any, recording: _Recording) -> dict[str, Any]:
     known, unknown = made.repeat("key", 6), made.repeat("other", 6)
     call = recorder_of(compiled, 131)((*arguments, *constants.values()))
     return {
-        "triton": by_triton, "directly": directly, "repeated": recording.last(), "known": known, "unknown": unknown,
-        "launches_of_a_recorded_call": recorded, "launches": recording.num_launches - launches,
+        "triton": by_triton,
+        "directly": directly,
+        "repeated": recording.last(),
+        "known": known,
+        "unknown": unknown,
+        "launches_of_a_recorded_call": recorded,
+        "launches": recording.num_launches - launches,
         "keeps_memory": _holds_memory((call.before, call.after)),
         "fp_fusion": compiled.metadata.enable_fp_fusion,
-    }  # fmt: skip
+    }
 
 
 def _holds_memory(value: Any) -> bool:

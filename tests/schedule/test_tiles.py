@@ -27,10 +27,17 @@ pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's i
 
 @triton.jit
 def _list_tiles(
-    out_ptr, order_ptr, rank, num_tiles_m, num_tiles_n,
-    MODE: tl.constexpr, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr, GROUP_M: tl.constexpr,
+    out_ptr,
+    order_ptr,
+    rank,
+    num_tiles_m,
+    num_tiles_n,
+    MODE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    RANKS_PER_NODE: tl.constexpr,
+    GROUP_M: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     for tile_id in range(num_tiles_m * num_tiles_n):
         owner = -1
         if MODE == "grouped":

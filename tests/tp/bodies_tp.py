@@ -75,9 +75,14 @@ def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dty
         dist.barrier()
         time.sleep(rng.random() * 0.02)
         y, gathered = ag_gemm(
-            x, weight, context=context, layout=layout, row_counts=None if len(set(counts)) == 1 else counts,
-            return_gathered=True, plan=GatherPlan(mode, push_programs=1, num_chunks=2),
-        )  # fmt: skip
+            x,
+            weight,
+            context=context,
+            layout=layout,
+            row_counts=None if len(set(counts)) == 1 else counts,
+            return_gathered=True,
+            plan=GatherPlan(mode, push_programs=1, num_chunks=2),
+        )
         total = gather_rows(x, counts)
         expected = total.float() @ (weight.float().t() if layout == "nt" else weight.float())
         assert torch.equal(gathered, total)
