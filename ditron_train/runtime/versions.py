@@ -62,7 +62,12 @@ class Supported(NamedTuple):
 SUPPORTED: tuple[Supported, ...] = (
     Supported("python", ">=3.10,<3.14", True, "", (), "3.11 and 3.12 are tested; the code parses on 3.10"),
     Supported(
-        "torch", ">=2.11,<2.16", True, "torch", ("torch",), "2.11 ran on GPUs and CPUs, 2.13 and 2.15 on CPUs alone"
+        "torch",
+        ">=2.11,<2.16",
+        True,
+        "torch",
+        ("torch",),
+        "2.11 ran on GPUs, 2.13 on CPUs; of 2.15 only imports and its source were seen",
     ),
     Supported(
         "triton",
@@ -86,8 +91,7 @@ SUPPORTED: tuple[Supported, ...] = (
         False,
         "megatron.core",
         ("megatron-core",),
-        "0.16.1 is the reference; 0.17.1, 0.18.2 and 0.19.0 train tp, sp, ep and pp on CPUs, their "
-        "Muon is Megatron's own",
+        "0.16.1 is the reference; 0.17.1, 0.18.2 and 0.19.0 trained small models on CPUs, their Muon is Megatron's",
     ),
     Supported(
         "nvshmem4py",
@@ -267,8 +271,8 @@ def version_warnings(versions: dict[str, str | None] | None = None) -> list[str]
     """Returns one sentence for each library that is newer than what was tried, and for each that is there twice."""
     found = find_versions() if versions is None else versions
     sentences = [
-        f"{entry.name} {found[entry.name]} is newer than what was tried ({entry.specifier}); DITRON_VERSIONS=strict "
-        "refuses it"
+        f"{entry.name} {found[entry.name]} is newer than what was tried ({entry.specifier}); "
+        f"DITRON_VERSIONS=strict refuses it"
         for entry in SUPPORTED
         if found.get(entry.name) is not None and not entry.where_used and is_newer(entry, str(found[entry.name]))
     ]
