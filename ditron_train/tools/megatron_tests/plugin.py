@@ -218,7 +218,8 @@ def _run_on_cpu() -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     memory = types.SimpleNamespace(major=9, minor=0, total_memory=1 << 30, multi_processor_count=8, name="CPU")
     answers = {
-        "is_available": True, "device_count": world_size, "get_device_properties": memory, "mem_get_info": (1 << 29, 1 << 30),
+        "is_available": True, "device_count": world_size, "get_device_properties": memory,
+        "mem_get_info": (1 << 29, 1 << 30),
         "get_device_capability": (9, 0), "is_current_stream_capturing": False,
     }  # fmt: skip
     for name, answer in answers.items():

@@ -20,7 +20,9 @@ SUITES: dict[str, tuple[str, ...]] = {
     "pipeline_parallel": ("pipeline_parallel",),
     "a2a_overlap": ("a2a_overlap",),
     "gpt": ("models/test_gpt_model.py", "models/test_gpt_model_batch_invariant.py"),
-    "dist_checkpointing": ("dist_checkpointing/models/test_gpt_model.py", "dist_checkpointing/models/test_moe_experts.py"),
+    "dist_checkpointing": (
+        "dist_checkpointing/models/test_gpt_model.py", "dist_checkpointing/models/test_moe_experts.py",
+    ),
     "optimizer": (
         "test_muon_optimizer.py", "test_layer_wise_optimizer.py", "test_optimizer.py", "optimizer",
         "dist_checkpointing/test_layer_wise_optimizer.py",

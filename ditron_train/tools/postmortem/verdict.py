@@ -67,8 +67,8 @@ def _show(files: Sequence[RankFile], divergence: Divergence | None, last: int) -
         call = file.calls[-1] if file.calls else None
         error = f"{file.error['kind']}: {file.error['text']}" if file.error else ""
         table.add_row(
-            str(file.rank), escape(f"{file.host} {file.pid}"), _STATES.get(file.state, file.state), str(len(file.calls)),
-            escape(_words(call)), _clock(call), escape(error[:400]),
+            str(file.rank), escape(f"{file.host} {file.pid}"), _STATES.get(file.state, file.state),
+            str(len(file.calls)), escape(_words(call)), _clock(call), escape(error[:400]),
             style="bold red" if divergence is not None and file.rank in divergence.ranks else None,
         )  # fmt: skip
     console.print(table)

@@ -17,7 +17,8 @@ from typing import Literal
 from ditron_train.runtime.files import parse_json, read_regular
 
 __all__ = [
-    "Interval", "computation_us", "exposed", "idle", "is_gemm", "not_launched", "read_chrome_trace", "total_us", "union",
+    "Interval", "computation_us", "exposed", "idle", "is_gemm", "not_launched", "read_chrome_trace", "total_us",
+    "union",
 ]  # fmt: skip
 
 Kind = Literal["compute", "communication"]
