@@ -168,8 +168,8 @@ def _rows(session: BenchSession, case: Case, parts: tuple[str, ...]) -> Iterator
     from ditron_train.tools.bench.megatron_ep import moe_config
 
     config = moe_config(
-        hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk, dtype=session.dtype,
-        fused=False if case.deterministic else None,
+        hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk,
+        dtype=session.dtype, fused=False if case.deterministic else None,
     )  # fmt: skip
     if "dispatch" in parts or "combine" in parts:
         with torch.no_grad(), under_policy("force"):  # ours wherever it can: this is what the policy would measure
@@ -255,7 +255,8 @@ def _gemm_rows(session: BenchSession, case: Case) -> Iterator[Row]:
         products = products_of_native_bits(fewest, n, k)
         if len(products) < 3:
             get_logger("bench").info(
-                "%s, experts %dx%d: of our grouped GEMMs %s measured, an expert has %d rows and a " "layer leaves the others native",
+                "%s, experts %dx%d: of our grouped GEMMs %s measured, an expert has %d rows "
+                "and a layer leaves the others native",
                 _model(case), n, k, "only wgrad is" if products else "none is", fewest,
             )  # fmt: skip
         yield from group_gemm_rows(
@@ -328,7 +329,7 @@ def _layer_rows(session: BenchSession, case: Case, config: object) -> Iterator[R
         ours, native = body("ditron"), body("native")
         equal = session.equal(ours, native)
         del ours, native
-        timings = session.measure({name: lambda i, n=name: body(n) for name in pair.layers})
+        timings = session.measure({name: lambda i, n=name, run=body: run(n) for name in pair.layers})
         yield _row(session, "moe_layer", direction, case, equal, timings, _comm_sms(pair.layers["ditron"]))
 
 

@@ -193,16 +193,20 @@ def _rows_of(
     for direction, body in (("forward", passes.forward), ("forward_backward", passes.forward_backward)):
         what = f"attention layer, {direction}, {length} tokens"
         if not all(
-            session.attempt(f"{what}, {name}", lambda index, one=layer: body(one)) for name, layer in exact.items()
+            session.attempt(f"{what}, {name}", lambda index, one=layer, f=body: f(one))
+            for name, layer in exact.items()
         ):
             torch.cuda.empty_cache()
             continue
         equal = session.equal(body(exact["ditron"]), body(exact["native"]))
         torch.cuda.empty_cache()
         contenders = {**fast, "limit": _WithoutExchanges(fast, passes.values, length, session.world_size)}
-        timings = session.measure({name: lambda index, one=layer: body(one) for name, layer in contenders.items()})
+        timings = session.measure(
+            {name: lambda index, one=layer, f=body: f(one) for name, layer in contenders.items()}
+        )
         yield session.row(
-            "attention_layer", direction, "64 heads, 8 groups", {"seqlen": length, "hidden": 8192, "heads": 64, "groups": 8},
+            "attention_layer", direction, "64 heads, 8 groups",
+            {"seqlen": length, "hidden": 8192, "heads": 64, "groups": 8},
             timings, equal,
             dtype=torch.bfloat16,
             comm_sms=_comm_sms(session, passes.x.shape[0]),

@@ -173,8 +173,8 @@ def _step_row(session: BenchSession, model: str, layer: list[tuple[int, int]], n
         param.grad = _normal(param.shape, session, 1000 + seed)
     group = dist.group.WORLD
     optimizer = Muon(
-        ours, lr=_LR, split_qkv=qkv is not None, is_qkv_fn=lambda param: param.shape[0] == qkv_rows, qkv_split_shapes=qkv,
-        shard_group=group if session.world_size > 1 else None,
+        ours, lr=_LR, split_qkv=qkv is not None, is_qkv_fn=lambda param: param.shape[0] == qkv_rows,
+        qkv_split_shapes=qkv, shard_group=group if session.world_size > 1 else None,
     )  # fmt: skip
     shards = reference_shards(native, session.world_size)
     momenta = {index: torch.zeros_like(native[index]) for index in shards[session.rank]}

@@ -152,7 +152,8 @@ def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is
         return None
     stamp = _stamp_of(native, ours)
     row = Row(
-        op=f"{TRAINING_STEP}{','.join(ours.header['features'])}", direction="forward_backward", model=model, world_size=native.header["world_size"],
+        op=f"{TRAINING_STEP}{','.join(ours.header['features'])}", direction="forward_backward",
+        model=model, world_size=native.header["world_size"],
         dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"], native_us=times[0] * 1e3,
         ditron_us=times[1] * 1e3, bitwise_equal=is_equal, comm_sms=0,
     )  # fmt: skip

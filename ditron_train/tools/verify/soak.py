@@ -90,8 +90,8 @@ class Soak:
         epochs = f"epochs {self.first_epoch} {reached}" + (", across 2**31" if self.crossed_the_wrap else "")
         drift = f"memory drift {self.host_drift_bytes / 2**20:.2f} MiB" if self.host_bytes else "memory not read"
         unit = "shapes" if self.what == "random" else "ops"
-        return f"{self.done:,} of {self.planned:,} {unit} in {self.seconds:.0f} s ({rate}), {self.compared:,} " "results " \
-               f"compared, {self.natively:,} native: {verdict}; {epochs}; {drift}"  # fmt: skip
+        return f"{self.done:,} of {self.planned:,} {unit} in {self.seconds:.0f} s ({rate}), {self.compared:,} " \
+               f"results compared, {self.natively:,} native: {verdict}; {epochs}; {drift}"  # fmt: skip
 
 
 class SoakMeter:
