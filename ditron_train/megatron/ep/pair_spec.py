@@ -207,6 +207,7 @@ class _PairRuns:
         if self._is_compiled or get_settings().plan is not None:
             return
         self._is_compiled = True
+        _ = self._data  # made by kernels that run: inside ``compiling`` none does
         runs = [(pair, frozenset({pair})) for pair in self.pairs] + [(pair, frozenset()) for pair in self.pairs]
         with compiling(self._context):
             for pair, chosen in runs[dist.get_rank(self._group) :: dist.get_world_size(self._group)]:

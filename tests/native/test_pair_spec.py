@@ -1,0 +1,41 @@
+"""Pairs of a movement and a grouped GEMM: what they are compared on is made while kernels run."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+from ditron_train.megatron.ep import pair_spec  # noqa: E402
+
+
+def test_data_is_made_before_kernels_are_only_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, is_compiling = [], []
+
+    @contextlib.contextmanager
+    def compiling(context):
+        is_compiling.append(True)
+        yield
+        is_compiling.pop()
+
+    def data(self):
+        seen.append(bool(is_compiling))
+        bodies = dict.fromkeys(self.pairs, lambda call: [])
+        return SimpleNamespace(), bodies, [], "words"
+
+    monkeypatch.setattr(pair_spec, "compiling", compiling)
+    monkeypatch.setattr(pair_spec._PairRuns, "_data", property(data))
+    monkeypatch.setattr(pair_spec._PairRuns, "_call", lambda self, chosen: None)
+    monkeypatch.setattr(
+        pair_spec,
+        "dist",
+        SimpleNamespace(get_rank=lambda g: 0, get_world_size=lambda g: 1, barrier=lambda group: None),
+    )
+    linear = SimpleNamespace(weight0=torch.empty(8, 8), fuse_wgrad_accumulation=True)
+    experts = SimpleNamespace(linear_fc1=linear, linear_fc2=linear)
+    runs = pair_spec._PairRuns(experts, None, None, torch.empty(1, 8), "descending", None)
+    runs.compile()
+    assert seen and not seen[0]
