@@ -347,11 +347,11 @@ def _aligned_parts(kinds: tuple, path: tuple[int, ...]) -> dict[tuple[int, ...],
 
 
 def _constants(value: Any, target: str) -> Any:
-    """A constexpr as the kernel takes it; a dict that names ``TARGET`` is a tuple of constexprs, one of them the
-    target."""
+    """A constexpr as the kernel takes it; a dict of names in capitals is a tuple of constexprs, ``TARGET`` among them
+    the target."""
     import triton.language as tl
 
-    if isinstance(value, dict) and "TARGET" in value:
+    if isinstance(value, dict) and all(name.isupper() for name in value):
         fields = {name: target if name == "TARGET" else part for name, part in value.items()}
         return namedtuple("Fields", fields)(*map(tl.constexpr, fields.values()))
     return _as_tuples(value)
