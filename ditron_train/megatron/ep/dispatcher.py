@@ -70,9 +70,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._ep_context: EPContext | RailContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: Layout | rails.RailLayout | None = None
-        self._no_room: str | None = (
-            None  # why there is no pending layout: tensor parallel ranks learn it in ``token_dispatch``
-        )
+        self._no_room: str | None = None  # why nothing is pending: tensor parallel ranks learn it in token_dispatch
         self._order: SumOrder | None = None
         self._capacity_factor: float | None = None
         self._has_warned = False
@@ -92,6 +90,16 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart",
             )
         self._log_native()
+
+    @property
+    def ep_context(self) -> EPContext | RailContext | None:
+        """Where the tokens of the last call moved, None on Megatron's path."""
+        return self._ep_context
+
+    @property
+    def dispatched(self) -> tuple[Layout | rails.RailLayout | None, SumOrder | None]:
+        """The layout of the tokens on their way, which ``token_combine`` ends, and the order of their sums."""
+        return self._layout, self._order
 
     def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
         """Learns what the layer's experts can do: be fused with the movement, do without sizes on the host.
@@ -282,11 +290,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def _meet_slices(self, device: torch.device, reason: str | None) -> str | None:
         """Learns the counts of the other tensor parallel ranks; returns why this step is native, of any of them."""
         shape = (self.ep_size, self.num_local_experts)
-        mine = (
-            None
-            if self._layout is None
-            else self._layout.tables.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
-        )
+        layout = self._layout
+        mine = None if layout is None else layout.tables.sources.view(-1, layout.shape.slots)[: shape[0], : shape[1]]
         counts = exchange_counts(mine, shape, self.tp_group, device)
         if counts is None:
             return reason or "another tensor parallel rank has no room for its rows"

@@ -215,7 +215,7 @@ def _movement_rows(session: BenchSession, case: Case, config: object, parts: tup
     )
     distinct, logical, copies = _bytes_moved(case, routed, session.dtype)
     results = {name: pair.dispatch(name, x, routed, probs) for name in ("native", "ditron")}
-    layout, context, order = pair.ditron._layout, pair.ditron._ep_context, pair.ditron._order
+    (layout, order), context = pair.ditron.dispatched, pair.ditron.ep_context
     comm_sms = 0 if context.target == "interpreter" else context.move.num_senders
     rows = results["native"][0].clone()
     equal = session.equal(results["ditron"], results["native"])
@@ -334,7 +334,7 @@ def _layer_rows(session: BenchSession, case: Case, config: object) -> Iterator[R
 
 
 def _comm_sms(layer: torch.nn.Module) -> int:
-    context = layer.token_dispatcher._ep_context
+    context = layer.token_dispatcher.ep_context
     return 0 if context is None or context.target == "interpreter" else context.move.num_senders
 
 
