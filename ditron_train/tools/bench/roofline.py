@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ditron_train.tools.results import Row, Stamp
 
@@ -86,7 +87,7 @@ def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def _draw_roofs(axis: object, device: str, least: float, most: float) -> None:
+def _draw_roofs(axis: Any, device: str, least: float, most: float) -> None:
     peaks = next((peak for name, peak in _PEAKS.items() if name in device), None)
     if peaks is None:
         return
