@@ -189,7 +189,7 @@ class _OutputProjection(torch.autograd.Function):
         ctx.late = late
         keep = ctx.needs_input_grad[1] or late is not None
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
-        result = a2a_gemm((attended,), weight, return_gathered="copy" if keep else "no", **ctx.options)
+        result: Any = a2a_gemm((attended,), weight, return_gathered="copy" if keep else "no", **ctx.options)
         out, gathered = result if keep else (result, None)
         ctx.save_for_backward(weight, gathered)
         return out

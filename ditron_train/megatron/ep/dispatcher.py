@@ -60,6 +60,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     have nothing left to move.
     """
 
+    shared_experts: Any
+
     def __init__(
         self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
     ) -> None:
@@ -109,16 +111,16 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._use_capacity(modules["experts"])
 
     @property
-    def _experts(self) -> torch.nn.Module | None:
+    def _experts(self) -> Any:
         return self._layer_modules.get("experts")
 
-    def _use_capacity(self, experts: torch.nn.Module) -> None:
+    def _use_capacity(self, experts: Any) -> None:
         """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the
         host."""
         factor = get_settings().ep_capacity
         if factor is None or self.drop_and_pad:  # padded to capacity, sizes are exact without a host sync
             return
-        reason = "Transformer Engine is not installed"
+        reason: str | None = "Transformer Engine is not installed"
         if self.tp_size > 1:
             reason = f"experts are split over {self.tp_size} tensor parallel ranks"
         elif self._apart:
@@ -350,7 +352,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Any, torch.Tensor]:
         hidden_states, probs = global_input_tokens, global_probs
         if self._ep_context is None:
             return super().dispatch_postprocess(hidden_states, probs)

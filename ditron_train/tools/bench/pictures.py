@@ -29,7 +29,7 @@ def draw_speedups(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
         _draw_panel(axis, chosen)
         axis.set_title(f"{panel[0]} {panel[1].replace('_', ' + ')}")
     axes[0].set_ylabel("speed over native")
-    entries = {}  # of all panels: not every one has a peer and a limit
+    entries: dict[str, Any] = {}  # of all panels: not every one has a peer and a limit
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries.update(zip(labels, handles))
