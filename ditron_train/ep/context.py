@@ -123,7 +123,8 @@ class EPContext(OpContext):
     @property
     def layout_sizes(self) -> LayoutSizes:
         """Constants of the kernels that make a layout."""
-        return LayoutSizes(*(getattr(self.shape, name.lower()) for name in LayoutSizes._fields[:-1]), self.target)
+        values = [getattr(self.shape, name.lower()) for name in LayoutSizes._fields[:-1]]
+        return LayoutSizes._make([*values, self.target])
 
     @property
     def moves(self) -> CallOrder:
@@ -136,7 +137,7 @@ class EPContext(OpContext):
         channel.check()
         stream = self._follow()
         self.num_moves += 1
-        if layout is not None and stream is not layout.kept_for:
+        if layout is not None and stream is not None and stream is not layout.kept_for:
             layout.record_stream(stream)
         return stream
 

@@ -113,7 +113,7 @@ class ExpertCall:
 
 def forward_in(
     x: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall, probs_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """y, rows and row_probs of ``dispatch_linear``, without autograd."""
     zero_probs = call.order == "descending"
     rows, row_probs = ops.dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
@@ -125,12 +125,12 @@ def backward_in(
     rows: torch.Tensor,
     weights: Sequence[torch.Tensor],
     call: ExpertCall,
-    row_grads: torch.Tensor,
+    row_grads: torch.Tensor | None,
     probs_dtype: torch.dtype,
     with_wgrad: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]:
+) -> tuple[torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor | None]]:
     """dx, dprobs and the weights' gradients of ``dispatch_linear``."""
-    options = dict(order=call.order, row_grads=row_grads, probs_dtype=probs_dtype)
+    options: dict[str, Any] = dict(order=call.order, row_grads=row_grads, probs_dtype=probs_dtype)
     if with_wgrad and "beside_wgrad" in call.fused:
         pending = ops.begin_combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
         try:

@@ -99,7 +99,7 @@ def gemm_combine(
         TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,
     )
     constants = {"SUM": sizes, "GEMM": operands.sizes}
-    grads_like = row_grads.contiguous() if with_grads else x
+    grads_like = x if row_grads is None else row_grads.contiguous()
     kind = Kind.DGRAD_COMBINE if with_grads else Kind.GEMM_COMBINE
     dtypes = (x.dtype, grads_like.dtype, probs_dtype)
     tables = layout.tables

@@ -196,6 +196,7 @@ def gemm_operands(
     if reach is None:  # allocations too far apart, or not aligned to each other: copies side by side
         weights = torch.stack(tuple(weights)).unbind(0)
         reach = _reach(weights)
+    assert reach is not None, "slices of one allocation"
     distances, unit = reach
     config = _config(max(tiles.num_rows, 1), n, k, x.dtype, target, x.device)
     block_n, block_k = config.block_n, config.block_k

@@ -160,7 +160,7 @@ class PendingCombine:
         self._begun_on = context.enter_move(context.combine_channel, layout)
         shape, move, hidden, with_grads = layout.shape, context.move, y.shape[1], row_grads is not None
         self._y, self._layout, self._context, self._with_grads = y.contiguous(), layout, context, with_grads
-        self._row_grads = row_grads.contiguous() if with_grads else self._y
+        self._row_grads = self._y if row_grads is None else row_grads.contiguous()
         self._out = torch.empty(layout.num_tokens, hidden, dtype=y.dtype, device=y.device)
         self._prob_grads = torch.zeros(
             layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=y.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -83,6 +84,7 @@ class PendingLayout:
             if self.copied is not None:
                 self.copied.synchronize()
             context.counts_channel.check()
+            assert self.host_messages is not None, "copied where no room is given"
             host = HostCounts.from_messages(self.host_messages.numpy(), shape)
             if host.widest > shape.topk:
                 raise NotSupportedError(f"expert parallel: a token has {host.widest} experts, top-k is {shape.topk}")
@@ -96,7 +98,9 @@ class PendingLayout:
             local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
             tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
             num_rows = int(host.rows(shape)[context.rank])
-            return self._layout(num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if sent else None)
+            return self._layout(
+                num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if ahead and sent else None
+            )
         except Exception:
             context.rejoin()  # no op behind this one may meet what was sent ahead, nor anybody have its memory
             raise
@@ -138,7 +142,7 @@ def _tables(context: EPContext) -> Tables:
     """int32 tables of one layout, carved from one allocation in steps of 16 bytes."""
     shape = context.shape
     offsets = shape.ranks * (shape.num_chunks + 1)
-    sizes = Tables(
+    sizes = dict(
         chunk_counts=shape.num_chunks * shape.columns,
         chunk_dests=shape.num_chunks * shape.ranks,
         chunk_widest=shape.num_chunks,
@@ -152,9 +156,9 @@ def _tables(context: EPContext) -> Tables:
         sources=shape.ranks * shape.slots,
         limits=8,
     )
-    padded = [-(-size // 4) * 4 for size in sizes]
+    padded = [-(-size // 4) * 4 for size in sizes.values()]
     memory = torch.empty(sum(padded), dtype=torch.int32, device=context.device)
-    return Tables(*(part[:size] for size, part in zip(sizes, torch.split(memory, padded))))
+    return Tables(**{name: part[:size] for (name, size), part in zip(sizes.items(), torch.split(memory, padded))})
 
 
 def _check_routing(
@@ -231,7 +235,9 @@ def begin_layout(
         routed, tables.chunk_counts, tables.chunk_dests, tables.chunk_widest, num_tokens, chunk_tokens
     )
     _exchange(context, tables, num_tokens, hidden, dtype, room)
-    host = {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
+    host: dict[str, Any] = (
+        {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
+    )
     lists = _list_entries(context, tables, routed, probs, token_places, num_places, chunk_tokens, block_tokens)
     if room is not None:
         context.reserve_room(room, num_tokens, hidden, dtype)

@@ -50,7 +50,7 @@ def aligned_operand(tensor: torch.Tensor) -> torch.Tensor:
     """
     if is_aligned(tensor):
         return tensor
-    copy = empty_aligned(*tensor.shape, tensor.dtype, tensor.device)
+    copy = empty_aligned(tensor.shape[0], tensor.shape[1], tensor.dtype, tensor.device)
     return copy.copy_(tensor)
 
 

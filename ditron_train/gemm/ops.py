@@ -196,15 +196,14 @@ def _product(
     if m == 0 or n == 0 or k == 0:
         return torch.zeros(m, n, dtype=a.dtype, device=a.device) if out is None else out.zero_()
 
-    direct = out is not None and is_aligned(out) and not _shares_memory(out, a) and not _shares_memory(out, b)
-    result = out if direct else empty_aligned(m, n, a.dtype, a.device)
+    is_direct = out is not None and is_aligned(out) and not _shares_memory(out, a) and not _shares_memory(out, b)
+    result = out if out is not None and is_direct else empty_aligned(m, n, a.dtype, a.device)
     sms = num_sms(a.device)
     config = config or choose_config(m, n, k, a.dtype, target, sms)
     a, b = aligned_operand(a), aligned_operand(b)
-    options = dict(transpose_a=transpose_a, transpose_b=transpose_b, num_programs=sms)
     with on_device(a.device):
-        launch_gemm(a, b, result, config, **options)
-    if direct:
+        launch_gemm(a, b, result, config, transpose_a=transpose_a, transpose_b=transpose_b, num_programs=sms)
+    if is_direct:
         return result
     return result.contiguous() if out is None else out.copy_(result)
 

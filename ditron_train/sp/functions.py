@@ -23,7 +23,7 @@ rounded, and its gradient is P^T(..) summed over the local rows, both as Megatro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -91,7 +91,9 @@ def late_wgrad(weight_qkv: torch.Tensor, weight_out: torch.Tensor) -> LateWgrad 
     hides."""
     if not (torch.is_grad_enabled() and weight_qkv.requires_grad and weight_out.requires_grad):
         return None
-    if weight_out.is_cuda and not hides_gather(*weight_out.shape, weight_qkv.shape[0], weight_qkv.element_size()):
+    if weight_out.is_cuda and not hides_gather(
+        weight_out.shape[0], weight_out.shape[1], weight_qkv.shape[0], weight_qkv.element_size()
+    ):
         return None
     return LateWgrad(weight_out)
 
@@ -138,7 +140,8 @@ class _QkvProjection(torch.autograd.Function):
         refuse_second_derivatives("qkv_projection")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = grad_rows = grad_late = None
+        grad_x: Any = None
+        grad_weight = grad_bias = grad_rows = grad_late = None
         compute_late = ctx.late.take() if ctx.late is not None and ctx.needs_input_grad[-1] else None
         total_x = ctx.shards.start_gather(x) if needs_weight and ctx.shards is not None else lambda: x
 
@@ -147,7 +150,9 @@ class _QkvProjection(torch.autograd.Function):
             grad_late = None if compute_late is None else compute_late()
 
         if needs_x and compute_late is None:
-            keep = "borrow" if needs_weight or needs_bias else "no"  # used up before the next op
+            keep: Literal["no", "borrow"] = (
+                "borrow" if needs_weight or needs_bias else "no"
+            )  # used up before the next op
             result = a2a_gemm(grads, weight, weight_layout="nn", return_gathered=keep, **ctx.options)
             grad_x, grad_rows = (result, None) if keep == "no" else result
         else:
@@ -184,7 +189,7 @@ class _OutputProjection(torch.autograd.Function):
         ctx.late = late
         keep = ctx.needs_input_grad[1] or late is not None
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
-        result = a2a_gemm((attended,), weight, return_gathered="copy" if keep else "no", **ctx.options)
+        result: Any = a2a_gemm((attended,), weight, return_gathered="copy" if keep else "no", **ctx.options)
         out, gathered = result if keep else (result, None)
         ctx.save_for_backward(weight, gathered)
         return out

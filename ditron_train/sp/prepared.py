@@ -98,7 +98,7 @@ class PreparedGemmA2A:
         packed: bool,
     ) -> None:
         self.config, self.k, self.weight_layout = config, k, weight_layout
-        sizes = dict(granule_rows=config.block_m, block_n=config.block_n, copy=transfer_sizes.PULL)
+        sizes: dict[str, Any] = dict(granule_rows=config.block_m, block_n=config.block_n, copy=transfer_sizes.PULL)
         self._transfer = transfer = Transfer(context, GEMM_A2A, layout, m, dtype, k=k, packed=packed, **sizes)
         world, n = context.world_size, layout.num_columns
         programs = transfer_sizes.receive_programs(m, world * n, k, dtype.itemsize)

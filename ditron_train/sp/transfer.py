@@ -87,8 +87,8 @@ class Transfer:
 
     def copy_kernel(self, kernel: Any, num_programs: int, **constants: int | bool) -> KernelLaunch:
         """``push_kernel`` or ``receive_kernel``, with the constants that only it has."""
-        constants = {"COPY": self.blocks, **constants, "TARGET": self.context.target}
-        return KernelLaunch(kernel, num_programs if self.context.is_cuda else 1, constants, num_warps=16)
+        values = {"COPY": self.blocks, **constants, "TARGET": self.context.target}
+        return KernelLaunch(kernel, num_programs if self.context.is_cuda else 1, values, num_warps=16)
 
     def copy_arguments(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> tuple[tuple, tuple, tuple]:
         """What every kernel that copies takes: ``CopyPointers``, the channel's pointers, ``CopyShape``."""

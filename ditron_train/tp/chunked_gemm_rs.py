@@ -134,5 +134,5 @@ class PreparedChunkedGemmRs:
         """Compiles what a call with these would run, without running it."""
         x, weight = aligned_operand(x), aligned_operand(weight)
         partial = x.new_empty(self.m, self.n)
-        for chunk in {chunk.gemm: chunk for chunk in self._chunks if chunk.gemm is not None}.values():
-            chunk.gemm.compile(x[chunk.rows], chunk.gemm.b_descriptors(weight), partial[chunk.rows], self.k)
+        for gemm, chunk in {chunk.gemm: chunk for chunk in self._chunks if chunk.gemm is not None}.items():
+            gemm.compile(x[chunk.rows], gemm.b_descriptors(weight), partial[chunk.rows], self.k)

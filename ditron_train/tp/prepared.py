@@ -85,7 +85,7 @@ def _choose(context: TPContext, m: int, n: int, k: int, call: AgGemmCall | GemmR
 class AgGemmCall(NamedTuple):
     """Of ``ops.ag_gemm``."""
 
-    op = "ag_gemm"  # no field
+    op = "ag_gemm"  # type: ignore[misc]  # no field
     x_shape: torch.Size
     weight_shape: torch.Size
     dtype: torch.dtype
@@ -114,7 +114,7 @@ class AgGemmCall(NamedTuple):
 class GemmRsCall(NamedTuple):
     """Of ``ops.gemm_rs``."""
 
-    op = "gemm_rs"  # no field
+    op = "gemm_rs"  # type: ignore[misc]  # no field
     x_shape: torch.Size
     weight_shape: torch.Size
     dtype: torch.dtype

@@ -130,6 +130,7 @@ class PreparedScatter:
     def _send_all(self, partial: torch.Tensor) -> None:
         """To all at once where peers' memory is mapped side by side: nobody adds up before all rows are there."""
         self._signal_start()
+        assert self._fans is not None, "start lists them"
         address, stream = partial.data_ptr(), self.context.comm_stream
         fans = [fan for rows, flags in self._fans for fan in (replace(rows, source=address + rows.source), flags)]
         if not (fans and send_fans(fans, stream)):
@@ -162,7 +163,8 @@ class PreparedScatter:
             return
         if num_bytes:
             copy_bytes(destination + skipped, partial.data_ptr() + source, num_bytes, stream)
-        if signals and num_behind == 1 and not send_fans((self._first_flags,), stream):
+        first_flags = self._first_flags
+        if signals and num_behind == 1 and first_flags is not None and not send_fans((first_flags,), stream):
             self._first_flags = None
             flags_alone = [
                 (destination, offset, 0, flag, word) for destination, offset, _, flag, word in self._copies[:-1]

@@ -89,8 +89,8 @@ def pass_through(pair, name, x, routed, probs, grad):
 def assert_equal_passes(pair, x, routed, probs, grad):
     native = pass_through(pair, "native", x, routed, probs, grad)
     ours = pass_through(pair, "ditron", x, routed, probs, grad)
-    assert pair.ditron._ep_context is not None
-    pair.ditron._ep_context.check()
+    assert pair.ditron.ep_context is not None
+    pair.ditron.ep_context.check()
     for name, a, b in zip(("rows", "row_probs", "tokens_per_expert", "out", "dx", "dprobs"), native, ours):
         assert a.shape == b.shape and torch.equal(a, b), name
 
@@ -161,7 +161,7 @@ def test_changing_counts_stragglers_and_poisoned_buffers():
     pair = DispatcherPair(config(experts, topk, hidden))
     first = zipf_routing(8, experts, topk, exponent=0, device="cuda", seed=rank)
     pair.dispatch("ditron", normals(8, hidden, dtype=torch.bfloat16, seed=0), *first)
-    context = pair.ditron._ep_context
+    context = pair.ditron.ep_context
     for step in range(int(os.environ.get("DITRON_TEST_STEPS", "100"))):  # 1000 once, by hand
         tokens = random.Random(step * 100 + rank).choice([0, 1, 50, 333, 700])
         routed, probs = zipf_routing(tokens, experts, topk, exponent=step % 3, device="cuda", seed=1000 * rank + step)
@@ -184,7 +184,7 @@ def test_few_rows_are_seen_without_a_host_sync():
     pair = DispatcherPair(config(experts, 8, hidden))
     routed, probs = zipf_routing(300, experts, 8, exponent=2, device="cuda", seed=dist.get_rank())
     pair.dispatch("ditron", normals(300, hidden, dtype=torch.bfloat16, seed=0), routed, probs)
-    context = pair.ditron._ep_context
+    context = pair.ditron.ep_context
     context.counts_on_their_way = None
     for exponent in (3, 0, 1):
         routed, probs = zipf_routing(300, experts, 8, exponent=exponent, device="cuda", seed=dist.get_rank())
@@ -202,7 +202,7 @@ def test_gradients_of_no_tokens_are_empty():
     pair = DispatcherPair(config(experts, 8, hidden))
     routed, probs = zipf_routing(8, experts, 8, exponent=0, device="cuda", seed=dist.get_rank())
     pair.dispatch("ditron", normals(8, hidden, dtype=torch.bfloat16, seed=0), routed, probs)
-    context = pair.ditron._ep_context
+    context = pair.ditron.ep_context
     x = normals(tokens, hidden, dtype=torch.bfloat16, seed=1).requires_grad_()
     probs = probs[:tokens].detach().requires_grad_()
     layout = begin_layout(routed[:tokens], probs, hidden, torch.bfloat16, context).finish()
@@ -266,7 +266,7 @@ def test_moe_layer(name, fused):
     x, grad = (normals(700, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
     results = [one_step(layers[kind], x, grad, name == "main_grad") for kind in ("native", "native", "ditron")]
     dispatcher = layers["ditron"].token_dispatcher
-    assert dispatcher._ep_context is not None, dispatcher._native_because
+    assert dispatcher.ep_context is not None, dispatcher._native_because
     if HAVE_TE and name not in ("recompute_activation", "bias") and torch.cuda.get_device_capability() >= (9, 0):
         # "force" takes beside_wgrad instead of dgrad_combine, and own_wgrad where gradients are not added to main_grad
         assert len(dispatcher._pairs) == len(PAIRS) + int(name != "main_grad")
@@ -316,7 +316,7 @@ def test_first_calls_in_poisoned_memory(monkeypatch, capacity):
         with torch.compiler.set_stance("force_eager" if capacity else "default"):
             seen = [(kind, passes(kind, tokens)) for kind in ("ditron", "native", "ditron", "native")]
         dispatcher = layers["ditron"].token_dispatcher
-        dispatcher._ep_context.check()
+        dispatcher.ep_context.check()
         assert (dispatcher._capacity_factor is not None) == bool(capacity)
         native = seen[-1][1]
         wrong = [
@@ -379,7 +379,7 @@ def test_moe_layer_in_a_graph(monkeypatch):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         captured = step()
-    arena = layer.token_dispatcher._ep_context.arena
+    arena = layer.token_dispatcher.ep_context.arena
     for seed in range(4):
         if seed == 2:
             room = arena.capacity_bytes("ep/rows")
@@ -391,7 +391,7 @@ def test_moe_layer_in_a_graph(monkeypatch):
         graph.replay()
         wrong = [index for index, (a, b) in enumerate(zip(captured, step())) if not torch.equal(a, b)]
         assert not wrong, (seed, wrong)
-    layer.token_dispatcher._ep_context.check()
+    layer.token_dispatcher.ep_context.check()
 
 
 @NEEDS_TE
@@ -423,7 +423,7 @@ def test_two_posed_nodes(monkeypatch):
     tokens = (700, 1, 400, 900)[dist.get_rank() % 4]
     x, grad = (normals(tokens, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
     results = [one_step(layers[kind], x, grad, False) for kind in ("native", "ditron", "ditron")]
-    assert layers["ditron"].token_dispatcher._ep_context.num_nodes == 2
+    assert layers["ditron"].token_dispatcher.ep_context.num_nodes == 2
     for ours in results[1:]:
         wrong = [index for index, (a, b) in enumerate(zip(results[0], ours)) if not torch.equal(a, b)]
         assert not wrong, wrong
@@ -444,8 +444,8 @@ def test_combined_schedule(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(native.parameters(), ours.parameters()))
     results = [combined_steps(model, 6, device="cuda") for model in (native, native, ours, ours)]
     dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
-    assert all(dispatcher._ep_context is not None for dispatcher in dispatchers), dispatchers[0]._native_because
-    dispatchers[0]._ep_context.check()
+    assert all(dispatcher.ep_context is not None for dispatcher in dispatchers), dispatchers[0]._native_because
+    dispatchers[0].ep_context.check()
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     for ours_result in results[2:]:
         wrong = [index for index, (a, b) in enumerate(zip(results[0], ours_result)) if not torch.equal(a, b)]
@@ -495,7 +495,7 @@ def assert_equal_layers(options):
     layers, tokens = layer_pair(options, torch.device("cuda")), (700, 1, 400, 900)[dist.get_rank()]
     x, grad = (normals(tokens, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
     results = [one_step(layers[kind], x, grad, False) for kind in ("native", "native", "ditron")]
-    assert layers["ditron"].token_dispatcher._ep_context is not None, layers["ditron"].token_dispatcher._native_because
+    assert layers["ditron"].token_dispatcher.ep_context is not None, layers["ditron"].token_dispatcher._native_because
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
     assert not wrong, wrong

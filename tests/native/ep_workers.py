@@ -218,7 +218,7 @@ def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours
                 x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
                 assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
                 if expect_ours is not None:
-                    assert (ours.token_dispatcher._ep_context is not None) == expect_ours
+                    assert (ours.token_dispatcher.ep_context is not None) == expect_ours
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -250,7 +250,7 @@ def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
         for _ in range(2):
             x, grad = (torch.randn(64, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
             assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
-            assert ours.token_dispatcher._ep_context is None
+            assert ours.token_dispatcher.ep_context is None
     return ours.token_dispatcher._native_because
 
 
@@ -265,7 +265,7 @@ def _dispatchers_agree(prepare, steps=2):
             prepare(ours.token_dispatcher, step)
             x, grad = (torch.randn(16, 1, BASE["hidden_size"], generator=generator).bfloat16() for _ in range(2))
             assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
-            contexts.append(ours.token_dispatcher._ep_context is not None)
+            contexts.append(ours.token_dispatcher.ep_context is not None)
     return contexts, ours.token_dispatcher
 
 
@@ -366,7 +366,7 @@ def with_and_without_plans(native, ours, num_microbatches=3, device="cpu"):
         results = [step(model, device=device) for model in (native, ours)]
         wrong = [index for index, (a, b) in enumerate(zip(*results)) if not torch.equal(a, b)]
         dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
-        found.append((wrong, {dispatcher._ep_context is not None for dispatcher in dispatchers}))
+        found.append((wrong, {dispatcher.ep_context is not None for dispatcher in dispatchers}))
     return found
 
 
@@ -420,4 +420,4 @@ def combined_schedule(num_microbatches, **options):
     finally:
         torch.use_deterministic_algorithms(False)
     wrong = [index for index, (a, b) in enumerate(zip(*results)) if not torch.equal(a, b)]
-    return wrong, [(d._ep_context is not None, d._pairs == frozenset()) for d in dispatchers]
+    return wrong, [(d.ep_context is not None, d._pairs == frozenset()) for d in dispatchers]

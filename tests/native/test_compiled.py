@@ -59,7 +59,7 @@ def _experts(backend: CountingBackend) -> None:
         layer = ep_workers.build({}, ours=True)
         x, grad = torch.randn(8, 2, 32), torch.randn(8, 2, 32)
         expected = ep_workers.run_layer(layer, x, grad)
-        assert layer.token_dispatcher._ep_context is not None
+        assert layer.token_dispatcher.ep_context is not None
         _compile(layer, backend)
         for _ in range(CALLS):
             ep_workers.assert_equal(ep_workers.run_layer(layer, x, grad), expected)

@@ -60,6 +60,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     have nothing left to move.
     """
 
+    shared_experts: Any
+
     def __init__(
         self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
     ) -> None:
@@ -70,9 +72,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._ep_context: EPContext | RailContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: Layout | rails.RailLayout | None = None
-        self._no_room: str | None = (
-            None  # why there is no pending layout: tensor parallel ranks learn it in ``token_dispatch``
-        )
+        self._no_room: str | None = None  # why nothing is pending: tensor parallel ranks learn it in token_dispatch
         self._order: SumOrder | None = None
         self._capacity_factor: float | None = None
         self._has_warned = False
@@ -93,6 +93,16 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             )
         self._log_native()
 
+    @property
+    def ep_context(self) -> EPContext | RailContext | None:
+        """Where the tokens of the last call moved, None on Megatron's path."""
+        return self._ep_context
+
+    @property
+    def dispatched(self) -> tuple[Layout | rails.RailLayout | None, SumOrder | None]:
+        """The layout of the tokens on their way, which ``token_combine`` ends, and the order of their sums."""
+        return self._layout, self._order
+
     def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
         """Learns what the layer's experts can do: be fused with the movement, do without sizes on the host.
 
@@ -101,16 +111,16 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._use_capacity(modules["experts"])
 
     @property
-    def _experts(self) -> torch.nn.Module | None:
+    def _experts(self) -> Any:
         return self._layer_modules.get("experts")
 
-    def _use_capacity(self, experts: torch.nn.Module) -> None:
+    def _use_capacity(self, experts: Any) -> None:
         """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the
         host."""
         factor = get_settings().ep_capacity
         if factor is None or self.drop_and_pad:  # padded to capacity, sizes are exact without a host sync
             return
-        reason = "Transformer Engine is not installed"
+        reason: str | None = "Transformer Engine is not installed"
         if self.tp_size > 1:
             reason = f"experts are split over {self.tp_size} tensor parallel ranks"
         elif self._apart:
@@ -282,11 +292,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def _meet_slices(self, device: torch.device, reason: str | None) -> str | None:
         """Learns the counts of the other tensor parallel ranks; returns why this step is native, of any of them."""
         shape = (self.ep_size, self.num_local_experts)
-        mine = (
-            None
-            if self._layout is None
-            else self._layout.tables.sources.view(-1, self._layout.shape.slots)[: shape[0], : shape[1]]
-        )
+        layout = self._layout
+        mine = None if layout is None else layout.tables.sources.view(-1, layout.shape.slots)[: shape[0], : shape[1]]
         counts = exchange_counts(mine, shape, self.tp_group, device)
         if counts is None:
             return reason or "another tensor parallel rank has no room for its rows"
@@ -345,7 +352,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Any, torch.Tensor]:
         hidden_states, probs = global_input_tokens, global_probs
         if self._ep_context is None:
             return super().dispatch_postprocess(hidden_states, probs)

@@ -9,6 +9,8 @@ expert. Where sums depend on where a row lies, they take native's places first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -72,7 +74,7 @@ class ExpertSlices:
 
     def _move(
         self, rows: torch.Tensor, sizes: torch.Tensor, order: tuple[int, ...], probs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Any]:
         """Chunks of ``sizes``, an array of them, in the order of that array with its axes permuted."""
         numbers = torch.arange(sizes.numel()).view(sizes.shape).permute(order).ravel()
         if self._fused:

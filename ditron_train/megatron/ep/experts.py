@@ -118,13 +118,13 @@ class _MainGradWgrad(TEWgrad):
         return [gradient_in_main_grad(parameter, parameter.dtype) for parameter in parameters]
 
 
-def _wgrad_of(linear: torch.nn.Module, splits: Sequence[int]) -> TEWgrad:
+def _wgrad_of(linear: Any, splits: Sequence[int]) -> TEWgrad:
     wgrad = _MainGradWgrad(linear, splits) if linear.fuse_wgrad_accumulation else TEWgrad(splits)
     linear.is_first_microbatch = False
     return wgrad
 
 
-def _weights_of(linear: torch.nn.Module) -> list[torch.nn.Parameter]:
+def _weights_of(linear: Any) -> list[torch.nn.Parameter]:
     return [getattr(linear, f"weight{index}") for index in range(linear.num_gemms)]
 
 
@@ -196,7 +196,7 @@ def why_not_called(experts: torch.nn.Module) -> str | None:
     return "the experts are quantised" if any(linear.te_quant_params is not None for linear in linears) else None
 
 
-def why_not_fused(experts: torch.nn.Module, device: torch.device) -> str | None:
+def why_not_fused(experts: Any, device: torch.device) -> str | None:
     """Why movement and GEMMs of these experts stay kernels of their own, or None."""
     reason = why_not_called(experts)
     if reason is not None:

@@ -30,6 +30,8 @@ class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
     """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a
     spec."""
 
+    token_dispatcher: Any
+
     def __init__(
         self,
         config: Any,

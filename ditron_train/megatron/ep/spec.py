@@ -86,7 +86,7 @@ def _forward_backward(dispatcher: Any, data: tuple[torch.Tensor, ...]) -> list[t
     with torch.inference_mode(False), torch.enable_grad():
         rows, out = _rows_and_results(dispatcher, leaves[0], routed, leaves[1])
         out.backward(grad)
-    return [rows.detach(), out.detach(), *(leaf.grad for leaf in leaves)]
+    return [rows.detach(), out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 
 
 class MovementCall(NamedTuple):

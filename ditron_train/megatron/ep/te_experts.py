@@ -50,9 +50,11 @@ class DeviceCounts:
 class _TakesDeviceCounts:
     """Mixed into a grouped linear layer: our grouped GEMM for ``DeviceCounts``, the inherited one for a list."""
 
+    num_gemms: int
+
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(m_splits, DeviceCounts):
-            return super().forward(x, m_splits)
+            return super().forward(x, m_splits)  # type: ignore[misc]
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         return group_linear(x, weights, m_splits.tiles), None
 
@@ -74,7 +76,7 @@ def class_map() -> dict[type, type]:
     }
 
 
-def why_not_capacity(experts: torch.nn.Module) -> str | None:
+def why_not_capacity(experts: Any) -> str | None:
     """Why these experts need exact sizes on the host, or None."""
     reason = why_not_called(experts)
     if reason is not None:

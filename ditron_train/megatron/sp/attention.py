@@ -121,7 +121,7 @@ class DitronSelfAttention(SelfAttention):
         # collectives of a tensor parallel group the late gradient was not seen on GPUs.
         wgrad_stays = hasattr(self.linear_proj.weight, "__fsdp_param__") or self.world_size > 1
         late = None if wgrad_stays else late_wgrad(self.linear_qkv.weight, self.linear_proj.weight)
-        options = dict(row_table=table, late=late)
+        options: dict[str, Any] = dict(row_table=table, late=late)
         with calling(
             self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, **options)
         ) as project:
@@ -129,7 +129,7 @@ class DitronSelfAttention(SelfAttention):
         lead = parts[0].shape[:3]
         if packed is not None:
             parts = [part.squeeze(1) for part in parts]
-        query, key = self._rotated(*parts[:2], rotary_pos_emb, packed)
+        query, key = self._rotated(parts[0], parts[1], rotary_pos_emb, packed)
 
         def attend(*parts: torch.Tensor) -> torch.Tensor:
             """A call of the module, recomputed ones too."""

@@ -11,7 +11,7 @@ lie. The way back is the mirror. Data only moves: the bits are those of one all-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,7 @@ class NodesContext:
             return
 
         def run_once() -> None:
-            options = dict(context=self.node, layout=layout)
+            options: dict[str, Any] = dict(context=self.node, layout=layout)
             sizes = [
                 (layout.num_heads(part) * self._per_node, head_dim) for part, head_dim in enumerate(layout.head_dims)
             ]

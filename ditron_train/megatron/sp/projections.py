@@ -102,8 +102,8 @@ def _is_ours(kind: type) -> bool:
 class Projections(ABC):
     """The projections of one kind of layers: what speaks against them, their input, bias and weight gradients."""
 
-    qkv_kinds: ClassVar[tuple[type, ...]]
-    out_kind: ClassVar[type]
+    qkv_kinds: ClassVar[tuple[type[torch.nn.Module], ...]]
+    out_kind: ClassVar[type[torch.nn.Module]]
 
     def why_not(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
         """Why these two layers cannot be fused with the exchanges, or None."""
@@ -132,7 +132,9 @@ class Projections(ABC):
         late: LateWgrad | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
-        options = dict(bias=self._qkv_bias(layer), wgrad=self._wgrad(layer), shards=shards_of(layer), late=late)
+        options: dict[str, Any] = dict(
+            bias=self._qkv_bias(layer), wgrad=self._wgrad(layer), shards=shards_of(layer), late=late
+        )
         layout = shape.qkv_layout(context.world_size)
         rows = self._qkv_input(layer, x)
         return qkv_projection(rows, layer.weight, context=context, layout=layout, row_table=row_table, **options)
@@ -147,7 +149,7 @@ class Projections(ABC):
         late: LateWgrad | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's (output, bias) for [s, b, heads of this rank, d]."""
-        options = dict(row_table=row_table, wgrad=self._wgrad(layer), late=late)
+        options: dict[str, Any] = dict(row_table=row_table, wgrad=self._wgrad(layer), late=late)
         layout = shape.output_layout(context.world_size)
         out = output_projection(attended, layer.weight, context=context, layout=layout, **options)
         return self._with_bias(layer, reduced_output(layer, out))

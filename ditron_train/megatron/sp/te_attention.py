@@ -126,6 +126,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
                 log_native("sp attention", reason)
         if not self._whole or reason is not None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, *options)
+        assert self.exchange_group is not None, "the whole sequence is given"
         if packed is None:
             attend = functools.partial(self.attend, attn_mask_type=attn_mask_type)
             return exchanged(self.exchange_group, attend, query, key, value, self.left_in_heads)
@@ -135,7 +136,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
             return super().forward(query, key, value, attention_mask, attn_mask_type, *options)
         table = table_of(packed, context.world_size, query.shape[0])
         exchange = Exchange(self.exchange_group, shape, context, table)
-        attended = self.attend(*exchange.to_heads(query, key, value), attn_mask_type, packed)
+        query, key, value = exchange.to_heads(query, key, value)
+        attended = self.attend(query, key, value, attn_mask_type, packed)
         if self.left_in_heads is not None:
             self.left_in_heads.append(LeftInHeads(shape, table))
             return attended

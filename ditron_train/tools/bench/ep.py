@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,12 +125,12 @@ def _cases(arguments: argparse.Namespace, session: BenchSession) -> list[Case]:
 @contextmanager
 def _deterministic(is_on: bool) -> Iterator[None]:
     torch.use_deterministic_algorithms(is_on, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = not is_on  # it would fill buffers that are being written
+    torch.utils.deterministic.fill_uninitialized_memory = not is_on  # type: ignore[attr-defined]  # it would fill buffers that are being written
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
@@ -198,7 +199,8 @@ def _bytes_moved(case: Case, routed: torch.Tensor, dtype: torch.dtype) -> tuple[
     dist.all_gather(everyone, mine)
     distinct, copies = torch.stack(everyone, 1).double()
     rows = busiest_link(distinct), float(distinct.sum(1).max()), busiest_link(copies)
-    return tuple(number * case.hidden * dtype.itemsize for number in rows)
+    link, most, copied = (number * case.hidden * dtype.itemsize for number in rows)
+    return link, most, copied
 
 
 def _movement_rows(session: BenchSession, case: Case, config: object, parts: tuple[str, ...]) -> Iterator[Row]:
@@ -215,7 +217,8 @@ def _movement_rows(session: BenchSession, case: Case, config: object, parts: tup
     )
     distinct, logical, copies = _bytes_moved(case, routed, session.dtype)
     results = {name: pair.dispatch(name, x, routed, probs) for name in ("native", "ditron")}
-    layout, context, order = pair.ditron._layout, pair.ditron._ep_context, pair.ditron._order
+    dispatcher: Any = pair.ditron
+    (layout, order), context = dispatcher.dispatched, dispatcher.ep_context
     comm_sms = 0 if context.target == "interpreter" else context.move.num_senders
     rows = results["native"][0].clone()
     equal = session.equal(results["ditron"], results["native"])
@@ -293,7 +296,7 @@ class _MoeLayers:
                 seed=session.rank,
             )
             for layer in self.layers.values():
-                layer.route = lambda hidden_states, padding_mask=None: (probs, routed)
+                layer.route = lambda hidden_states, padding_mask=None: (probs, routed)  # type: ignore[assignment]
 
     def forward(self, name: str) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -317,7 +320,9 @@ def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], 
         Case("traced", 8192, 7168, 2048, 128, 8) if on_gpu else Case("traced", 24, 32, 48, 4 * session.world_size, 2)
     )
     case.check(session.world_size)
-    sizes = dict(hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk)
+    sizes: dict[str, Any] = dict(
+        hidden=case.hidden, ffn_hidden=case.ffn_hidden, num_experts=case.num_experts, topk=case.topk
+    )
     with expert_parallel_world(), _deterministic(not HAVE_TE), under_policy("strict"):
         pair = _MoeLayers(session, case, moe_config(**sizes, dtype=session.dtype))
         yield {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
@@ -325,6 +330,7 @@ def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], 
 
 def _layer_rows(session: BenchSession, case: Case, config: object) -> Iterator[Row]:
     pair = _MoeLayers(session, case, config)
+    direction: Pass
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         ours, native = body("ditron"), body("native")
         equal = session.equal(ours, native)
@@ -333,8 +339,8 @@ def _layer_rows(session: BenchSession, case: Case, config: object) -> Iterator[R
         yield _row(session, "moe_layer", direction, case, equal, timings, _comm_sms(pair.layers["ditron"]))
 
 
-def _comm_sms(layer: torch.nn.Module) -> int:
-    context = layer.token_dispatcher._ep_context
+def _comm_sms(layer: Any) -> int:
+    context = layer.token_dispatcher.ep_context
     return 0 if context is None or context.target == "interpreter" else context.move.num_senders
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -51,7 +51,7 @@ def _native_products(
         b: Sequence[torch.Tensor],
         out: list[torch.Tensor],
         single: bool,
-    ) -> None:
+    ) -> Any:
         grouped_gemm(a, b, out, dtype, layout=layout, m_splits=counts, grad=grad, single_output=single)
 
     return {

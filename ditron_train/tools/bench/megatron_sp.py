@@ -21,7 +21,7 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.device import num_sms as num_sms_of
 from ditron_train.sp import transfer_sizes as tuning
-from ditron_train.tools.results import Row
+from ditron_train.tools.results import Pass, Row
 from ditron_train.tools.session import BenchSession
 
 __all__ = ["attention_contenders", "attention_rows"]
@@ -116,7 +116,7 @@ class _WithoutExchanges:
     """
 
     def __init__(
-        self, layers: dict[str, torch.nn.Module], values: Callable[..., torch.Tensor], length: int, world_size: int
+        self, layers: dict[str, Any], values: Callable[..., torch.Tensor], length: int, world_size: int
     ) -> None:
         self._native, self._attend = layers["native"], layers["ditron"].core_attention.attend
         self.parameters = self._native.parameters
@@ -190,6 +190,7 @@ def _rows_of(
     session: BenchSession, exact: dict[str, torch.nn.Module], fast: dict[str, torch.nn.Module], length: int
 ) -> Iterator[Row]:
     passes = _Passes(session, length)
+    direction: Pass
     for direction, body in (("forward", passes.forward), ("forward_backward", passes.forward_backward)):
         what = f"attention layer, {direction}, {length} tokens"
         if not all(

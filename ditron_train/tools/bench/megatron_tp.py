@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import build_module
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply, restore
 from ditron_train.megatron.tp.spec import native_column, native_row
-from ditron_train.tools.results import Row
+from ditron_train.tools.results import Pass, Row
 from ditron_train.tools.session import BenchSession
 
 __all__ = ["LAYER_SHAPE", "layer_contenders", "layer_rows", "megatron_world", "native_linear"]
@@ -128,6 +128,7 @@ def layer_contenders(session: BenchSession) -> dict[str, Callable[[int], list[to
 def layer_rows(session: BenchSession) -> Iterator[Row]:
     """One LLaMA-70B transformer layer: forward, then forward and backward."""
     pair = _LayerPair(session)
+    direction: Pass
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         equal = session.equal(body("ditron"), body("native"))
         timings = session.measure({name: lambda index, n=name, run=body: run(n) for name in pair.layers})

@@ -181,11 +181,13 @@ def _step_row(session: BenchSession, model: str, layer: list[tuple[int, int]], n
 
     def native_one(index: int) -> None:
         split = qkv if native[index].shape[0] == qkv_rows else None
-        reference_step(native[index], momenta[index], ours[index].grad, lr=_LR, qkv=split)
+        grad = ours[index].grad
+        assert grad is not None, "set above"
+        reference_step(native[index], momenta[index], grad, lr=_LR, qkv=split)
 
     def native_step(index: int) -> list[torch.Tensor]:
         if session.world_size > 1:
-            reference_layer_wise_step(native, native_one, shards, group)
+            reference_layer_wise_step(native, native_one, shards, group)  # type: ignore[arg-type]
         else:
             for own in shards[0]:
                 native_one(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ditron_train.tools.results import Row, Stamp
 
@@ -28,7 +29,7 @@ def draw_speedups(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
         _draw_panel(axis, chosen)
         axis.set_title(f"{panel[0]} {panel[1].replace('_', ' + ')}")
     axes[0].set_ylabel("speed over native")
-    entries = {}  # of all panels: not every one has a peer and a limit
+    entries: dict[str, Any] = {}  # of all panels: not every one has a peer and a limit
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries.update(zip(labels, handles))
@@ -38,7 +39,7 @@ def draw_speedups(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def _draw_panel(axis: object, rows: Sequence[Row]) -> None:
+def _draw_panel(axis: Any, rows: Sequence[Row]) -> None:
     places = range(len(rows))
     peers = [row.native_us / row.peer_us if row.peer_us else 0.0 for row in rows]
     width = 0.4 if any(peers) else 0.6

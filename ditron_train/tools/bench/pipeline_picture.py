@@ -103,7 +103,7 @@ def record_step(step: Callable[[int], object], device: torch.device) -> list[lis
             step(index)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    told = exchange(dist.group.WORLD, [astuple(span) for span in recorder.spans(begin)])
+    told = exchange(dist.group.WORLD, [astuple(span) for span in recorder.spans(begin)])  # type: ignore[arg-type]
     return [[Span(*span) for span in spans] for spans in told]
 
 

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
         sizes = [max(int(mb * _MB) // 512, 1) * 512 for mb in arguments.mb or (_GPU_MB if on_gpu else (0.1, 1))]
         limited = {} if arguments.no_limited or not on_gpu else _limited_groups(session)
         if "send_recv" in parts or "gemm_beside_transfer" in parts:
-            context = get_pipeline_context(dist.group.WORLD, session.device)
+            context = get_pipeline_context(dist.group.WORLD, session.device)  # type: ignore[arg-type]
             context.reserve(max(sizes))
         if "send_recv" in parts:
             for pattern in _PATTERNS:
@@ -192,7 +192,8 @@ def transfer_contenders(
 ) -> dict[str, Contender]:
     """Returns ``native``, ``ditron`` and one contender for each limited group."""
     transfers = _Transfers(session, context, pattern, num_bytes)
-    contenders: dict[str, Contender] = {"native": lambda index: transfers.nccl(index, dist.group.WORLD)}
+    world: Any = dist.group.WORLD
+    contenders: dict[str, Contender] = {"native": lambda index: transfers.nccl(index, world)}
     for name, group in limited.items():
         contenders[name] = lambda index, group=group: transfers.nccl(index, group)
     contenders["ditron"] = transfers.ours
@@ -215,7 +216,7 @@ def _send_recv_row(
     num_bytes: int,
     limited: dict[str, dist.ProcessGroup],
 ) -> Row:
-    contenders = transfer_contenders(session, context, pattern, num_bytes, limited)
+    contenders: dict[str, Any] = transfer_contenders(session, context, pattern, num_bytes, limited)
     equal = all(session.equal([contenders["ditron"](i)], [contenders["native"](i)]) for i in range(3))
     timings = session.measure(contenders)
     peer, peer_us = _best_peer(timings, limited)
@@ -292,7 +293,8 @@ def _beside_rows(
     transfers = _Transfers(session, context, "ring", num_bytes)
     comm_us = session.measure({"comm": transfers.ours})["comm"].median_us
     beside = _Beside(session, transfers, comm_us)
-    contenders: dict[str, Any] = {"gemm": beside.alone, "native": partial(beside.nccl, group=dist.group.WORLD)}
+    world: Any = dist.group.WORLD
+    contenders: dict[str, Any] = {"gemm": beside.alone, "native": partial(beside.nccl, group=world)}
     contenders.update((name, partial(beside.nccl, group=group)) for name, group in limited.items())
     contenders.update(ditron=beside.ours, copy=beside.copy)
     equal = session.equal([contenders["ditron"](0)], [contenders["native"](0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ditron_train.tools.results import Row, Stamp
 
@@ -59,8 +60,8 @@ def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     x = [_intensity(row.shape["m"], row.shape["n"]) for row in chosen]
-    ours = [row.tflops for row in chosen]
-    native = [row.tflops / row.speedup for row in chosen]
+    ours = [row.tflops for row in chosen if row.tflops]  # all, see _points
+    native = [rate / row.speedup for rate, row in zip(ours, chosen)]
     ceilings = [rate * symmetry_ceiling(row.shape["m"], row.shape["n"]) for rate, row in zip(native, chosen)]
     for place, low, high in zip(x, native, ours):
         axis.plot([place, place], [low, high], color="#c9d6e4", linewidth=1.0, zorder=1)
@@ -86,7 +87,7 @@ def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def _draw_roofs(axis: object, device: str, least: float, most: float) -> None:
+def _draw_roofs(axis: Any, device: str, least: float, most: float) -> None:
     peaks = next((peak for name, peak in _PEAKS.items() if name in device), None)
     if peaks is None:
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -191,7 +192,7 @@ def _gemm_a2a_contenders(
 
 def _gemm_a2a_row(session: BenchSession, case: Case, context: SPContext, native: NativeUlysses) -> Row:
     contenders, x, weight = _gemm_a2a_contenders(session, case, context, native)
-    sms = tuning.receive_programs(x.shape[0], *weight.shape, x.element_size())
+    sms = tuning.receive_programs(x.shape[0], weight.shape[0], weight.shape[1], x.element_size())
     return _forward_row(session, "gemm_a2a", case, contenders, x.shape[0] * weight.shape[0], sms, "one all-to-all")
 
 
@@ -227,7 +228,7 @@ def _forward_row(
     session: BenchSession,
     op: str,
     case: Case,
-    contenders: dict[str, Callable[[int], object]],
+    contenders: dict[str, Callable[[int], Any]],
     num_elements: int,
     sms: int,
     peer: str | None,

@@ -36,25 +36,26 @@ def show(
     """
     console = terminal()
     console.print(_table(native, ours))
-    times = [job.step_ms(skip) for job in (native, ours)]
-    if None not in times:
+    native_ms, ours_ms = (job.step_ms(skip) for job in (native, ours))
+    if native_ms is not None and ours_ms is not None:
         console.print(
-            f"time of a step, behind the first {skip}: natively {times[0]:.1f} ms, with ditron_train "
-            f"{times[1]:.1f} ms: "
-            f"{times[0] / times[1]:.3f}x",
+            f"time of a step, behind the first {skip}: natively {native_ms:.1f} ms, with ditron_train "
+            f"{ours_ms:.1f} ms: "
+            f"{native_ms / ours_ms:.3f}x",
             highlight=False,
         )
     else:
         console.print(f"no step behind the first {skip} was timed: train longer, or set --skip", highlight=False)
     later_ms = again.step_ms(skip) if again is not None else None
-    if later_ms is not None and times[1] is not None:
+    if later_ms is not None and ours_ms is not None:
         console.print(
-            f"natively once more, behind ours: {later_ms:.1f} ms: {later_ms / times[1]:.3f}x", highlight=False
+            f"natively once more, behind ours: {later_ms:.1f} ms: {later_ms / ours_ms:.3f}x", highlight=False
         )
-    used = [job.used_bytes for job in (native, ours)]
-    if None not in used:
+    native_bytes, our_bytes = native.used_bytes, ours.used_bytes
+    if native_bytes is not None and our_bytes is not None:
         console.print(
-            f"memory in use on the fullest GPU: {used[0] / 2**30:.2f} GiB, {used[1] / 2**30:.2f} GiB", highlight=False
+            f"memory in use on the fullest GPU: {native_bytes / 2**30:.2f} GiB, {our_bytes / 2**30:.2f} GiB",
+            highlight=False,
         )
     first_own = min((difference.step for difference in own), default=None)
     counted = [difference for difference in found if first_own is None or difference.step < first_own]
@@ -147,15 +148,15 @@ def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is
         SettingError: The notes do not say where they were made, or that the two jobs did not run on the same; or the
             file that is there cannot be read.
     """
-    times = [job.step_ms(skip) for job in (native, ours)]
-    if None in times:
+    native_ms, ours_ms = (job.step_ms(skip) for job in (native, ours))
+    if native_ms is None or ours_ms is None:
         return None
     stamp = _stamp_of(native, ours)
     row = Row(
         op=f"{TRAINING_STEP}{','.join(ours.header['features'])}", direction="forward_backward",
         model=model, world_size=native.header["world_size"],
-        dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"], native_us=times[0] * 1e3,
-        ditron_us=times[1] * 1e3, bitwise_equal=is_equal, comm_sms=0,
+        dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"], native_us=native_ms * 1e3,
+        ditron_us=ours_ms * 1e3, bitwise_equal=is_equal, comm_sms=0,
     )  # fmt: skip
     path = result_path(folder, stamp, TRAINING)
     kept: list[Row] = []

@@ -206,7 +206,8 @@ def _phase_table(title: str, native: dict[str, float | None], ours: dict[str, fl
     table = _table(title, "what the device does", "native", "ours", "difference")
     for words, before in native.items():
         after = ours[words]
-        table.add_row(words, _ms(before), _ms(after), "-" if None in (before, after) else _signed_ms(after - before))
+        change = "-" if before is None or after is None else _signed_ms(after - before)
+        table.add_row(words, _ms(before), _ms(after), change)
     return table
 
 

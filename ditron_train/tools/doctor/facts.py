@@ -148,7 +148,7 @@ def _facts_of_torch() -> dict[str, Any]:
     }
 
 
-def _gpu(properties: object) -> Gpu:
+def _gpu(properties: Any) -> Gpu:
     capability = (properties.major, properties.minor)
     return Gpu(properties.name, properties.total_memory, capability, properties.multi_processor_count)
 

@@ -181,7 +181,7 @@ class _Rank:
 
     def _give_up(self, test: str) -> None:
         self._notes.write(test=test, outcome="hung", why=f"not done after {self._job.test_seconds:g} s")
-        faulthandler.dump_traceback(file=sys.__stderr__)
+        faulthandler.dump_traceback(file=sys.__stderr__)  # type: ignore[arg-type]
         os._exit(1)
 
 
@@ -281,7 +281,7 @@ def _fit_sizes_to_world(world_size: int) -> None:
         check(self)
 
     parallel_state.initialize_model_parallel = make_smaller_groups
-    ModelParallelConfig.__post_init__ = check_smaller  # type: ignore[method-assign]
+    ModelParallelConfig.__post_init__ = check_smaller
 
 
 def _is_device_lost() -> bool:

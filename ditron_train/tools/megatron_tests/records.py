@@ -67,10 +67,13 @@ class Suite:
 
 def read_suite(folder: Path) -> Suite:
     """Reads what the launches of a suite have left; a later launch of a test counts, not an earlier one."""
-    suite, known = Suite(), set()
+    suite = Suite()
+    known: set[str] = set()
     for launch in sorted({int(path.name.split(".")[0]) for path in folder.glob("*.*.jsonl")}):
         ranks = [list(_lines(path)) for path in sorted(folder.glob(f"{launch}.*.jsonl"), key=_rank)]
-        collected = next((line["collected"] for lines in ranks for line in lines if "collected" in line), [])
+        collected: list[str] = next(
+            (line["collected"] for lines in ranks for line in lines if "collected" in line), []
+        )
         suite.latest = set()
         suite.collected += [test for test in collected if test not in known]
         known.update(collected)

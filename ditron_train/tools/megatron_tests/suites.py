@@ -53,7 +53,8 @@ def fit_sizes(world_size: int, *sizes: int) -> tuple[int, ...]:
 
 def fit_expert_sizes(world_size: int, pipeline: int, expert: int, expert_tensor: int) -> tuple[int, int]:
     """Expert parallel and expert tensor parallel sizes that fit beside ``pipeline`` stages, which stay."""
-    return fit_sizes(max(1, world_size // pipeline), expert_tensor, expert)[::-1]
+    sliced, whole = fit_sizes(max(1, world_size // pipeline), expert_tensor, expert)
+    return whole, sliced
 
 
 def _product(sizes: list[int]) -> int:

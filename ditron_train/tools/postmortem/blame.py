@@ -69,11 +69,11 @@ def _wait_of(file: RankFile) -> Wait | None:
 
 def first_own_errors(files: Sequence[RankFile]) -> list[RankFile]:
     """The ranks that raised first what no peer caused, all of them where they say the same; empty where none did."""
-    own = [file for file in files if _has_own_error(file)]
+    own = [(file, file.error) for file in files if file.error is not None and _has_own_error(file)]
     if not own:
         return []
-    first = min(own, key=lambda file: file.error["time_ns"]).error
-    return [file for file in own if (file.error["kind"], file.error["text"]) == (first["kind"], first["text"])]
+    first = min((error for _, error in own), key=lambda error: error["time_ns"])
+    return [file for file, error in own if (error["kind"], error["text"]) == (first["kind"], first["text"])]
 
 
 def _has_own_error(file: RankFile) -> bool:

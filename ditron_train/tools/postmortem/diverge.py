@@ -144,8 +144,8 @@ def _never_made(
 def _raised(own: Sequence[RankFile]) -> Divergence | None:
     if not own:
         return None
-    first = min(own, key=lambda file: file.error["time_ns"])
-    ranks, error = tuple(sorted(file.rank for file in own)), first.error
+    error = min((file.error for file in own if file.error is not None), key=lambda error: error["time_ns"])
+    ranks = tuple(sorted(file.rank for file in own))
     text = f"{_names(ranks)} raised what no peer caused: {error['kind']}: {error['text']}"
     return Divergence("raised", ranks, None, None, error["time_ns"], {}, text)
 

@@ -143,7 +143,7 @@ def _whole(value: object, least: int, most: int) -> int:
     return value
 
 
-def _seconds(value: object) -> float:
+def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
         raise ValueError(value)
     return float(value)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,7 +139,7 @@ def _message(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str,
     from ditron_train.tools.bench.pp import transfer_contenders
 
     num_bytes = _MESSAGE_BYTES if session.device.type == "cuda" else 4096
-    context = get_pipeline_context(dist.group.WORLD, session.device)
+    context = get_pipeline_context(dist.group.WORLD, session.device)  # type: ignore[arg-type]
     context.reserve(num_bytes)
     yield (
         f"a message of {num_bytes} bytes round the ring",
@@ -147,7 +148,7 @@ def _message(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str,
 
 
 #: By name: what makes the contenders, what it needs, and whether it takes a shape.
-OPS = {
+OPS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...], bool]] = {
     "ag_gemm": (_tp_op, (), True),
     "gemm_rs": (_tp_op, (), True),
     "layer": (_tp_layer, (_gpu, _megatron), False),

@@ -143,7 +143,7 @@ def plan_rank(request: ScheduleRequest, rank: int) -> RankSchedule:
         for owner in range(world_size)
         if starts[owner + 1] > starts[owner]
     }
-    mode = "gather_pull" if gathers else "scatter_push"
+    mode: Literal["gather_pull", "scatter_push"] = "gather_pull" if gathers else "scatter_push"
     return RankSchedule(
         rank=rank,
         chunks=chunk_order(rank, world_size, mode, request.ranks_per_node).tolist(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -68,7 +69,7 @@ def draw_schedules(request: ScheduleRequest, schedules: Sequence[RankSchedule], 
     figure.savefig(path, dpi=120)
 
 
-def _draw_rank(axis: object, request: ScheduleRequest, schedule: RankSchedule, last_wave: int) -> object:
+def _draw_rank(axis: Any, request: ScheduleRequest, schedule: RankSchedule, last_wave: int) -> object:
     image = axis.imshow(
         schedule.wave, aspect="auto", cmap="viridis", vmin=0, vmax=max(last_wave, 1), interpolation="nearest"
     )

@@ -75,7 +75,7 @@ def read_chrome_trace(path: Path) -> list[Interval]:
         raise ValueError(f"{path} is no Chrome trace: {error!r}") from error
     complete = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     calls = {_correlation(event): event for event in complete if event.get("cat") in ("cuda_runtime", "cuda_driver")}
-    found = [
+    found: list[Interval | None] = [
         _gpu_interval(event, calls) for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
     if not found:
@@ -130,7 +130,9 @@ def _gpu_interval(event: dict, calls: dict[int | None, dict]) -> Interval:
     kind: Kind = "communication" if _COMMUNICATION.search(name) else "compute"
     call = calls.get(_correlation(event))
     launched = None if call is None else float(call["ts"])
-    if launched is not None and event["cat"] != "gpu_memcpy":  # a copy's call may return when the copy is done
+    if (
+        call is not None and launched is not None and event["cat"] != "gpu_memcpy"
+    ):  # a copy's call may return when the copy is done
         launched += float(call["dur"])
     return Interval(lane, kind, name, start, start + float(event["dur"]), _sms(event.get("args", {})), launched)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import add_shape_argument, check_folder, check_matplotlib
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise SettingError(f"{options}: of --schedule; --op runs on the ranks that are there")
         return record_op(arguments.op, arguments.shape, arguments.output)
     m, n, k = arguments.shape or _SHAPES[arguments.schedule]
-    layout = {
+    layout: dict[str, Any] = {
         name: default if getattr(arguments, name) is None else getattr(arguments, name)
         for name, default in _LAYOUT.items()
     }

@@ -181,7 +181,8 @@ def _compile_all(pairs: Sequence[tuple[OpCalls, Hashable]], session: BenchSessio
 
 
 def _has_native_bits(shape_class: ShapeClass, trial: OpCalls, candidate: Hashable, session: BenchSession) -> bool:
-    fused, native = _run_as(trial, candidate), trial.run(is_fused=False)
+    fused: Callable[[int], Any] = _run_as(trial, candidate)
+    native = trial.run(is_fused=False)
     if session.equal(list(fused(0)), list(native(0))):
         return True
     shape_class.differing.append(candidate)

@@ -159,7 +159,7 @@ def _agreed_table(path: Path, session: BenchSession) -> TuningTable:
                 refusal = f"cannot write the tuning table {path}: {why}"
         except (SettingError, OSError) as error:
             refusal = str(error)
-    text, refusal = exchange(dist.group.WORLD, (text, refusal))[0]
+    text, refusal = exchange(dist.group.WORLD, (text, refusal))[0]  # type: ignore[arg-type]
     if refusal is not None:
         raise SettingError(refusal)
     return parse_table(text, str(path))

@@ -159,7 +159,9 @@ def model_cases(model: ModelSizes, dtype: torch.dtype) -> list[Case]:
 def shape_cases(arguments: argparse.Namespace, dtype: torch.dtype) -> list[Case]:
     """What ``--column`` and ``--row`` name."""
     return [
-        Case("custom", kind, *shape, dtype) for kind in ("column", "row") for shape in getattr(arguments, kind) or ()
+        Case("custom", kind, m, n, k, dtype)
+        for kind in ("column", "row")
+        for m, n, k in getattr(arguments, kind) or ()
     ]
 
 

@@ -7,6 +7,7 @@ hour without a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ _SETS = 8  # of inputs, in turn
 _KERNEL_EVERY = 100  # one op in so many is a kernel
 _READS = 20  # of the count of differences: gloo keeps some 500 bytes of every all-reduce
 
-Op = Callable[[int], torch.Tensor]
+Op = Callable[[int], Any]  # a tensor
 
 
 def endure(session: BenchSession, soak: Soak, context: TPContext, *, seed: int, limit_s: float | None) -> None:
@@ -69,7 +70,7 @@ def _sizes(session: BenchSession) -> tuple[int, int, int]:
     return (128, 256, 256) if session.device.type == "cuda" else (4, 16, 16)
 
 
-def _inputs(session: BenchSession, seed: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _inputs(session: BenchSession, seed: int) -> list[tuple[torch.Tensor, ...]]:
     """Rows of this rank, rows of all ranks, weight: whole numbers, whose sums are exact in any order and in bf16."""
     rows, n, k = _sizes(session)
     sets = []
@@ -85,7 +86,7 @@ def _inputs(session: BenchSession, seed: int) -> list[tuple[torch.Tensor, torch.
 
 def _message_op(session: BenchSession, seed: int) -> Op:
     """To the next rank, from the previous one."""
-    context = get_pipeline_context(dist.group.WORLD, session.device)
+    context = get_pipeline_context(dist.group.WORLD, session.device)  # type: ignore[arg-type]
     inputs = _inputs(session, seed)
     header = Header(tuple(inputs[0][0].shape), inputs[0][0].dtype)
     context.reserve(inputs[0][0].numel() * inputs[0][0].element_size())
@@ -94,7 +95,9 @@ def _message_op(session: BenchSession, seed: int) -> Op:
         handles = exchange(context, send_next=inputs[index][0], recv_prev=header)
         for handle in handles.values():
             handle.wait()
-        return handles["recv_prev"].tensor
+        received = handles["recv_prev"].tensor
+        assert received is not None, "a header was given"
+        return received
 
     return op
 

@@ -182,6 +182,7 @@ def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
 
 
 def _row(session: BenchSession, outcome: Outcome) -> Row:
+    assert outcome.native_us is not None and outcome.ditron_us is not None, "timed together"
     return Row(
         op=f"{outcome.case.kind}_linear",
         direction="forward_backward",
