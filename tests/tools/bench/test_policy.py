@@ -33,17 +33,18 @@ def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, st
     from ditron_train.tools.session import BenchSession
 
     os.environ["DITRON_POLICY"] = "bits"
+    gate.forget("tp")  # of other tests in this process
     session = BenchSession("policy", argparse.Namespace())
     x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
     seen: list[str] = []
 
     def ours(index: int) -> None:
-        known = next((answer.context for answer in gate.answers()), "nothing")
+        known = next((answer.context for answer in gate.answers("tp")), "nothing")
         context = route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
         seen.append("decides" if known == "nothing" else "knows" if known is context else "other")
 
     times, natively = compare_policies(session, ours, lambda index: None, rounds=3, calls=2)
-    return times, natively, seen, len(gate.answers()), os.environ.get("DITRON_POLICY")
+    return times, natively, seen, len(gate.answers("tp")), os.environ.get("DITRON_POLICY")
 
 
 def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
@@ -61,17 +62,18 @@ def _cost() -> tuple[float, int, str]:
     from ditron_train.policy import gate
     from ditron_train.tools.session import BenchSession
 
+    gate.forget("tp")  # of other tests in this process
     x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
     known: list[int] = []
 
     def ours(index: int) -> None:
-        known.append(len(gate.answers()))
+        known.append(len(gate.answers("tp")))
         route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
         if len(known) == 1 and dist.get_rank() == 1:
             time.sleep(0.3)
 
     cost = probe_cost(BenchSession("policy", argparse.Namespace()), ours)
-    assert known == [0, 0] and not gate.answers()
+    assert known == [0, 0] and not gate.answers("tp")
     return cost.first_s, cost.left_bytes, _summary({"strict": [2.0], "force": [2.0]}, {"strict": 0}, cost)
 
 
