@@ -1,7 +1,7 @@
 """Floor 3: Ulysses sequence parallelism (Megatron's context parallelism with ``a2a``), its projections fused with its
 exchanges."""
 
-from ditron_train.sp.context import SPContext, get_context
+from ditron_train.sp.context import SPContext, get_sp_context
 from ditron_train.sp.functions import (
     InputShards,
     LateWgrad,
@@ -22,7 +22,7 @@ __all__ = [
     "a2a_gemm",
     "gather_sequence",
     "gemm_a2a",
-    "get_context",
+    "get_sp_context",
     "heads_exchange",
     "late_wgrad",
     "output_layout",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 
-__all__ = ["SPContext", "get_context"]
+__all__ = ["SPContext", "get_sp_context"]
 
 
 class SPContext(OpContext):
@@ -55,6 +55,6 @@ class SPContext(OpContext):
         return self.arena.tensor("sp.to_sequence", (num_rows, num_columns), dtype)
 
 
-def get_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> SPContext:
+def get_sp_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> SPContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
     return context_of(SPContext, group, device)

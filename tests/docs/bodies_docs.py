@@ -70,10 +70,10 @@ def ring_order() -> None:
 
 def ulysses() -> None:
     """Both projections with one part of two heads a rank."""
-    from ditron_train.sp import a2a_gemm, gemm_a2a, get_context, output_layout
+    from ditron_train.sp import a2a_gemm, gemm_a2a, get_sp_context, output_layout
 
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    context, layout = get_context(group, CPU), output_layout(2 * world, 8, world)
+    context, layout = get_sp_context(group, CPU), output_layout(2 * world, 8, world)
     x, weight = integers(16, 24, seed=1 + rank), integers(world * 16, 24, seed=2)
     (part,) = gemm_a2a(x, weight, context=context, layout=layout)
     assert torch.equal(part.flatten(1), plain_code("gemm_a2a.md")["plain_gemm_a2a"](x, weight, group))

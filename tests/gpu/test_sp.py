@@ -22,9 +22,9 @@ _spec.loader.exec_module(bodies)
 
 @pytest.fixture(scope="module")
 def context(device):
-    from ditron_train.sp import get_context
+    from ditron_train.sp import get_sp_context
 
-    yield get_context(dist.group.WORLD, device)
+    yield get_sp_context(dist.group.WORLD, device)
     torch.cuda.synchronize()
     dist.barrier()
 

@@ -10,7 +10,7 @@ from ditron_train.ep import get_ep_context
 from ditron_train.pp import get_pipeline_context
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import check_member
-from ditron_train.sp.context import get_context as sp_context
+from ditron_train.sp import get_sp_context
 from ditron_train.symm import get_arena
 from ditron_train.symm.exchange import exchange
 from ditron_train.tp import get_tp_context as tp_context
@@ -23,7 +23,7 @@ def _contexts_of_others() -> list[str]:
     """What each room says to a group of rank 0 alone; rank 0 is in it, and asks nothing of the others."""
     group = dist.new_group([0])
     makers = (
-        lambda: tp_context(group, CPU), lambda: sp_context(group, CPU), lambda: get_ep_context(group, CPU, 4, 2),
+        lambda: tp_context(group, CPU), lambda: get_sp_context(group, CPU), lambda: get_ep_context(group, CPU, 4, 2),
         lambda: get_pipeline_context(group, CPU), lambda: get_arena(group, CPU), lambda: exchange(group, "word"),
     )  # fmt: skip
     words = []

@@ -138,9 +138,9 @@ def _tp(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sp(x: torch.Tensor) -> torch.Tensor:
-    from ditron_train.sp import get_context, heads_exchange, output_layout, qkv_layout, sequence_exchange
+    from ditron_train.sp import get_sp_context, heads_exchange, output_layout, qkv_layout, sequence_exchange
 
-    context = get_context(dist.group.WORLD, CPU)
+    context = get_sp_context(dist.group.WORLD, CPU)
     q, k, v = heads_exchange((x.view(4, 1, 4, 4) * 2,) * 3, context=context, layout=qkv_layout(4, 4, 4, 2))
     return sequence_exchange(((q + k) * v,), context=context, layout=output_layout(4, 4, 2))[0] + 1
 

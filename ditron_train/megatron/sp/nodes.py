@@ -22,7 +22,7 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.sp import (
     HeadsLayout,
     SPContext,
-    get_context,
+    get_sp_context,
     heads_exchange,
     sequence_exchange,
     to_heads,
@@ -98,7 +98,7 @@ class NodesContext:
             group, [rank for rank in ranks if rank // self._per_node == node], "ditron_sp_node"
         )
         self._rail = make_group(group, [rank for rank in ranks if rank % self._per_node == local], "ditron_sp_rail")
-        self.node: SPContext = self._on_all_nodes("making a context", lambda: get_context(self._node_group, device))
+        self.node: SPContext = self._on_all_nodes("making a context", lambda: get_sp_context(self._node_group, device))
         self._tables: dict[int, torch.Tensor] = {}
         self._reserved: set[tuple[HeadsLayout, int, torch.dtype]] = set()
 

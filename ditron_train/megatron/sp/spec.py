@@ -22,7 +22,7 @@ from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context, span
 from ditron_train.policy import Decision, Function, OpSpec, Run, gate
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp import HeadsLayout, SPContext, get_context, output_projection, qkv_projection
+from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection
 
 __all__ = ["SPECS", "EXCHANGE", "OUTPUT", "PROJECTIONS", "route_exchange", "route_output", "route_projections"]
 
@@ -94,7 +94,7 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         """See `OpSpec`."""
         if not call.weights and spans_nodes(call.group):
             return get_nodes_context(call.group, call.like.device)
-        return get_context(call.group, call.like.device)
+        return get_sp_context(call.group, call.like.device)
 
     def decide(self, call: UlyssesCall, context: SPContext | NodesContext) -> Decision:
         """See `OpSpec`. Nothing of the op can fail later for want of memory."""

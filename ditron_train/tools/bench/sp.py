@@ -24,7 +24,7 @@ from ditron_train.sp import (
     SPContext,
     a2a_gemm,
     gemm_a2a,
-    get_context,
+    get_sp_context,
     output_layout,
     output_projection,
     qkv_layout,
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
         cases = _cases(arguments, session)
         if "layer" in parts and session.device.type == "cuda":
             _layer_rows(session)
-        context = get_context(dist.group.WORLD, session.device)
+        context = get_sp_context(dist.group.WORLD, session.device)
         native = NativeUlysses(context.group, session.device)
         for case in cases:
             if "gemm_a2a" in parts:

@@ -102,7 +102,7 @@ def _tp_layer(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str
 
 @contextmanager
 def _sp_op(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
-    from ditron_train.sp import get_context
+    from ditron_train.sp import get_sp_context
     from ditron_train.tools.bench.sp import FACTS, Case, op_contenders
     from ditron_train.tools.bench.sp_native import NativeUlysses
 
@@ -111,7 +111,7 @@ def _sp_op(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, C
         case = replace(case, seqlen=64, heads=16, groups=8, head_size=8)
     if case.groups % session.world_size:
         raise SettingError(f"{op}: {case.groups} groups do not divide over {session.world_size} ranks")
-    context = get_context(dist.group.WORLD, session.device)
+    context = get_sp_context(dist.group.WORLD, session.device)
     native = NativeUlysses(context.group, session.device)
     sizes = ", ".join(f"{name} {size}" for name, size in case.shape.items())
     yield f"{op}, {sizes}", op_contenders(session, op, case, context, native)
