@@ -35,7 +35,7 @@ class PreparedAgGemm:
     ) -> None:
         self.context = context
         self.m, self.n, self.k = partition.num_rows, n, k
-        self._config = config = choice.config
+        self.config = config = choice.config
         self._a_block, transpose_b = (config.block_m, config.block_k), layout == "nt"
         self.gather = gather = PreparedGather(
             context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m
@@ -105,7 +105,7 @@ class PreparedAgGemm:
             make_descriptor(x[:, : self.k], self._a_block) if self._reads_own else self._a,
             make_descriptor(weight, self._b_block),
             make_descriptor(weight, self._half_b_block),
-            make_descriptor(out, self._config.store_block),
+            make_descriptor(out, self.config.store_block),
             self.gather.pointers,
             self._tables,
             self.m,
