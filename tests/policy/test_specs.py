@@ -44,6 +44,8 @@ def test_verify_compares_it(tmp_path: Path) -> None:
         "8",
         "--hidden-size",
         "16",
+        "--ffn-hidden-size",
+        "32",
         "--num-attention-heads",
         "2",
         "--seq-length",

@@ -43,14 +43,16 @@ def test_tables_that_launches_read_are_kept_for_good():
 def test_a_captured_op_of_experts_keeps_the_buffers_that_grow_later(captured):
     from ditron_train.ep import launch as launching
 
-    channel = SimpleNamespace(op_name="ep", signature=lambda values: torch.zeros(1))
+    channel = SimpleNamespace(
+        op_name="ep", signature=lambda values: torch.zeros(1), pointers=lambda signature: signature
+    )
     shape = SimpleNamespace(num_experts=4, topk=2)
     arena = SimpleNamespace(graph_captured=False)
-    context = SimpleNamespace(device=CPU, arena=arena, shape=shape, only_compiles=True)
-    launching.signature(context, channel, 16, torch.bfloat16, launching.Kind.DISPATCH)
+    context = SimpleNamespace(device=CPU, arena=arena, shape=shape, only_compiles=True, record=lambda *words: None)
+    launching.pointers(context, channel, 16, torch.bfloat16, launching.Kind.DISPATCH)
     assert not arena.graph_captured
     captured(launching)
-    launching.signature(context, channel, 16, torch.bfloat16, launching.Kind.DISPATCH)
+    launching.pointers(context, channel, 16, torch.bfloat16, launching.Kind.DISPATCH)
     assert arena.graph_captured
 
 

@@ -4,6 +4,7 @@ the check."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -150,12 +151,15 @@ def verify_rooms(
 ) -> None:
     """Compares every op of the rooms at a model's shapes under ``stress``, times it shortly, and adds a row to
     ``report`` (collective)."""
+    from ditron_train.tools.bench.megatron_tp import megatron_world  # megatron-core need not be there for the rest
+
     for room in rooms:
         sink = _UnderStress(report, stress, seed)
         quick = BenchSession("verify", argparse.Namespace(repetitions=2, warmup=1), sink)
-        for spec in specs_of(room):
-            for shape in spec.shapes_of_model(model, session.world_size):
-                quick.add(op_row(quick, spec, shape))
+        with megatron_world(session) if room == "tp" else contextlib.nullcontext():
+            for spec in specs_of(room):
+                for shape in spec.shapes_of_model(model, session.world_size):
+                    quick.add(op_row(quick, spec, shape))
     words = room_words(
         [room for room in rooms if room in ROOMS], model, session.world_size, session.device.type == "cuda"
     )
