@@ -117,7 +117,7 @@ def _without(module: str, *words: str) -> subprocess.CompletedProcess[str]:
 def test_missing_torch_is_said() -> None:
     done = _without_torch("doctor")
     assert (
-        done.returncode == 2 and done.stderr == "error: torch is not installed here; pip install 'torch>=2.11,<2.14'\n"
+        done.returncode == 2 and done.stderr == "error: torch is not installed here; pip install 'torch>=2.11,<2.16'\n"
     )
 
 
