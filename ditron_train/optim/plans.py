@@ -185,6 +185,7 @@ class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
     alone, product by product, and the context is what it chose."""
 
     name, row, measured = "muon newton_schulz", "newton_schulz", "forward"
+    logs_native = False  # a product by torch is no other path of the optimizer
 
     def group(self, call: StepCall) -> None:
         """See `OpSpec`: none."""

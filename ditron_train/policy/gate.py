@@ -102,7 +102,8 @@ class Gate:
         return answer
 
     def _native(self, spec: OpSpec[Call, Context], reason: str) -> Answer:
-        log_native(spec.log_name or spec.name, reason)
+        if spec.logs_native:
+            log_native(spec.log_name or spec.name, reason)
         return Answer(None, reason)
 
     def _decide(self, spec: OpSpec[Call, Context], call: Call) -> Answer:

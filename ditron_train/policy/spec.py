@@ -138,10 +138,12 @@ class OpSpec(ABC, Generic[Call, Context]):
         table_op: What tuning tables call it; None for an op without a choice.
         search_rounds: How often ``tune`` asks for candidates.
         log_name: What log lines call it where that is not its name.
+        logs_native: Whether the gate says why a call runs by Megatron's path.
     """
 
     name: str
     log_name: str | None = None
+    logs_native: bool = True
     row: str
     measured: Pass = "forward"
     peer: str | None = None

@@ -39,7 +39,10 @@ def _compare_overrides(feature):
     module, seen = importlib.import_module(FEATURE_MODULES[feature]), 0
     for native, ours in module.class_map().items():
         for name, member, inherited in _overrides(ours, native):
-            assert _form(member) == _form(inherited), f"{ours.__qualname__}.{name}"
+            own, expected = _form(member), _form(inherited)
+            if own[-1][1] is inspect.Parameter.VAR_KEYWORD and expected[-1][1] is not inspect.Parameter.VAR_KEYWORD:
+                own = own[:-1]  # what newer versions pass besides
+            assert own == expected, f"{ours.__qualname__}.{name}"
             seen += 1
     assert seen
 
