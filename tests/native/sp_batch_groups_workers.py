@@ -23,15 +23,27 @@ def _pose_transformer_engine():
     class Attention(DotProductAttention):
         asked = []
 
-        def __init__(self, config, *args, **kwargs):
+        def __init__(
+            self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
+            k_channels=None, v_channels=None, num_splits=None, cp_comm_type="p2p", pg_collection=None,
+        ):  # fmt: skip
             alone = copy.copy(config)
             alone.context_parallel_size = 1
-            super().__init__(alone, *args, **kwargs)
+            known = attention_dropout, softmax_scale, cp_comm_type, pg_collection
+            super().__init__(alone, layer_number, attn_mask_type, attention_type, *known)
             self.config, self.attn_mask_type = config, "causal"
-            self.cp_group = kwargs["pg_collection"].cp if config.context_parallel_size > 1 else None
+            self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
         def forward(
-            self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias=None,
+            packed_seq_params=None,
+            num_splits=None,
         ):
             if packed_seq_params is not None and packed_seq_params.cp_group is not None:
                 self.cp_group = packed_seq_params.cp_group

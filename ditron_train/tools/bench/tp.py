@@ -133,10 +133,9 @@ def shapes_for(spec: OpSpec[Any, Any], arguments: argparse.Namespace, world_size
     """
     check_sizes("--shape", arguments.shape)
     published = list(spec.shapes(world_size, on_gpu))
-    known = {shape.model for op in ("ag_gemm", "gemm_rs") for shape in linear_shapes(op, world_size, True)}
-    wanted = choose_models(
-        [name for name in arguments.model or () if name], [*known, *(one.model for one in published)]
-    )
+    models = [shape.model for shape in linear_shapes("ag_gemm", world_size, True)]
+    models += [shape.model for shape in published if shape.model not in models]
+    wanted = choose_models([name for name in arguments.model or () if name], models)
     if arguments.shape:
         published = [Shape("custom", dict(zip("mnk", sizes, strict=True))) for sizes in arguments.shape]
     elif on_gpu:

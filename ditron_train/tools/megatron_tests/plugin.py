@@ -33,7 +33,7 @@ _DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 #: What decides at a call whether ours runs: module, name in it, feature. Not None: ours.
 _DECISIONS = (
     ("ditron_train.megatron.tp.layers", "route", "tp"),
-    ("ditron_train.megatron.sp.attention", "route_exchange", "sp"),
+    ("ditron_train.megatron.sp.attention_exchange", "route_exchange", "sp"),
     ("ditron_train.megatron.sp.attention", "route_projections", "sp"),
     ("ditron_train.megatron.sp.output", "route_output", "sp"),
     ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._context_for", "ep"),
