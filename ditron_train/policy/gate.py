@@ -54,12 +54,11 @@ class Gate:
 
     def context_for(self, spec: OpSpec[Call, Context], call: Call) -> Context | None:
         """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
-        answer = self._answers.get((spec.name, spec.group(call), *spec.key(call)))
-        return (self.answer_for(spec, call) if answer is None else answer).context  # type: ignore[no-any-return]
+        return self.answer_for(spec, call).context  # type: ignore[no-any-return]
 
     def answer_for(self, spec: OpSpec[Call, Context], call: Call) -> Answer:
         """The same with the reason."""
-        key = (spec.name, spec.group(call), *spec.key(call))
+        key = _key_of(spec, call)
         answer = self._answers.get(key)
         if answer is None:
             answer = self._ask(spec, call, key)
@@ -67,7 +66,7 @@ class Gate:
 
     def knows(self, spec: OpSpec[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody."""
-        return (spec.name, spec.group(call), *spec.key(call)) in self._answers
+        return _key_of(spec, call) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
         """Everything that was decided about one op (``tp column``), one room (``tp``) or all; of one group, if
@@ -118,6 +117,10 @@ class Gate:
         if decision.use_ditron:
             return Answer(context)
         return self._native(spec, f"{spec.where(call)}{decision.reason}")
+
+
+def _key_of(spec: OpSpec[Call, Context], call: Call) -> _Key:
+    return (spec.name, spec.group(call), *spec.key(call))
 
 
 def _is_named(key: _Key, name: str) -> bool:

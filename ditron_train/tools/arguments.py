@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -21,7 +20,6 @@ __all__ = [
     "add_common_arguments",
     "add_shape_argument",
     "check_counts",
-    "check_divides",
     "check_folder",
     "check_matplotlib",
     "check_sizes",
@@ -110,25 +108,6 @@ def check_sizes(option: str, shapes: Iterable[Sequence[float]] | None) -> None:
     for shape in shapes or ():
         if not all(0 < size < math.inf for size in shape):
             raise SettingError(f"{option} {' '.join(map(str, shape))}: sizes have to be above 0")
-
-
-def check_divides(op: str, sizes: Sequence[int], split: Literal["N", "K"], world_size: int) -> None:
-    """Refuses a linear layer whose global sizes ranks cannot share out: all divide its rows, and N or K.
-
-    Args:
-        op: Of the message.
-        sizes: M, N, K.
-        split: Which of the weight's sizes is divided: N by column layers, K by row layers.
-        world_size: Ranks.
-
-    Raises:
-        SettingError: A size is not above 0, or does not divide.
-    """
-    m, n, k = sizes
-    if min(sizes) < 1:
-        raise SettingError(f"{op} {m}x{n}x{k}: sizes have to be above 0")
-    if m % world_size or (n if split == "N" else k) % world_size:
-        raise SettingError(f"{op} {m}x{n}x{k} does not divide over {world_size} ranks: M and {split} have to")
 
 
 def choose_models(wanted: Sequence[str] | None, models: Iterable[str]) -> list[str]:

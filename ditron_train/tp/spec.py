@@ -39,24 +39,27 @@ def linear_shapes(op: Op, world_size: int, on_gpu: bool) -> list[Shape]:
     return [Shape(one["model"], {"m": one["M"], "n": one["N"], "k": one["K"]}) for one in shapes]
 
 
-def why_not_linear(op: Op, shape: Shape, world_size: int) -> str | None:
-    """Why ranks cannot share out a linear layer: all divide its rows, and N or K."""
+def why_not_linear(op: Op, shape: Shape, world_size: int, label: str | None = None) -> str | None:
+    """Why ranks cannot share out a linear layer (``label`` in the words): all divide its rows, and N or K."""
+    what = label or op
     m, n, k = (shape.sizes[name] for name in "mnk")
     split = "N" if op == "ag_gemm" else "K"
     if min(m, n, k) < 1:
-        return f"{op} {m}x{n}x{k}: sizes have to be above 0"
+        return f"{what} {m}x{n}x{k}: sizes have to be above 0"
     if m % world_size or (n if op == "ag_gemm" else k) % world_size:
-        return f"{op} {m}x{n}x{k} does not divide over {world_size} ranks: M and {split} have to"
+        return f"{what} {m}x{n}x{k} does not divide over {world_size} ranks: M and {split} have to"
     return None
 
 
-def local_shapes(op: Op, shape: Shape, world_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def local_shapes(
+    op: Op, shape: Shape, world_size: int, label: str | None = None
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shapes of x and weight (nt) on each rank.
 
     Raises:
         SettingError: A size is not above 0, or does not divide over the ranks.
     """
-    why = why_not_linear(op, shape, world_size)
+    why = why_not_linear(op, shape, world_size, label)
     if why is not None:
         raise SettingError(why)
     m, n, k = (shape.sizes[name] for name in "mnk")

@@ -114,8 +114,8 @@ class MovementCall(NamedTuple):
 
 
 class MovementSpec(OpSpec[MovementCall, Any]):
-    """Dispatch and combine, forward and backward, around experts that scale their rows; the context is our
-    dispatcher."""
+    """Dispatch and combine, forward and backward, around experts that scale their rows. What is decided holds for a
+    kind of layer, so no context is kept: dispatchers have their own."""
 
     name, log_name, row, measured = "ep movement", "ep", "dispatch_combine", "forward_backward"
 
@@ -130,7 +130,7 @@ class MovementSpec(OpSpec[MovementCall, Any]):
         return (*layer, call.topk, call.is_fused, call.pad_factor)
 
     def context(self, call: MovementCall) -> Any:
-        """See `OpSpec`: nothing that is not made by a dispatcher's first call."""
+        """See `OpSpec`: a mark; the memory is had by the dispatcher's own context, at its first call."""
         return _DECIDED
 
     def words(self, call: MovementCall, context: Any) -> str:

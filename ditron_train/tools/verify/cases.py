@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ditron_train.policy import ModelSizes
+from ditron_train.policy import ModelSizes, Shape
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.arguments import check_divides
+from ditron_train.tp.choices import Op
+from ditron_train.tp.spec import local_shapes
 
 if TYPE_CHECKING:  # megatron-core need not be there for what is asked of this module alone
     from ditron_train.megatron.tp.spec import Kind
@@ -59,12 +60,9 @@ class Case:
         Raises:
             SettingError: A size is not above 0, or does not divide over the ranks.
         """
-        check_divides(
-            f"{self.name} {self.kind}", (self.m, self.n, self.k), "N" if self.kind == "column" else "K", world_size
-        )
-        if self.kind == "column":
-            return (self.m // world_size, self.k), (self.n // world_size, self.k)
-        return (self.m, self.k // world_size), (self.n, self.k // world_size)
+        shape = Shape(self.name, {"m": self.m, "n": self.n, "k": self.k})
+        op: Op = "ag_gemm" if self.kind == "column" else "gemm_rs"
+        return local_shapes(op, shape, world_size, f"{self.name} {self.kind}")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
