@@ -100,6 +100,7 @@ class Launcher:
             "--continue-on-collection-errors", *paths,
         ]  # fmt: skip
         log = folder / f"{number}.log"
+        (folder / "tmp").mkdir(exist_ok=True)
         if self._run_until_deadline(words, self._environment(mode, job_file), log):
             stop_mark(folder, number).touch()
         _logger.info("%s", f"{mode} {folder.name}: launch {number} is over, {log}")
@@ -115,7 +116,9 @@ class Launcher:
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "PYTHONWARNINGS": "ignore",
         }
-        chosen = {"PYTHONPATH": path, JOB: str(job_file)}
+        # Megatron's tests of checkpoints share one folder below this one, whichever launch they belong to.
+        temporary = str(job_file.parent / "tmp")
+        chosen = {"PYTHONPATH": path, JOB: str(job_file), "PYTEST_DEBUG_TEMPROOT": temporary}
         if mode != NATIVE:
             chosen["DITRON_POLICY"] = mode
         return {**defaults, **os.environ, **chosen}

@@ -60,7 +60,7 @@ def row_of(policy: str, world_size: int, suites: Iterable[tuple[Suite, Suite]]) 
             elif test in ours.again:
                 again.append(test)
             counts = ours.ran.get(test, {})
-            ran += bool(counts)
+            ran += any(counts.values())
             for feature, count in counts.items():
                 calls[feature] = calls.get(feature, 0) + count
     return Row(policy, world_size, passed, ours_passed, ran, dict(sorted(calls.items())), again, not_run, lost)

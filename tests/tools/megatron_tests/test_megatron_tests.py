@@ -242,7 +242,7 @@ def test_a_line_that_was_cut_is_left_out(tmp_path):
 
 def test_a_test_that_is_skipped_with_ours_is_lost():
     native = Suite(["a", "b"], {"a": "passed", "b": "passed"})
-    ours = Suite(["a", "b"], {"a": "skipped", "b": "passed"}, ran={"b": {"tp": 2, "ep": 1}})
+    ours = Suite(["a", "b"], {"a": "skipped", "b": "passed"}, ran={"a": {"tp": 0}, "b": {"tp": 2, "ep": 1}})
     row = row_of("strict", 4, [(native, ours)])
     assert row.lost == {"a": "skipped"} and row.calls == {"ep": 1, "tp": 2} and row.ours_ran == row.ours_passed == 1
 
