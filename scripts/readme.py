@@ -20,7 +20,8 @@ def wanted_documents() -> dict[Path, str]:
     from ditron_train.tools.bench.document import RESULTS_PAGE, render, render_results, result_parts
 
     results = result_parts(ROOT)
-    parts = {"README.md": {"gains": results["gains"]}, "docs/measurements/index.md": {"steps": results["steps"]}}
+    of_readme = {name: results[name] for name in ("gains", "trained")}
+    parts = {"README.md": of_readme, "docs/measurements/index.md": {"steps": results["steps"]}}
     for page, made in PARTS.items():
         parts[page] = {**parts.get(page, {}), **made}
     wanted = {ROOT / page: render((ROOT / page).read_text(encoding="utf-8"), made) for page, made in parts.items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["get_logger", "log_once"]
+__all__ = ["decisions", "get_logger", "log_once"]
 
 _ROOT = "ditron_train"
 _MAX_SEEN = 4096  # keys that name a shape may be ever new ones
-_seen: set[tuple[str, str]] = set()
+_seen: dict[tuple[str, str], str] = {}
 
 
 def get_logger(name: str = _ROOT) -> logging.Logger:
@@ -31,6 +31,12 @@ def log_once(key: str, message: str, *, name: str = _ROOT, level: int = logging.
         return
     if len(_seen) >= _MAX_SEEN:
         _seen.clear()
-    _seen.add((name, key))
+    _seen[name, key] = message
     if _is_first_rank():
         get_logger(name).log(level, message)
+
+
+def decisions() -> list[str]:
+    """What `log_once` was told of ops that run by the fused path or by Megatron's, and why, in order; on every rank,
+    also on those that log nothing."""
+    return [message for message in _seen.values() if ": ours, " in message or ": native, " in message]

@@ -209,6 +209,15 @@ SETTINGS: tuple[Setting, ...] = (
         "inside (tried on posed nodes only). off: natively.",
     ),
     Setting(
+        "wgrad",
+        "DITRON_WGRAD",
+        _one_of("on", "off"),
+        "on",
+        "on, off",
+        "Megatron's gradient accumulation fusion where apex is not installed. on: the launcher, `apply` and feature "
+        "`wgrad` provide the module that Megatron asks for. off: Megatron raises its error.",
+    ),
+    Setting(
         "postmortem",
         "DITRON_POSTMORTEM",
         str,
@@ -246,6 +255,7 @@ class Settings:
     policy: str
     plan: str | None
     tuning: str | None
+    wgrad: str
     postmortem: str | None
     versions: str
 

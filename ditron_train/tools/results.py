@@ -61,6 +61,12 @@ class Row:
         model_us: The cost model's prediction of ``ditron_us``.
         spread: Largest relative difference between the two measurements of one of the columns.
         commit: Of the working tree, where it is not the stamp's.
+        command: What was trained, as ``compare`` was told.
+        plan: Which op ran by which path, and why, as the job logged it.
+        versions: Of what it ran with, by the names of `Stamp`.
+        trace: What the device did in one step, in words: milliseconds natively and with ours (None: not told).
+        jobs_ms: The time of a step in each job, ``native`` and ``ditron``.
+        clocks_mhz: The clock of the GPUs' multiprocessors, likewise.
     """
 
     op: str
@@ -85,6 +91,17 @@ class Row:
     model_us: float | None = None
     spread: float | None = None
     commit: str | None = None
+    command: str | None = None
+    plan: list[str] | None = None
+    versions: dict[str, str | None] | None = None
+    trace: dict[str, list[float | None]] | None = None
+    jobs_ms: dict[str, list[float]] | None = None
+    clocks_mhz: dict[str, float] | None = None
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether it says how the measurement can be repeated and what happened: only such rows stand in README."""
+        return bool(self.command and self.plan and self.versions and self.trace)
 
     @property
     def speedup(self) -> float:

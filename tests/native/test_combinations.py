@@ -53,6 +53,13 @@ CASES = {
         ours={"overlap_p2p_comm": True},
     ),
     "sp_ep": Case("sp,ep", {"context_parallel": 2, "expert_model_parallel": 2}, config=EXPERTS, needed="sp"),
+    "tp_fused_wgrad": Case(
+        "tp,wgrad",
+        {"tensor_model_parallel": 2},
+        dtype=torch.float16,
+        config={"gradient_accumulation_fusion": True},
+        needed="wgrad",
+    ),
     "tp_sharded_optimizer": Case("tp", {"tensor_model_parallel": 2}, sharded=True),
     "tp_fp16": Case("tp", {"tensor_model_parallel": 2}, dtype=torch.float16, config={"qk_layernorm": True}),
     "tp_fp16_overflow": Case("tp", {"tensor_model_parallel": 2}, dtype=torch.float16, loss_scale=2.0**24),

@@ -4,7 +4,6 @@ The data are small integers in fp32, so every GEMM and every sum is exact in any
 """
 
 import sys
-import types
 
 import pytest
 import torch
@@ -194,24 +193,11 @@ def test_what_runs_without_a_weight_gradient_was_compared(frozen, native):
         assert first == ([*native, dgrad], [dgrad]) and second == ([], [dgrad])
 
 
-def _install_fused_kernels():
-    """What apex's extension does, on the CPU: ``main_grad += grad_output^T @ input``."""
-    from megatron.core.tensor_parallel import layers
-
-    def accumulate(total_input, grad_output, main_grad):
-        main_grad.add_(grad_output.t().matmul(total_input))
-
-    kernels = types.ModuleType("fused_weight_gradient_mlp_cuda")
-    kernels.wgrad_gemm_accum_fp32 = kernels.wgrad_gemm_accum_fp16 = accumulate
-    sys.modules["fused_weight_gradient_mlp_cuda"] = kernels
-    layers.fused_weight_gradient_mlp_cuda = kernels
-    layers._grad_accum_fusion_available = True
-
-
 def _fused(flags):
+    import ditron_train.megatron as plugin
     from ditron_train.cpu.megatron_shim import model_parallel
 
-    _install_fused_kernels()
+    plugin.apply(features="wgrad")
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         config = _config(gradient_accumulation_fusion=True)
         found = []
@@ -250,9 +236,10 @@ def test_wgrad_into_main_grad(flags):
 
 
 def _deferred():
+    import ditron_train.megatron as plugin
     from ditron_train.cpu.megatron_shim import model_parallel
 
-    _install_fused_kernels()
+    plugin.apply(features="wgrad")
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
         for ours in (False, True):

@@ -142,7 +142,7 @@ def test_split_experts_go_over_to_native_together(options, capped):
 def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
     from ditron_train.megatron.ep import spec as ep_policy
 
-    monkeypatch.setattr(logs, "_seen", set())
+    monkeypatch.setattr(logs, "_seen", {})
     seen = iter([None, FEWEST_ROWS, FEWEST_ROWS - 1])
     monkeypatch.setattr(ep_policy, "fewest_rows_before", lambda context: next(seen))
     assert [ep_policy.warns_of_few_rows(None) for _ in range(3)] == [False, False, True]

@@ -69,7 +69,7 @@ def test_a_line_is_logged_once_and_on_rank_0_alone(
     rank: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(logs, "_seen", set())
+    monkeypatch.setattr(logs, "_seen", {})
     with caplog.at_level(logging.INFO, "ditron_train"):
         for _ in range(3):
             logs.log_once("a key", "a shape went native")

@@ -21,6 +21,7 @@ __all__ = [
     "FEATURE_MODULES",
     "Options",
     "SIZE_ARGUMENTS",
+    "WGRAD",
     "add_ditron_args",
     "available_features",
     "options_from_argv",
@@ -35,6 +36,7 @@ FEATURES: dict[str, str] = {
     "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
     "pp": "pipeline sends and receives",
     "muon": "the Muon optimizer",
+    "wgrad": "gradient accumulation fusion without apex",
 }
 
 #: The module of each feature: what it replaces (``class_map``, ``symbols``), and its ``start`` and ``stop``.
@@ -44,7 +46,11 @@ FEATURE_MODULES = {
     "ep": "ditron_train.megatron.ep.layer",
     "pp": "ditron_train.megatron.pp.communicator",
     "muon": "ditron_train.megatron.muon.optimizer",
+    "wgrad": "ditron_train.megatron.wgrad.stand_in",
 }
+
+#: The one feature that overlaps nothing: it is on with the others, too, and Megatron's own path may have it.
+WGRAD = "wgrad"
 
 #: Megatron's argument that says how many ranks a feature's groups have.
 SIZE_ARGUMENTS = {
@@ -67,6 +73,7 @@ class Options:
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
         sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
         optimizer: Megatron's, where its arguments tell.
+        fuses_wgrad: Whether they ask for gradient accumulation fusion.
         record: Folder in which every training step is noted, or None.
         record_trace: The step of which a trace is kept there, and the rank, or None.
     """
@@ -78,8 +85,14 @@ class Options:
     plan: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     optimizer: str | None = None
+    fuses_wgrad: bool = False
     record: str | None = None
     record_trace: TraceRequest | None = None
+
+    @property
+    def overlapping(self) -> tuple[str, ...]:
+        """The features that replace a part of Megatron's step."""
+        return tuple(name for name in self.features if name != WGRAD)
 
     def environment(self) -> dict[str, str]:
         """The ``DITRON_*`` variables that these options set."""
@@ -93,7 +106,7 @@ class Options:
 
     def idle(self) -> list[str]:
         """What of this has no effect in the job, in words."""
-        if not self.features:
+        if not self.overlapping:
             given = [name.lower().replace("_", "-") for name in self.environment()]
             return [f"--{option} has no effect: --ditron names no feature" for option in given]
         alone = [name for name, size in self.sizes.items() if size == 1]
@@ -233,6 +246,7 @@ def options_from_args(args: Any) -> Options:
         plan=getattr(args, "ditron_plan", None),
         sizes={name: size for name, size in sizes.items() if size is not None},
         optimizer=getattr(args, "optimizer", None),
+        fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
         record=getattr(args, "ditron_record", None),
         record_trace=getattr(args, "ditron_record_trace", None),
     )

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from ditron_train.megatron.plugin.record_trace import StepTracer, TraceRequest, trace_path
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.gpu_clock import sm_clock_mhz
+from ditron_train.runtime.logs import decisions
 from ditron_train.runtime.provenance import collect_provenance
 
 __all__ = ["SIZES", "StepRecorder", "digest", "record_steps"]
@@ -133,7 +135,7 @@ class StepRecorder:
 
     def step(self, iteration: int | None, losses: dict[str, torch.Tensor], grad_norm: Any, optimizer: Any) -> None:
         """Notes one step; after the first and the last one also a digest of the parameters that this rank's optimizer
-        holds.
+        holds, after the last one what ran by which path.
 
         Of the step that is traced no time is noted. Collective where it is traced.
 
@@ -151,6 +153,7 @@ class StepRecorder:
             "grad_norm": _text(grad_norm),
         }
         if torch.cuda.is_available():
+            values["clock_mhz"] = sm_clock_mhz()  # the GPU is at work still
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
             values["used_bytes"] = total - free
@@ -159,6 +162,8 @@ class StepRecorder:
         self._steps += 1
         if self._steps == 1 or number == self._last:
             values["digest"] = digest(p for group in optimizer.param_groups for p in group["params"])
+        if number == self._last:
+            values["plan"] = decisions()
         self._write(step=number, **values)
         self._before_s = time.perf_counter()
 

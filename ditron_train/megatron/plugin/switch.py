@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ditron_train.megatron.plugin import patching
-from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, Options, parse_features
+from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, WGRAD, Options, parse_features
 from ditron_train.megatron.plugin.record_steps import record_steps
 from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
 from ditron_train.policy import add_switch, check_plan, forget_plans
@@ -64,6 +64,9 @@ def apply(
         policy: Sets ``DITRON_POLICY`` (``strict``, ``fast``, ``bits`` or ``force``) until `restore`.
         plan: Sets ``DITRON_PLAN``, the file of decisions, until `restore`.
 
+    Where Megatron's gradient accumulation fusion lacks apex's module, ``wgrad`` provides one with any feature
+    (``DITRON_WGRAD``).
+
     Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several
     nodes, or it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
 
@@ -87,7 +90,9 @@ def apply_options(options: Options, spec: Any = None) -> Any:
         raise SettingError("--ditron-record-trace needs --ditron-record, the folder that it goes to")
     for words in options.idle():
         log_once(words, words, level=logging.WARNING)
-    if not options.features:
+    if not options.overlapping:
+        if options.features or options.fuses_wgrad:
+            _start(FEATURE_MODULES[WGRAD])
         return spec
     from ditron_train.runtime.versions import check_versions
 
@@ -101,12 +106,13 @@ def apply_options(options: Options, spec: Any = None) -> Any:
         check_table()
     for name in unknown_variables():
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
-    modules = {name: _start(FEATURE_MODULES[name]) for name in options.features}
+    modules = {name: _start(FEATURE_MODULES[name]) for name in options.overlapping}
+    _start(FEATURE_MODULES[WGRAD])  # only a job that Megatron would refuse sees a difference
     _hook_optimizers()
-    _start("ditron_train.megatron.plugin.job_start").announce(options.features)
+    _start("ditron_train.megatron.plugin.job_start").announce(options.overlapping)
     if spec is not None:
         classes = {native: ours for module in modules.values() for native, ours in module.class_map().items()}
-        names, number = ", ".join(options.features), count_replacements(spec, classes)
+        names, number = ", ".join(options.overlapping), count_replacements(spec, classes)
         level = logging.INFO if number else logging.WARNING
         log_once(f"spec {names} {number}", f"{names}: {number} modules of the layer spec replaced", level=level)
         return rewrite_spec(spec, classes)
@@ -208,7 +214,7 @@ def wrap_model_provider(model_provider: Any) -> Any:
 
         options = options_from_args(get_args())
         apply_options(options)
-        if options.features:
+        if options.overlapping:
             _start(
                 "ditron_train.megatron.plugin.job_start"
             ).meet()  # every rank of Megatron's training builds its part of the model

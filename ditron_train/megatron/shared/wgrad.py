@@ -106,8 +106,9 @@ class NativeWgrad:
 
 
 def _accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    import fused_weight_gradient_mlp_cuda as kernels
+    from megatron.core.tensor_parallel import layers
 
+    kernels = layers.fused_weight_gradient_mlp_cuda  # apex's, or what feature wgrad has put in its place
     if main_grad.dtype == torch.float32:
         kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
     elif main_grad.dtype in (torch.float16, torch.bfloat16):

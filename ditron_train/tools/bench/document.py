@@ -60,8 +60,13 @@ def render(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
 
 
 def result_parts(root: Path) -> dict[str, Callable[[], str]]:
-    """The parts that are made from the repository's ``benchmarks/results``: ``gains`` and ``steps``."""
-    return {"gains": lambda: _gains(root), "steps": lambda: _steps(root)}
+    """The parts that are made from the repository's ``benchmarks/results``: ``gains``, ``steps``, and ``trained``,
+    those steps whose rows tell all."""
+    return {
+        "gains": lambda: _gains(root),
+        "steps": lambda: _steps(root),
+        "trained": lambda: _steps(root, only_telling=True),
+    }
 
 
 def _gains(root: Path) -> str:
@@ -93,11 +98,13 @@ def _gains(root: Path) -> str:
     return "\n".join(lines) if len(lines) > 2 else "No results of a GPU machine are committed yet."
 
 
-def _steps(root: Path) -> str:
-    """Every training that ``compare`` ran, by feature and number of GPUs."""
+def _steps(root: Path, only_telling: bool = False) -> str:
+    """Every training that ``compare`` ran, by feature and number of GPUs; ``only_telling``: whose row has its command,
+    plan, versions and trace."""
     results = (read_results(path) for path in measurement_files(root) if path.stem == TRAINING)
-    steps = [(stamp, row) for stamp, rows in results for row in rows]
-    return _step_table(steps) if steps else "No training step of a GPU machine is committed yet."
+    steps = [(stamp, row) for stamp, rows in results for row in rows if row.tells_all or not only_telling]
+    missing = "No training step with its command, plan and trace is committed yet."
+    return _step_table(steps) if steps else missing
 
 
 def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:

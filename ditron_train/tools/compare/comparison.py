@@ -1,6 +1,7 @@
 """Trains natively and with ditron_train by your own command, torchrun and all, and compares the losses and gradient
 norms of every step, and the parameters after the first and the last one, on every rank, bit for bit; then the time of
-a step. The command follows the options of this one."""
+a step. Each is trained twice, natively first and last: what comes later finds warmer GPUs. The command follows the
+options of this one."""
 
 from __future__ import annotations
 
@@ -8,20 +9,22 @@ import argparse
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ditron_train.megatron.plugin.arguments import parse_features
+from ditron_train.megatron.plugin.arguments import WGRAD, parse_features
 from ditron_train.megatron.plugin.record_trace import steps_of_warmup, trace_path
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import check_folder
 from ditron_train.tools.compare.launch import run_job, with_launcher
-from ditron_train.tools.compare.side_by_side import show, write_row
-from ditron_train.tools.compare.steps import Difference, Job, differences, read_job
-from ditron_train.tools.compare.traces import is_traced, read_step_trace, show_traces
+from ditron_train.tools.compare.row import Story, write_row
+from ditron_train.tools.compare.side_by_side import show
+from ditron_train.tools.compare.steps import Job, Runs, differences, read_job
+from ditron_train.tools.compare.traces import StepTrace, is_traced, read_step_trace, show_traces, trace_table
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,10 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "natively and with ours, and <output>/{native,ditron}/trace-rank<RANK>.json, which Perfetto shows",
     )
     parser.add_argument(
-        "--again",
-        action="store_true",
-        help="train natively once more, behind ours: GPUs are slower where they are warm, so what "
-        "comes second is at a disadvantage",
+        "--order",
+        choices=("AB", "ABA", "ABBA"),
+        default="ABBA",
+        help="which jobs run one after the other, A natively, B with ditron_train (default %(default)s): GPUs are "
+        "slower where they are warm, so each kind has to come early and late",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        metavar="S",
+        help="jobs behind the second are left out where they would not end within so many seconds of all",
     )
     parser.add_argument(
         "--trace-rank", type=int, default=0, metavar="RANK", help="where --trace records (default: %(default)s)"
@@ -91,22 +101,26 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check(arguments)
     folders = arguments.notes or [arguments.output / name for name in ("native", "ditron")]
-    native, ours = (read_job(folder) for folder in folders) if arguments.notes else _train_both(arguments)
-    _check_alike(native, ours)
-    found = differences(native, ours)
-    own: list[Difference] = []
-    again = None
-    if arguments.again or (found and not arguments.notes):  # is it native that does not repeat itself?
-        again = _train(_command(arguments), "native-again", arguments.output, ())
-        own = differences(native, again)
+    runs = Runs(*([read_job(folder)] for folder in folders)) if arguments.notes else _train_all(arguments)
+    native, ours = runs.native[0], runs.ours[0]
+    for job in runs.ours:
+        _check_alike(native, job)
+    found = [difference for job in runs.ours for difference in differences(native, job)]
+    if found and not arguments.notes and len(runs.native) == 1:  # is it native that does not repeat itself?
+        runs.native.append(_train(_command(arguments), "A", 1, arguments))
+    own = [difference for job in runs.native[1:] for difference in differences(native, job)]
     skip = arguments.skip if arguments.skip is not None else steps_of_warmup(len(native))
-    is_equal = show(native, ours, found, own, skip, again if arguments.again else None)
+    is_equal = show(runs, found, own, skip)
+    traces: tuple[StepTrace, StepTrace] | None = None
+    if arguments.trace or (is_traced(native) and is_traced(ours)):
+        traces = read_step_trace(folders[0], native), read_step_trace(folders[1], ours)
+        show_traces(*traces, times_ms=runs.times_ms(skip))
     if arguments.results is not None:
-        path = write_row(arguments.results, arguments.model, native, ours, skip, is_equal=is_equal and not found)
+        command = None if arguments.notes else _command(arguments)
+        story = Story(command, None if traces is None else trace_table(*traces))
+        path = write_row(arguments.results, arguments.model, runs, skip, story, is_equal=is_equal and not found)
         words = "no row was written: no step was timed" if path is None else f"written: {path}"
         Console(stderr=True).print(words, markup=False, highlight=False)
-    if arguments.trace or (is_traced(native) and is_traced(ours)):
-        show_traces(*(read_step_trace(folder, job) for folder, job in zip(folders, (native, ours))))
     return 0 if is_equal else 1
 
 
@@ -121,8 +135,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingError("--skip has to be 0 or more")
     if arguments.trace_rank < 0:
         raise SettingError("--trace-rank has to be 0 or more")
-    if arguments.notes and (arguments.ditron or arguments.command or arguments.again):
-        raise SettingError("--notes trains nothing: leave out --ditron, --again and the command")
+    if arguments.notes and (arguments.ditron or arguments.command):
+        raise SettingError("--notes trains nothing: leave out --ditron and the command")
+    if arguments.ditron == WGRAD:
+        raise SettingError("--ditron wgrad is on natively, too: name what to compare beside it")
     if not arguments.notes:
         if _UNDER_TORCHRUN in os.environ:
             raise SettingError(
@@ -140,8 +156,8 @@ def _check_alike(native: Job, ours: Job) -> None:
     Raises:
         SettingError: Such jobs.
     """
-    if native.header["features"]:
-        raise SettingError(f"what ours is compared with ran with --ditron {','.join(native.header['features'])}")
+    if native.features:
+        raise SettingError(f"what ours is compared with ran with --ditron {','.join(native.features)}")
     said = [
         {
             "ranks": job.header["world_size"],
@@ -161,17 +177,31 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     return with_launcher(arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command)
 
 
-def _train_both(arguments: argparse.Namespace) -> tuple[Job, Job]:
+def _train_all(arguments: argparse.Namespace) -> Runs:
+    """The jobs in their order; those behind the second only where time is left for them."""
     if arguments.ditron is None:
         raise SettingError("--ditron names what to accelerate: compare --ditron tp torchrun ... pretrain_gpt.py ...")
     words = _command(arguments)
-    trace = ("--ditron-record-trace", f"middle,{arguments.trace_rank}") if arguments.trace else ()
-    native = _train(words, "native", arguments.output, trace)
-    return native, _train(words, "ditron", arguments.output, ("--ditron", arguments.ditron, *trace))
+    runs, began_s, longest_s = Runs([], []), time.monotonic(), 0.0
+    for kind in arguments.order:
+        job_began_s = time.monotonic()
+        is_needed = not (runs.native and runs.ours)
+        if not is_needed and arguments.within is not None and job_began_s + longest_s > began_s + arguments.within:
+            break
+        jobs = runs.native if kind == "A" else runs.ours
+        jobs.append(_train(words, kind, len(jobs), arguments))
+        longest_s = max(longest_s, time.monotonic() - job_began_s)
+    return runs
 
 
-def _train(words: Sequence[str], name: str, output: Path, more: Sequence[str]) -> Job:
-    """One job: its notes in ``<output>/<name>``, its log beside them."""
+def _train(words: Sequence[str], kind: str, index: int, arguments: argparse.Namespace) -> Job:
+    """One job, natively (``A``) or with ours: its notes in a folder of ``--output``, its log beside them. The first of
+    each kind is traced, if traces are asked for."""
+    name = {"A": "native", "B": "ditron"}[kind] + (f"-{index + 1}" if index else "")
+    more = ["--ditron", WGRAD if kind == "A" else arguments.ditron]
+    if arguments.trace and index == 0:
+        more += ["--ditron-record-trace", f"middle,{arguments.trace_rank}"]
+    output = arguments.output
     folder = output / name
     for old in (*folder.glob("rank*.jsonl"), *folder.glob(trace_path(folder, "*").name)):
         old.unlink()

@@ -1,57 +1,50 @@
-"""Shows two jobs side by side, and keeps their times as a row of results."""
+"""Shows the jobs of a comparison side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from statistics import mean
 
 from rich.table import Table
 
-from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.compare.steps import Difference, Job, Step, count_figures
-from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, read_results, result_path, write_results
+from ditron_train.tools.compare.steps import Difference, Job, Runs, Step, count_figures
 from ditron_train.tools.tables import terminal
 
-__all__ = ["show", "write_row"]
+__all__ = ["clocks_mhz", "show", "spread_of"]
 
 _SHOWN = 12
 
 
-def show(
-    native: Job, ours: Job, found: Sequence[Difference], own: Sequence[Difference], skip: int, again: Job | None = None
-) -> bool:
+def spread_of(times: Sequence[float]) -> float:
+    """Between the least and the most of them, relative to their mean."""
+    return (max(times) - min(times)) / mean(times)
+
+
+def clocks_mhz(runs: Runs, skip: int) -> tuple[float, float] | None:
+    """The mean clock of the GPUs natively and with ours; None where nothing told it."""
+    native, ours = ([mhz for job in jobs if (mhz := job.clock_mhz(skip)) is not None] for jobs in runs)
+    return (mean(native), mean(ours)) if native and ours else None
+
+
+def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], skip: int) -> bool:
     """Prints losses, times and the verdict.
 
     Args:
-        native: What ours is compared with.
-        ours: The other job.
-        found: Where they differ.
-        own: Where native differs from itself.
+        runs: The jobs; the first native one is what all others are compared with.
+        found: Where ours differ from it.
+        own: Where native ones do.
         skip: Steps that are not timed.
-        again: Native behind ours, to be timed, too.
 
     Returns:
-        Whether both have as many steps, and all is equal up to the one from which native does not repeat itself.
+        Whether all have as many steps, and all is equal up to the one from which native does not repeat itself.
     """
-    console = terminal()
-    console.print(_table(native, ours))
-    native_ms, ours_ms = (job.step_ms(skip) for job in (native, ours))
-    if native_ms is not None and ours_ms is not None:
-        console.print(
-            f"time of a step, behind the first {skip}: natively {native_ms:.1f} ms, with ditron_train "
-            f"{ours_ms:.1f} ms: "
-            f"{native_ms / ours_ms:.3f}x",
-            highlight=False,
-        )
-    else:
-        console.print(f"no step behind the first {skip} was timed: train longer, or set --skip", highlight=False)
-    later_ms = again.step_ms(skip) if again is not None else None
-    if later_ms is not None and ours_ms is not None:
-        console.print(
-            f"natively once more, behind ours: {later_ms:.1f} ms: {later_ms / ours_ms:.3f}x", highlight=False
-        )
-    native_bytes, our_bytes = native.used_bytes, ours.used_bytes
+    console, native = terminal(), runs.native[0]
+    console.print(_table(native, runs.ours[0]))
+    console.print(_times(runs, skip), highlight=False)
+    clocks = clocks_mhz(runs, skip)
+    if clocks is not None:
+        console.print(f"clock of the multiprocessors: {clocks[0]:.0f} MHz, {clocks[1]:.0f} MHz", highlight=False)
+    native_bytes, our_bytes = native.used_bytes, runs.ours[0].used_bytes
     if native_bytes is not None and our_bytes is not None:
         console.print(
             f"memory in use on the fullest GPU: {native_bytes / 2**30:.2f} GiB, {our_bytes / 2**30:.2f} GiB",
@@ -59,8 +52,24 @@ def show(
         )
     first_own = min((difference.step for difference in own), default=None)
     counted = [difference for difference in found if first_own is None or difference.step < first_own]
-    console.print(_verdict(native, ours, counted, own), highlight=False, markup=False)
-    return not counted and len(native) == len(ours)
+    uneven = next((job for job in runs.ours if len(job) != len(native)), runs.ours[0])
+    console.print(_verdict(native, uneven, counted, own), highlight=False, markup=False)
+    return not counted and len(native) == len(uneven)
+
+
+def _times(runs: Runs, skip: int) -> str:
+    times = runs.times_ms(skip)
+    if times is None:
+        return f"no step behind the first {skip} was timed: train longer, or set --skip"
+    native_ms, ours_ms = map(mean, times)
+    lines = [
+        f"time of a step, behind the first {skip}: natively {native_ms:.1f} ms, with ditron_train {ours_ms:.1f} ms: "
+        f"{native_ms / ours_ms:.3f}x"
+    ]
+    if len(times[0]) + len(times[1]) > 2:
+        each = (f"{', '.join(f'{ms:.1f}' for ms in jobs)} (spread {100 * spread_of(jobs):.1f} %)" for jobs in times)
+        lines.append("means of the jobs natively {}, with ditron_train {}".format(*each))
+    return "\n".join(lines)
 
 
 def _verdict(native: Job, ours: Job, counted: Sequence[Difference], own: Sequence[Difference]) -> str:
@@ -117,54 +126,3 @@ def _table(native: Job, ours: Job) -> Table:
 
 def _ms(step: Step) -> str:
     return "-" if step.seconds is None else f"{step.seconds * 1e3:.1f}"
-
-
-def _stamp_of(native: Job, ours: Job) -> Stamp:
-    """Ours', which has the features' settings; of what both use, native's says the same."""
-    try:
-        stamps = [Stamp(**job.header["stamp"]) for job in (native, ours)]
-    except (KeyError, TypeError):
-        raise SettingError(
-            "no row: the notes do not say on which machine they were made; older versions' do not"
-        ) from None
-    own = ("ditron_train", "commit", "date", "settings")
-    said = [{name: value for name, value in asdict(stamp).items() if name not in own} for stamp in stamps]
-    differing = [f"{name} {said[0][name]}, {said[1][name]}" for name in said[0] if said[0][name] != said[1][name]]
-    if differing:
-        raise SettingError(f"no row: the two jobs ran with {'; '.join(differing)}")
-    return stamps[1]
-
-
-def write_row(folder: Path, model: str, native: Job, ours: Job, skip: int, *, is_equal: bool) -> Path | None:
-    """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced, others keep
-    their commit.
-
-    Its stamp is of the machine that trained, which need not be this one.
-
-    Returns:
-        The file; None where no step was timed.
-
-    Raises:
-        SettingError: The notes do not say where they were made, or that the two jobs did not run on the same; or the
-            file that is there cannot be read.
-    """
-    native_ms, ours_ms = (job.step_ms(skip) for job in (native, ours))
-    if native_ms is None or ours_ms is None:
-        return None
-    stamp = _stamp_of(native, ours)
-    row = Row(
-        op=f"{TRAINING_STEP}{','.join(ours.header['features'])}", direction="forward_backward",
-        model=model, world_size=native.header["world_size"],
-        dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"], native_us=native_ms * 1e3,
-        ditron_us=ours_ms * 1e3, bitwise_equal=is_equal, comm_sms=0,
-    )  # fmt: skip
-    path = result_path(folder, stamp, TRAINING)
-    kept: list[Row] = []
-    if path.exists():
-        try:
-            old, rows = read_results(path)
-        except ValueError as error:
-            raise SettingError(str(error)) from None
-        commits = ((r, r.commit or old.commit) for r in rows if (r.op, r.model) != (row.op, row.model))
-        kept = [replace(r, commit=None if commit == stamp.commit else commit) for r, commit in commits]
-    return write_results(folder, TRAINING, stamp, [*kept, row])

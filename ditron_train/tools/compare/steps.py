@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ditron_train.megatron.plugin.arguments import WGRAD
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular
 
-__all__ = ["Difference", "Job", "Step", "count_figures", "differences", "read_job"]
+__all__ = ["Difference", "Job", "Runs", "Step", "count_figures", "differences", "read_job"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class Step:
         figures: Losses by name, ``grad norm``, and ``parameters``, the digest, where there is one.
         seconds: From the end of the step before; None of the first, and of one that is traced.
         used_bytes: Of the GPU, by anything, at its end; None without a GPU.
+        clock_mhz: Of the GPU's multiprocessors at its end; None where nothing tells.
     """
 
     number: int
     figures: dict[str, str]
     seconds: float | None
     used_bytes: int | None
+    clock_mhz: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,12 @@ class Job:
         header: ``world_size``, ``features``, ``dtype``, ``sizes``; ``trace``, the step and rank that is traced, or
             None; ``stamp``, of the machine that it ran on. Notes of older versions lack the last two.
         ranks: The steps of each rank; as many on each.
+        plan: What ran by which path, and why; empty where the job ended early.
     """
 
     header: dict[str, Any]
     ranks: list[list[Step]]
+    plan: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.ranks[0])
@@ -53,11 +58,37 @@ class Job:
         kept = [max(step.seconds or 0.0 for step in ranks) for ranks in steps if ranks[0].seconds is not None]
         return statistics.median(kept) * 1e3 if kept else None
 
+    def clock_mhz(self, skip: int) -> float | None:
+        """Mean over the steps that are timed, and the ranks; None where nothing tells."""
+        clocks = [step.clock_mhz for steps in self.ranks for step in steps[skip:] if step.clock_mhz is not None]
+        return statistics.mean(clocks) if clocks else None
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What was switched on beside ``wgrad``, which Megatron's own path may have."""
+        return tuple(name for name in self.header["features"] if name != WGRAD)
+
     @property
     def used_bytes(self) -> int | None:
         """The most that any GPU held at the end of a step."""
         used = [step.used_bytes for steps in self.ranks for step in steps if step.used_bytes is not None]
         return max(used, default=None)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The jobs of a comparison, in the order in which they ran: at least one of each kind."""
+
+    native: list[Job]
+    ours: list[Job]
+
+    def times_ms(self, skip: int) -> tuple[list[float], list[float]] | None:
+        """`Job.step_ms` of each job, natively and ours; None where a kind has none."""
+        native, ours = ([ms for job in jobs if (ms := job.step_ms(skip)) is not None] for jobs in self)
+        return (native, ours) if native and ours else None
+
+    def __iter__(self) -> Iterator[list[Job]]:
+        return iter((self.native, self.ours))
 
 
 @dataclass(frozen=True)
@@ -77,7 +108,7 @@ class Difference:
     values: tuple[str | None, str | None]
 
 
-def _parse(path: Path) -> tuple[dict[str, Any], list[Step]]:
+def _parse(path: Path) -> tuple[dict[str, Any], list[Step], list[str]]:
     whole = (
         read_regular(path).decode("utf-8").split("\n")[:-1]
     )  # the last line of a job that was killed may be half written
@@ -90,8 +121,8 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[Step]]:
     for entry in entries:
         figures = {**entry["losses"], "grad norm": entry["grad_norm"], "parameters": entry.get("digest")}
         known = {name: value for name, value in figures.items() if value is not None}
-        steps.append(Step(entry["step"], known, entry["seconds"], entry.get("used_bytes")))
-    return header, steps
+        steps.append(Step(entry["step"], known, entry["seconds"], entry.get("used_bytes"), entry.get("clock_mhz")))
+    return header, steps, entries[-1].get("plan", []) if entries else []
 
 
 def read_job(folder: Path) -> Job:
@@ -112,10 +143,11 @@ def read_job(folder: Path) -> Job:
     header = parsed[0][0]
     if len(parsed) != header["world_size"]:
         raise SettingError(f"{folder} has the notes of {len(parsed)} of {header['world_size']} ranks")
-    shortest = min(len(steps) for _, steps in parsed)
+    shortest = min(len(steps) for _, steps, _ in parsed)
     if shortest == 0:
         raise SettingError(f"a rank in {folder} finished no step")
-    return Job(header, [steps[:shortest] for _, steps in parsed])
+    plan = dict.fromkeys(line for _, _, lines in parsed for line in lines)
+    return Job(header, [steps[:shortest] for _, steps, _ in parsed], list(plan))
 
 
 def _pairs(one: Job, other: Job) -> Iterator[tuple[int, Step, Step]]:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from rich.table import Table
 
@@ -36,6 +37,7 @@ __all__ = [
     "read_step_trace",
     "short_name",
     "show_traces",
+    "trace_table",
 ]
 
 _KERNELS = 10
@@ -167,8 +169,32 @@ def _alone(intervals: Sequence[Interval]) -> defaultdict[str, list[float]]:
     return found
 
 
-def show_traces(native: StepTrace, ours: StepTrace) -> None:
-    """Prints both tables, and how the GPU's clock differed.
+def trace_table(native: StepTrace, ours: StepTrace) -> dict[str, list[float | None]]:
+    """`phases_us` of both, native's first, in milliseconds."""
+    phases = [phases_us(trace.intervals) for trace in (native, ours)]
+    return {
+        words.strip(): [None if phase[words] is None else round((phase[words] or 0.0) / 1e3, 2) for phase in phases]
+        for words in phases[0]
+    }
+
+
+def _gained(native: StepTrace, ours: StepTrace, times_ms: tuple[Sequence[float], Sequence[float]]) -> str | None:
+    """How much of the communication that nothing hid is hidden, and how much of it the step gained; None without
+    any."""
+    before, after = (total_us(exposed(trace.intervals)) / 1e3 for trace in (native, ours))
+    if not before:
+        return None
+    gained_ms = mean(times_ms[0]) - mean(times_ms[1])
+    return (
+        f"communication that nothing hid: {before:.2f} ms natively, {100 * (1 - after / before):.0f} % of it hidden "
+        f"with ditron_train; the step gained {gained_ms:.2f} ms, {100 * gained_ms / before:.0f} % of it"
+    )
+
+
+def show_traces(
+    native: StepTrace, ours: StepTrace, *, times_ms: tuple[Sequence[float], Sequence[float]] | None = None
+) -> None:
+    """Prints both tables, how the GPU's clock differed, and, with the steps' times, what became of communication.
 
     Raises:
         SettingError: They are of different ranks.
@@ -192,6 +218,9 @@ def show_traces(native: StepTrace, ours: StepTrace) -> None:
             "time, by the clock that the GPU held",
             highlight=False,
         )
+    gained = None if times_ms is None else _gained(native, ours, times_ms)
+    if gained is not None:
+        console.print(gained, highlight=False)
 
 
 def _table(title: str, first: str, *columns: str) -> Table:

@@ -47,6 +47,7 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
     "ep": (_on_gpus,),
     "pp": (_on_gpus, _copy_engines),
     "muon": (),
+    "wgrad": (),
 }
 
 
@@ -85,6 +86,8 @@ def _judge(name: str, about: str, facts: Facts) -> FeatureState:
         obstacle = need(facts)
         if obstacle is not None:
             return FeatureState(name, about, "native", *obstacle)
+    if name == "wgrad":
+        return FeatureState(name, about, "ours", "where apex's module is missing and fusion is asked for")
     if name == "muon":
         return FeatureState(name, about, "ours", "every GPU, where the bits are native's")
     all_of_them = [list(range(len(facts.gpus)))]

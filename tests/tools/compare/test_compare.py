@@ -18,8 +18,9 @@ import torch
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.compare.comparison import add_arguments, run
 from ditron_train.tools.compare.launch import LAUNCHER, run_job, with_launcher
-from ditron_train.tools.compare.side_by_side import show, write_row
-from ditron_train.tools.compare.steps import differences, read_job
+from ditron_train.tools.compare.row import Story, write_row
+from ditron_train.tools.compare.side_by_side import show
+from ditron_train.tools.compare.steps import Runs, differences, read_job
 from ditron_train.tools.results import read_results, write_results
 from tests.support.patience import HANG_S
 from tests.support.processes import run_workers
@@ -135,7 +136,7 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     pytest.importorskip("megatron.core")
     results = tmp_path / "results"
     traced = ("--trace", "--trace-rank", 1)
-    words = (*traced, "--again", "--results", results, "--model", "tiny", "--skip", 2)
+    words = (*traced, "--results", results, "--model", "tiny", "--skip", 2)
     done = _compare(tmp_path, *words, "--", *_torchrun(2, script))
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
@@ -147,6 +148,11 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     assert stamp.torch == torch.__version__ and stamp.count == 2 and stamp.settings["TRITON_INTERPRET"] == "1"
     assert (row.op, row.model, row.world_size, row.shape) == ("training_step tp", "tiny", 2, {"hidden_size": 8})
     assert row.bitwise_equal and row.native_us > 0 and row.ditron_us > 0
+    assert row.command.endswith("-m ditron_train.megatron.run train.py") and str(tmp_path) not in row.command
+    assert row.trace["GEMMs, with communication in them or without"][1] > 0 and row.versions["torch"] == stamp.torch
+    assert [len(times) for times in row.jobs_ms.values()] == [2, 2] and row.spread >= 0
+    assert row.native_us == pytest.approx(sum(row.jobs_ms["native"]) * 500, rel=0.01, abs=20)
+    assert row.plan is None and not row.tells_all  # no layer of this model could run by the fused path
     assert "rank 1 in step 3, ms" in done.stdout and "addmm" in done.stdout
     for name in ("native", "ditron"):
         assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == [
@@ -155,8 +161,12 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
             "trace-rank1.json",
         ]
         assert [step.number for step in read_job(tmp_path / "out" / name).ranks[0] if step.seconds is None] == [1, 3]
-    again = read_job(tmp_path / "out" / "native-again")
-    assert "natively once more, behind ours: " in done.stdout and (len(again), len(again.ranks)) == (4, 2)
+    order = [tmp_path / "out" / f"{name}.log" for name in ("native", "ditron", "ditron-2", "native-2")]
+    assert sorted(order, key=lambda path: path.stat().st_mtime_ns) == order
+    again = read_job(tmp_path / "out" / "native-2")
+    assert "means of the jobs natively " in done.stdout and (len(again), len(again.ranks)) == (4, 2)
+    assert read_job(tmp_path / "out" / "ditron").header["features"] == ["tp"]
+    assert again.header["features"] == ["wgrad"] and again.features == ()
     assert "TRAINED" in (tmp_path / "out" / "native.log").read_text()
     assert "tp: on for models built from now on" in (tmp_path / "out" / "ditron.log").read_text()
     assert "tp: on" not in (tmp_path / "out" / "native.log").read_text()
@@ -214,6 +224,7 @@ def test_commands_that_cannot_be_used(words, says):
         (["--results", "/proc/nowhere", "torchrun", __file__], "cannot write into /proc/nowhere"),
         (["--skip", "-1", "torchrun", __file__], "--skip has to be 0 or more"),
         (["--notes", "a", "b"], "--notes trains nothing"),
+        (["--ditron", "wgrad", "torchrun", __file__], "wgrad is on natively, too"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_trained(monkeypatch, tmp_path, words, says):
@@ -284,11 +295,11 @@ STAMP |= {
 }
 
 
-def _write(folder, rank, world_size, losses, sizes=None, stamp=STAMP, **others):
+def _write(folder, rank, world_size, losses, sizes=None, stamp=STAMP, features=(), **others):
     folder.mkdir(exist_ok=True)
     header = {
         "world_size": world_size,
-        "features": [],
+        "features": list(features),
         "train_iters": len(losses),
         "dtype": "torch.bfloat16",
         "sizes": sizes or {},
@@ -316,17 +327,19 @@ def test_differences_by_step_then_rank(tmp_path, capsys):
     assert [(d.step, d.rank, d.name) for d in found] == [(2, 1, "lm loss"), (4, 0, "lm loss"), (4, 1, "parameters")]
     assert differences(one, one) == []
     assert one.step_ms(2) == pytest.approx(200.0)  # the slower rank's
-    assert not show(one, other, found, [], 2)
+    runs = Runs([one], [other])
+    assert not show(runs, found, [], 2)
     assert "DIFFERENT: lm loss of step 2 on rank 1: 2, 2.00000024 and 2 more" in capsys.readouterr().out
-    assert show(one, other, found, found[:1], 2) and "does not repeat itself" in capsys.readouterr().out
-    assert not show(one, other, found, found[1:], 2), "native repeats step 2, and ours differs there"
+    assert show(runs, found, found[:1], 2) and "does not repeat itself" in capsys.readouterr().out
+    assert not show(runs, found, found[1:], 2), "native repeats step 2, and ours differs there"
 
 
 def test_more_steps_than_the_other_is_a_difference(tmp_path, capsys):
     _write(tmp_path / "one", 0, 1, [1.0, 2.0])
     _write(tmp_path / "other", 0, 1, [1.0, 2.0, 3.0])
     one, other = read_job(tmp_path / "one"), read_job(tmp_path / "other")
-    assert not show(one, other, differences(one, other), [], 1)
+    assert not show(Runs([one], [other, one]), differences(one, other), [], 1)
+    assert not show(Runs([one], [one, other]), [], [], 1)
     assert "DIFFERENT: 2 steps natively, 3 with ditron_train" in capsys.readouterr().out
 
 
@@ -370,12 +383,12 @@ def test_rows_of_other_models_stay(tmp_path):
     _write(tmp_path / "job", 0, 1, [1.0, 2.0, 3.0])
     job = read_job(tmp_path / "job")
     for model in ("a", "b", "a"):
-        path = write_row(tmp_path, model, job, job, 1, is_equal=True)
+        path = write_row(tmp_path, model, Runs([job], [job]), 1, is_equal=True)
     assert sorted(row.model for row in read_results(path)[1]) == ["a", "b"]
-    assert write_row(tmp_path, "a", job, job, 9, is_equal=True) is None
+    assert write_row(tmp_path, "a", Runs([job], [job]), 9, is_equal=True) is None
     stamp, rows = read_results(path)
     write_results(tmp_path, "training", replace(stamp, commit="before"), rows)
-    rows = read_results(write_row(tmp_path, "a", job, job, 1, is_equal=True))[1]
+    rows = read_results(write_row(tmp_path, "a", Runs([job], [job]), 1, is_equal=True))[1]
     assert {row.model: row.commit for row in rows} == {"a": None, "b": "before"}
 
 
@@ -388,12 +401,52 @@ def test_rows_are_stamped_with_the_machine_that_trained(tmp_path):
     ):
         _write(tmp_path / name, 0, 1, [1.0, 2.0, 3.0], stamp=stamp)
     old, job, later, other = (read_job(tmp_path / name) for name in ("old", "job", "later", "other"))
-    path = write_row(tmp_path, "a", job, later, 1, is_equal=True)
+    path = write_row(tmp_path, "a", Runs([job], [later]), 1, is_equal=True)
     assert path == tmp_path / "H200x1" / "training.json" and read_results(path)[0].commit == "abc"
     with pytest.raises(SettingError, match="no row: the notes do not say on which machine"):
-        write_row(tmp_path, "a", old, job, 1, is_equal=True)
+        write_row(tmp_path, "a", Runs([old], [job]), 1, is_equal=True)
     with pytest.raises(SettingError, match="no row: the two jobs ran with torch 2, 3"):
-        write_row(tmp_path, "a", job, other, 1, is_equal=True)
+        write_row(tmp_path, "a", Runs([job], [other]), 1, is_equal=True)
+
+
+def test_a_row_tells_how_it_is_measured_again(tmp_path):
+    plan = ["tp column 8x8, 8x8: ours, faster (1 us, native 2 us)"]
+    for name, features, ms, clock in (("a", ["wgrad"], 100, 1700), ("b", ["tp", "wgrad"], 90, 1710),
+                                      ("c", ["tp", "wgrad"], 92, 1690), ("d", ["wgrad"], 104, 1720)):  # fmt: skip
+        _write(tmp_path / name, 0, 1, [1.0, 2.0], plan=plan, seconds=ms / 1e3, clock_mhz=clock, features=features)
+    a, b, c, d = (read_job(tmp_path / name) for name in "abcd")
+    command = ["/usr/bin/torchrun", "/somewhere/train.py", "--tokenizer-model=/data/a b.model", "--lr", "1e-3"]
+    story = Story(command, {"nothing runs": [1.0, None]})
+    path = write_row(tmp_path, "a", Runs([a, d], [b, c]), 1, story, is_equal=True)
+    (row,) = read_results(path)[1]
+    assert row.command == "torchrun train.py '--tokenizer-model=a b.model' --lr 1e-3"
+    assert (row.op, row.native_us, row.ditron_us) == ("training_step tp", 102_000.0, 91_000.0)
+    assert row.jobs_ms == {"native": [100.0, 104.0], "ditron": [90.0, 92.0]} and row.spread == pytest.approx(
+        4 / 102, 1e-2
+    )
+    assert row.clocks_mhz == {"native": 1710.0, "ditron": 1700.0}
+    assert row.plan == plan and row.trace == story.trace and row.versions["megatron_core"] is None and row.tells_all
+    assert not replace(row, plan=None).tells_all and not replace(row, trace=None).tells_all
+
+
+def test_jobs_behind_the_second_only_where_time_is_left(monkeypatch, tmp_path):
+    _write(tmp_path / "native", 0, 1, [1.0, 2.0])
+    now, started = [0.0], []
+    monkeypatch.setattr("ditron_train.tools.compare.comparison.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ditron_train.tools.compare.comparison.show", lambda runs, *_: started.append(runs) or True)
+
+    def train(words, kind, index, arguments):
+        now[0] += 100.0
+        return read_job(tmp_path / "native")
+
+    monkeypatch.setattr("ditron_train.tools.compare.comparison._train", train)
+    for words, natively, ours in (([], 2, 2), (["--within", "250"], 1, 1), (["--within", "300"], 1, 2),
+                                  (["--within", "1"], 1, 1), (["--order", "ABA"], 2, 1)):  # fmt: skip
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        options = ["--ditron", "tp", "--output", str(tmp_path / "out"), *words]
+        assert run(parser.parse_args([*options, "torchrun", __file__])) == 0
+        assert (len(started[-1].native), len(started[-1].ours)) == (natively, ours), words
 
 
 def test_a_digest_shows_every_bit():

@@ -1,0 +1,1 @@
+"""Megatron's gradient accumulation fusion without apex (feature ``wgrad``)."""

@@ -1,0 +1,101 @@
+"""A module in the place of apex's ``fused_weight_gradient_mlp_cuda`` (feature ``wgrad``).
+
+Megatron-core's own linear layers call it where ``gradient_accumulation_fusion`` is on, and refuse to be built where
+it is missing. Megatron-core looks for it once, when ``tensor_parallel.layers`` is imported, and keeps the answer as a
+flag of that module, which a layer reads only if fusion is asked for. So the flag is replaced by one that provides the
+module the first time it is read: a job without fusion sees no change, and other libraries that look for apex do not
+find one.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ditron_train.gemm.main_grad import add_wgrad, product_of_transformer_engine
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
+
+__all__ = ["MODULE", "class_map", "is_provided", "start", "stop"]
+
+#: Name of apex's module.
+MODULE = "fused_weight_gradient_mlp_cuda"
+_FLAG = "_grad_accum_fusion_available"
+
+
+def wgrad_gemm_accum_fp32(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """`add_wgrad` into fp32."""
+    add_wgrad(total_input, grad_output, main_grad)
+
+
+def wgrad_gemm_accum_fp16(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """`add_wgrad` into bf16 or fp16."""
+    add_wgrad(total_input, grad_output, main_grad)
+
+
+def _make_module() -> ModuleType:
+    module: Any = ModuleType(MODULE, "Weight gradients added to main_grad by torch, in the place of apex's module.")
+    module.wgrad_gemm_accum_fp32, module.wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16
+    return module
+
+
+_stand_in = _make_module()
+
+
+class _Availability:
+    """Megatron's flag: true, and whoever reads it finds the module from then on."""
+
+    def __bool__(self) -> bool:
+        if sys.modules.setdefault(MODULE, _stand_in) is _stand_in:
+            by = "torch's addmm" if product_of_transformer_engine() is None else "Transformer Engine's GEMM"
+            log_once(
+                "wgrad provided",
+                f"wgrad: {by} adds weight gradients to main_grad, as {MODULE} of apex is not installed "
+                "(DITRON_WGRAD=off: Megatron raises an error instead)",
+            )
+        return True
+
+
+_availability = _Availability()
+
+
+def class_map() -> dict[type, type]:
+    """No class is replaced."""
+    return {}
+
+
+def is_provided() -> bool:
+    """Whether a layer with gradient accumulation fusion was built that calls this module."""
+    return sys.modules.get(MODULE) is _stand_in
+
+
+def start() -> None:
+    """Puts the module in the place of apex's where that is missing; apex's own is never replaced."""
+    from megatron.core.tensor_parallel import layers
+
+    namespace = vars(layers)
+    if get_settings().wgrad == "off":
+        log_once("wgrad off", "wgrad: off by DITRON_WGRAD")
+    elif _FLAG not in namespace:
+        words = f"wgrad: this Megatron-core asks for {MODULE} in another way; Megatron's path"
+        log_once("wgrad unknown", words, level=logging.WARNING)
+    elif namespace[_FLAG] is not _availability and namespace[_FLAG]:
+        log_once("wgrad apex", f"wgrad: nothing to provide, {MODULE} is installed")
+    else:
+        # Row layers call the module without having read the flag.
+        namespace.update({MODULE: _stand_in, _FLAG: _availability})
+
+
+def stop() -> None:
+    """Megatron-core refuses fusion again. Where a layer was built with it the module stays, for its backward."""
+    from megatron.core.tensor_parallel import layers
+
+    namespace = vars(layers)
+    if namespace.get(_FLAG) is _availability:
+        namespace[_FLAG] = False
+        if not is_provided():
+            del namespace[MODULE]

@@ -1,0 +1,110 @@
+"""Keeps what ``compare`` measured as a row of results: times, and all that is needed to measure them again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePath
+from statistics import mean
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.compare.side_by_side import clocks_mhz, spread_of
+from ditron_train.tools.compare.steps import Job, Runs
+from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, read_results, result_path, write_results
+
+__all__ = ["Story", "write_row"]
+
+_VERSIONS = (
+    "driver",
+    "torch",
+    "triton",
+    "nccl",
+    "nvshmem",
+    "megatron_core",
+    "transformer_engine",
+    "ditron_train",
+    "commit",
+)
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a row says beside times.
+
+    Attributes:
+        command: That was trained, without ``compare``'s own words.
+        trace: See `trace_table`.
+    """
+
+    command: Sequence[str] | None = None
+    trace: dict[str, list[float | None]] | None = None
+
+
+def _stamp_of(native: Job, ours: Job) -> Stamp:
+    """Ours', which has the features' settings; of what both use, native's says the same."""
+    try:
+        stamps = [Stamp(**job.header["stamp"]) for job in (native, ours)]
+    except (KeyError, TypeError):
+        raise SettingError(
+            "no row: the notes do not say on which machine they were made; older versions' do not"
+        ) from None
+    own = ("ditron_train", "commit", "date", "settings")
+    said = [{name: value for name, value in asdict(stamp).items() if name not in own} for stamp in stamps]
+    differing = [f"{name} {said[0][name]}, {said[1][name]}" for name in said[0] if said[0][name] != said[1][name]]
+    if differing:
+        raise SettingError(f"no row: the two jobs ran with {'; '.join(differing)}")
+    return stamps[1]
+
+
+def _without_places(words: Sequence[str]) -> str:
+    """A command without the folders of this machine: of every absolute path its last part."""
+    shown = []
+    for word in words:
+        option, equals, value = word.rpartition("=")
+        shown.append(option + equals + (PurePath(value).name if PurePath(value).is_absolute() else value))
+    return shlex.join(shown)
+
+
+def write_row(
+    folder: Path, model: str, runs: Runs, skip: int, story: Story | None = None, *, is_equal: bool
+) -> Path | None:
+    """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced, others keep
+    their commit.
+
+    Its stamp is of the machine that trained, which need not be this one. What the file's stamp says of a newer row's
+    libraries does not hold for older ones, so each row has its own.
+
+    Returns:
+        The file; None where no step was timed.
+
+    Raises:
+        SettingError: The notes do not say where they were made, or that the two jobs did not run on the same; or the
+            file that is there cannot be read.
+    """
+    times = runs.times_ms(skip)
+    if times is None:
+        return None
+    native, ours, story = runs.native[0], runs.ours[0], story or Story()
+    stamp, clocks = _stamp_of(native, ours), clocks_mhz(runs, skip)
+    row = Row(
+        op=f"{TRAINING_STEP}{','.join(ours.features)}", direction="forward_backward",
+        model=model, world_size=native.header["world_size"],
+        dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"],
+        native_us=mean(times[0]) * 1e3, ditron_us=mean(times[1]) * 1e3, bitwise_equal=is_equal, comm_sms=0,
+        spread=max(map(spread_of, times)) if max(map(len, times)) > 1 else None,
+        command=None if story.command is None else _without_places(story.command), plan=ours.plan or None,
+        versions={name: getattr(stamp, name) for name in _VERSIONS}, trace=story.trace,
+        jobs_ms={kind: [round(ms, 2) for ms in jobs] for kind, jobs in zip(("native", "ditron"), times)},
+        clocks_mhz=None if clocks is None else dict(zip(("native", "ditron"), (round(mhz, 1) for mhz in clocks))),
+    )  # fmt: skip
+    path = result_path(folder, stamp, TRAINING)
+    kept: list[Row] = []
+    if path.exists():
+        try:
+            old, rows = read_results(path)
+        except ValueError as error:
+            raise SettingError(str(error)) from None
+        commits = ((r, r.commit or old.commit) for r in rows if (r.op, r.model) != (row.op, row.model))
+        kept = [replace(r, commit=None if commit == stamp.commit else commit) for r, commit in commits]
+    return write_results(folder, TRAINING, stamp, [*kept, row])
