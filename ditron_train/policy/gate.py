@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ditron_train.policy.self_check import self_check
 from ditron_train.policy.spec import Call, Context, OpSpec
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -109,6 +110,9 @@ class Gate:
         reason = spec.why_not(call)
         if reason is not None:
             return self._native(spec, reason)
+        reason = self_check(spec.group(call), spec.device(call))
+        if reason is not None:  # it has said so, once for all ops
+            return Answer(None, reason)
         try:
             context = spec.context(call)
             decision = spec.decide(call, context)

@@ -232,8 +232,8 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("newer", "strict"),
         "newer",
         "newer, strict",
-        "What becomes of a library that is newer than those that were tried. newer: it is tried, after one warning. "
-        "strict: it is refused.",
+        "What becomes of a library that is newer than those that were tried. newer: it is tried, after one warning "
+        "and a self-check. strict: it is refused.",
     ),
 )
 

@@ -26,9 +26,11 @@ __all__ = [
     "check_versions",
     "find_version",
     "find_versions",
+    "installed_twice",
     "interpreted_specifier",
     "is_newer",
     "is_supported",
+    "newer_libraries",
     "pip_command",
     "specifier_here",
     "triton_of",
@@ -267,29 +269,43 @@ def triton_of(torch: str) -> str | None:
     return known[-1] if known else None
 
 
-def version_warnings(versions: dict[str, str | None] | None = None) -> list[str]:
-    """Returns one sentence for each library that is newer than what was tried, and for each that is there twice."""
+def newer_libraries(versions: dict[str, str | None] | None = None) -> list[str]:
+    """Returns name and version of each library that is newer than everything that was tried, as ``triton 3.10.0``."""
     found = find_versions() if versions is None else versions
-    sentences = [
-        f"{entry.name} {found[entry.name]} is newer than what was tried ({entry.specifier}); "
-        f"DITRON_VERSIONS=strict refuses it"
+    return [
+        f"{entry.name} {found[entry.name]}"
         for entry in SUPPORTED
         if found.get(entry.name) is not None and not entry.where_used and is_newer(entry, str(found[entry.name]))
     ]
-    return sentences + _installed_twice() if versions is None else sentences
 
 
-def _installed_twice() -> list[str]:
+def version_warnings(versions: dict[str, str | None] | None = None) -> list[str]:
+    """Returns a sentence of all libraries that are newer than what was tried, and one of each that is there twice."""
+    sentences, newer = [], newer_libraries(versions)
+    if newer:
+        listed = ", ".join(f"{library} (tried: {_entry(library.split()[0]).specifier})" for library in newer)
+        sentences.append(
+            f"newer than what was tried: {listed}; a self-check decides whether the fused paths run, "
+            "DITRON_VERSIONS=strict refuses it"
+        )
+    return sentences + installed_twice("torch", "triton") if versions is None else sentences
+
+
+def installed_twice(*names: str) -> list[str]:
+    """Returns a sentence for each of the libraries ``names`` of which several distributions are on the path, so that
+    the version that is checked may be another than the one that is imported: which one comes first, and the fix."""
     sentences = []
-    for entry in SUPPORTED:
-        if not entry.required or entry.name == "python":
-            continue
-        places = [
-            str(found.locate_file("")) for name in entry.distributions for found in metadata.distributions(name=name)
-        ]
-        if len({os.path.realpath(place) for place in places}) > 1:
+    for entry in map(_entry, names):
+        found = {
+            os.path.realpath(str(one.locate_file(""))) + f" ({name.replace('_', '-')} {one.version})": None
+            for name in entry.distributions
+            for one in metadata.distributions(name=name)
+        }
+        if len(found) > 1:
+            first, *others = found
             sentences.append(
-                f"{entry.name} is installed {len(places)} times, {places[0]} is used: {', '.join(places)}"
+                f"{entry.name} is installed {len(found)} times: what lies in {first} comes first on the path, then "
+                f"{', '.join(others)}; remove all but one"
             )
     return sentences
 
@@ -313,19 +329,17 @@ def check_versions() -> bool:
         raise VersionError("; ".join(problems))
     for sentence in version_warnings():
         log_once(sentence, sentence, level=logging.WARNING)
-    versions = find_versions()
-    return any(
-        version is not None and is_newer(entry, version) for entry, version in zip(SUPPORTED, versions.values())
-    )
+    return bool(newer_libraries())
 
 
 def check_used(*names: str) -> None:
-    """Checks what is only checked where it is used.
+    """Checks what is only checked where it is used, and says once what is there twice.
 
     Raises:
         VersionError: One of ``names`` is installed outside its range, or newer under ``DITRON_VERSIONS=strict``.
     """
     from ditron_train.runtime.errors import VersionError
+    from ditron_train.runtime.logs import log_once
     from ditron_train.runtime.settings import get_settings
 
     versions, strict = find_versions(), get_settings().versions == "strict"
@@ -337,3 +351,5 @@ def check_used(*names: str) -> None:
     ]
     if problems:
         raise VersionError("; ".join(problems))
+    for sentence in installed_twice(*names):
+        log_once(sentence, sentence, level=logging.WARNING)

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy.self_check import self_check
 from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.values import make_values
 from ditron_train.runtime.versions import check_versions
@@ -210,6 +212,14 @@ def _join() -> None:
         dist.init_process_group("gloo", timeout=timeout)
 
 
+def _check_untried() -> None:
+    """Tools run ops without asking a gate."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    reason = self_check(world_group(), device)
+    if reason is not None:
+        raise DitronError(reason)
+
+
 @contextmanager
 def under_policy(mode: str) -> Iterator[None]:
     """``DITRON_POLICY`` is ``mode`` for a while."""
@@ -230,7 +240,7 @@ def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = 
     Raises:
         VersionError: A library is outside its supported range.
         SettingError: A count or the folder of results cannot be.
-        DitronError: More processes than GPUs; CPU without the interpreter.
+        DitronError: More processes than GPUs; CPU without the interpreter; a self-check that failed.
     """
     check_versions()
     check_counts(arguments)
@@ -252,6 +262,7 @@ def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = 
     if joined:
         _join()
     try:
+        _check_untried()
         yield BenchSession(name, arguments, sink)
     finally:
         if joined:

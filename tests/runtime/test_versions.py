@@ -85,16 +85,21 @@ def test_what_is_newer_is_tried_unless_refused(name: str, version: str) -> None:
     found = {**GOOD, "triton": "3.9.0", name: version}
     assert versions.version_problems(found) == []
     (warning,) = versions.version_warnings(found)
-    assert f"{name} {version} is newer" in warning and "DITRON_VERSIONS=strict" in warning
+    assert f"newer than what was tried: {name} {version} (tried: " in warning and "DITRON_VERSIONS=strict" in warning
     (problem,) = versions.version_problems(found, strict=True)
     assert f"{name} {version} is outside" in problem
+
+
+def test_several_newer_libraries_are_one_line() -> None:
+    (warning,) = versions.version_warnings({**GOOD, "torch": "2.16.0", "triton": "3.10.1"})
+    assert "torch 2.16.0 (tried: >=2.11,<2.16), triton 3.10.1 (tried: " in warning
 
 
 def test_the_setting_refuses_what_is_newer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(versions, "find_versions", lambda: {**GOOD, "triton": "3.11.0"})
     with caplog.at_level(logging.WARNING, "ditron_train"):
         assert versions.check_versions() and versions.check_versions()
-    assert sum("triton 3.11.0 is newer" in message for message in caplog.messages) == 1
+    assert sum("newer than what was tried: triton 3.11.0" in message for message in caplog.messages) == 1
     monkeypatch.setenv("DITRON_VERSIONS", "strict")
     with pytest.raises(VersionError, match="triton 3.11.0 is outside"):
         versions.check_versions()
@@ -145,7 +150,22 @@ def test_a_library_that_is_there_twice_is_named(tmp_path: Path, monkeypatch: pyt
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 3.6.0\n")
     (warning,) = [s for s in versions.version_warnings() if s.startswith("triton is installed") and s not in before]
-    assert f"{tmp_path} is used" in warning.replace("/ is used", " is used")
+    assert f"what lies in {tmp_path} (triton 3.6.0) comes first" in warning and warning.endswith("remove all but one")
+
+
+def test_two_builds_of_nvshmem_are_said_where_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for cuda in ("cu12", "cu13"):
+        folder = tmp_path / f"nvidia_nvshmem_{cuda}-3.4.5.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-nvshmem-{cuda}\nVersion: 3.4.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not any("nvshmem" in sentence for sentence in versions.version_warnings())
+    with caplog.at_level(logging.WARNING, "ditron_train"):
+        versions.check_used("nvidia-nvshmem")
+    (said,) = [message for message in caplog.messages if message.startswith("nvidia-nvshmem is installed")]
+    assert "nvidia-nvshmem-cu13 3.4.5" in said and "nvidia-nvshmem-cu12 3.4.5" in said
 
 
 def test_a_checkout_of_megatron_on_the_path_counts(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from ditron_train.megatron.plugin import patching
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
 from ditron_train.optim.muon import TensorParallelMode
 from ditron_train.optim.newton_schulz import CoefficientType, ScaleMode
+from ditron_train.policy.self_check import self_check
+from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
@@ -69,6 +71,7 @@ class _OrNative(type):
         given = list(params)
         copies = [dict(one) if isinstance(one, dict) else one for one in given]  # optimizers write into their groups
         try:
+            _check_libraries(given)
             return super().__call__(given, *args, **kwargs)
         except NotSupportedError as error:
             if native_muon.OrthogonalizedOptimizer is object:
@@ -77,6 +80,16 @@ class _OrNative(type):
                 ) from None
             log_once(f"native muon {error}", f"muon: native, {error}")
         return _NATIVE(copies, *args, **kwargs)
+
+
+def _check_libraries(given: list[Any]) -> None:
+    """Raises NotSupportedError where kernels are not to run beside libraries that nobody has tried."""
+    listed = (param for one in given for param in (one["params"] if isinstance(one, dict) else [one]))
+    first = next((param for param in listed if isinstance(param, torch.Tensor)), None)
+    if first is not None and (first.is_cuda or is_interpreter()):
+        reason = self_check(None, first.device)
+        if reason is not None:
+            raise NotSupportedError(reason)
 
 
 @outside_compile

@@ -1,6 +1,7 @@
 """What all ranks of a job do together, when Megatron makes its process groups: a point that every rank passes.
 
-They find out whether all were told the same (``agreement``), and start NVSHMEM where features will need it. It starts
+They find out whether all were told the same (``agreement``), check libraries that nobody has tried (``self_check``),
+and start NVSHMEM where features will need it. It starts
 on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to their
 first layer one after the other, each with what the stage before it has computed.
 """
@@ -19,10 +20,12 @@ from megatron.core import parallel_state
 from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.plugin.rank_agreement import check_ranks_agree
 from ditron_train.megatron.shared.devices import current_device
+from ditron_train.policy.self_check import self_check
 from ditron_train.pp.paths import NVSHMEM
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.versions import newer_libraries
 from ditron_train.symm import start_nvshmem
 from ditron_train.symm.exchange import exchange
 from ditron_train.symm.transport import is_one_node, node_of_process
@@ -71,6 +74,8 @@ def meet() -> None:
         return
     check_ranks_agree(features)
     _agreed.add(features)
+    if newer_libraries():  # on every rank, or they would not agree
+        self_check(world_group(), current_device())
     _start()
 
 

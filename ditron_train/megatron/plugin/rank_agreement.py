@@ -12,6 +12,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import SETTINGS, get_settings
 from ditron_train.runtime.tuning_table import named_table
+from ditron_train.runtime.versions import newer_libraries
 from ditron_train.symm.exchange import exchange
 
 __all__ = ["check_ranks_agree"]
@@ -21,8 +22,9 @@ _OWN = ("timeout_s", "arena_bytes", "postmortem")
 
 
 def _told(features: Iterable[str]) -> dict[str, str]:
-    """Name of each setting: its value on this rank, in words."""
+    """Name of each setting, and of what decides beside them: its value on this rank, in words."""
     settings, told = get_settings(), {"--ditron": ",".join(sorted(features))}
+    told["libraries that are newer than what was tried"] = ", ".join(newer_libraries()) or "none"
     for setting in SETTINGS:
         value = getattr(settings, setting.field)
         if setting.field == "tuning":
