@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs tests on one pair of torch and triton, and with one Megatron-core, in a clean environment of its own.
 #   TORCH=2.15.0 TRITON=3.9.0 bash scripts/test_versions.sh [pytest arguments]      (default: the kernels' rooms)
-#   MEGATRON_LM=/path/of/a/checkout bash scripts/test_versions.sh quickstart        (tp, sp, ep and pp, one by one)
+#   MEGATRON_LM=/path/of/a/checkout bash scripts/test_versions.sh quickstart        (tp, sp, ep, pp, muon, one by one)
 #   PYTHON names the interpreter, VENVS the folder of environments (default: .venvs; one is made once a pair).
 #   A build of torch with CUDA brings some 3 GB of libraries; a CPU build is taken where there is one.
 set -euo pipefail
@@ -33,10 +33,13 @@ fi
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 status=0
-for run in "tp" "sp --sp 2 --tp 1" "ep --ep 2 --tp 1 --experts 4" "pp --pp 2 --tp 1"; do
+for run in "tp" "sp --sp 2 --tp 1" "ep --ep 2 --tp 1 --experts 4" "pp --pp 2 --tp 1" "muon --tp 1 --optimizer muon"; do
   read -ra words <<<"$run"
-  echo "== quickstart, ${words[0]}"
   "$PY" scripts/launch.py 2 examples/megatron/quickstart.py --steps 2 --out "$out" "${words[@]:1}" >"$out/said" 2>&1 || status=1
-  grep "^largest difference" "$out/said" || tail -n 20 "$out/said"
+  difference=$(sed -n 's/^largest difference of a loss: //p' "$out/said")
+  calls=$(sed -n "s/^calls of the fused path:.*[ ,]${words[0]} \\([0-9]*\\).*/\\1/p" "$out/said")
+  echo "quickstart, ${words[0]}: largest difference of a loss ${difference:-unknown}, ${calls:-no} calls of the fused path"
+  [ "${calls:-0}" != 0 ] || status=1
+  [ -n "$difference" ] && [ "${calls:-0}" != 0 ] || tail -n 20 "$out/said"
 done
 exit "$status"

@@ -233,6 +233,7 @@ def main() -> int:
 
     import ditron_train.megatron as ditron
     from ditron_train.cpu import megatron_shim as megatron_cpu
+    from ditron_train.tools.megatron_tests.fused_calls import FusedCalls
 
     console = Console(quiet=dist.get_rank() != 0)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -252,10 +253,16 @@ def main() -> int:
     again = _run(native_job, corpus, "native, once more", console) if on_gpu else None
     ditron.apply(features=arguments.ditron, transport=arguments.ditron_transport, timeout_s=arguments.ditron_timeout_s,
                  policy=arguments.ditron_policy, plan=arguments.ditron_plan)  # fmt: skip
+    calls = FusedCalls()
+    calls.install()
     try:
         ours = _run(job, corpus, "ditron_train " + ",".join(arguments.ditron), console)
     finally:
         ditron.restore()
+    counts = calls.take()
+    console.print(
+        "calls of the fused path: " + ", ".join(f"{name} {counts.get(name, 0)}" for name in arguments.ditron)
+    )
 
     comparison = Comparison(native, again, ours)
     times_ms = median_time_ms(again or native), median_time_ms(ours)
@@ -263,7 +270,7 @@ def main() -> int:
     if dist.get_rank() == 0:
         summary = {"device": where, "world_size": world_size, "native_ms": times_ms[0], "ditron_ms": times_ms[1],
                    "largest_loss_difference": comparison.largest, "different": comparison.different,
-                   "not_repeated_by_native": comparison.unstable}  # fmt: skip
+                   "fused_calls": counts, "not_repeated_by_native": comparison.unstable}  # fmt: skip
         write_json(arguments.out / "losses.json", summary, native, ours)
         plot_losses(arguments.out / "loss.png", native, ours, f"byte-level GPT, {_sizes(job)}, {where}")
         console.print(f"written: {arguments.out / 'loss.png'}, {arguments.out / 'losses.json'}")

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 import ditron_train
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.megatron_tests import campaign, launches, plugin
+from ditron_train.tools.megatron_tests import campaign, fused_calls, launches, plugin
 from ditron_train.tools.megatron_tests.launches import NATIVE, Launcher
 from ditron_train.tools.megatron_tests.records import Notes, Suite, read_suite, stop_mark
 from ditron_train.tools.megatron_tests.suites import SUITES, fit_expert_sizes, fit_sizes, paths_of
@@ -265,7 +265,7 @@ def test_sizes_that_fit_stay():
 def test_what_is_counted_beside_transformer_engine_is_there():
     """By its source: without Transformer Engine these modules cannot be imported."""
     package = Path(ditron_train.__file__).parents[1]
-    for module, name, _ in plugin._TE_DECISIONS:
+    for module, name, _ in fused_calls._TE_DECISIONS:
         tree = ast.parse((package / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         assert name in [alias.name for node in imports for alias in node.names], module
