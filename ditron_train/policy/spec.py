@@ -17,11 +17,25 @@ import torch.distributed as dist
 from ditron_train.policy.decide import Decision, decide
 from ditron_train.policy.probe import Run
 
-__all__ = ["Call", "Context", "Cost", "Function", "ModelSizes", "OpSpec", "Pass", "Place", "Shape", "Trial", "results"]
+__all__ = [
+    "Call",
+    "Context",
+    "Cost",
+    "Function",
+    "MegatronGroups",
+    "ModelSizes",
+    "OpSpec",
+    "Pass",
+    "Place",
+    "Shape",
+    "Trial",
+    "results",
+]
 
 Call = TypeVar("Call")
 Context = TypeVar("Context")
 Pass = Literal["forward", "backward", "forward_backward"]
+MegatronGroups = Literal["tensor", "expert"]
 #: From the inputs of a call to its results.
 Function = Callable[..., Sequence[torch.Tensor]]
 
@@ -47,10 +61,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Shape:
-    """Global sizes of one op, before they are divided over the ranks, and the model that they come from."""
+    """Global sizes of one op, before they are divided over the ranks, and the model that they come from; ``options``
+    are what a size cannot say, such as how tokens are routed."""
 
     model: str
     sizes: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,10 +118,12 @@ class Cost:
     Attributes:
         wire_bytes: Bytes that leave the rank.
         flops: Operations.
+        logical_bytes: Bytes in the convention of the field's tables, where it differs.
     """
 
     wire_bytes: float
     flops: float
+    logical_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +152,9 @@ class OpSpec(ABC, Generic[Call, Context]):
         name: The room, then the op: ``tp column``. It stands in log lines and in front of a plan's keys.
         row: The op's name in rows of results.
         measured: Which pass a row measures.
-        peer: The best other implementation, which ``parts`` may hold.
+        has_rows: Whether benchmarks measure it by itself.
+        groups: Which of Megatron's groups has all ranks where tools run the op; None: it takes any group.
+        num_sets: Sets of inputs that are used in turn; None: as many as are never found in the L2 cache.
         table_op: What tuning tables call it; None for an op without a choice.
         search_rounds: How often ``tune`` asks for candidates.
         log_name: What log lines call it where that is not its name.
@@ -146,7 +166,9 @@ class OpSpec(ABC, Generic[Call, Context]):
     logs_native: bool = True
     row: str
     measured: Pass = "forward"
-    peer: str | None = None
+    has_rows: bool = True
+    groups: MegatronGroups | None = None
+    num_sets: int | None = None
     table_op: str | None = None
     search_rounds: int = 1
 
@@ -276,12 +298,29 @@ class OpSpec(ABC, Generic[Call, Context]):
         """
         raise NotImplementedError(f"{self.name} makes up no calls")
 
+    def most_repetitions(self, shape: Shape, world_size: int) -> int | None:
+        """How often a long call is timed at the most; None: as often as the command line asks for."""
+        return None
+
+    def megatron_backward(self, call: Call) -> Function | None:
+        """Gradients of ``inputs`` by Megatron's path where that is not autograd's: a function of ``inputs``. Rows of
+        such an op compare gradients alone, and no result of a forward pass is kept for them."""
+        return None
+
     def cost(self, call: Call, context: Context) -> Cost | None:
         """Bytes and operations of the measured pass, for its limit."""
         return None
 
+    def columns(self, shape: Shape, times_us: Mapping[str, float]) -> Mapping[str, Any]:
+        """Fields of a row that take the place of those from ``cost``; ``times_us``: medians by name."""
+        return {}
+
     def parts(self, call: Call, context: Context) -> Mapping[str, Callable[[], object]]:
-        """What stands beside both paths in a row: ``gemm`` and ``comm`` alone, and ``peer``."""
+        """What stands beside both paths in a row: ``gemm`` and ``comm`` alone."""
+        return {}
+
+    def peers(self, call: Call, context: Context) -> Mapping[str, Callable[[], object]]:
+        """Other implementations by name; a row shows the quickest."""
         return {}
 
     def comm_sms(self, call: Call, context: Context) -> int:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from ditron_train.policy import OpSpec
+from ditron_train.policy.spec import MegatronGroups
 
-__all__ = ["ROOMS", "add_spec", "remove_spec", "specs_of"]
+if TYPE_CHECKING:
+    from ditron_train.tools.session import BenchSession
+
+__all__ = ["ROOMS", "add_spec", "megatron_groups", "remove_spec", "specs_of"]
 
 #: Modules whose ``SPECS`` make up a room; those that need megatron-core count where it is installed.
 ROOMS: dict[str, tuple[str, ...]] = {
     "tp": ("ditron_train.tp.spec", "ditron_train.megatron.tp.spec"),
-    "sp": ("ditron_train.megatron.sp.spec",),
+    "sp": ("ditron_train.sp.spec", "ditron_train.megatron.sp.spec"),
     "ep": ("ditron_train.megatron.ep.spec", "ditron_train.megatron.ep.pair_spec"),
     "pp": ("ditron_train.megatron.pp.spec",),
     "muon": ("ditron_train.optim.plans",),
@@ -40,3 +46,20 @@ def specs_of(room: str) -> list[OpSpec[Any, Any]]:
             if (error.name or "").split(".")[0] != "megatron":
                 raise
     return [*found, *(spec for spec in _added if spec.name.split()[0] == room)]
+
+
+@contextmanager
+def megatron_groups(groups: MegatronGroups | None, session: BenchSession) -> Iterator[None]:
+    """Megatron's groups with all ranks in the one that ops are measured in (`OpSpec.groups`); nothing for None."""
+    if groups == "tensor":
+        from ditron_train.tools.bench.megatron_tp import megatron_world
+
+        with megatron_world(session):
+            yield
+    elif groups == "expert":
+        from ditron_train.tools.bench.megatron_ep import expert_parallel_world
+
+        with expert_parallel_world():
+            yield
+    else:
+        yield

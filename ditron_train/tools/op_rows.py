@@ -3,18 +3,22 @@ path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.policy import OpSpec, Place, Shape, results
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.tools.arguments import check_sizes, choose_models
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
-from ditron_train.tools.timing import Contender
+from ditron_train.tools.timing import Contender, Timing
 
-__all__ = ["WIRE_GBPS", "OpCalls", "op_row"]
+__all__ = ["WIRE_GBPS", "OpCalls", "op_row", "parts_of", "planned_rows", "shapes_for"]
 
 WIRE_GBPS = 370.0  # what a copy engine moves over NVLink on an H200, the link speed that limits are computed with
 _COMPARED = 2  # sets of inputs
@@ -43,9 +47,10 @@ class OpCalls:
         world: Any = dist.group.WORLD
         place = Place(group or world, session.device, dtype or session.dtype)
         first = spec.sample(shape, place, 0)
-        count = session.num_input_sets(sum(tensor.nbytes for tensor in spec.inputs(first)))
+        count = spec.num_sets or session.num_input_sets(sum(tensor.nbytes for tensor in spec.inputs(first)))
         self.spec, self.calls = spec, [first, *(spec.sample(shape, place, seed) for seed in range(1, count))]
         self.context = spec.context(first)
+        self._backward: dict[bool, Callable[[int], list[torch.Tensor]]] = {}
 
     def _pick(self, of_each: Sequence[_T], index: int) -> _T:
         return of_each[index % len(of_each)]
@@ -57,6 +62,22 @@ class OpCalls:
 
     def backward(self, *, is_fused: bool) -> Callable[[int], list[torch.Tensor]]:
         """Gradients alone: the forward pass of every call has run, and its graph is kept."""
+        if is_fused not in self._backward:
+            alone = None if is_fused else self.spec.megatron_backward(self.calls[0])
+            self._backward[is_fused] = self._of_graphs(is_fused) if alone is None else self._without_graphs()
+        return self._backward[is_fused]
+
+    def _without_graphs(self) -> Callable[[int], list[torch.Tensor]]:
+        pairs = [(self.spec.megatron_backward(call), self.spec.inputs(call)) for call in self.calls]
+
+        def run(index: int) -> list[torch.Tensor]:
+            function, inputs = self._pick(pairs, index)
+            assert function is not None, "of one call, of all"
+            return list(function(*inputs))
+
+        return run
+
+    def _of_graphs(self, is_fused: bool) -> Callable[[int], list[torch.Tensor]]:
         graphs = []
         for call in self.calls:
             function = self.spec.fused(call, self.context) if is_fused else self.spec.megatron(call)
@@ -72,25 +93,42 @@ class OpCalls:
 
         return run
 
-    def contenders(self, session: BenchSession) -> dict[str, Contender]:
-        """``native``, the parts, the peer where it runs, and ``ditron``, of the measured pass."""
+    def both(self) -> dict[str, Callable[[int], list[torch.Tensor]]]:
+        """``native`` and ``ditron``, of the measured pass."""
         of_pass = self.backward if self.spec.measured == "backward" else self.run
+        return {"native": of_pass(is_fused=False), "ditron": of_pass(is_fused=True)}
+
+    def contenders(self, session: BenchSession, *, with_peers: bool = True) -> dict[str, Contender]:
+        """``native``, the parts, the peers that run here, and ``ditron``, of the measured pass."""
+        both: dict[str, Contender] = dict(self.both())
         parts = [self.spec.parts(call, self.context) for call in self.calls]
-        found: dict[str, Contender] = {"native": of_pass(is_fused=False)}
+        peers = [self.spec.peers(call, self.context) if with_peers else {} for call in self.calls]
+        found = {"native": both["native"]}
         for name in parts[0]:
-            if name in ("gemm", "comm", "peer"):
+            if name in ("gemm", "comm"):
                 found[name] = lambda index, name=name: self._pick(parts, index)[name]()
-        found["ditron"] = of_pass(is_fused=True)
-        if "peer" in found:
-            what = f"{self.spec.peer} {self.spec.row} {self.spec.measured}"
-            if session.device.type == "cpu" or not session.attempt(what, found["peer"]):
-                del found["peer"]
-        return found
+        for name in peers[0]:
+            peer: Contender = lambda index, name=name: self._pick(peers, index)[name]()  # noqa: E731
+            if session.attempt(f"{name} {self.spec.row} {self.spec.measured}", peer):
+                found[name] = peer
+        return {**found, "ditron": both["ditron"]}
 
     def equal(self, session: BenchSession) -> bool:
         """Whether every result and gradient has the bits of Megatron's path on every rank."""
         native, fused = self.run(is_fused=False), self.run(is_fused=True)
-        return all([session.equal(fused(index), native(index)) for index in range(_COMPARED)])
+        if self.spec.megatron_backward(self.calls[0]) is not None:
+            native, fused = self.backward(is_fused=False), self.backward(is_fused=True)
+        compared = range(min(_COMPARED, len(self.calls)))
+        return all([session.equal(fused(index), native(index)) for index in compared])
+
+
+def parts_of(specs: Iterable[OpSpec[Any, Any]]) -> dict[str, list[OpSpec[Any, Any]]]:
+    """Ops with rows of their own by ``--part`` of a benchmark: all backward passes are one part."""
+    parts: dict[str, list[OpSpec[Any, Any]]] = {}
+    for spec in specs:
+        if spec.has_rows and spec.shapes(2, True):
+            parts.setdefault("backward" if spec.measured == "backward" else spec.row, []).append(spec)
+    return parts
 
 
 def op_row(
@@ -99,14 +137,14 @@ def op_row(
     shape: Shape,
     *,
     dtype: torch.dtype | None = None,
-    most: int | None = None,
-    more: Callable[[OpCalls], Mapping[str, Any]] = lambda calls: {},
+    with_peers: bool = True,
+    more: Callable[[OpCalls, Mapping[str, Timing]], Mapping[str, Any]] = lambda calls, timings: {},
 ) -> Row:
     """Compares and times one op at one shape (collective).
 
     Args:
         dtype: Of activations, where it is not the session's.
-        most: Repetitions at the most, for what is long.
+        with_peers: Whether other implementations are timed, too.
         more: More fields of the row.
 
     Raises:
@@ -114,22 +152,85 @@ def op_row(
     """
     calls = OpCalls(session, spec, shape, dtype=dtype)
     equal = calls.equal(session)
-    timings = session.measure(calls.contenders(session), most=most)
+    contenders = calls.contenders(session, with_peers=with_peers)
+    timings = session.measure(contenders, most=spec.most_repetitions(shape, session.world_size))
     times = {name: timing.median_us for name, timing in timings.items()}
     cost = spec.cost(calls.calls[0], calls.context)
     wire_us = None if cost is None else cost.wire_bytes / WIRE_GBPS / 1e3
     limit_us = None
     if wire_us is not None and session.device.type == "cuda":
         limit_us = max(times.get("gemm", 0.0), wire_us)
+    peers = [name for name in times if name not in ("native", "gemm", "comm", "ditron")]
+    for name in peers if len(peers) > 1 else ():
+        get_logger("bench").info("%s: %.0f us", name, times[name])
+    peer = min(peers, key=times.__getitem__, default=None)
     fields: dict[str, Any] = dict(
         dtype=dtype,
         comm_sms=spec.comm_sms(calls.calls[0], calls.context),
         gemm_us=times.get("gemm"),
         comm_us=times.get("comm"),
         limit_us=limit_us,
-        peer=spec.peer if "peer" in times else None,
-        peer_us=times.get("peer"),
+        peer=peer,
+        peer_us=None if peer is None else times[peer],
         wire_gbps=None if cost is None else cost.wire_bytes / times["ditron"] / 1e3,
+        logical_gbps=None
+        if cost is None or cost.logical_bytes is None
+        else cost.logical_bytes / times["ditron"] / 1e3,
     )
-    fields = {name: value for name, value in {**fields, **more(calls)}.items() if value is not None}
+    fields.update({**spec.columns(shape, times), **more(calls, timings)})
+    fields = {name: value for name, value in fields.items() if value is not None}
     return session.row(spec.row, spec.measured, shape.model, dict(shape.sizes), timings, equal, **fields)
+
+
+def shapes_for(
+    spec: OpSpec[Any, Any],
+    arguments: argparse.Namespace,
+    world_size: int,
+    on_gpu: bool,
+    *,
+    models: Sequence[str] = (),
+    names_known: bool = False,
+) -> list[Shape]:
+    """The shapes that ``--shape`` and ``--model`` ask for, or the spec's own.
+
+    Args:
+        models: Names that ``--model`` takes beside those of the spec's shapes.
+        names_known: Whether ``--shape`` of published sizes has the published name.
+
+    Raises:
+        SettingError: A model is unknown, a size not above 0, or a shape does not divide over the ranks.
+    """
+    asked_for = getattr(arguments, "shape", None)
+    check_sizes("--shape", asked_for)
+    published, known = list(spec.shapes(world_size, on_gpu)), list(spec.shapes(world_size, True))
+    names = dict.fromkeys([*models, *(shape.model for shape in (*known, *published))])
+    wanted = choose_models([name for name in getattr(arguments, "model", None) or () if name], names)
+    if asked_for:
+        model_of = {tuple(shape.sizes.values()): shape.model for shape in known if names_known}
+        sizes = published[0].sizes
+        published = [
+            Shape(model_of.get(tuple(one), "custom"), dict(zip(sizes, one, strict=True))) for one in asked_for
+        ]
+    elif on_gpu:
+        published = [shape for shape in published if shape.model in wanted]
+    for shape in published:
+        why = spec.why_not_shape(shape, world_size)
+        if why is not None:
+            raise SettingError(why)
+    return published
+
+
+def planned_rows(
+    specs: Sequence[OpSpec[Any, Any]], arguments: argparse.Namespace, session: BenchSession
+) -> list[tuple[OpSpec[Any, Any], Shape]]:
+    """What ``--shape`` and ``--model`` ask for, shape after shape, of each all ops.
+
+    Raises:
+        SettingError: As ``shapes_for``.
+    """
+    models = [shape.model for spec in specs for shape in spec.shapes(session.world_size, True)]
+    on_gpu = session.device.type == "cuda"
+    options: dict[str, Any] = dict(models=models, names_known=True)
+    planned = [(spec, shapes_for(spec, arguments, session.world_size, on_gpu, **options)) for spec in specs]
+    longest = max((len(shapes) for _, shapes in planned), default=0)
+    return [(spec, shapes[index]) for index in range(longest) for spec, shapes in planned if index < len(shapes)]

@@ -71,11 +71,11 @@ def local_shapes(
 class GemmSpec(OpSpec[GemmCall, TPContext]):
     """One op in one layout."""
 
-    peer = "async-TP"
     search_rounds = 2
 
     def __init__(self, op: Op, layout: Layout) -> None:
         self.op, self.layout = op, layout
+        self.has_rows = layout == "nt"  # dgrad's layout is measured in the layers' backward
         self.row = op
         self.table_op = f"{op} {layout}"
         self.name = f"tp {op}" if layout == "nt" else f"tp {op} {layout}"
@@ -165,9 +165,13 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
             partial = x.new_zeros(m, n)
             parts["gemm"] = lambda: self._multiply(x, weight)
             parts["comm"] = lambda: _scatter(partial, group)
-        if self.layout == "nt":
-            parts["peer"] = lambda: self._async_tp(x, weight, group.group_name)
         return parts
+
+    def peers(self, call: GemmCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
+        """See `OpSpec`."""
+        if self.layout != "nt" or context.target == "interpreter":
+            return {}
+        return {"async-TP": lambda: self._async_tp(call.x, call.weight, call.group.group_name)}
 
     def _async_tp(self, x: torch.Tensor, weight: torch.Tensor, group_name: str) -> torch.Tensor:
         import torch.distributed._symmetric_memory  # noqa: F401  (registers the ops)

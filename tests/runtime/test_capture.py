@@ -116,15 +116,13 @@ def test_tables_of_positions_that_a_graph_fills_are_its_own(captured, monkeypatc
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_native_exchanges_take_nothing_from_the_host(monkeypatch, world_size):
-    pytest.importorskip("megatron.core")
-    from ditron_train.megatron.sp import exchange as sp_exchange
+    from ditron_train.sp import native
 
-    monkeypatch.setattr(sp_exchange.dist, "get_world_size", lambda group: world_size)
-    exchange = sp_exchange.Exchange(None, sp_exchange.AttentionShape(world_size, world_size, 8, 8), None)
+    monkeypatch.setattr(native.dist, "get_world_size", lambda group: world_size)
     expected = [chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank)]
 
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a copy from the host")
 
     monkeypatch.setattr(torch, "tensor", refuse)
-    assert exchange._places(CPU).tolist() == expected
+    assert native.AllToAlls(None, CPU).chunks.tolist() == expected

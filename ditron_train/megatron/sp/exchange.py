@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import all_to_all
 
 from ditron_train.megatron.sp.nodes import NodesContext
 from ditron_train.sp import HeadsLayout, SPContext, heads_exchange, output_layout, qkv_layout, sequence_exchange
+from ditron_train.sp.native import AllToAlls, exchange_natively
 
 __all__ = ["AttentionShape", "Exchange"]
 
@@ -58,7 +58,7 @@ class Exchange:
             if isinstance(self._context, NodesContext):
                 return self._context.to_heads(parts, layout, self._row_table)
             return heads_exchange(parts, context=self._context, layout=layout, row_table=self._row_table)
-        return tuple(self._native_to_heads(part) for part in parts)
+        return exchange_natively(AllToAlls(self._group, parts[0].device), True, *parts)
 
     def to_sequence(self, attended: torch.Tensor) -> torch.Tensor:
         """[s, b, heads / W * d] -> [s / W, b, heads * d]."""
@@ -69,22 +69,5 @@ class Exchange:
                 return self._context.to_sequence(attended, layout, self._row_table).flatten(-2)
             (result,) = sequence_exchange((attended,), context=self._context, layout=layout, row_table=self._row_table)
             return result.flatten(-2)
-        return self._native_to_sequence(attended).flatten(2)
-
-    def _places(self, device: torch.device) -> torch.Tensor:
-        """Chunk of the sequence that each rank's two chunks are, rank by rank; nothing comes from the host, which a
-        CUDA graph's capture would not allow."""
-        ranks = torch.arange(self._world_size, device=device)
-        return torch.stack((ranks, 2 * self._world_size - 1 - ranks), dim=1).flatten()
-
-    def _native_to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        (s, b, h, d), world = x.shape, self._world_size
-        y = all_to_all(self._group, x.reshape(s, b, world, h // world, d).movedim(2, 0).contiguous())
-        order = torch.argsort(self._places(x.device))
-        return y.view(2 * world, s // 2, b, h // world, d).index_select(0, order).view(world * s, b, h // world, d)
-
-    def _native_to_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        (s, b, h, d), world = x.shape, self._world_size
-        chunks = x.reshape(2 * world, s // (2 * world), b, h, d).index_select(0, self._places(x.device))
-        y = all_to_all(self._group, chunks.view(world, s // world, b, h, d))
-        return y.movedim(0, 2).reshape(s // world, b, world * h, d)
+        (result,) = exchange_natively(AllToAlls(self._group, attended.device), False, attended)
+        return result.flatten(2)

@@ -65,7 +65,7 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
     """Gather, GEMM and their backward (``column``), or GEMM, reduce-scatter and theirs (``row``)."""
 
     measured = "backward"
-    peer = "async-TP"
+    groups = "tensor"
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -200,39 +200,52 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
         problem = Problem(self._op, rows, n, k, "nt", call.x.dtype, world_size)
         return Cost(wire_bytes(problem) * (2 if self.kind == "column" else 1), 4.0 * rows * n * k)
 
-    def parts(self, call: LinearCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`: dgrad and wgrad alone, all that is communicated, and async-TP's products in place of those
-        that communicate."""
-        x, weight, grad, group = call.x, call.weight, call.grad_y, call.group
+    def _wholes(self, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the input and the gradient of the result of all ranks; what is not split is itself."""
+        x, grad, world_size = call.x, call.grad_y, dist.get_world_size(call.group)
         assert grad is not None
-        total = x if self.kind == "row" else x.new_zeros(x.shape[0] * context.world_size, x.shape[1])
-        total_grad = grad if self.kind == "column" else grad.new_zeros(x.shape[0], grad.shape[1])
-        own = x.new_empty(total.shape[0] // context.world_size, x.shape[1])
+        if self.kind == "row":
+            return x, grad.new_zeros(x.shape[0], grad.shape[1])
+        return x.new_zeros(x.shape[0] * world_size, x.shape[1]), grad
+
+    def _gather(self, call: LinearCall, total: torch.Tensor, total_grad: torch.Tensor) -> None:
+        of_all, of_one = (total, call.x) if self.kind == "column" else (total_grad, call.grad_y)
+        dist.all_gather_into_tensor(of_all, of_one, group=call.group)
+
+    def parts(self, call: LinearCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
+        """See `OpSpec`: dgrad and wgrad alone, and all that is communicated."""
+        total, total_grad = self._wholes(call)
+        own = call.x.new_empty(total.shape[0] // context.world_size, call.x.shape[1])
 
         def gemm() -> list[torch.Tensor]:
-            return [total_grad.matmul(weight), total_grad.t().matmul(total)]
-
-        def gather() -> None:
-            of_all, of_one = (total, x) if self.kind == "column" else (total_grad, grad)
-            dist.all_gather_into_tensor(of_all, of_one, group=group)
+            return [total_grad.matmul(call.weight), total_grad.t().matmul(total)]
 
         def comm() -> None:
-            gather()
+            self._gather(call, total, total_grad)
             if self.kind == "column":
-                dist.reduce_scatter_tensor(own, total, group=group)
+                dist.reduce_scatter_tensor(own, total, group=call.group)
+
+        return {"gemm": gemm, "comm": comm}
+
+    def peers(self, call: LinearCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
+        """See `OpSpec`: async-TP's products in place of those that communicate."""
+        if context.target == "interpreter":
+            return {}
+        x, weight, grad, group_name = call.x, call.weight, call.grad_y, call.group.group_name
+        total, total_grad = self._wholes(call)
+        assert grad is not None
 
         def peer() -> list[torch.Tensor]:
             import torch.distributed._symmetric_memory  # noqa: F401  (registers the ops)
 
             if self.kind == "column":
-                gather()
+                self._gather(call, total, total_grad)
                 scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
-                return [scatter(grad, weight, "sum", 0, group.group_name), grad.t().matmul(total)]
-            fused_gather = torch.ops.symm_mem.fused_all_gather_matmul
-            gathered, (grad_x,) = fused_gather(grad, [weight], 0, group.group_name)
+                return [scatter(grad, weight, "sum", 0, group_name), grad.t().matmul(total)]
+            gathered, (grad_x,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 0, group_name)
             return [grad_x, gathered.t().matmul(x)]
 
-        return {"gemm": gemm, "comm": comm, "peer": peer}
+        return {"async-TP": peer}
 
     def comm_sms(self, call: LinearCall, context: TPContext) -> int:
         """See `OpSpec`: of the row layer's gather in backward; the tiles of the column layer's dgrad are sent by its

@@ -14,30 +14,22 @@ from typing import Any
 import torch
 
 from ditron_train.policy import OpSpec, Shape
-from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
-from ditron_train.tools.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models
+from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
 from ditron_train.tools.catalog import specs_of
-from ditron_train.tools.op_rows import OpCalls, op_row
+from ditron_train.tools.op_rows import OpCalls, op_row, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
+from ditron_train.tools.timing import Timing
 from ditron_train.tp.choices import choose, rates_of
 from ditron_train.tp.cost_model import predict
 from ditron_train.tp.spec import GemmSpec, linear_shapes
 
-__all__ = ["add_arguments", "run", "shapes_for"]
-
-
-def _measured_specs() -> list[OpSpec[Any, Any]]:
-    """What has rows: dgrad's layout is measured in the layers' backward."""
-    return [spec for spec in specs_of("tp") if getattr(spec, "layout", "nt") == "nt"]
+__all__ = ["add_arguments", "run"]
 
 
 def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
-    """Ops by ``--part``: a layer's backward pass is one part."""
-    parts: dict[str, list[OpSpec[Any, Any]]] = {}
-    for spec in _measured_specs():
-        parts.setdefault("backward" if spec.measured == "backward" else spec.row, []).append(spec)
-    return {**parts, "layer": []}
+    """Ops by ``--part``; a layer has no spec."""
+    return {**parts_of(specs_of("tp")), "layer": []}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     with bench_session("tp", arguments) as session:
         parts = {name: specs for name, specs in _parts().items() if name in (arguments.part or _parts())}
         on_gpu = session.device.type == "cuda"
+        models = [shape.model for shape in linear_shapes("ag_gemm", session.world_size, True)]
         planned = {
-            spec.name: shapes_for(spec, arguments, session.world_size, on_gpu)
+            spec.name: shapes_for(spec, arguments, session.world_size, on_gpu, models=models)
             for specs in parts.values()
             for spec in specs
         }
@@ -88,13 +81,13 @@ def _rows(
     arguments: argparse.Namespace,
 ) -> None:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else session.dtype
-    more = _predicted if None in (arguments.model or ()) else lambda calls: {}
+    predicts = None in (arguments.model or ())
     for spec in specs:
         for shape in planned[spec.name]:
-            session.add(op_row(session, spec, shape, dtype=dtype, more=more))
+            session.add(op_row(session, spec, shape, dtype=dtype, more=_predicted if predicts else lambda *seen: {}))
 
 
-def _predicted(calls: OpCalls) -> dict[str, float]:
+def _predicted(calls: OpCalls, timings: Mapping[str, Timing]) -> dict[str, float]:
     """What the cost model says of both paths; nothing of an op that it does not know."""
     if not isinstance(calls.spec, GemmSpec):
         return {}
@@ -123,25 +116,3 @@ def _megatron_rows(
         _rows(session, specs, planned, arguments)
         for row in layer_rows(session) if with_layer else ():
             session.add(row)
-
-
-def shapes_for(spec: OpSpec[Any, Any], arguments: argparse.Namespace, world_size: int, on_gpu: bool) -> list[Shape]:
-    """The shapes that ``--shape`` and ``--model`` ask for.
-
-    Raises:
-        SettingError: A model is unknown, a size not above 0, or a shape does not divide over the ranks.
-    """
-    check_sizes("--shape", arguments.shape)
-    published = list(spec.shapes(world_size, on_gpu))
-    models = [shape.model for shape in linear_shapes("ag_gemm", world_size, True)]
-    models += [shape.model for shape in published if shape.model not in models]
-    wanted = choose_models([name for name in arguments.model or () if name], models)
-    if arguments.shape:
-        published = [Shape("custom", dict(zip("mnk", sizes, strict=True))) for sizes in arguments.shape]
-    elif on_gpu:
-        published = [shape for shape in published if shape.model in wanted]
-    for shape in published:
-        why = spec.why_not_shape(shape, world_size)
-        if why is not None:
-            raise SettingError(why)
-    return published

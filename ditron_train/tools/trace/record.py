@@ -10,7 +10,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,24 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ditron_train.policy import Shape
+from ditron_train.policy import OpSpec, Shape
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.traces import export_trace
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import check_folder
+from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
+from ditron_train.tools.op_rows import OpCalls, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.trace.show_timeline import draw_timelines, summary
 from ditron_train.tools.trace.timeline import computation_us, read_chrome_trace
 
-__all__ = ["OPS", "record_op"]
+__all__ = ["record_op", "traced_ops"]
 
 _WARMUP = 3
 _HEAD_START_CYCLES = 40_000_000  # about 20 ms of the GPU's clock: what a layer's launches take while they are recorded
 _ON_CPU = (256, 256, 256)
+_LLAMA_70B = (8192, 28672, 8192)
 _MESSAGE_BYTES = 64_000_000
 
 Contenders = Mapping[str, Callable[[int], object]]
@@ -48,14 +51,19 @@ def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path) -> int:
             be written.
         NotSupportedError: What the op needs (a GPU, megatron-core, Transformer Engine) is not there.
     """
-    make, needs, takes_shape = OPS[op]
-    if shape is not None and not takes_shape:
+    spec = _specs().get(op)
+    if shape is not None and not (spec and takes_shape(spec)):
         raise SettingError(f"--shape is of ag_gemm and gemm_rs; {op} has one of its own")
     check_folder(folder)
     with bench_session("trace", argparse.Namespace()) as session:
+        make: Callable[..., Any]
+        if spec is None:
+            make, needs = _LAYERS[op]
+        else:
+            make, needs = partial(_spec_op, spec=spec), ()
         for need in needs:
             need(session, op)
-        with make(session, op, shape) as (title, contenders):
+        with make(session, op=op, shape=shape) as (title, contenders):
             return _record(session, title, op, {name: contenders[name] for name in ("native", "ditron")}, folder)
 
 
@@ -82,14 +90,20 @@ _te = _module("transformer_engine", f"Transformer Engine: {pip_command('transfor
 
 
 @contextmanager
-def _tp_op(session: BenchSession, op: str, shape: tuple[int, int, int] | None) -> Iterator[tuple[str, Contenders]]:
-    from ditron_train.tools.catalog import specs_of
-    from ditron_train.tools.op_rows import OpCalls
-
-    (spec,) = (one for one in specs_of("tp") if one.name == f"tp {op}")
-    m, n, k = shape or (_ON_CPU if session.device.type == "cpu" else (8192, 28672, 8192))
-    calls = OpCalls(session, spec, Shape("custom", {"m": m, "n": n, "k": k}))
-    yield f"{op} {m} x {n} x {k}", {"native": calls.run(is_fused=False), "ditron": calls.run(is_fused=True)}
+def _spec_op(
+    session: BenchSession, op: str, shape: tuple[int, int, int] | None, *, spec: OpSpec[Any, Any]
+) -> Iterator[tuple[str, Contenders]]:
+    """An op at its first shape, a GEMM of a linear layer at ``shape``."""
+    on_gpu = session.device.type == "cuda"
+    chosen = spec.shapes(session.world_size, on_gpu)[0]
+    if takes_shape(spec):
+        chosen = Shape("custom", dict(zip("mnk", shape or (_LLAMA_70B if on_gpu else _ON_CPU), strict=True)))
+    why = spec.why_not_shape(chosen, session.world_size)
+    if why is not None:
+        raise SettingError(why)
+    sizes = ", ".join(f"{name} {size}" for name, size in chosen.sizes.items())
+    with megatron_groups(spec.groups, session):
+        yield f"{spec.row}, {sizes}", OpCalls(session, spec, chosen).both()
 
 
 @contextmanager
@@ -98,23 +112,6 @@ def _tp_layer(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str
 
     with megatron_world(session):
         yield "LLaMA-70B layer, forward and backward", layer_contenders(session)
-
-
-@contextmanager
-def _sp_op(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
-    from ditron_train.sp import get_sp_context
-    from ditron_train.tools.bench.sp import FACTS, Case, op_contenders
-    from ditron_train.tools.bench.sp_native import NativeUlysses
-
-    case = Case(*FACTS)
-    if session.device.type == "cpu":
-        case = replace(case, seqlen=64, heads=16, groups=8, head_size=8)
-    if case.groups % session.world_size:
-        raise SettingError(f"{op}: {case.groups} groups do not divide over {session.world_size} ranks")
-    context = get_sp_context(dist.group.WORLD, session.device)
-    native = NativeUlysses(context.group, session.device)
-    sizes = ", ".join(f"{name} {size}" for name, size in case.shape.items())
-    yield f"{op}, {sizes}", op_contenders(session, op, case, context, native)
 
 
 @contextmanager
@@ -147,17 +144,28 @@ def _message(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str,
     )
 
 
-#: By name: what makes the contenders, what it needs, and whether it takes a shape.
-OPS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...], bool]] = {
-    "ag_gemm": (_tp_op, (), True),
-    "gemm_rs": (_tp_op, (), True),
-    "layer": (_tp_layer, (_gpu, _megatron), False),
-    "gemm_a2a": (_sp_op, (), False),
-    "a2a_gemm": (_sp_op, (), False),
-    "attention_layer": (_attention, (_gpu, _megatron, _te), False),
-    "moe_layer": (_moe, (_megatron,), False),
-    "send_recv": (_message, (_several,), False),
+#: Layers by name: what makes the contenders, and what it needs.
+_LAYERS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...]]] = {
+    "layer": (_tp_layer, (_gpu, _megatron)),
+    "attention_layer": (_attention, (_gpu, _megatron, _te)),
+    "moe_layer": (_moe, (_megatron,)),
+    "send_recv": (_message, (_several,)),
 }
+
+
+def _specs() -> dict[str, OpSpec[Any, Any]]:
+    """Every op with rows of its own, by the name in them."""
+    return {spec.row: spec for room in ROOMS for specs in parts_of(specs_of(room)).values() for spec in specs}
+
+
+def takes_shape(spec: OpSpec[Any, Any]) -> bool:
+    """Whether ``--shape M N K`` is of this op."""
+    return all(set(shape.sizes) == set("mnk") for shape in spec.shapes(2, False))
+
+
+def traced_ops() -> list[str]:
+    """What ``--op`` takes."""
+    return list(dict.fromkeys([*_specs(), *_LAYERS]))
 
 
 def _record(

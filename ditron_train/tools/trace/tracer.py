@@ -10,7 +10,7 @@ from typing import Any
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import add_shape_argument, check_folder, check_matplotlib
 from ditron_train.tools.tables import terminal
-from ditron_train.tools.trace.record import OPS, record_op
+from ditron_train.tools.trace.record import record_op, traced_ops
 from ditron_train.tools.trace.schedule import ScheduleRequest, plan_rank
 from ditron_train.tools.trace.show_schedule import draw_schedules, show_schedules
 
@@ -23,7 +23,7 @@ _LAYOUT = {"world_size": 8, "ranks_per_node": None, "rows": None, "num_sms": 132
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``trace``."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--op", choices=OPS, help="run it: traces and a picture")
+    what.add_argument("--op", choices=traced_ops(), help="run it: traces and a picture")
     what.add_argument("--schedule", choices=_SHAPES, help="lay it out: a table and a picture, nothing runs")
     add_shape_argument(
         parser, "of ag_gemm and gemm_rs (default: LLaMA-70B's; a run without a GPU: 256 each)", repeated=False

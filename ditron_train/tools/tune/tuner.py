@@ -31,8 +31,8 @@ from ditron_train.runtime.tuning_table import TuningTable, parse_table, read_tab
 from ditron_train.runtime.versions import find_versions
 from ditron_train.symm.exchange import exchange
 from ditron_train.tools.arguments import add_shape_argument
-from ditron_train.tools.bench.tp import shapes_for
 from ditron_train.tools.catalog import ROOMS, specs_of
+from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.tune.rates import Observed, fit_rates

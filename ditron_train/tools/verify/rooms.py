@@ -4,10 +4,10 @@ the check."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.catalog import ROOMS as CATALOG
-from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.catalog import megatron_groups, specs_of
 from ditron_train.tools.op_rows import op_row
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
@@ -36,7 +36,7 @@ def parse_rooms(text: str | None) -> list[str]:
         SettingError: An unknown name.
     """
     if text == "all":
-        return list(ROOMS)
+        return [room for room in CATALOG if room != "tp"]
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     unknown = sorted(set(names) - set(CATALOG))
     if unknown:
@@ -47,13 +47,6 @@ def parse_rooms(text: str | None) -> list[str]:
 def _divides(what: str, number: int, by: int) -> None:
     if number % by:
         raise SettingError(f"{number} {what} do not divide by {by}")
-
-
-def _sp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
-    _divides("tokens of a sequence over twice the ranks", model.seq_length, 2 * world_size)
-    _divides("query groups over the ranks", model.groups, world_size)
-    parts = ("--part", "gemm_a2a", "--part", "a2a_gemm", "--part", "backward")
-    return [*parts, "--shape", *map(str, (model.seq_length, model.heads, model.groups, model.channels))]
 
 
 def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
@@ -83,7 +76,7 @@ def _muon(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
 
 
 #: Words for each room's benchmark: the model's sizes; what takes long and compares nothing more is left out.
-ROOMS: Mapping[str, Callable[[ModelSizes, int, bool], list[str]]] = {"sp": _sp, "ep": _ep, "pp": _pp, "muon": _muon}
+ROOMS: Mapping[str, Callable[[ModelSizes, int, bool], list[str]]] = {"ep": _ep, "pp": _pp, "muon": _muon}
 
 
 def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu: bool) -> dict[str, list[str]]:
@@ -151,15 +144,14 @@ def verify_rooms(
 ) -> None:
     """Compares every op of the rooms at a model's shapes under ``stress``, times it shortly, and adds a row to
     ``report`` (collective)."""
-    from ditron_train.tools.bench.megatron_tp import megatron_world  # megatron-core need not be there for the rest
-
     for room in rooms:
         sink = _UnderStress(report, stress, seed)
         quick = BenchSession("verify", argparse.Namespace(repetitions=2, warmup=1), sink)
-        with megatron_world(session) if room == "tp" else contextlib.nullcontext():
-            for spec in specs_of(room):
-                for shape in spec.shapes_of_model(model, session.world_size):
-                    quick.add(op_row(quick, spec, shape))
+        for groups, specs in groupby(specs_of(room), key=lambda spec: spec.groups):
+            with megatron_groups(groups, session):
+                for spec in specs:
+                    for shape in spec.shapes_of_model(model, session.world_size):
+                        quick.add(op_row(quick, spec, shape, with_peers=False))
     words = room_words(
         [room for room in rooms if room in ROOMS], model, session.world_size, session.device.type == "cuda"
     )

@@ -9,6 +9,7 @@ import pytest
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.bench import tp
+from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.results import read_results
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS
 from tests.support.processes import run_workers
@@ -55,7 +56,7 @@ def test_bad_shapes_are_refused_on_every_rank() -> None:
 
 def _refused_model() -> str:
     try:
-        tp.shapes_for(AG_GEMM, _arguments("--model", "GPT-9", "--part", "ag_gemm"), 2, True)
+        shapes_for(AG_GEMM, _arguments("--model", "GPT-9", "--part", "ag_gemm"), 2, True)
     except SettingError as error:
         return str(error)
     return "accepted"
@@ -64,4 +65,4 @@ def _refused_model() -> str:
 def test_every_published_shape_divides() -> None:
     for spec in (AG_GEMM, GEMM_RS):
         for world_size in (2, 4, 8):
-            assert len(tp.shapes_for(spec, _arguments(), world_size, True)) == 6
+            assert len(shapes_for(spec, _arguments(), world_size, True)) == 6

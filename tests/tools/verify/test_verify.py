@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.symm.arena import close_all_arenas
+from ditron_train.tools.catalog import specs_of
 from ditron_train.tools.results import read_results
 from ditron_train.tools.verify import rooms
 from ditron_train.tools.verify import verifier as verify_run
@@ -189,19 +190,23 @@ def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
 def test_rooms_take_the_models_sizes() -> None:
     words = "--hidden-size 64 --num-attention-heads 8 --num-query-groups 2 --seq-length 32 --num-experts 4".split()
     model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
-    found = {room: " ".join(words) for room, words in room_words(rooms.parse_rooms("all"), model, 2, True).items()}
-    assert (
-        "--shape 32 8 2 8" in found["sp"] and "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
-    )
+    (projection, *_) = specs_of("sp")
+    assert list(projection.shapes_of_model(model, 2)[0].sizes.values()) == [32, 8, 2, 8]
+    found = {room: " ".join(words) for room, words in room_words(list(rooms.ROOMS), model, 2, True).items()}
+    assert "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
     assert "--shape 96 64 --shape 64 64 --shape 256 64 --shape 64 128" in found["muon"]
     assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {
         "ep": ["--no-deterministic", "--model", "facts"]
     }
     for world_size in (2, 4, 8):  # the small model of machines without a GPU
-        assert len(room_words(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size, False)) == 4
-    for room, world_size, error in (("sp", 4, "2 query groups"), ("ep", 3, "4 experts"), ("pp", 3, "even number")):
+        rooms.check_rooms(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size, False)
+    for room, world_size, error in (
+        ("sp", 4, "groups 2, .* divide"),
+        ("ep", 3, "4 experts"),
+        ("pp", 3, "even number"),
+    ):
         with pytest.raises(SettingError, match=error):
-            room_words([room], model, world_size, True)
+            rooms.check_rooms([room], model, world_size, True)
 
 
 @pytest.mark.slow

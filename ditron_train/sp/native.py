@@ -1,22 +1,32 @@
-"""What ``bench sp`` compares with: Ulysses by cuBLAS and NCCL, pipelined as Transformer Engine's attention does it."""
+"""Megatron's path around an attention of Ulysses: all-to-alls of the process group, pipelined as Transformer Engine's
+attention does it, and cuBLAS products in front of them or behind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.sp import HeadsLayout
+from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.sp.layouts import HeadsLayout
 
-__all__ = ["NativeUlysses"]
+__all__ = ["AllToAlls", "exchange_natively"]
 
 Reorder = Callable[[torch.Tensor], torch.Tensor]
 
 
-class NativeUlysses:
-    """Projections and exchanges with ``all_to_all_single``; while one part travels, the next is packed and the last
-    reordered.
+@cache
+def _reorder_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+class AllToAlls:
+    """Exchanges by ``all_to_all_single``; while one part travels, the next is packed and the last reordered. Nothing
+    comes from the host, which a CUDA graph's capture would not allow.
 
     Args:
         group: The sequence parallel group.
@@ -27,10 +37,11 @@ class NativeUlysses:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        chunks = [chunk for rank in range(self.world_size) for chunk in (rank, 2 * self.world_size - 1 - rank)]
-        self._chunks = torch.tensor(chunks, device=device)  # chunk that lies at each place after the exchange
-        self._places = torch.argsort(self._chunks)
+        self._stream = _reorder_stream(device)
+        ranks = torch.arange(self.world_size, device=device)
+        #: Chunk that lies at each place after the exchange: every rank's two, rank by rank.
+        self.chunks = torch.stack((ranks, 2 * self.world_size - 1 - ranks), dim=1).flatten()
+        self._places = torch.argsort(self.chunks)
 
     def to_heads(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[s / W, b, h, d] of every part -> [s, b, h / W, d]."""
@@ -51,7 +62,7 @@ class NativeUlysses:
 
         def pack(x: torch.Tensor) -> torch.Tensor:
             s, b, h, d = x.shape
-            chunks = x.view(2 * world, s // (2 * world), b, h, d).index_select(0, self._chunks)
+            chunks = x.view(2 * world, s // (2 * world), b, h, d).index_select(0, self.chunks)
             return chunks.view(world, s // world, b, h, d)
 
         def reorder(x: torch.Tensor) -> torch.Tensor:
@@ -99,19 +110,30 @@ class NativeUlysses:
         slices = [part.view(*part.shape[:2], groups, width) for part, width in zip(parts, layout.widths)]
         return torch.cat(slices, dim=3).flatten(2)
 
-    def gemm_a2a(self, x: torch.Tensor, weight: torch.Tensor, layout: HeadsLayout) -> list[torch.Tensor]:
-        """GEMM, split, an all-to-all and a reorder for each part."""
-        return self.to_heads(self.split(torch.matmul(x, weight.t()), layout))
-
-    def gemm_one_a2a(self, x: torch.Tensor, weight: torch.Tensor, layout: HeadsLayout) -> list[torch.Tensor]:
-        """The same with one all-to-all of all parts, which native does not do."""
-        mixed = torch.matmul(x, weight.t())
-        whole = mixed.view(*mixed.shape[:2], self.world_size, layout.num_columns)
-        (heads,) = self.to_heads([whole])
+    def one_to_heads(self, mixed: torch.Tensor, layout: HeadsLayout) -> list[torch.Tensor]:
+        """``to_heads`` of what ``split`` gives, by one all-to-all of all parts, which native does not do."""
+        (heads,) = self.to_heads([mixed.view(*mixed.shape[:2], self.world_size, layout.num_columns)])
         grouped = heads.view(*heads.shape[:2], layout.num_groups, sum(layout.widths))
         parts = torch.split(grouped, list(layout.widths), dim=3)
         return [part.reshape(*heads.shape[:2], -1, head_dim) for part, head_dim in zip(parts, layout.head_dims)]
 
-    def a2a_gemm(self, attended: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Reorder, all-to-all, GEMM."""
-        return torch.matmul(self.to_sequence([attended])[0].flatten(2), weight.t())
+
+@outside_compile
+class _NativeExchange(torch.autograd.Function):
+    """One direction of ``AllToAlls``, whose backward is the other."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: AllToAlls, towards_heads: bool, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.towards_heads = exchange, towards_heads
+        return tuple((exchange.to_heads if towards_heads else exchange.to_sequence)(parts))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("the all-to-alls of heads and sequence")
+        return None, None, *(ctx.exchange.to_sequence if ctx.towards_heads else ctx.exchange.to_heads)(grads)
+
+
+@outside_compile
+def exchange_natively(exchange: AllToAlls, towards_heads: bool, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``to_heads`` or ``to_sequence`` of every part, differentiable."""
+    return _NativeExchange.apply(exchange, towards_heads, *parts)
