@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy.all_reduce_order import forget_all_reduce_orders
 from ditron_train.policy.order import ReductionOrder, forget_orders, reduction_order
 from ditron_train.policy.plan import Entry, Plan, load_plan
 from ditron_train.policy.probe import Observation, Run, probe
@@ -37,6 +38,7 @@ def forget_plans() -> None:
     _plans.clear()
     _suited.clear()
     forget_orders()
+    forget_all_reduce_orders()
 
 
 def check_plan(sizes: Mapping[str, int] | None = None) -> None:

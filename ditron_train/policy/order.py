@@ -21,14 +21,14 @@ import torch.distributed as dist
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["ReduceScatter", "ReductionOrder", "forget_orders", "reduction_order", "reveal_order"]
+__all__ = ["VALUES", "ReduceScatter", "ReductionOrder", "forget_orders", "reduction_order", "reveal_order"]
 
 #: ``(out [n], x [world_size, n])``: the sum over ranks of row ``rank``.
 ReduceScatter = Callable[[torch.Tensor, torch.Tensor], object]
 
 #: Huge value, unit and largest group by type: all units together are below half the huge value's last place, in fp32,
 #: too (a sum may be kept in fp32), and their number is exact.
-_VALUES = {torch.bfloat16: (2.0**60, 1.0, 256), torch.float16: (2.0**15, 2.0**-13, 16)}
+VALUES = {torch.bfloat16: (2.0**60, 1.0, 256), torch.float16: (2.0**15, 2.0**-13, 16)}
 _ELEMENTS = (1 << 10, 1 << 20)  # of a shard: for NCCL's protocols for small and for large messages
 _RING_SETTINGS = "NCCL_ALGO=Ring and NCCL_NVLS_ENABLE=0"
 
@@ -86,7 +86,7 @@ def reveal_order(
         dtype: bfloat16 or float16.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if world > _VALUES[dtype][2]:
+    if world > VALUES[dtype][2]:
         return ReductionOrder(
             "unknown", f"the order of a sum of {world} ranks in {dtype} cannot be read from its values"
         )
@@ -113,7 +113,7 @@ def _subtree_sizes(
     """For every pair of ranks, the leaves of the smallest subtree of this rank's sum with both; None if elements
     differ."""
     pairs = list(itertools.combinations(range(world), 2))
-    huge, unit, _ = _VALUES[dtype]
+    huge, unit, _ = VALUES[dtype]
     pattern = torch.tensor(
         [huge if rank == i else -huge if rank == j else unit for i, j in pairs], device=device, dtype=dtype
     )

@@ -17,7 +17,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.tuning_table import active_table
 from ditron_train.tp.cost_model import predict, rates_of
-from ditron_train.tp.problem import Choice, GatherPlan, Layout, Machine, Op, Problem, ScatterMode
+from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Layout, Machine, Op, Problem, ScatterMode
 
 __all__ = [
     "Choice",
@@ -42,13 +42,26 @@ def default_choice(problem: Problem, machine: Machine) -> Choice:
     """Where every search starts: the tile of fewest waves, copy engines, one chunk a shard."""
     config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
     gather = GatherPlan("push", push_programs=1) if machine.target == "interpreter" else GatherPlan("copy")
+    if problem.op == "gemm_ar":
+        gather = _ar_plans(problem)[0]
     # Larger blocks are quicker; with 8 ranks 64 rows spill registers (docs/measurements/tp.md).
     fold_rows = 64 if problem.world_size <= 4 else 32
     return Choice(config, gather, fold_rows=min(fold_rows, config.block_m))
 
 
+def _ar_plans(problem: Problem) -> list[GatherPlan]:
+    """Of a GEMM-AR in one round: stores first, where there is little to send."""
+    by_stores = [GatherPlan("push", push_programs=programs) for programs in (64, 16)]
+    by_copies = [GatherPlan("copy", num_chunks=chunks) for chunks in (4, 8, 16, 2, 1)]
+    is_small = problem.m * problem.n * problem.dtype.itemsize <= PUSH_BYTES
+    return [*(by_stores if is_small else ()), *by_copies]
+
+
 def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
     """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks, rows of a fold."""
+    if problem.op == "gemm_ar":
+        variants = [replace(base, gather=plan) for plan in _ar_plans(problem)[1:]]
+        return [*variants, replace(base, gather=GatherPlan("copy"), rounds=2)] if problem.world_size > 2 else variants
     if problem.op == "gemm_rs":
         rows = (16, 32, 64) if machine.target != "interpreter" else (16, 32)
         variants = [
@@ -125,6 +138,8 @@ def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
         "stages": config.num_stages,
         "group_m": config.group_m,
     }
+    if problem.op == "gemm_ar":
+        entry.update(rounds=choice.rounds)
     if problem.op == "gemm_rs" and choice.scatter == "copy":
         entry.update(scatter="copy engine")
     elif problem.op == "gemm_rs":
@@ -162,6 +177,8 @@ def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
             _count(entry["group_m"]),
         )
         choice = Choice(config, use_native=bool(entry.get("native")), source="table")
+        if problem.op == "gemm_ar":
+            choice = replace(choice, rounds=min(_count(entry["rounds"]), 2))
         if problem.op == "gemm_rs":
             if entry["scatter"] == "copy engine":
                 return replace(choice, scatter="copy")

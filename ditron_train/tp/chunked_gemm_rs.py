@@ -15,12 +15,14 @@ import torch
 from ditron_train.gemm.operands import aligned_operand, padded_columns
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.stream.events import current_handle
+from ditron_train.tp.all_reduce import PreparedAllReduce
+from ditron_train.tp.all_reduce_kernels import OrderTables
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.cost_model import first_rows, is_short, links_are_last, sums_in_parts
 from ditron_train.tp.problem import Choice, Layout, Problem
 from ditron_train.tp.scatter import PreparedScatter
 
-__all__ = ["PreparedChunkedGemmRs"]
+__all__ = ["ChunkedGemm", "PreparedChunkedGemmRs", "covers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,62 +43,49 @@ class _Chunk:
         self.gemm(x[self.rows], self.gemm.b_descriptors(weight), partial[self.rows], self.k, key=key)
 
 
-class PreparedChunkedGemmRs:
-    """[m, k] times a weight, reduce-scattered by rows; collective to make.
+def covers(n: int, dtype: torch.dtype) -> bool:
+    """Whether partial sums of ``n`` columns can be computed where copy engines send them from."""
+    return padded_columns(n, dtype) == n
 
-    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; own rows last: their GEMM
-    hides the last transfer. Then the sum (``PreparedScatter.finish``), whose order is that of the arrivals: rank + 1
-    first.
+
+class ChunkedGemm:
+    """A GEMM in chunks of rows, each sent when it is done; then the sum. What the exchanges by copy engines share.
 
     Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands,
     result and partial sums have lain at the same addresses a few times, with the same strides: a training step
     allocates alike each time. The graph runs on the current stream, from the start signals to the join: who may free
     or overwrite what it reads, and when, is as without it. Start signals, epochs, deadlines and errors are the
     kernels' own, so they are in every repetition; what a call does on the host (``OpContext.enter``) is done before.
+
+    Args:
+        context: Whose streams are used.
+        problem: The op at its shape.
+        choice: Tiles.
+        exchange: Sends the chunks and adds up.
     """
 
     def __init__(
-        self,
-        context: TPContext,
-        partition: RowPartition,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        layout: Layout,
-        choice: Choice,
+        self, context: TPContext, problem: Problem, choice: Choice, exchange: PreparedScatter | PreparedAllReduce
     ) -> None:
-        assert self.covers(n, dtype), f"rows of {n} x {dtype} are not whole 16 bytes"
         self.context = context
-        self.m, self.n, self.k = partition.num_rows, n, k
-        problem = Problem("gemm_rs", self.m, n, k, layout, dtype, context.world_size)
-        in_parts = sums_in_parts(problem, choice, context.machine)
-        self._scatter = PreparedScatter(context, partition, n, dtype, in_parts=in_parts)
+        self.m, self.n, self.k = problem.m, problem.n, problem.k
+        self._scatter = exchange
         self._chunks: list[_Chunk] = []
-        options = (choice.config, False, layout == "nt", context.num_sms, dtype, context.device.index)
-        halves_first = links_are_last(problem, choice, context.machine)
-        for position, owner in enumerate([*self._scatter.peers, context.rank]):
-            start, end = edges = partition.starts[owner : owner + 2]
-            if halves_first and position == 0:
-                num_first = first_rows(end - start, n, choice.config, context.machine)
-                edges = edges if num_first == end - start else (start, start + num_first, end)
-            sent_to = position if owner != context.rank else None
-            for first, last in zip(edges, edges[1:]):
-                gemm = gemm_launch(last - first, n, *options) if last > first else None
-                self._chunks.append(_Chunk(slice(first, last), k, gemm, sent_to, last == end))
+        transpose_b = problem.layout == "nt"
+        self._options = (choice.config, False, transpose_b, context.num_sms, problem.dtype, context.device.index)
         self._is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
 
-    @staticmethod
-    def covers(n: int, dtype: torch.dtype) -> bool:
-        """Whether partial sums of ``n`` columns can be computed where copy engines send them from."""
-        return padded_columns(n, dtype) == n
+    def _add_chunk(self, first: int, last: int, position: int | None, *, is_last: bool) -> None:
+        gemm = gemm_launch(last - first, self.n, *self._options) if last > first else None
+        self._chunks.append(_Chunk(slice(first, last), self.k, gemm, position, is_last))
 
     @property
     def identity(self) -> tuple:
         """Of two with the same one the same kernels are compiled."""
         return tuple(chunk.gemm.launch.identity for chunk in self._chunks if chunk.gemm is not None)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
+    def into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """``x``: [m, k]; ``out``: where the sum goes, contiguous."""
         context = self.context
         partial = x.new_empty(self.m, self.n)
         key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), partial.data_ptr())
@@ -136,3 +125,46 @@ class PreparedChunkedGemmRs:
         partial = x.new_empty(self.m, self.n)
         for gemm, chunk in {chunk.gemm: chunk for chunk in self._chunks if chunk.gemm is not None}.items():
             gemm.compile(x[chunk.rows], gemm.b_descriptors(weight), partial[chunk.rows], self.k)
+
+
+class PreparedChunkedGemmRs(ChunkedGemm):
+    """[m, k] times a weight, reduce-scattered by rows; collective to make.
+
+    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; own rows last: their GEMM
+    hides the last transfer. Then the sum (``PreparedScatter.finish``), whose order is that of the arrivals: rank + 1
+    first.
+    """
+
+    def __init__(
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        layout: Layout,
+        choice: Choice,
+        *,
+        order: tuple[OrderTables, int] | None = None,
+    ) -> None:
+        assert covers(n, dtype), f"rows of {n} x {dtype} are not whole 16 bytes"
+        problem = Problem("gemm_rs", partition.num_rows, n, k, layout, dtype, context.world_size)
+        if order is None:
+            in_parts = sums_in_parts(problem, choice, context.machine)
+            scatter = PreparedScatter(context, partition, n, dtype, in_parts=in_parts)
+        else:
+            scatter = PreparedScatter(context, partition, n, dtype, order=order[0], vector=order[1])
+        super().__init__(context, problem, choice, scatter)
+        halves_first = links_are_last(problem, choice, context.machine)
+        for position, owner in enumerate([*scatter.peers, context.rank]):
+            start, end = edges = partition.starts[owner : owner + 2]
+            if halves_first and position == 0:
+                num_first = first_rows(end - start, n, choice.config, context.machine)
+                edges = edges if num_first == end - start else (start, start + num_first, end)
+            sent_to = position if owner != context.rank else None
+            for first, last in zip(edges, edges[1:]):
+                self._add_chunk(first, last, sent_to, is_last=last == end)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
+        self.into(x, weight, out)

@@ -17,10 +17,20 @@ from ditron_train.runtime.device import device_name
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.problem import Machine
+from ditron_train.tp.problem import PUSH_BYTES, Machine
 
-__all__ = ["FLAGS_PER_RANK", "RowPartition", "RowTables", "TPContext", "get_tp_context"]
+__all__ = [
+    "FLAGS_PER_RANK",
+    "MOST_CHUNKS",
+    "MOST_PUSH_PROGRAMS",
+    "RowPartition",
+    "RowTables",
+    "TPContext",
+    "get_tp_context",
+]
 
+MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
+MOST_PUSH_PROGRAMS = 128  # in one of stores
 FLAGS_PER_RANK = 1024  # arrival flags of one source rank in a gather
 
 
@@ -93,6 +103,10 @@ class TPContext(OpContext):
         )
         self.scatter_channel = self.add_channel("tp.gemm_rs", self.world_size * 4096, (*fields, "block_m", "block_n"))
         self.reduce_channel = self.add_channel("tp.reduce_scatter", self.world_size, fields)
+        sizes = ("num_rows", "columns", "dtype", "chunk_rows")
+        self.all_reduce_channel = self.add_channel("tp.all_reduce", self.world_size * MOST_CHUNKS, sizes)
+        self.push_channel = self.add_channel("tp.all_reduce_push", self.world_size * MOST_PUSH_PROGRAMS, sizes)
+        self.all_reduce_epochs = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reduce_epochs = torch.zeros(self.world_size, dtype=torch.int32, device=self.device)
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
@@ -136,6 +150,11 @@ class TPContext(OpContext):
     def gathered(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context."""
         return self.arena.tensor("tp.gathered", (num_rows, num_columns), dtype)
+
+    def pushed(self, dtype: torch.dtype) -> SymmetricTensor:
+        """Where peers store the partial sums of small all-reduces, [2, world_size, elements]: by the epoch's
+        parity."""
+        return self.arena.tensor("tp.pushed", (2, self.world_size, PUSH_BYTES // dtype.itemsize), dtype)
 
     def slots(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """The partials that peers store here."""

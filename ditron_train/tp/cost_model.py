@@ -7,6 +7,8 @@
                then the fold. In chunks: their GEMMs, each chunk's bytes behind it and behind one another, the first's
                in halves where the links are last; then the fold, of the last source alone where its bytes come long
                after the others'
+    GEMM-AR  = as its choice says: cuBLAS's GEMM and the stores of one kernel; or the GEMMs of its chunks, each chunk's
+               bytes to every peer behind it, and the sum of all; or GEMM-RS in chunks, then a gather and a copy
 
 A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error
 at every shape (``docs/measurements/tp.md``).
@@ -15,17 +17,18 @@ at every shape (``docs/measurements/tp.md``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_config
 from ditron_train.runtime.rates import MachineRates, default_rates
 from ditron_train.runtime.tuning_table import active_table
-from ditron_train.tp.problem import Choice, GatherPlan, Machine, Problem
+from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Machine, Problem
 
 __all__ = [
     "Prediction",
+    "chunk_rows_of",
     "collective_us",
     "first_rows",
     "gemm_us",
@@ -55,6 +58,7 @@ _THROTTLE = 0.03
 _SHORT_US = 400.0  # so long an op takes, three times what the host needs to enqueue its parts one by one
 _FEWEST_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
 _PASSES_BEHIND_LAST = 4  # over own rows: the sum so far, the last source, own partial sums, the result
+_EXCHANGE_US = 10.0  # of an all-reduce by one kernel's stores, beside its bytes
 _PAIR_RATE = 0.8  # of NCCL's rate with more ranks is its rate with two (H200: 225 to 246 GB/s instead of 300)
 
 
@@ -90,11 +94,12 @@ class Prediction:
 def wire_bytes(problem: Problem) -> float:
     """Bytes that each rank receives over the links."""
     columns = problem.k if problem.op == "ag_gemm" else problem.n
+    columns *= 2 if problem.op == "gemm_ar" else 1  # scattered, then gathered
     return problem.m * columns * problem.dtype.itemsize * (problem.world_size - 1) / problem.world_size
 
 
 def collective_us(problem: Problem, rates: MachineRates) -> float:
-    """NCCL's all-gather or reduce-scatter; nothing on one rank."""
+    """NCCL's all-gather, reduce-scatter or all-reduce; nothing on one rank."""
     if problem.world_size == 1:
         return 0.0
     return rates.nccl_latency_us + nccl_bytes(problem) / (rates.nccl_gbps * 1e3)
@@ -145,7 +150,7 @@ def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRa
     """All estimates of ``problem`` run as ``choice`` says."""
     gemm, comm = _cublas_us(problem, machine, rates), collective_us(problem, rates)
     limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
-    ours = _ag_gemm_us if problem.op == "ag_gemm" else _gemm_rs_us
+    ours = {"ag_gemm": _ag_gemm_us, "gemm_rs": _gemm_rs_us, "gemm_ar": _gemm_ar_us}[problem.op]
     return Prediction(gemm, comm, gemm + comm, max(ours(problem, choice, machine, rates), limit), limit)
 
 
@@ -223,6 +228,39 @@ def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
         num_first = first_rows(problem.m // world_size, problem.n, choice.config, machine)
         _, sent_us = _chunks_us(problem, choice, machine, rates, num_first)
     return max(multiplied_us + fold_us, sent_us + last_us) + _LAUNCH_US
+
+
+def chunk_rows_of(num_rows: int, choice: Choice) -> int:
+    """Rows of a chunk of a GEMM-AR: whole row tiles, in about as many chunks as the choice says."""
+    tiles = -(-num_rows // choice.config.block_m)
+    return -(-tiles // choice.gather.num_chunks) * choice.config.block_m
+
+
+def _gemm_ar_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    world_size, m, n = problem.world_size, problem.m, problem.n
+    num_bytes, link_rate = m * n * problem.dtype.itemsize, rates.link_gbps * 1e3
+    pass_us = num_bytes / (rates.memory_gbps * 1e3)
+    fold_us = (world_size + 1) * pass_us
+    if choice.gather.mode == "push":
+        is_small = num_bytes <= PUSH_BYTES
+        sent_us = (world_size - 1) * num_bytes / link_rate if is_small else math.inf
+        return _cublas_us(problem, machine, rates) + _EXCHANGE_US + sent_us + fold_us
+    if choice.rounds == 2:
+        scattered = replace(choice, scatter="copy")
+        first_us = _gemm_rs_us(replace(problem, op="gemm_rs"), scattered, machine, rates)
+        gathered_us = (world_size - 1) * (num_bytes / world_size / link_rate + rates.chunk_us)
+        return first_us + rates.start_us + gathered_us + 2 * pass_us
+    rows = chunk_rows_of(m, choice)
+    sizes = [min(rows, m - first) for first in range(0, m, rows)]
+    waves = [_num_waves(size, n, choice.config, machine.num_sms) for size in sizes]
+    busy_us = sum(waves) * _tile_us(problem.k, choice.config, machine.num_sms, rates)
+    chunk_us = _throttled_us(busy_us) / sum(waves)
+    done_us, sent_us = 0.0, rates.start_us
+    for size, of_chunk in zip(sizes, waves):
+        done_us += of_chunk * chunk_us + _LAUNCH_US
+        sent_us = max(sent_us, done_us) + (world_size - 1) * (size / m * num_bytes / link_rate + rates.chunk_us)
+    lost_us = _OVERLAP_LOSS * min(done_us, (world_size - 1) * num_bytes / link_rate)
+    return _LAUNCH_US + lost_us + max(done_us + fold_us, sent_us + fold_us * sizes[-1] / m)
 
 
 def links_are_last(problem: Problem, choice: Choice, machine: Machine) -> bool:

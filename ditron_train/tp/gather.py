@@ -50,6 +50,7 @@ class PreparedGather:
     consumes; ``finish`` orders the current stream behind the sends.
 
     ``granule_rows`` is what one arrival flag stands for; with copy engines that is one of the plan's chunks.
+    ``own_rows`` is this rank's part of the buffer.
 
     Args:
         context: Whose buffers and streams are used.
@@ -105,7 +106,7 @@ class PreparedGather:
         if context.is_cuda:
             self._copy = KernelLaunch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK}, num_warps=4)
         start = partition.starts[context.rank]
-        self._own_rows = self.buffer.local[start : start + partition.count(context.rank)]
+        self.own_rows = self.buffer.local[start : start + partition.count(context.rank)]
         self._copies = [] if self.by_push else self._list_copies()
         self._fans = self._list_fans() if is_awaited and not self.by_push else []
 
@@ -170,7 +171,7 @@ class PreparedGather:
     def start(self, x: torch.Tensor, *, copies_own: bool = True) -> None:
         """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``.
 
-        Without ``copies_own`` this rank's own rows of the buffer stay as they are."""
+        Without ``copies_own`` this rank's own rows of the buffer stay as they are; so they do where ``x`` is them."""
         assert copies_own or not self._fans, (
             "what is sent to several peers at once is sent from its place in the buffer"
         )
@@ -183,9 +184,9 @@ class PreparedGather:
         else:
             address = x.data_ptr()
             context.run_again((self, address, bool(self._fans)), lambda: self._send_by_copies(x, stream), (address,))
-        if copies_own:
+        if copies_own and x.data_ptr() != self.own_rows.data_ptr():
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
-            self._own_rows.copy_(x)
+            self.own_rows.copy_(x)
         if self._fans:
             stream = context.fork()
             context.run_again((self, "fans"), lambda: self._send_to_others(stream), ())
@@ -198,11 +199,11 @@ class PreparedGather:
         driver's copy kernel finds no room beside a GEMM (``docs/measurements/tp.md``).
         """
         if self._copy is None:
-            self._own_rows.copy_(x)
+            self.own_rows.copy_(x)
             return
         context, key = self.context, x.data_ptr()
         if not self._copy.repeat(key, context.comm_handle):
-            self._copy(x, self._own_rows, x.numel(), stream=context.comm_stream, key=key)
+            self._copy(x, self.own_rows, x.numel(), stream=context.comm_stream, key=key)
 
     def _send_by_copies(self, x: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Each chunk, then its flag, peer after peer on one stream: nothing else was quicker
@@ -218,7 +219,7 @@ class PreparedGather:
         wants it so."""
         if not send_fans(self._fans, stream):
             self._fans = []
-            copy_with_flags(self._copies[1:], self._own_rows.data_ptr(), stream)
+            copy_with_flags(self._copies[1:], self.own_rows.data_ptr(), stream)
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, [total rows, K], a view of the

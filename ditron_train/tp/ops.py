@@ -1,5 +1,5 @@
-"""``ag_gemm``, ``gemm_rs`` and ``all_gather``: plain functions on tensors, not differentiable by themselves
-(``tp.functions`` is).
+"""``ag_gemm``, ``gemm_rs``, ``gemm_ar`` and ``all_gather``: plain functions on tensors, not differentiable by
+themselves (``tp.functions`` is).
 
 They enqueue on the current stream (and the context's communication stream), never wait for the device but at the first
 call of a new shape, and give the bits of NCCL plus cuBLAS wherever cuBLAS does not split K.
@@ -15,19 +15,30 @@ from ditron_train.gemm.operands import padded_columns
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
+from ditron_train.tp.all_reduce import PreparedAllReduce
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.prepared import AgGemmCall, AllGatherCall, GemmRsCall, ReduceScatterCall, can_copy
-from ditron_train.tp.problem import GatherPlan, Layout, ScatterMode
+from ditron_train.tp.prepared import (
+    AgGemmCall,
+    AllGatherCall,
+    AllReduceCall,
+    GemmArCall,
+    GemmRsCall,
+    ReduceScatterCall,
+    can_copy,
+)
+from ditron_train.tp.problem import Choice, GatherPlan, Layout, ScatterMode
 from ditron_train.tp.scatter import PreparedScatter
 
 __all__ = [
     "StartedGather",
-    "StartedReduceScatter",
+    "StartedSum",
     "ag_gemm",
     "all_gather",
+    "gemm_ar",
     "gemm_rs",
     "start_all_gather",
+    "start_all_reduce",
     "start_reduce_scatter",
 ]
 
@@ -183,8 +194,41 @@ def gemm_rs(
 
 
 @outside_compile
-class StartedReduceScatter:
-    """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows.
+def gemm_ar(
+    x: torch.Tensor, weight: torch.Tensor, *, context: TPContext, layout: Layout = "nt", choice: Choice | None = None
+) -> torch.Tensor:
+    """``x`` times ``weight``, summed over the ranks: Megatron's row-linear forward without sequence parallelism.
+
+    Each element is added up in the order in which NCCL's all-reduce adds it, each sum rounded to the dtype.
+
+    Args:
+        x: [..., K], this rank's share of K; bf16 or fp16 (on CPU fp32 too), any strides.
+        weight: [N, K] (``nt``) or [K, N] (``nn``).
+        context: The group's context.
+        layout: How ``weight`` lies.
+        choice: Tiles and way to move partial sums; by the shape where None (``tp.choices``).
+
+    Returns:
+        [..., N].
+
+    Raises:
+        NotSupportedError: As ``ag_gemm``; also where NCCL's order cannot be had (``policy.all_reduce_order``).
+        MismatchError, PeerTimeoutError: As ``ag_gemm``.
+    """
+    context.enter("gemm_ar", x.shape, weight.shape, x.dtype)
+    operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
+    prepared = context.prepare(GemmArCall, *operands, layout, choice)
+    n = weight.shape[0 if layout == "nt" else 1]
+    if prepared is None:
+        return x.new_empty(*x.shape[:-1], n)
+    y = prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+@outside_compile
+class StartedSum:
+    """A reduce-scatter or an all-reduce on its way; ``wait()``, once and before the next one starts, gives this rank's
+    rows, or all.
 
     Args:
         started_on: As of ``StartedGather``.
@@ -192,7 +236,7 @@ class StartedReduceScatter:
 
     def __init__(
         self,
-        prepared: PreparedScatter,
+        prepared: PreparedScatter | PreparedAllReduce,
         partial: torch.Tensor,
         shape: tuple[int, ...],
         started_on: torch.cuda.Stream | None,
@@ -206,14 +250,14 @@ class StartedReduceScatter:
         prepared.start(partial)
 
     def wait(self) -> torch.Tensor:
-        """The sum over ranks of this rank's rows, in NCCL's ring order."""
+        """The sum over ranks, in NCCL's order."""
         self._prepared.context.resume(self._started_on, self._partial, self._out)
         self._prepared.finish(self._partial, self._out, beside=True)
         return self._out
 
 
 @outside_compile
-def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedReduceScatter:
+def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedSum:
     """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current
     stream does next. One at a time: ``wait()`` before the next op of this context.
 
@@ -221,8 +265,26 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
     """
     stream = context.enter("reduce_scatter", partial.shape, partial.dtype)
-    if not can_copy(context):
-        raise NotSupportedError(f"reduce_scatter by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")
+    _check_can_copy("reduce_scatter", context)
     prepared = context.prepare(ReduceScatterCall, partial.shape, partial.dtype, partial.device)
     shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
-    return StartedReduceScatter(prepared, partial.contiguous(), shape, stream)
+    return StartedSum(prepared, partial.contiguous(), shape, stream)
+
+
+@outside_compile
+def start_all_reduce(partial: torch.Tensor, *, context: TPContext) -> StartedSum:
+    """Starts the all-reduce of ``partial`` [..., N] by copy engines, beside what the current stream does next. One at
+    a time: ``wait()`` before the next op of this context.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_ar``; also without ``cuda-bindings`` on a GPU.
+    """
+    stream = context.enter("all_reduce", partial.shape, partial.dtype)
+    _check_can_copy("all_reduce", context)
+    prepared = context.prepare(AllReduceCall, partial.shape, partial.dtype, partial.device)
+    return StartedSum(prepared, partial.contiguous(), tuple(partial.shape), stream)
+
+
+def _check_can_copy(name: str, context: TPContext) -> None:
+    if not can_copy(context):
+        raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")

@@ -16,9 +16,12 @@ from ditron_train.gemm.operands import Operand, padded_columns
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.driver import has_driver
+from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import DTYPES
+from ditron_train.tp.all_reduce import PreparedAllReduce
 from ditron_train.tp.choices import choose
-from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
+from ditron_train.tp.chunked_gemm_ar import PreparedGemmAr, gemm_ar_by
+from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs, covers
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
@@ -29,6 +32,8 @@ from ditron_train.tp.scatter import SUM_DTYPES, PreparedScatter
 __all__ = [
     "AgGemmCall",
     "AllGatherCall",
+    "AllReduceCall",
+    "GemmArCall",
     "GemmRsCall",
     "PreparedAgGemm",
     "PreparedGemmRs",
@@ -38,7 +43,7 @@ __all__ = [
 ]
 
 
-def _check(context: TPContext, call: AgGemmCall | GemmRsCall) -> tuple[int, int]:
+def _check(context: TPContext, call: AgGemmCall | GemmRsCall | GemmArCall) -> tuple[int, int]:
     """Checks what this rank can see alone; returns (N, K)."""
     name, layout, x_shape, weight_shape = call.op, call.layout, call.x_shape, call.weight_shape
     if layout not in ("nt", "nn"):
@@ -139,11 +144,37 @@ class GemmRsCall(NamedTuple):
         return gemm_rs_by(context, partition, n, k, self.dtype, self.layout, choice)
 
 
+class GemmArCall(NamedTuple):
+    """Of ``ops.gemm_ar``."""
+
+    op = "gemm_ar"  # type: ignore[misc]  # no field
+    x_shape: torch.Size
+    weight_shape: torch.Size
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    weight_device: torch.device
+    layout: Layout
+    choice: Choice | None
+
+    def prepare(self, context: TPContext) -> PreparedGemmAr | None:
+        """See above."""
+        n, k = _check(context, self)
+        m = self.x_shape[:-1].numel()
+        if m == 0:
+            channels = (context.all_reduce_channel, context.push_channel, context.reduce_channel)
+            context.agree_on_nothing(channels, columns=n, dtype=self.dtype)
+            return None
+        problem = Problem(self.op, m, n, k, self.layout, self.dtype, context.world_size)
+        choice = self.choice or choose(problem, context.machine)
+        return gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
+
+
 def gemm_rs_by(
     context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout, choice: Choice
 ) -> PreparedChunkedGemmRs | PreparedGemmRs:
     """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
-    by_copy = choice.scatter == "copy" and can_copy(context) and PreparedChunkedGemmRs.covers(n, dtype)
+    by_copy = choice.scatter == "copy" and can_copy(context) and covers(n, dtype)
     kind = PreparedChunkedGemmRs if by_copy else PreparedGemmRs
     return kind(context, partition, n, k, dtype, layout, choice)
 
@@ -186,14 +217,33 @@ class ReduceScatterCall(NamedTuple):
 
     def prepare(self, context: TPContext) -> PreparedScatter:
         """See above."""
-        is_fitting = self.device == context.device and len(self.shape) >= 2
-        if is_fitting and self.shape.numel() == 0:
-            context.agree_on_nothing((context.reduce_channel,))
-        if not is_fitting or self.shape.numel() == 0:
-            raise NotSupportedError(
-                f"reduce_scatter: {tuple(self.shape)} on {self.device}, context on {context.device}"
-            )
-        if self.dtype not in SUM_DTYPES:
-            raise NotSupportedError(f"reduce_scatter: {self.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
+        _check_summed("reduce_scatter", context, context.reduce_channel, self)
         partition = _partition("reduce_scatter", context, self.shape, None, total=True)
         return PreparedScatter(context, partition, self.shape[-1], self.dtype)
+
+
+class AllReduceCall(NamedTuple):
+    """Of ``ops.start_all_reduce``; no rows are an error."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def prepare(self, context: TPContext) -> PreparedAllReduce:
+        """See above."""
+        _check_summed("all_reduce", context, context.all_reduce_channel, self)
+        rows, columns = self.shape[:-1].numel(), self.shape[-1]
+        if not covers(columns, self.dtype):
+            raise NotSupportedError(f"all_reduce: rows of {columns} x {self.dtype} are not whole 16 bytes")
+        return PreparedAllReduce(context, rows, columns, self.dtype, chunk_rows=rows)
+
+
+def _check_summed(name: str, context: TPContext, channel: Channel, call: ReduceScatterCall | AllReduceCall) -> None:
+    """Whether something is there that can be added up."""
+    is_fitting = call.device == context.device and len(call.shape) >= 2
+    if is_fitting and call.shape.numel() == 0:
+        context.agree_on_nothing((channel,))
+    if not is_fitting or call.shape.numel() == 0:
+        raise NotSupportedError(f"{name}: {tuple(call.shape)} on {call.device}, context on {context.device}")
+    if call.dtype not in SUM_DTYPES:
+        raise NotSupportedError(f"{name}: {call.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")

@@ -10,9 +10,11 @@ import torch
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.runtime.tuning_table import shape_class
 
-__all__ = ["Choice", "GatherPlan", "Layout", "Machine", "Op", "Problem", "ScatterMode"]
+__all__ = ["PUSH_BYTES", "Choice", "GatherPlan", "Layout", "Machine", "Op", "Problem", "ScatterMode"]
 
-Op = Literal["ag_gemm", "gemm_rs"]
+Op = Literal["ag_gemm", "gemm_rs", "gemm_ar"]
+#: Of a result: so much of it a GEMM-AR can exchange by stores.
+PUSH_BYTES = 4 << 20
 Layout = Literal["nt", "nn"]
 # How partial sums of a GEMM-RS travel: stored by its epilogue, or by copy engines behind a GEMM for the rows of each
 # rank.
@@ -72,9 +74,11 @@ class Choice:
 
     Attributes:
         config: Tile sizes.
-        gather: Of an AG-GEMM: how rows travel.
+        gather: Of an AG-GEMM: how rows travel. Of a GEMM-AR: how partial sums do, stored behind cuBLAS's GEMM by
+            ``push_programs`` or sent by copy engines in chunks of rows, each behind its own GEMM.
         fold_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
         scatter: Of a GEMM-RS: how partial sums travel.
+        rounds: Of a GEMM-AR: in one every rank gets all partial sums; in two a GEMM-RS in chunks, then a gather.
         use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
         ask. source: ``table``, ``model`` or ``default``.
     """
@@ -83,5 +87,6 @@ class Choice:
     gather: GatherPlan = GatherPlan("copy")
     fold_rows: int = 32
     scatter: ScatterMode = "store"
+    rounds: int = 1
     use_native: bool = False
     source: str = "default"

@@ -11,6 +11,7 @@ peers' memory can be mapped side by side (``stream.window``). Times: ``docs/meas
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,20 +20,81 @@ from ditron_train.schedule.orders import chunk_order
 from ditron_train.stream.copies import Fan, copy_bytes, copy_with_flags
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.window import ring_window, send_fans
+from ditron_train.symm.channel import Channel, ChannelPointers
+from ditron_train.tp.all_reduce_kernels import OrderTables, fold_own_rows_kernel
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather_kernels import gather_start_kernel
 from ditron_train.tp.scatter_kernels import fold_rows_kernel
 
-__all__ = ["SUM_DTYPES", "PreparedScatter"]
+__all__ = ["FOLD_BLOCK", "SUM_DTYPES", "PreparedScatter", "SentPartials"]
 
 #: What is added up: in fp32, each sum rounded.
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _FEWEST_FOR_FANS = 3  # ranks
-_FOLD_BLOCK = 4096
+FOLD_BLOCK = 4096  # elements that a program adds up at once
 
 
-class PreparedScatter:
+class SentPartials:
+    """What exchanges of partial sums by copy engines share: start signals in front, a kernel behind that adds up.
+
+    Args:
+        context: Whose streams are used.
+        channel: Of the exchange: start signals draw from its first ticket slot, the sum from its second.
+        pointers: The channel as kernels take it.
+        epochs: Words whose epoch copy engines copy onto the peers' flags.
+    """
+
+    def __init__(self, context: TPContext, channel: Channel, pointers: ChannelPointers, epochs: torch.Tensor) -> None:
+        self.context, self.channel = context, channel
+        self._pointers, self._epochs = pointers, epochs
+        constants = {"WORLD_SIZE": context.world_size, "BLOCK": 128, "TARGET": context.target}
+        self._start = KernelLaunch(gather_start_kernel, 1, constants, num_warps=1)
+
+    def _launch_of_sum(self, kernel: Any, constants: dict[str, Any]) -> KernelLaunch:
+        context = self.context
+        world = {"BLOCK": FOLD_BLOCK, "WORLD_SIZE": context.world_size, "TARGET": context.target}
+        num_programs = 2 * context.num_sms if context.is_cuda else 1
+        return KernelLaunch(kernel, num_programs, {**constants, **world}, num_warps=8)
+
+    def begin(self) -> None:
+        """Start signals, behind what the current stream has done; ``send`` follows."""
+        self.context.fork()
+        self._signal_start()
+
+    def _signal_start(self) -> None:
+        context = self.context
+        if not self._start.repeat("start", context.comm_handle):
+            arguments = (self._epochs, self._epochs.numel(), self._pointers)
+            self._start(*arguments, stream=context.comm_stream, key="start")
+
+    def give_up(self) -> None:
+        """Behind ``begin`` instead of ``finish``, where not all can be sent: the next call adds up what is sent with
+        its own epoch. Peers that did not give up as well wait for the rest until their deadline."""
+        self.context.join()
+        self.channel.tickets[1:2].copy_(self.channel.tickets[:1])
+
+    def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
+        """``out``, contiguous: the sum over ranks, when all have arrived.
+
+        ``beside``: as soon as the own sends are done, beside what the current stream has been given since ``start``
+        (``partial`` must be whole by then).
+        """
+        context, fold = self.context, self._fold
+        key = (partial.data_ptr(), out.data_ptr())
+        if not fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
+            fold(*self._fold_arguments(partial, out), stream=context.comm_stream if beside else None, key=key)
+        context.join()
+        context.leave(self.channel)
+
+    _fold: KernelLaunch
+
+    def _fold_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        """Of the kernel behind ``_fold``."""
+        raise NotImplementedError
+
+
+class PreparedScatter(SentPartials):
     """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (collective to make).
 
     ``start`` enqueues the sends behind what the current stream has done, or ``begin`` and then ``send`` for rows as
@@ -45,6 +107,7 @@ class PreparedScatter:
         num_columns: N, with rows of whole 16 bytes.
         dtype: Of the partial sums.
         in_parts: Whether ``finish`` comes long before the last rows do, and adds up the others meanwhile.
+        order: Of the sums, where it is not the ring's: an all-reduce's.
     """
 
     def __init__(
@@ -55,20 +118,23 @@ class PreparedScatter:
         dtype: torch.dtype,
         *,
         in_parts: bool = False,
+        order: OrderTables | None = None,
+        vector: int = 1,
     ) -> None:
-        self.context = context
-        self.channel = channel = context.reduce_channel
+        channel = context.reduce_channel
         self.partition = partition
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype)
-        self._pointers = channel.pointers(context.agree(channel, values))
+        pointers = channel.pointers(context.agree(channel, values))
+        super().__init__(context, channel, pointers, context.reduce_epochs)
         self._slots = context.slots(context.world_size * partition.max_count, num_columns, dtype)
         self._row_starts = context.table(partition, partition.starts)
         self._num_columns = num_columns
-        world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
-        self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
-        num_programs = 2 * context.num_sms if context.is_cuda else 1
-        constants = {"FIRST_PART": context.world_size - 2 if in_parts else 0, "BLOCK": _FOLD_BLOCK, **world, **target}
-        self._fold = KernelLaunch(fold_rows_kernel, num_programs, constants, num_warps=8)
+        self._order = order
+        if order is None:
+            first_part = {"FIRST_PART": context.world_size - 2 if in_parts else 0}
+            self._fold = self._launch_of_sum(fold_rows_kernel, first_part)
+        else:
+            self._fold = self._launch_of_sum(fold_own_rows_kernel, {"VECTOR": vector})
         self.peers = chunk_order(context.rank, context.world_size, "sum_push").tolist()
         self._row_bytes = num_columns * dtype.itemsize
         self._copies = self._list_copies(self._row_bytes)
@@ -137,17 +203,6 @@ class PreparedScatter:
             self._fans = []
             copy_with_flags(self._copies, address, stream)
 
-    def begin(self) -> None:
-        """Start signals, behind what the current stream has done; ``send`` follows."""
-        self.context.fork()
-        self._signal_start()
-
-    def _signal_start(self) -> None:
-        context = self.context
-        if not self._start.repeat("start", context.comm_handle):
-            arguments = (context.reduce_epochs, context.world_size, self._pointers)
-            self._start(*arguments, stream=context.comm_stream, key="start")
-
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
         """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals``
         behind the last of them. Peers that add up in parts wait for all sources but one: so long flags can wait, to be
@@ -171,23 +226,7 @@ class PreparedScatter:
             ]
             copy_with_flags(flags_alone, partial.data_ptr(), stream)
 
-    def give_up(self) -> None:
-        """Behind ``begin`` instead of ``finish``, where not all can be sent: the next call adds up what is sent with
-        its own epoch. Peers that did not give up as well wait for the rest until their deadline."""
-        self.context.join()
-        self.channel.tickets[1:2].copy_(self.channel.tickets[:1])
-
-    def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
-        """``out`` [rows of this rank, N], contiguous: the sum over ranks, when all have arrived.
-
-        ``beside``: as soon as the own sends are done, beside what the current stream has been given since ``start``
-        (``partial`` must be whole by then).
-        """
-        context = self.context
-        key = (partial.data_ptr(), out.data_ptr())
-        if not self._fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
-            sizes = (self._num_columns, self.partition.max_count)
-            arguments = (partial, self._slots.local, self._pointers, out, self._row_starts, *sizes)
-            self._fold(*arguments, stream=context.comm_stream if beside else None, key=key)
-        context.join()
-        context.leave(self.channel)
+    def _fold_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        order = () if self._order is None else (self._order,)
+        operands = (partial, self._slots.local, self._pointers, out, self._row_starts, *order)
+        return (*operands, self._num_columns, self.partition.max_count)

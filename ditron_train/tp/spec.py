@@ -1,4 +1,4 @@
-"""AG-GEMM and GEMM-RS declared for the tools: against NCCL and cuBLAS, one after the other, as Megatron runs them."""
+"""AG-GEMM, GEMM-RS and GEMM-AR declared for the tools: against NCCL and cuBLAS one after the other, as in Megatron."""
 
 from __future__ import annotations
 
@@ -14,17 +14,28 @@ from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
 from ditron_train.tp.choices import choose, default_choice, entry_of, modelled_choice, tile_variants, transfer_variants
+from ditron_train.tp.chunked_gemm_ar import gemm_ar_by
 from ditron_train.tp.context import RowPartition, TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
-from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather
-from ditron_train.tp.prepared import PreparedAgGemm, gemm_rs_by
+from ditron_train.tp.ops import ag_gemm, gemm_ar, gemm_rs, start_all_gather
+from ditron_train.tp.prepared import PreparedAgGemm, can_copy, gemm_rs_by
 from ditron_train.tp.problem import Choice, Layout, Op, Problem
 
-__all__ = ["AG_GEMM", "GEMM_RS", "SPECS", "GemmCall", "GemmSpec", "linear_shapes", "local_shapes", "why_not_linear"]
+__all__ = [
+    "AG_GEMM",
+    "GEMM_AR",
+    "GEMM_RS",
+    "SPECS",
+    "GemmCall",
+    "GemmSpec",
+    "linear_shapes",
+    "local_shapes",
+    "why_not_linear",
+]
 
 
 class GemmCall(NamedTuple):
-    """Operands of this rank: ``x`` [M / W, K] (AG-GEMM) or [M, K] (GEMM-RS), ``weight`` [N, K] (nt) or [K, N] (nn)."""
+    """Operands of this rank: ``x`` [M / W, K] (AG-GEMM) or [M, K], ``weight`` [N, K] (nt) or [K, N] (nn)."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -35,7 +46,7 @@ def linear_shapes(op: Op, world_size: int, on_gpu: bool) -> list[Shape]:
     """Published layers by their global M, N and K; a small one where kernels are interpreted."""
     if not on_gpu:
         return [Shape("custom", {"m": 256, "n": 256, "k": 256})]
-    shapes = load_workloads()[op]["shapes"]
+    shapes = load_workloads()["ag_gemm" if op == "ag_gemm" else "gemm_rs"]["shapes"]
     return [Shape(one["model"], {"m": one["M"], "n": one["N"], "k": one["K"]}) for one in shapes]
 
 
@@ -46,8 +57,9 @@ def why_not_linear(op: Op, shape: Shape, world_size: int, label: str | None = No
     split = "N" if op == "ag_gemm" else "K"
     if min(m, n, k) < 1:
         return f"{what} {m}x{n}x{k}: sizes have to be above 0"
-    if m % world_size or (n if op == "ag_gemm" else k) % world_size:
-        return f"{what} {m}x{n}x{k} does not divide over {world_size} ranks: M and {split} have to"
+    if (m % world_size and op != "gemm_ar") or (n if op == "ag_gemm" else k) % world_size:
+        wanted = f"{split} has" if op == "gemm_ar" else f"M and {split} have"
+        return f"{what} {m}x{n}x{k} does not divide over {world_size} ranks: {wanted} to"
     return None
 
 
@@ -113,13 +125,15 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
 
     def megatron(self, call: GemmCall) -> Function:
         """See `OpSpec`."""
+        if self.op == "gemm_ar":
+            return lambda x, weight: [_sum(self._multiply(x, weight), call.group)]
         if self.op == "gemm_rs":
             return lambda x, weight: [_scatter(self._multiply(x, weight), call.group)]
         return lambda x, weight: [self._multiply(_gather(x, call.group), weight)]
 
     def fused(self, call: GemmCall, context: TPContext) -> Function:
         """See `OpSpec`."""
-        op: Callable[..., Any] = gemm_rs if self.op == "gemm_rs" else ag_gemm
+        op: Callable[..., Any] = {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "gemm_ar": gemm_ar}[self.op]
         return lambda x, weight: [op(x, weight, context=context, layout=self.layout)]
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
@@ -164,12 +178,13 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         else:
             partial = x.new_zeros(m, n)
             parts["gemm"] = lambda: self._multiply(x, weight)
-            parts["comm"] = lambda: _scatter(partial, group)
+            move = _sum if self.op == "gemm_ar" else _scatter
+            parts["comm"] = lambda: move(partial, group)
         return parts
 
     def peers(self, call: GemmCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
         """See `OpSpec`."""
-        if self.layout != "nt" or context.target == "interpreter":
+        if self.layout != "nt" or self.op == "gemm_ar" or context.target == "interpreter":
             return {}
         return {"async-TP": lambda: self._async_tp(call.x, call.weight, call.group.group_name)}
 
@@ -181,9 +196,9 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, group_name, return_A=False)[1][0]
 
     def comm_sms(self, call: GemmCall, context: TPContext) -> int:
-        """See `OpSpec`: the tiles of GEMM-RS are sent by the GEMM itself; behind copy engines one program forwards
-        their signals."""
-        if self.op == "gemm_rs" or context.target == "interpreter":
+        """See `OpSpec`: GEMM-RS and GEMM-AR send by the GEMM itself, by copy engines or behind the GEMM; behind the
+        gather's copy engines one program forwards their signals."""
+        if self.op != "ag_gemm" or context.target == "interpreter":
             return 0
         plan = choose(self.problem(call), context.machine).gather
         return plan.push_programs if plan.mode == "push" else 1
@@ -211,6 +226,10 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         key = ("tune", problem, choice)
         prepared = context.prepared.get(key)
         if prepared is None:
+            if self.op == "gemm_ar":
+                prepared = gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
+                context.prepared[key] = prepared
+                return prepared
             partition = _even(problem)
             prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else gemm_rs_by
             prepared = prepare(context, partition, problem.n, problem.k, problem.dtype, self.layout, choice)
@@ -224,7 +243,7 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         def run(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
             context.enter("tune", problem.table_op, problem.m, problem.n, problem.k)
             prepared = self._prepared(call, context, candidate)
-            if self.op == "ag_gemm":
+            if self.op != "gemm_rs":
                 return [prepared(x, weight)]
             out = x.new_empty(problem.m // problem.world_size, problem.n)
             prepared(x, weight, out)
@@ -236,7 +255,14 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         """See `OpSpec`; sizes are specialised on by their divisibility alone."""
         problem, prepared = self.problem(call), self._prepared(call, context, candidate)
         aligned = problem.n % 16 == 0
-        identity = (prepared.identity, problem.dtype, aligned, candidate.gather.mode, candidate.scatter)
+        identity = (
+            prepared.identity,
+            problem.dtype,
+            aligned,
+            candidate.gather.mode,
+            candidate.scatter,
+            candidate.rounds,
+        )
         return identity, lambda: prepared.compile(call.x, call.weight)
 
     def entry(self, call: GemmCall, candidate: Choice, *, is_native: bool) -> dict[str, Any]:
@@ -246,8 +272,13 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return {**entry, "shape": f"{problem.m}x{problem.n}x{problem.k}"}
 
 
-def _way(choice: Choice) -> tuple[str, str]:
-    return choice.gather.mode, choice.scatter
+def _way(choice: Choice) -> tuple[str, str, int]:
+    return choice.gather.mode, choice.scatter, choice.rounds
+
+
+def _sum(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(partial, group=group)
+    return partial
 
 
 def _even(problem: Problem) -> RowPartition:
@@ -266,6 +297,13 @@ def _scatter(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return out
 
 
-AG_GEMM, GEMM_RS = GemmSpec("ag_gemm", "nt"), GemmSpec("gemm_rs", "nt")
+AG_GEMM, GEMM_RS, GEMM_AR = (GemmSpec(op, "nt") for op in ("ag_gemm", "gemm_rs", "gemm_ar"))
 #: ``nn`` is dgrad's layout: tuned, but not a row of its own.
-SPECS: Sequence[OpSpec[Any, Any]] = (AG_GEMM, GEMM_RS, GemmSpec("ag_gemm", "nn"), GemmSpec("gemm_rs", "nn"))
+SPECS: Sequence[OpSpec[Any, Any]] = (
+    AG_GEMM,
+    GEMM_RS,
+    GEMM_AR,
+    GemmSpec("ag_gemm", "nn"),
+    GemmSpec("gemm_rs", "nn"),
+    GemmSpec("gemm_ar", "nn"),
+)

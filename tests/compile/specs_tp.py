@@ -98,6 +98,35 @@ def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8):
     )
 
 
+def _all_reduce(name, kernel, vector):
+    """``vector`` 0: two ranks."""
+    constexprs = {"VECTOR": vector, "BLOCK": 4096, "WORLD_SIZE": 8 if vector else 2}
+    sizes, slots = ("num_elements", "chunk_elements"), {"slots_ptr": "*bf16"}
+    if kernel == "fold_all_kernel":
+        constexprs = {"CHUNKS": 64, **constexprs}
+    elif kernel == "push_and_fold_kernel":
+        constexprs = {"AREA": 1 << 21, "MOST_PROGRAMS": 128, **constexprs, "BLOCK": 2048}
+        sizes, slots = ("num_elements",), {"slots_addresses": "*i64"}
+    is_own = kernel == "fold_own_rows_kernel"
+    tables = dict.fromkeys(("ends", "order_of_run", "orders", "first_runs"), "*i32")
+    return KernelSpec(
+        name=name,
+        kernel=f"ditron_train.tp.all_reduce_kernels:{kernel}",
+        signature={
+            "partial_ptr": "*bf16",
+            **slots,
+            "channel": _CHANNEL,
+            "out_ptr": "*bf16",
+            **({"row_starts_ptr": "*i32"} if is_own else {}),
+            "tables": tables,
+            **dict.fromkeys(("N", "slot_rows") if is_own else sizes, "i32"),
+        },
+        constexprs=constexprs,
+        num_warps=8,
+        signals=True if kernel == "push_and_fold_kernel" else None,
+    )
+
+
 _WIDE = ((128, 256, 64), 4, ("sm_90", "sm_100"))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
 
@@ -169,6 +198,12 @@ SPECS = [
         for layout in ("nt", "nn")
         for even in (True, False)
         for size, (block, stages, targets) in (("wide", _WIDE), ("square", _SQUARE))
+    ),
+    *(
+        _all_reduce(f"tp_{kernel}_{'any_order' if vector == 0 else 'in_order'}", f"{kernel}_kernel", vector)
+        for kernel in ("fold_all", "push_and_fold", "fold_own_rows")
+        for vector in (0, 8)
+        if vector or kernel != "fold_own_rows"
     ),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),

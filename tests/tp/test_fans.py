@@ -262,7 +262,7 @@ def test_scatters_go_one_by_one_from_the_first_refusal_on(monkeypatch):
 def test_gathers_go_one_by_one_from_the_first_refusal_on(monkeypatch):
     own_rows = torch.zeros(4 * ROW_BYTES, dtype=torch.uint8)
     copies = [(100 * peer, 0, 4 * ROW_BYTES, 7 + peer, 0) for peer in range(4)]
-    prepared = SimpleNamespace(_fans=["rows", "flags"], _copies=copies, _own_rows=own_rows)
+    prepared = SimpleNamespace(_fans=["rows", "flags"], _copies=copies, own_rows=own_rows)
     sends = _Sends(monkeypatch, gather, refuses=True)
     PreparedGather._send_to_others(prepared, None)
     assert prepared._fans == []

@@ -44,7 +44,7 @@ from ditron_train.tp.spec import AG_GEMM, GEMM_RS, GemmSpec, local_shapes
 __all__ = ["add_arguments", "run"]
 
 _ROW_BYTES = 16  # rows of symmetric memory are whole so many bytes
-_NOT_BY_DEFAULT = ("gemm_rs nn",)  # it runs where a weight is frozen, or copy engines cannot be driven
+_NOT_BY_DEFAULT = ("gemm_rs nn", "gemm_ar nn")  # they run where a weight is frozen, or no copy engine can be driven
 
 
 def _tuned_specs() -> dict[str, OpSpec[Any, Any]]:

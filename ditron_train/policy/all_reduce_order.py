@@ -1,0 +1,205 @@
+"""The orders in which NCCL's all-reduce adds, element by element: revealed by values, as ``policy.order`` does for the
+reduce-scatter.
+
+NCCL's ring all-reduce is a reduce-scatter and an all-gather over chunks of the buffer: which rank a chunk's sum ends
+at depends on its place in the buffer, on the channels and on the size. So the map holds for one number of elements of
+one type. It is learnt in two rounds of one all-reduce for every pair of ranks: the first tells every rank's place in
+the sum of every element, the second whether a left fold in these places explains what is seen, and that the order does
+not change from call to call. A last all-reduce tells whether every hop rounds to the type.
+
+Two ranks need no map: ``a + b`` is ``b + a``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy.order import VALUES
+from ditron_train.runtime.groups import GroupCache
+from ditron_train.symm.exchange import exchange
+
+__all__ = ["AllReduce", "SumMap", "SumOrders", "all_reduce_orders", "forget_all_reduce_orders", "reveal_orders"]
+
+#: ``(x)``: in place, the sum over ranks.
+AllReduce = Callable[[torch.Tensor], object]
+
+_MOST_RUNS = 1 << 16  # of one map; NCCL's chunks are far longer
+_SAMPLE = 8191  # random values that are repeated over a buffer
+_SETTINGS = "NCCL_ALGO=Ring and NCCL_NVLS_ENABLE=0"
+
+
+@dataclass(frozen=True)
+class SumMap:
+    """Runs of elements whose sums are left folds in one order each.
+
+    Attributes:
+        ends: Of every run, the element behind its last; ascending.
+        order_of_run: For every run, an index of ``orders``.
+        orders: Permutations of the ranks: the first two are added, then the third, ..., each sum rounded.
+    """
+
+    ends: tuple[int, ...]
+    order_of_run: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def ring(cls, num_elements: int, world_size: int) -> SumMap:
+        """One chunk for each rank, in the order of the ranks: what a ring of one channel does in one round."""
+        ends = tuple(num_elements * (rank + 1) // world_size for rank in range(world_size))
+        orders = (tuple((rank + 1 + hop) % world_size for hop in range(world_size)) for rank in range(world_size))
+        return cls(ends, tuple(range(world_size)), tuple(orders))
+
+
+@dataclass(frozen=True)
+class SumOrders:
+    """What was seen; the same on every rank of the group.
+
+    Attributes:
+        sums: The map; None where the sums are no left folds, or were not seen twice alike.
+        reason: Why ours cannot have these bits, and what would change that; None with a map.
+    """
+
+    sums: SumMap | None
+    reason: str | None
+
+
+_known: GroupCache[tuple[dist.ProcessGroup, torch.dtype, int], SumOrders] = GroupCache()
+
+
+def forget_all_reduce_orders() -> None:
+    """Look anew at the next use."""
+    _known.clear()
+
+
+def all_reduce_orders(
+    group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, num_elements: int
+) -> SumOrders:
+    """The orders of NCCL on ``group`` for buffers of ``num_elements``; looked at once (collective, some 50 ms for
+    8 ranks and 128 MB)."""
+    key = (group, dtype, num_elements)
+    if key not in _known:
+
+        def all_reduce(x: torch.Tensor) -> None:
+            dist.all_reduce(x, group=group)
+
+        _known[key] = reveal_orders(all_reduce, num_elements, group=group, device=device, dtype=dtype)
+    return _known[key]
+
+
+def reveal_orders(
+    all_reduce: AllReduce, num_elements: int, *, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> SumOrders:
+    """Looks at the orders of ``all_reduce`` (collective over ``group``).
+
+    Args:
+        all_reduce: Over ``group``.
+        num_elements: Of its buffer.
+        dtype: bfloat16 or float16; of two ranks, any.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if world <= 2:
+        return SumOrders(SumMap.ring(num_elements, world), None)
+    if dtype not in VALUES or world > VALUES[dtype][2]:
+        return SumOrders(None, f"the orders of sums of {world} ranks in {dtype} cannot be read from their values")
+    seen = _Seen(all_reduce, num_elements, world, rank, device, dtype)
+    found = exchange(group, _as_plain(seen.read()))
+    if any(one != found[0] for one in found) or not found[0]:
+        return SumOrders(
+            None, f"NCCL's all-reduce does not add along a chain of the ranks ({_SETTINGS} would change it)"
+        )
+    sums = SumMap(*(tuple(part) for part in found[0][:2]), tuple(tuple(order) for order in found[0][2]))
+    equal = exchange(group, int(_rounds_each_hop(all_reduce, sums, world, rank, device, dtype)))
+    if not all(equal):
+        return SumOrders(
+            None, f"NCCL's all-reduce does not round to {dtype} at every hop ({_SETTINGS} would change it)"
+        )
+    return SumOrders(sums, None)
+
+
+def _as_plain(sums: SumMap | None) -> list[list[int] | list[list[int]]]:
+    if sums is None:
+        return []
+    return [list(sums.ends), list(sums.order_of_run), [list(order) for order in sums.orders]]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One buffer's all-reduces of huge values and units."""
+
+    all_reduce: AllReduce
+    num_elements: int
+    world: int
+    rank: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def _sizes(self, i: int, j: int) -> torch.Tensor:
+        """For every element the leaves of the smallest subtree of its sum that holds both ranks, uint8."""
+        huge, unit, _ = VALUES[self.dtype]
+        value = huge if self.rank == i else -huge if self.rank == j else unit
+        x = torch.full((self.num_elements,), value, device=self.device, dtype=self.dtype)
+        self.all_reduce(x)
+        return (self.world - x.div_(unit)).clamp_(0, 255).to(torch.uint8)
+
+    def read(self) -> SumMap | None:
+        """The map; None where no left fold explains it. Every rank makes all the calls, whatever it sees."""
+        pairs = list(itertools.combinations(range(self.world), 2))
+        shape = (self.world, self.num_elements)
+        places = torch.full(shape, 255, device=self.device, dtype=torch.uint8)  # of the first two ranks: 2
+        for i, j in pairs:
+            sizes = self._sizes(i, j)
+            for one in (i, j):
+                torch.minimum(places[one], sizes, out=places[one])
+        is_fold = torch.ones((), device=self.device, dtype=torch.bool)
+        for i, j in pairs:
+            is_fold &= (self._sizes(i, j) == torch.maximum(places[i], places[j])).all()
+        begins = torch.cat([places.new_ones(1), (places[:, 1:] != places[:, :-1]).any(0).to(torch.uint8)])
+        starts = begins.nonzero().view(-1)
+        if not bool(is_fold) or starts.numel() > _MOST_RUNS:
+            return None
+        return _map_of(starts.tolist(), places[:, starts].t().tolist(), self.num_elements)
+
+
+def _map_of(starts: list[int], places: list[list[int]], num_elements: int) -> SumMap | None:
+    """``places``: for every run, that of each rank; the first two both have 2."""
+    world = len(places[0])
+    orders: dict[tuple[int, ...], int] = {}
+    for row in places:
+        if sorted(row) != [2, *range(2, world + 1)]:
+            return None
+        order = tuple(sorted(range(world), key=lambda rank: row[rank]))
+        orders.setdefault(order, len(orders))
+    of_runs = [orders[tuple(sorted(range(world), key=lambda rank: row[rank]))] for row in places]
+    return SumMap((*starts[1:], num_elements), tuple(of_runs), tuple(orders))
+
+
+def _rounds_each_hop(
+    all_reduce: AllReduce, sums: SumMap, world: int, rank: int, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether random values of very different magnitudes give the bits of the folds with a rounding at every hop."""
+    generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have
+    values = torch.randn(world, _SAMPLE, generator=generator)
+    values *= torch.exp2(torch.randint(-6, 7, values.shape, generator=generator).float())
+    values = values.to(dtype).to(device)
+    num_elements = sums.ends[-1]
+    repeats = -(-num_elements // _SAMPLE)
+    x = values[rank].repeat(repeats)[:num_elements].contiguous()
+    all_reduce(x)
+    is_equal = torch.ones((), device=device, dtype=torch.bool)
+    folds = []
+    for first, *others in sums.orders:
+        total = values[first]
+        for source in others:
+            total = (total.float() + values[source].float()).to(dtype)
+        folds.append(total)
+    start = 0
+    for end, order in zip(sums.ends, sums.order_of_run):
+        expected = folds[order][torch.arange(start, end, device=device) % _SAMPLE]
+        is_equal &= (x[start:end] == expected).all()
+        start = end
+    return bool(is_equal)

@@ -1,0 +1,131 @@
+"""Column and row linear layers without sequence parallelism, as autograd functions.
+
+Every rank holds all s tokens; W ranks, K inputs and N outputs of the whole layer. With ``AR`` an all-reduce:
+
+    column: Y [s, N/W] = X [s, K] @ Wt^T             Wt [N/W, K]
+            dX = AR(dY @ Wt)                          dWt = dY^T @ X
+    row:    Y [s, N] = AR(X [s, K/W] @ Wt^T)          Wt [N, K/W]
+            dX = dY @ Wt                              dWt = dY^T @ X
+
+Order of roundings as in Megatron's ``LinearWithGradAccumulationAndAsyncCommunication`` with ``allreduce_dgrad`` and
+its ``RowParallelLinear``: GEMMs round once to the activation dtype, each element of an all-reduce is added in NCCL's
+order with a rounding at every hop, bias is a separate addition.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.tp.context import TPContext
+from ditron_train.tp.functions import PlainWgrad, Wgrad
+from ditron_train.tp.ops import gemm_ar, start_all_reduce
+from ditron_train.tp.prepared import can_copy
+
+__all__ = ["column_linear_ar", "row_linear_ar"]
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+@outside_compile
+class _ColumnLinearAr(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, context, wgrad):
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        ctx.context, ctx.wgrad = context, wgrad
+        y = torch.matmul(x, weight.t())
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        refuse_second_derivatives("column_linear_ar")
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        deferred = needs_weight and ctx.wgrad.defer(grad_output)
+        grad_x = grad_weight = started = None
+        if needs_x and x.numel() == 0:
+            grad_x = torch.empty_like(x)
+        elif needs_x and (not needs_weight or not can_copy(ctx.context)):
+            grad_x = gemm_ar(grad_output, weight, context=ctx.context, layout="nn")
+        elif needs_x:
+            started = start_all_reduce(grad_output.matmul(weight), context=ctx.context)
+        try:
+            if deferred:
+                grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
+            elif needs_weight:
+                grad_weight = ctx.wgrad(_rows(grad_output), _rows(x))
+        finally:  # starts and waits are counted, and what copy engines read must not be freed under them
+            grad_x = started.wait() if started is not None else grad_x
+        grad_bias = _rows(grad_output).sum(dim=0) if ctx.has_bias and needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+@outside_compile
+class _RowLinearAr(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, context, wgrad):
+        ctx.save_for_backward(x, weight)
+        ctx.wgrad = wgrad
+        return gemm_ar(x, weight, context=context)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        refuse_second_derivatives("row_linear_ar")
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = grad_output.matmul(weight) if needs_x else None
+        grad_weight = ctx.wgrad(_rows(grad_output), _rows(x)) if needs_weight else None
+        return grad_x, grad_weight, None, None
+
+
+@outside_compile
+def column_linear_ar(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    context: TPContext,
+    bias: torch.Tensor | None = None,
+    wgrad: Wgrad | None = None,
+) -> torch.Tensor:
+    """x @ weight^T (+ bias), whose backward sums x's gradient over the ranks: the column-parallel linear layer without
+    sequence parallelism. The sum travels by copy engines under the weight gradient's GEMM.
+
+    Args:
+        x: [s, ..., K], all tokens, the same on every rank.
+        weight: [N / W, K], this rank's rows of the weight.
+        context: The tensor-parallel group's context.
+        bias: [N / W] or None; added after the GEMM's rounding.
+        wgrad: Computes the weight gradient (None: ``PlainWgrad``).
+
+    Returns:
+        [s, ..., N / W].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_ar``, in backward.
+    """
+    return _ColumnLinearAr.apply(x, weight, bias, context, wgrad or PlainWgrad())
+
+
+@outside_compile
+def row_linear_ar(
+    x: torch.Tensor, weight: torch.Tensor, *, context: TPContext, wgrad: Wgrad | None = None
+) -> torch.Tensor:
+    """AR(x @ weight^T): the row-parallel linear layer without sequence parallelism (bias is added by the caller).
+
+    Args:
+        x: [s, ..., K / W], all tokens, this rank's share of the inputs.
+        weight: [N, K / W].
+        context: The tensor-parallel group's context.
+        wgrad: Computes the weight gradient (None: ``PlainWgrad``).
+
+    Returns:
+        [s, ..., N].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_ar``.
+    """
+    return _RowLinearAr.apply(x, weight, context, wgrad or PlainWgrad())

@@ -1,0 +1,124 @@
+"""GEMM-AR: a GEMM and the all-reduce of its result, prepared for one shape in each of three ways.
+
+* Little to send: cuBLAS's GEMM, then one kernel that stores, waits and adds up.
+* In chunks of rows: a GEMM for each, sent whole to every peer by copy engines while the next one runs; then the sum.
+* In two rounds, for many ranks: a GEMM-RS in chunks, each row's sum at one rank, in the orders of the all-reduce; then
+  a gather of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.tp.all_reduce import PreparedAllReduce, PreparedPush, order_tables
+from ditron_train.tp.chunked_gemm_rs import ChunkedGemm, PreparedChunkedGemmRs, covers
+from ditron_train.tp.context import RowPartition, TPContext
+from ditron_train.tp.cost_model import chunk_rows_of
+from ditron_train.tp.gather import PreparedGather
+from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Problem
+from ditron_train.tp.scatter import FOLD_BLOCK
+
+__all__ = ["PreparedChunkedGemmAr", "PreparedGemmArInTwoRounds", "PreparedPushedGemmAr", "gemm_ar_by"]
+
+
+class PreparedPushedGemmAr:
+    """cuBLAS's product, then ``PreparedPush``; collective to make."""
+
+    def __init__(self, context: TPContext, problem: Problem, choice: Choice) -> None:
+        programs = choice.gather.push_programs
+        self._transpose_b = problem.layout == "nt"
+        self._sum = None
+        if context.world_size > 1:
+            self._sum = PreparedPush(context, problem.m, problem.n, problem.dtype, programs)
+
+    @property
+    def identity(self) -> Hashable:
+        """Of two with the same one the same kernels are compiled."""
+        return None if self._sum is None else self._sum.identity
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``x``: [m, k]. Returns [m, n], contiguous."""
+        product = torch.matmul(x, weight.t() if self._transpose_b else weight)
+        if self._sum is not None:
+            self._sum(product)
+        return product
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Compiles what a call with these would run, without running it."""
+        if self._sum is not None:
+            self._sum.compile(x.new_empty(x.shape[0], weight.shape[0 if self._transpose_b else 1]))
+
+
+class PreparedChunkedGemmAr(ChunkedGemm):
+    """[m, k] times a weight, in chunks of rows that are sent to every peer; collective to make."""
+
+    def __init__(self, context: TPContext, problem: Problem, choice: Choice) -> None:
+        rows = chunk_rows_of(problem.m, choice)
+        exchange = PreparedAllReduce(context, problem.m, problem.n, problem.dtype, rows)
+        super().__init__(context, problem, choice, exchange)
+        for position, first in enumerate(range(0, problem.m, rows)):
+            self._add_chunk(first, min(first + rows, problem.m), position, is_last=True)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``x``: [m, k]. Returns [m, n], contiguous."""
+        out = x.new_empty(self.m, self.n)
+        self.into(x, weight, out)
+        return out
+
+
+class PreparedGemmArInTwoRounds:
+    """A GEMM-RS whose owners add in the all-reduce's orders, into their place in the gathered buffer, then the gather;
+    collective to make."""
+
+    def __init__(self, context: TPContext, problem: Problem, choice: Choice) -> None:
+        m, n, dtype, world_size = problem.m, problem.n, problem.dtype, context.world_size
+        partition = RowPartition.of(
+            [m * (rank + 1) // world_size - m * rank // world_size for rank in range(world_size)]
+        )
+        order = order_tables(context, m, n, dtype, FOLD_BLOCK)
+        order_or_ring = None if order[1] == 0 else order
+        sizes = (n, problem.k, dtype, problem.layout)
+        self._product = PreparedChunkedGemmRs(context, partition, *sizes, choice, order=order_or_ring)
+        plan = GatherPlan("copy")
+        self._gather = PreparedGather(context, partition, n, dtype, plan, block_m=1, is_awaited=True)
+        self._own = self._gather.own_rows
+
+    @property
+    def identity(self) -> Hashable:
+        """Of two with the same one the same kernels are compiled."""
+        return self._product.identity
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``x``: [m, k]. Returns [m, n], contiguous."""
+        self._product(x, weight, self._own)
+        self._gather.start(self._own)
+        return self._gather.wait().clone()
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Compiles what a call with these would run, without running it."""
+        self._product.compile(x, weight)
+
+
+PreparedGemmAr = PreparedPushedGemmAr | PreparedChunkedGemmAr | PreparedGemmArInTwoRounds
+
+
+def gemm_ar_by(context: TPContext, problem: Problem, choice: Choice, *, can_copy: bool) -> PreparedGemmAr:
+    """A GEMM-AR as ``choice`` says, stored by multiprocessors where it cannot be copied (collective).
+
+    Raises:
+        NotSupportedError: It cannot be stored either; on every rank alike.
+    """
+    if context.world_size == 1:
+        return PreparedPushedGemmAr(context, problem, choice)
+    is_small = problem.m * problem.n * problem.dtype.itemsize <= PUSH_BYTES
+    is_copied = can_copy and covers(problem.n, problem.dtype)
+    if is_small and (choice.gather.mode == "push" or not is_copied):
+        return PreparedPushedGemmAr(context, problem, choice)
+    if not is_copied:
+        what = f"gemm_ar: {problem.m}x{problem.n} of {problem.dtype}"
+        why = "rows are not whole 16 bytes" if can_copy else "copy engines need cuda-bindings"
+        raise NotSupportedError(f"{what} is more than {PUSH_BYTES >> 20} MiB, and {why}")
+    return (PreparedGemmArInTwoRounds if choice.rounds == 2 else PreparedChunkedGemmAr)(context, problem, choice)

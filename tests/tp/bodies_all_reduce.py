@@ -1,0 +1,199 @@
+"""What the workers of the all-reduce tests run: every function is called on each rank, with gloo initialised."""
+
+from __future__ import annotations
+
+import random
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from bodies_tp import CPU, integers
+
+from ditron_train.gemm.configs import GemmConfig
+from ditron_train.policy.all_reduce_order import SumMap, reveal_orders
+from ditron_train.tp import all_reduce as all_reduce_ops
+from ditron_train.tp import gemm_ar, get_tp_context, start_all_reduce
+from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar
+from ditron_train.tp.problem import Choice, GatherPlan
+
+TILE = GemmConfig(16, 32, 16, 4, 2, 2)
+WAYS = {
+    "stores": Choice(TILE, GatherPlan("push", push_programs=3)),
+    "copies": Choice(TILE, GatherPlan("copy", num_chunks=3)),
+    "rounds": Choice(TILE, GatherPlan("copy"), rounds=2),
+}
+
+
+def posed_map(num_elements: int, world: int, seed: int = 5) -> SumMap:
+    """Chunks of odd lengths, in orders that come as NCCL's would: rings from any rank on, and chains."""
+    generator = random.Random(seed)
+    rings = [tuple((first + hop) % world for hop in range(world)) for first in range(world)]
+    orders = (*rings, tuple(reversed(range(world))))
+    cuts = sorted(generator.sample(range(1, num_elements), min(37, num_elements - 1)))
+    ends = (*cuts, num_elements)
+    return SumMap(ends, tuple(generator.randrange(len(orders)) for _ in ends), orders)
+
+
+def fold(partials: list[torch.Tensor], sums: SumMap) -> torch.Tensor:
+    """The all-reduce that the map says, element by element."""
+    parts = [partial.reshape(-1) for partial in partials]
+    out, start = torch.empty_like(parts[0]), 0
+    for end, order in zip(sums.ends, sums.order_of_run):
+        first, *others = sums.orders[order]
+        total = parts[first][start:end]
+        for rank in others:
+            total = (total.float() + parts[rank][start:end].float()).to(total.dtype)
+        out[start:end] = total
+        start = end
+    return out.view(partials[0].shape)
+
+
+def gathered(x: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return parts
+
+
+def posed(world: int):
+    """NCCL adds in the orders of ``posed_map``."""
+
+    def sums_of(context, num_elements, dtype):
+        return posed_map(num_elements, world)
+
+    return mock.patch.object(all_reduce_ops, "sums_of", sums_of)
+
+
+def poison(context) -> None:
+    """Not a number into all that peers write."""
+    for name in ("tp.partials", "tp.pushed", "tp.gathered"):
+        num_bytes = context.arena.capacity_bytes(name)
+        if num_bytes:
+            context.arena.tensor(name, (num_bytes // 4,), torch.float32).local.fill_(float("nan"))
+
+
+def check_gemm_ar(m: int, n: int, k: int, layout: str, way: str, dtype_name: str, repeats: int) -> None:
+    """gemm_ar against partial products folded in posed orders; buffers poisoned, a random straggler."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtype = getattr(torch, dtype_name)
+    context = get_tp_context(None, CPU)
+    rng = random.Random(rank)
+    for repeat in range(repeats):
+        x = integers((m, k), 100 * repeat + rank, dtype)
+        weight = integers((n, k) if layout == "nt" else (k, n), 7 + repeat + 50 * rank, dtype)
+        scale = torch.tensor(1.0 + rank / 8, dtype=dtype)  # partials of several magnitudes, exact in themselves
+        partial = ((x * scale).float() @ (weight.float().t() if layout == "nt" else weight.float())).to(dtype)
+        expected = fold(gathered(partial), posed_map(m * n, world))
+        if repeat:
+            poison(context)
+        dist.barrier()
+        time.sleep(rng.random() * 0.02)
+        with posed(world):
+            y = gemm_ar(x * scale, weight, context=context, layout=layout, choice=WAYS[way])
+        assert torch.equal(y, expected), (rank, repeat)
+
+
+def check_alternating(repeats: int) -> None:
+    """Small all-reduces of several sizes in turn, which share slots by parity alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_tp_context(None, CPU)
+    rng = random.Random(rank)
+    sizes = [(1, 8), (16, 600), (3, 40)]
+    weights = {size: integers((size[1], 16), 3) for size in sizes}
+    for repeat in range(repeats):
+        m, n = sizes[rng.randrange(1) + repeat % 3]
+        x = integers((m, 16), 100 * repeat + rank)
+        others = [integers((m, 16), 100 * repeat + peer) for peer in range(world)]
+        time.sleep(rng.random() * 0.01)
+        y = gemm_ar(x, weights[m, n], context=context, choice=WAYS["stores"])
+        assert torch.equal(y, sum(others) @ weights[m, n].t()), (rank, repeat)
+
+
+def check_start_all_reduce(shape: tuple[int, ...], repeats: int) -> None:
+    """start_all_reduce on real numbers in bf16: the order of roundings shows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_tp_context(None, CPU)
+    for repeat in range(repeats):
+        generator = torch.Generator().manual_seed(10 * repeat + rank)
+        partial = torch.randn(shape, generator=generator).to(torch.bfloat16)
+        with posed(world):
+            started = start_all_reduce(partial, context=context)
+        expected = fold(gathered(partial), posed_map(partial.numel(), world))
+        assert torch.equal(started.wait(), expected)
+
+
+def check_layers(shape: tuple[int, int], n: int, k: int) -> None:
+    """Column and row linear, forward and all gradients, against gloo and torch.matmul on integers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_tp_context(None, CPU)
+    for frozen in (False, True):
+        x = integers((*shape, k), 1).requires_grad_()
+        weight = integers((n // world, k), 10 + rank).requires_grad_(not frozen)
+        bias = integers((n // world,), 20 + rank).requires_grad_()
+        y = column_linear_ar(x, weight, context=context, bias=bias)
+        assert torch.equal(y.detach(), x.detach() @ weight.detach().t() + bias.detach())
+        grad = integers(tuple(y.shape), 30 + rank)
+        y.backward(grad)
+        dgrad = grad @ weight.detach()
+        dist.all_reduce(dgrad)
+        assert torch.equal(x.grad, dgrad)
+        assert torch.equal(bias.grad, grad.view(-1, n // world).sum(0))
+        if not frozen:
+            assert torch.equal(weight.grad, grad.view(-1, n // world).t() @ x.detach().view(-1, k))
+
+    x = integers((*shape, k // world), 40 + rank).requires_grad_()
+    weight = integers((n, k // world), 50 + rank).requires_grad_()
+    y = row_linear_ar(x, weight, context=context)
+    partial = x.detach() @ weight.detach().t()
+    dist.all_reduce(partial)
+    assert torch.equal(y.detach(), partial)
+    grad = integers(tuple(y.shape), 60)
+    y.backward(grad)
+    assert torch.equal(x.grad, grad @ weight.detach())
+    assert torch.equal(weight.grad, grad.view(-1, n).t() @ x.detach().view(-1, k // world))
+
+    empty = torch.zeros(0, 2, k, requires_grad=True)
+    weight = integers((8, k), 1).requires_grad_()
+    for layer in (column_linear_ar, row_linear_ar):
+        y = layer(empty, weight, context=context)
+        assert y.shape == (0, 2, 8)
+        y.backward(torch.ones_like(y))
+        assert empty.grad.shape == empty.shape and not weight.grad.any()
+
+
+def nothing_on_one_rank() -> str:
+    """The error of a call that has rows on some ranks only."""
+    context = get_tp_context(None, CPU)
+    rows = 0 if dist.get_rank() == dist.get_world_size() - 1 else 32
+    try:
+        gemm_ar(integers((rows, 16), 1), integers((16, 16), 2), context=context, choice=WAYS["copies"])
+        context.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def revealed(kind: str, num_elements: int, dtype: torch.dtype) -> tuple[bool, str | None]:
+    """Whether a posed all-reduce is seen as it is, and why not."""
+    world = dist.get_world_size()
+    sums, calls = posed_map(num_elements, world), []
+
+    def all_reduce(x: torch.Tensor) -> None:
+        calls.append(kind)
+        parts = gathered(x)
+        if kind == "tree":
+            x.copy_((parts[0] + parts[1]) + (parts[2] + parts[3]))
+        elif kind == "unrounded":
+            x.copy_(sum((part.float() for part in parts[1:]), parts[0].float()))
+        elif kind == "by call" and len(calls) % 2:
+            x.copy_(fold(parts, SumMap.ring(num_elements, world)))
+        else:
+            x.copy_(fold(parts, sums))
+
+    found = reveal_orders(all_reduce, num_elements, group=dist.group.WORLD, device=CPU, dtype=dtype)
+    if found.sums is None:
+        return False, found.reason
+    rng = torch.Generator().manual_seed(3)
+    values = [torch.randn(num_elements, generator=rng).to(dtype) for _ in range(world)]
+    return torch.equal(fold(values, found.sums), fold(values, sums)), found.reason

@@ -1,0 +1,57 @@
+"""GEMM-AR in the interpreter, several processes, with posed orders of NCCL's all-reduce."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bodies_all_reduce as bodies  # noqa: E402
+
+from tests.support.processes import run_workers  # noqa: E402
+
+
+@pytest.mark.parametrize("way", ["stores", "copies", "rounds"])
+@pytest.mark.parametrize(
+    ("world_size", "m", "n", "k", "layout", "dtype"),
+    [
+        (2, 50, 40, 24, "nt", "bfloat16"),
+        (3, 33, 72, 36, "nn", "bfloat16"),
+        (4, 64, 136, 32, "nt", "bfloat16"),
+        (4, 3, 20, 17, "nn", "float32"),
+    ],
+)
+def test_gemm_ar_equals_matmul_then_the_posed_orders(world_size, m, n, k, layout, dtype, way):
+    run_workers(world_size, bodies.check_gemm_ar, m, n, k, layout, way, dtype, 2)
+
+
+def test_small_all_reduces_share_slots_by_parity():
+    run_workers(3, bodies.check_alternating, 12)
+
+
+@pytest.mark.parametrize(("world_size", "shape"), [(2, (6, 3, 16)), (4, (64, 40))])
+def test_all_reduce_adds_in_the_posed_orders(world_size, shape):
+    run_workers(world_size, bodies.check_start_all_reduce, shape, 2)
+
+
+def test_layers_and_all_gradients():
+    run_workers(2, bodies.check_layers, (24, 2), 64, 48)
+    run_workers(4, bodies.check_layers, (7, 3), 32, 16)
+
+
+def test_nothing_on_one_rank_is_the_same_error_on_every_rank():
+    words = run_workers(3, bodies.nothing_on_one_rank, env={"DITRON_TIMEOUT_S": "20"})
+    assert len(set(words)) == 1 and words[0].startswith("MismatchError: tp.all_reduce"), words
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("posed", None), ("tree", "along a chain"), ("unrounded", "round to"), ("by call", "along a chain")],
+)
+def test_orders_are_read_from_values(kind: str, words: str | None, dtype: torch.dtype) -> None:
+    for is_right, reason in run_workers(4, bodies.revealed, kind, 5000, dtype):
+        assert is_right == (words is None) and (words is None or words in reason)
