@@ -25,6 +25,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
     ROOT / "benchmarks" / "README.md",
+    ROOT / "benchmarks" / "jobs" / "README.md",
 ]
 #: What the changelog and the measurements tell of is gone.
 REMOVED_VARIABLES = {"DITRON_SP_ORDER"}

@@ -103,7 +103,8 @@ def _steps(root: Path, only_telling: bool = False) -> str:
     plan, versions and trace."""
     results = (read_results(path) for path in measurement_files(root) if path.stem == TRAINING)
     steps = [(stamp, row) for stamp, rows in results for row in rows if row.tells_all or not only_telling]
-    missing = "No training step with its command, plan and trace is committed yet."
+    what = "with its command, plan and trace" if only_telling else "of a GPU machine"
+    missing = f"No training step {what} is committed yet."
     return _step_table(steps) if steps else missing
 
 

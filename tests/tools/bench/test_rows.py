@@ -175,6 +175,18 @@ def test_sizes_of_a_training_in_words() -> None:
     assert model_words(dataclasses.replace(SHORT, shape={"ffn_hidden_size": 96, "moe_router_topk": 2})) == "FFN 96"
 
 
+def test_readme_shows_steps_that_can_be_measured_again(tmp_path: Path) -> None:
+    known = dataclasses.replace(
+        SHORT, op="training_step tp", model="known", command="torchrun x.py", plan=["tp column: ours, faster"],
+        versions={"torch": "2"}, trace={"nothing runs": [1.5, None]}, jobs_ms={"native": [1.0]},
+    )  # fmt: skip
+    rows = [known, dataclasses.replace(known, model="unknown", plan=None)]
+    path = write_results(tmp_path / RESULTS, "training", stamp(device="NVIDIA H200"), rows)
+    assert read_results(path)[1] == rows
+    trained, steps = (result_parts(tmp_path)[name]() for name in ("trained", "steps"))
+    assert "known" in trained and "unknown" not in trained and "unknown" in steps
+
+
 def test_documents_show_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, SHORT])
     parts = result_parts(tmp_path)

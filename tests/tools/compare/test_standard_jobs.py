@@ -1,0 +1,147 @@
+"""The standard jobs: each is what it claims to be, and Megatron takes its arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ditron_train.megatron.plugin.arguments import SIZE_ARGUMENTS, parse_features
+from ditron_train.tools.compare.launch import with_launcher
+from tests.support.patience import HANG_S
+
+ROOT = Path(__file__).parents[3]
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("jobs", ROOT / "scripts" / "jobs.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["jobs"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+jobs = _script()
+
+
+def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
+    """Name of each option, with underscores: its value, True where it has none; no option stands twice."""
+    values: dict[str, Any] = {}
+    for word in arguments:
+        if word.startswith("--"):
+            last = word[2:].replace("-", "_")
+            assert last not in values, f"{word} stands twice"
+            values[last] = True
+        else:
+            assert values[last] is True, f"a second value of {last}"
+            values[last] = word if not word.isdigit() else int(word)
+    return values
+
+
+# name: hidden, FFN of a dense layer, heads, width of a head, tokens of a sequence, experts, width of an expert.
+SHAPES = {
+    "dense-70b": (8192, 28672, 64, 128, 8192, None, None),
+    "dense-32b": (5120, 25600, 64, 128, 8192, None, None),
+    "dense-8b": (4096, 14336, 32, 128, None, None, None),
+    "ulysses-32k": (4096, 14336, 32, 128, 32768, None, None),
+    "ulysses-64k": (4096, 14336, 32, 128, 65536, None, None),
+    "moe-128": (7168, None, 56, 128, 4096, 128, 2048),
+    "moe-256": (7168, None, 56, 128, 4096, 256, 2048),
+}
+
+
+@pytest.mark.parametrize("name", jobs.job_names())
+def test_its_shapes_are_what_it_claims(name: str) -> None:
+    job = jobs.read_job(name)
+    values = _values(job.arguments)
+    model = "-".join(name.split("-")[:2])
+    hidden, ffn, heads, width, tokens, experts, expert_width = SHAPES[model]
+    assert values["hidden_size"] == hidden and values["num_attention_heads"] == heads
+    assert values.get("kv_channels", hidden // heads) == width and values["num_query_groups"] == 8
+    assert ffn is None or values["ffn_hidden_size"] == ffn
+    assert values["seq_length"] == values["max_position_embeddings"] and tokens in (None, values["seq_length"])
+    assert (values.get("num_experts"), values.get("moe_ffn_hidden_size")) == (experts, expert_width)
+    assert ("qk_layernorm" in values) == (model == "dense-32b")
+    # The parts of its name are the features, and their groups have ranks.
+    features = parse_features(job.ditron)
+    assert set(name.split("-")[2:]) - {"interleaved"} == set(features)
+    sizes = {feature: values.get(SIZE_ARGUMENTS[feature], 1) for feature in SIZE_ARGUMENTS}
+    assert {feature for feature, size in sizes.items() if size > 1} == set(features) - {"muon"}
+    assert ("muon" in features) == (values.get("optimizer") == "dist_muon")
+    model_ranks = sizes["tp"] * sizes["sp"] * sizes["pp"]
+    assert job.gpus in (2, 4) and job.gpus % model_ranks == 0 and job.gpus % sizes["ep"] == 0
+    assert values["num_layers"] % sizes["pp"] == 0
+    assert values["global_batch_size"] % (values["micro_batch_size"] * job.gpus // model_ranks) == 0
+    assert ("sequence_parallel" in values) == (sizes["tp"] > 1) and (values.get("cp_comm_type") == "a2a") == (
+        sizes["sp"] > 1
+    )
+    assert ("num_layers_per_virtual_pipeline_stage" in values) == name.endswith("interleaved")
+
+
+@pytest.mark.parametrize("name", jobs.job_names())
+def test_all_train_as_production_does(name: str) -> None:
+    values = _values(jobs.read_job(name).arguments)
+    assert "no_gradient_accumulation_fusion" not in values and values["transformer_impl"] == "transformer_engine"
+    assert values["bf16"] and values["no_create_attention_mask_in_dataloader"]
+    assert values["no_check_for_nan_in_loss_and_grad"] and values["train_iters"] >= 12
+
+
+def test_the_page_lists_each_job_as_it_is() -> None:
+    page = (jobs.FOLDER / "README.md").read_text(encoding="utf-8")
+    for name in jobs.job_names():
+        job = jobs.read_job(name)
+        assert f"| `{name}` | `{job.ditron}` | {job.gpus} | {job.about} |" in page
+    assert page.count("\n| `") == len(jobs.job_names())
+
+
+def test_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("")
+    job = jobs.read_job("dense-70b-tp")
+    command = jobs.command_of(job, script, ["--within", "600"], ["--num-layers", "2"])
+    place = command.index("compare")
+    assert command[place + 1 : place + 3] == ["--ditron", "tp"] and command[-2:] == ["--num-layers", "2"]
+    launched = with_launcher(command[command.index("600") + 1 :])
+    assert launched[launched.index(str(script)) - 1] == "ditron_train.megatron.run"
+    with pytest.raises(ValueError, match="no standard job 'dense'; there are: dense-32b-tp"):
+        jobs.read_job("dense")
+
+
+PARSES = """
+import os, sys, types
+import torch
+sys.path.insert(0, os.environ["MEGATRON_LM"])
+torch.cuda.get_device_capability = lambda *args: (9, 0)
+torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(major=9, minor=0)
+from megatron.training import arguments
+sys.path.insert(0, "scripts")
+import jobs
+
+for name in jobs.job_names():
+    job = jobs.read_job(name)
+    os.environ.update(WORLD_SIZE=str(job.gpus), RANK="0")
+    sys.argv = ["pretrain_gpt.py", *job.arguments]
+    args = arguments.parse_args()
+    arguments.validate_args(args)
+    args.apply_rope_fusion = args.moe_permute_fusion = False  # where Transformer Engine is not installed
+    config = arguments.core_transformer_config_from_args(args)
+    print("TAKEN", name, config.gradient_accumulation_fusion, config.num_moe_experts, config.cp_comm_type)
+"""
+
+
+@pytest.mark.skipif(not os.environ.get("MEGATRON_LM"), reason="MEGATRON_LM names no checkout of Megatron-LM")
+def test_megatron_takes_the_arguments() -> None:
+    path = os.pathsep.join([str(ROOT), os.environ["MEGATRON_LM"], os.environ.get("PYTHONPATH", "")])
+    env = dict(os.environ, PYTHONPATH=path, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    command = [sys.executable, "-W", "ignore", "-c", PARSES]
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in jobs.job_names():
+        experts = name.split("-")[1] if name.startswith("moe") else None
+        assert f"TAKEN {name} True {experts} {'a2a' if name.startswith('ulysses') else 'p2p'}" in done.stdout
