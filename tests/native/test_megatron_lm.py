@@ -28,7 +28,7 @@ SIZES = (
 )
 ON_CPU = (
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-masked-softmax-fusion "
-    "--no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
     "--no-persist-layer-norm --no-rope-fusion"
 )
 
