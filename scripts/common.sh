@@ -9,15 +9,15 @@ die() {
 }
 
 find_python() {
-  local candidate candidates=(python3 python3.11 python3.12 python)
+  local candidate candidates=(python3 python3.12 python3.13 python3.11 python3.10 python)
   [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
   for candidate in "${candidates[@]}"; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  die "no Python 3.11 or 3.12 found (tried: ${candidates[*]}); PYTHON=/path/to/python names one"
+  die "no Python 3.10 to 3.13 found (tried: ${candidates[*]}); PYTHON=/path/to/python names one"
 }
 
 prepare() { # purpose: quickstart, bench, test or ci

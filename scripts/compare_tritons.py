@@ -45,6 +45,7 @@ for bench in benches:
     failed |= status != 0
 if dist.get_rank() == 0:
     print(f"triton {triton.__version__}")
+dist.barrier()
 dist.destroy_process_group()
 sys.exit(failed)
 """

@@ -4,8 +4,8 @@
 
 Only the standard library is needed. A torch or triton that the calling interpreter can import is used as it is and
 never replaced: the new environment then sees the outer one behind its own packages. What is missing is installed with
-the versions of ``constraints.txt``; what is there already and in the supported range stays. ``TORCH=2.11.0`` names
-another version of torch to install.
+the versions of ``constraints.txt``; what is there already and in the supported range stays. Of torch and triton, where
+one is there the other is its partner (``PAIRS``). ``TORCH=2.15.0`` names another version of torch to install.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The CUDA build that was tried (it asks for this repository's triton); CPU machines take constraints.txt's version.
-CUDA_TORCH = "2.11.0"
+# torch and the triton that its CUDA build asks for; CPU builds ask for none, and constraints.txt has the pair tried.
+PAIRS = (("2.11.0", "3.6.0"), ("2.12.1", "3.7.1"), ("2.13.0", "3.7.1"), ("2.14.1", "3.8.0"), ("2.15.0", "3.9.0"))
+CUDA_TORCH = "2.11.0"  # the newest of them that ran on GPUs
 CORE = ("torch", "triton", "numpy")  # installed first, so that nothing else can pull another build of them
 MODULES = {
     "torch": "torch",
@@ -88,9 +89,16 @@ def has_gpu() -> bool:
 
 
 def read_pins() -> dict[str, str]:
-    """Returns the versions of ``constraints.txt`` by name."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    """Returns the versions of ``constraints.txt`` by name, for this Python: a later line overrules an earlier one."""
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        pin, _, marker = line.partition("; python_version < ")
+        if not line or line.startswith("#"):
+            continue
+        if not marker or sys.version_info[:2] < tuple(int(part) for part in marker.strip("\"'").split(".")):
+            name, version = pin.split("==")
+            pins[name] = version
+    return pins
 
 
 def check_interpreter() -> None:
@@ -99,7 +107,7 @@ def check_interpreter() -> None:
     wanted = next(entry for entry in supported if entry.name == "python").specifier
     low, high = (tuple(int(part) for part in bound.lstrip("<>=").split(".")) for bound in wanted.split(","))
     if not low <= sys.version_info[:2] < high:
-        raise SetupError(f"Python {sys.version.split()[0]} is outside {wanted}; name another one: PYTHON=python3.11")
+        raise SetupError(f"Python {sys.version.split()[0]} is outside {wanted}; name another one: PYTHON=python3.12")
 
 
 def make_venv(folder: Path) -> Path:
@@ -155,8 +163,8 @@ def _will_do(name: str, version: str, pins: Mapping[str, str]) -> bool:
 
 def install(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> None:
     """Installs ``names``; what else is there stays. Of megatron-core none of its dependencies (they are ours)."""
-    kept = installed(python)
-    pins = {**pins, **{name: kept[name] for name in CORE if kept.get(name) and name not in names}}
+    kept = {name: version for name, version in installed(python).items() if name not in names}
+    pins = {**pins, **{name: kept[name] for name in CORE if kept.get(name)}}
     core = [name for name in names if name in CORE]
     if core:
         pins["torch"] = _install_core(python, core, {name: pins[name] for name in CORE}, gpu)
@@ -169,7 +177,8 @@ def install(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> 
 
 def _install_core(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> str:
     """Installs what is missing of ``CORE``, and what torch asks for; returns torch's version."""
-    if "torch" in names and not gpu and "TORCH" not in os.environ:
+    wanted = os.environ.get("TORCH")
+    if "torch" in names and not gpu and wanted is None:
         version = f"{pins['torch']}+cpu"
         try:
             _install_group(python, names, {**pins, "torch": version})
@@ -183,9 +192,26 @@ def _install_core(python: Path, names: list[str], pins: dict[str, str], gpu: boo
                 "avoid that,"
             )
             _say("install a CPU build as pytorch.org shows, and name the Python that can import it: PYTHON=...")
-    version = os.environ.get("TORCH", CUDA_TORCH) if "torch" in names else pins["torch"]
-    _install_group(python, names, {**pins, "torch": version})
-    return version
+    if "torch" in names:
+        pins = {**pins, "torch": wanted or (CUDA_TORCH if "triton" in names else torch_for(pins["triton"]))}
+    if "triton" in names and "+cpu" not in pins["torch"]:
+        pins = {**pins, "triton": triton_for(pins["torch"])}
+    _install_group(python, names, pins)
+    return pins["torch"]
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def torch_for(triton: str) -> str:
+    """The newest torch whose CUDA build goes with this ``triton``; the newest of all where none is known."""
+    return next((torch for torch, its in reversed(PAIRS) if _minor(its) == _minor(triton)), PAIRS[-1][0])
+
+
+def triton_for(torch: str) -> str:
+    """The triton that the CUDA build of this ``torch`` asks for; the newest of all where none is known."""
+    return next((triton for known, triton in PAIRS if _minor(known) == _minor(torch)), PAIRS[-1][1])
 
 
 def _install_group(python: Path, names: list[str], pins: dict[str, str]) -> None:

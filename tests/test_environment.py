@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,64 @@ def test_gpus_and_torch_by_name(environment: ModuleType, tmp_path: Path, monkeyp
     assert _torch(_installs(environment, tmp_path, gpu=False)[0]) == "torch==2.12.0"
     with pytest.raises(environment.SetupError, match="no such build"):
         _installs(environment, tmp_path, gpu=False, refused="2.12.0")
+
+
+def test_pairs_are_those_of_the_package_and_lie_in_its_ranges(environment: ModuleType) -> None:
+    from ditron_train.runtime import versions
+
+    entries = {entry.name: entry for entry in versions.SUPPORTED}
+    for torch, triton in environment.PAIRS:
+        assert triton.startswith(f"{versions.triton_of(torch)}.")
+        assert versions.is_supported(entries["torch"], torch) and versions.is_supported(entries["triton"], triton)
+    assert {triton for _, triton in versions.PAIRS} == {triton.rpartition(".")[0] for _, triton in environment.PAIRS}
+    assert environment.CUDA_TORCH in dict(environment.PAIRS)
+
+
+def test_shell_scripts_take_the_pythons_of_the_package() -> None:
+    from ditron_train.runtime.versions import SUPPORTED
+
+    low, high = re.findall(r"3\.(\d+)", next(entry.specifier for entry in SUPPORTED if entry.name == "python"))
+    text = (ROOT / "scripts" / "common.sh").read_text()
+    assert f"(3, {low}) <= sys.version_info[:2] < (3, {high})" in text
+    assert f"no Python 3.{low} to 3.{int(high) - 1} found" in text
+    assert all(f"python3.{minor}" in text for minor in range(int(low), int(high)))
+
+
+@pytest.mark.parametrize(
+    "there, gpu, named, expected",
+    [
+        ({"torch": "2.15.0+cu132"}, True, None, "triton==3.9.0"),
+        ({"torch": "2.12.1"}, False, None, "triton==3.7.1"),
+        ({"torch": "2.13.0+cpu"}, False, None, "triton==3.6.0"),  # it asks for none: the pair that was tried
+        ({"triton": "3.8.0"}, True, None, "torch==2.14.1"),
+        ({"triton": "3.7.1"}, True, None, "torch==2.13.0"),
+        ({"triton": "3.8.0"}, False, None, "torch==2.13.0+cpu"),
+        ({}, True, None, "torch==2.11.0 triton==3.6.0"),
+        ({}, True, "2.15.0", "torch==2.15.0 triton==3.9.0"),
+        ({}, False, "2.14.0", "torch==2.14.0 triton==3.8.0"),
+    ],
+)
+def test_torch_and_triton_are_a_pair(
+    environment: ModuleType, tmp_path: Path, monkeypatch, there: dict, gpu: bool, named: str | None, expected: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(environment, "installed", lambda python: there)
+    monkeypatch.setattr(environment, "_pip", lambda python, words: asked.extend(w for w in words if "==" in w))
+    if named:
+        monkeypatch.setenv("TORCH", named)
+    (tmp_path / "bin").mkdir()
+    names = [name for name in ("torch", "triton") if name not in there]
+    environment.install(tmp_path / "bin" / "python", names, environment.read_pins(), gpu)
+    assert " ".join(asked) == expected
+    constraints = (tmp_path / "constraints.txt").read_text()
+    assert all(f"{name}=={version}\n" in constraints for name, version in there.items())  # what is there stays
+
+
+def test_pins_of_an_older_python_overrule(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = environment.read_pins()
+    monkeypatch.setattr(environment.sys, "version_info", (3, 10, 13))
+    assert (newest["numpy"], environment.read_pins()["numpy"]) == ("2.3.5", "2.2.6")
+    assert environment.read_pins().keys() == newest.keys()
 
 
 _NO_ANSWER = (
