@@ -30,24 +30,26 @@ if [ ! -e "$venv/complete" ]; then
 fi
 cd "$ROOT"
 export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= CUDA_DEVICE_MAX_CONNECTIONS=1
-export PYTHONPATH="${MEGATRON_LM:+$MEGATRON_LM:}$ROOT"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+[ -z "${MEGATRON_LM:-}" ] || ln -s "$(cd "$MEGATRON_LM" && pwd)/megatron" "$work" # not its package tests
+export PYTHONPATH="$ROOT:$work"
 "$PY" -c "import torch, triton; from ditron_train.runtime.versions import check_versions, find_versions; check_versions()
 print('versions:', ', '.join(f'{name} {version}' for name, version in find_versions().items() if version))"
 
 if [ "${1:-}" != quickstart ]; then
   [ $# != 0 ] || set -- tests/lang tests/gemm tests/symm tests/stream tests/tp tests/pp tests/optim tests/runtime
-  exec "$PY" -m pytest -q -p no:cacheprovider "$@"
+  "$PY" -m pytest -q -p no:cacheprovider "$@"
+  exit
 fi
-out=$(mktemp -d)
-trap 'rm -rf "$out"' EXIT
 status=0
 for run in "tp" "sp --sp 2 --tp 1" "ep --ep 2 --tp 1 --experts 4" "pp --pp 2 --tp 1" "muon --tp 1 --optimizer muon"; do
   read -ra words <<<"$run"
-  "$PY" scripts/launch.py 2 examples/megatron/quickstart.py --steps 2 --out "$out" "${words[@]:1}" >"$out/said" 2>&1 || status=1
-  difference=$(sed -n 's/^largest difference of a loss: //p' "$out/said")
-  calls=$(sed -n "s/^calls of the fused path:.*[ ,]${words[0]} \\([0-9]*\\).*/\\1/p" "$out/said")
+  "$PY" scripts/launch.py 2 examples/megatron/quickstart.py --steps 2 --out "$work/out" "${words[@]:1}" >"$work/said" 2>&1 || status=1
+  difference=$(sed -n 's/^largest difference of a loss: //p' "$work/said")
+  calls=$(sed -n "s/^calls of the fused path:.*[ ,]${words[0]} \\([0-9]*\\).*/\\1/p" "$work/said")
   echo "quickstart, ${words[0]}: largest difference of a loss ${difference:-unknown}, ${calls:-no} calls of the fused path"
   [ "${calls:-0}" != 0 ] || status=1
-  [ -n "$difference" ] && [ "${calls:-0}" != 0 ] || tail -n 20 "$out/said"
+  [ -n "$difference" ] && [ "${calls:-0}" != 0 ] || tail -n 20 "$work/said"
 done
 exit "$status"

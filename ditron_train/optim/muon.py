@@ -85,6 +85,7 @@ class Muon(torch.optim.Optimizer):
         form: ``gram`` changes bits: see ``newton_schulz``.
         batch_below: Changes bits: matrices with a side below this are stepped together with others of their shape, by
             batched products. 0 for never.
+        eps: Lower bound of the norm of what is orthogonalised.
 
     Attributes:
         after_matrix: Called with each parameter that takes Muon once its update is enqueued (or it was passed over,
@@ -119,6 +120,7 @@ class Muon(torch.optim.Optimizer):
         mode: ProductMode = "strict",
         form: Form = "steps",
         batch_below: int = 0,
+        eps: float = 1e-7,
     ) -> None:
         if fp32_matmul_prec not in _PRODUCT_DTYPES:
             raise NotSupportedError(
@@ -148,6 +150,7 @@ class Muon(torch.optim.Optimizer):
         self.mode = mode
         self.form = form
         self.batch_below = batch_below
+        self.eps = eps
         self.after_matrix: Callable[[torch.Tensor], None] | None = None
         defaults = dict(
             lr=lr, momentum_beta=momentum_beta, use_nesterov=use_nesterov, weight_decay=weight_decay,
@@ -287,7 +290,10 @@ class Muon(torch.optim.Optimizer):
             rows, columns = same[0][1].shape
             with fp32_matmul_precision(precision):
                 x = newton_schulz_batched(
-                    [part.to(torch.float32) for _, part in same], self._coefficients, dtype=_PRODUCT_DTYPES[precision]
+                    [part.to(torch.float32) for _, part in same],
+                    self._coefficients,
+                    eps=self.eps,
+                    dtype=_PRODUCT_DTYPES[precision],
                 )
             for (target, _), one in zip(same, x):
                 self._update(target, one, rows, columns, group)
@@ -359,6 +365,7 @@ class Muon(torch.optim.Optimizer):
                 gathered.to(torch.float32),
                 num_steps=self.num_ns_steps,
                 coefficient_type=self.coefficient_type,
+                eps=self.eps,
                 dtype=_PRODUCT_DTYPES[precision],
                 mode=self.mode if precision == "medium" or direction.device.type == "cpu" else "native",
                 form=self.form,

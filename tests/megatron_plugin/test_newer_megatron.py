@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 
 from ditron_train.megatron import compat
 from ditron_train.megatron.compat import config as compat_config
+from ditron_train.runtime.errors import NotSupportedError
 
 Part = enum.Enum("Part", ["attn", "moe_router", "moe_preprocess", "full_iteration"])
 X = torch.zeros(2, 2, dtype=torch.bfloat16)
@@ -91,19 +91,33 @@ def test_a_weight_of_several_ranks_is_refused() -> None:
     assert "4 ranks" in str(compat.why_not_weight(SimpleNamespace(gtp_remat_size=4)))
 
 
-def test_muon_of_newer_versions_stays_megatrons(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from megatron.core.optimizer import muon as native_muon
+def test_arguments_of_muon_by_the_names_of_any_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Newer:
+        def __init__(self, params, momentum=0.95, nesterov=True, tp_mode="duplicated", use_syrk=False) -> None: ...
 
-    from ditron_train.megatron.muon import optimizer
+    monkeypatch.setattr(compat.muon_module(), "TensorParallelMuon", Newer)
+    named = {"momentum": 0.9, "nesterov": False, "tp_mode": "blockwise", "lr": 0.1, "use_syrk": False}
+    common = {"momentum_beta": 0.9, "use_nesterov": False, "mode": "blockwise", "lr": 0.1}
+    assert compat.common_arguments(named) == common == compat.common_arguments(common)
+    for new in ({"use_syrk": True}, {"something": 1}):
+        with pytest.raises(NotSupportedError, match="is not covered"):
+            compat.common_arguments({**named, **new})
 
-    assert compat.why_not_muon() is None and optimizer.class_map()
-    monkeypatch.setattr(native_muon, "get_supported_coefficient_types", tuple, raising=False)
-    assert "newer than 0.16" in str(compat.why_not_muon())  # 0.17
-    monkeypatch.undo()
-    monkeypatch.delattr(native_muon, "TensorParallelMuon")  # 0.18
-    assert "newer than 0.16" in str(compat.why_not_muon()) and optimizer.class_map() == {}
-    with caplog.at_level(logging.INFO, "ditron_train"):
-        optimizer.start()
-    assert any("muon: Megatron's own" in message for message in caplog.messages)
+
+def test_a_layer_wise_optimizer_that_gathers_otherwise_is_megatrons() -> None:
+    legacy, laid_out = SimpleNamespace(full_param_layout=None), SimpleNamespace(full_param_layout=object())
+    plain, overlapped = _config(overlap_param_gather=False), _config(overlap_param_gather=True)
+    assert compat.why_not_layer_wise(overlapped, {}) is None  # 0.16 does not ask for it
+    assert compat.why_not_layer_wise(plain, {"model_chunks": [legacy], "async_allgather": False}) is None
+    assert "overlap_param_gather" in str(compat.why_not_layer_wise(plain, {"async_allgather": True}))  # 0.17
+    assert "overlap_param_gather" in str(compat.why_not_layer_wise(overlapped, {"model_chunks": [legacy]}))
+    assert "param_layout" in str(compat.why_not_layer_wise(plain, {"model_chunks": [legacy, laid_out]}))
+
+
+def test_a_part_of_a_weight_is_stepped_by_megatron() -> None:
+    assert compat.why_not_muon_param(torch.zeros(2, 2)) is None
+    assert "shared by ranks" in str(compat.why_not_muon_param(SimpleNamespace(is_gtp_weight_remat=True)))
+
+
+def test_the_norm_is_bounded_as_by_the_package_that_is_there() -> None:
+    assert compat.norm_eps() == 1e-7

@@ -8,6 +8,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from tests.support.megatron_version import is_newer_than_0_17
+
 
 def _model(num_experts, bf16):
     from megatron.core import parallel_state
@@ -38,12 +40,24 @@ def _build(layer_wise, num_experts=None, **options):
     from ditron_train.cpu import megatron_shim as megatron_cpu
 
     megatron_cpu.seed(1)
+    if is_newer_than_0_17() and "muon_use_nesterov" in options:
+        options["muon_nesterov"] = options.pop("muon_use_nesterov")
     model = _model(num_experts, options.get("bf16", False))
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(use_distributed_optimizer=False), model
     )
     config = OptimizerConfig(
-        **{**dict(optimizer="muon", lr=0.01, min_lr=0.0, weight_decay=0.1, clip_grad=0.0, bf16=False), **options}
+        **{
+            **dict(
+                optimizer="dist_muon" if layer_wise else "muon",
+                lr=0.01,
+                min_lr=0.0,
+                weight_decay=0.1,
+                clip_grad=0.0,
+                bf16=False,
+            ),
+            **options,
+        }
     )
     return wrapped, get_megatron_muon_optimizer(config, [wrapped], layer_wise_distributed_optimizer=layer_wise)
 
@@ -97,9 +111,10 @@ def muon_and_dist_muon_agree(num_experts, sharding):
     with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
         plugin.apply(features="muon")
         try:
-            whole, losses, optimizer = _train(False, num_experts)
+            bf16 = is_newer_than_0_17()  # since 0.18 fp32 is not sharded layer-wise, natively neither
+            whole, losses, optimizer = _train(False, num_experts, bf16=bf16)
             assert isinstance(optimizer.chained_optimizers[0].optimizer, DitronTensorParallelMuon)
-            sharded, sharded_losses, optimizer = _train(True, num_experts)
+            sharded, sharded_losses, optimizer = _train(True, num_experts, bf16=bf16)
             assert isinstance(optimizer, DitronLayerWiseDistributedOptimizer)
         finally:
             plugin.restore()
@@ -109,20 +124,28 @@ def muon_and_dist_muon_agree(num_experts, sharding):
     return different, losses == sharded_losses, losses, owned, len(whole)
 
 
+def _muon_class():
+    """What Megatron builds for Muon now."""
+    from ditron_train.megatron.compat import muon_module, registered_muon
+
+    entry = registered_muon()
+    return muon_module().TensorParallelMuon if entry is None else entry["optimizer_cls"]
+
+
 def restore_brings_native_back():
     """After restore, native refuses again where emerging_optimizers is missing."""
-    from megatron.core.optimizer import muon as native
-
     import ditron_train.megatron as plugin
     from ditron_train.cpu import megatron_shim as megatron_cpu
+    from ditron_train.megatron.compat import availability_owner
 
-    before = native.TensorParallelMuon, native.HAVE_EMERGING_OPTIMIZERS
+    owner = availability_owner()
+    before = _muon_class(), owner.HAVE_EMERGING_OPTIMIZERS
     with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
         plugin.apply(features="muon")
         plugin.apply(features="muon")
-        during = native.TensorParallelMuon.__name__, native.HAVE_EMERGING_OPTIMIZERS
+        during = _muon_class().__name__, owner.HAVE_EMERGING_OPTIMIZERS
         plugin.restore()
-    return during, (native.TensorParallelMuon, native.HAVE_EMERGING_OPTIMIZERS) == before
+    return during, (_muon_class(), owner.HAVE_EMERGING_OPTIMIZERS) == before
 
 
 def native_and_ours_agree(layer_wise, tensor_parallel, options):
@@ -162,40 +185,41 @@ def what_is_refused_runs_natively():
     from ditron_train.cpu import emerging_optimizers
 
     assert emerging_optimizers.install()
-    from megatron.core.optimizer import muon as native
-
     import ditron_train.megatron as plugin
+    from ditron_train.megatron.compat import momentum_key
 
-    native_class, lines = native.TensorParallelMuon, []
+    native_class, lines = _muon_class(), []
+    mode, momentum = ("tp_mode" if is_newer_than_0_17() else "mode"), momentum_key()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("ditron_train").addHandler(handler)
     logging.getLogger("ditron_train").setLevel(logging.INFO)
     plugin.apply(features="muon")
+    muon = _muon_class()
     matrix, cube = torch.nn.Parameter(torch.eye(4)), torch.nn.Parameter(torch.zeros(2, 4, 4))
     matrix.is_embedding_or_output_parameter = True
     cases = {
         "taken": dict(),
-        "distributed": dict(mode="distributed"),
+        "distributed": {mode: "distributed"},
         "polar_express": dict(coefficient_type="polar_express", num_ns_steps=8),
-        "momentum": dict(momentum_beta=1.0),
+        "momentum": {momentum: 1.0},
         "split": dict(split_qkv=True),
         "steps": dict(num_ns_steps=7),
     }
-    kinds = {name: type(native.TensorParallelMuon([matrix], **case)) is native_class for name, case in cases.items()}
-    kinds["cube"] = type(native.TensorParallelMuon(iter([dict(params=[cube])]))) is native_class
+    kinds = {name: type(muon([matrix], **case)) is native_class for name, case in cases.items()}
+    kinds["cube"] = type(muon(iter([dict(params=[cube])]))) is native_class
     error = ""
     try:
-        native.TensorParallelMuon([matrix], num_ns_steps=0)
+        muon([matrix], num_ns_steps=0)
     except ValueError as raised:
         error = str(raised)
-    ours = native.TensorParallelMuon([matrix], lr=0.5, weight_decay=0.0)
+    ours = muon([matrix], lr=0.5, weight_decay=0.0)
     matrix.grad = torch.randn(4, 4)
     ours.step()
     states = set(ours.state[matrix])
-    groups = native.TensorParallelMuon([dict(params=[matrix])], mode="distributed").param_groups[0]
+    groups = muon([dict(params=[matrix])], **{mode: "distributed"}).param_groups[0]
     plugin.restore()
-    return kinds, [line for line in lines if "native" in line], error, states, sorted(groups)
+    return kinds, [line for line in lines if "native" in line], error, states, sorted(groups), momentum
 
 
 def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):

@@ -40,8 +40,9 @@ def _compare_overrides(feature):
     for native, ours in module.class_map().items():
         for name, member, inherited in _overrides(ours, native):
             own, expected = _form(member), _form(inherited)
-            if own[-1][1] is inspect.Parameter.VAR_KEYWORD and expected[-1][1] is not inspect.Parameter.VAR_KEYWORD:
-                own = own[:-1]  # what newer versions pass besides
+            for kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+                if own[-1][1] is kind and expected[-1][1] is not kind:
+                    own = own[:-1]  # what newer versions pass besides
             assert own == expected, f"{ours.__qualname__}.{name}"
             seen += 1
     assert seen

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tests.support.megatron_version import is_newer_than_0_17
+
 __all__ = ["FIXED_ENV", "ForkedProcess", "close_template", "search_path"]
 
 #: What every worker finds in its environment.
@@ -28,6 +30,8 @@ FIXED_ENV = {
 #: Libraries of other people that are imported once for all workers, if they are imported here. Torch's compiler, which
 #: takes 5 s, is what ``torch.use_deterministic_algorithms`` imports.
 _SHARED = ("megatron.core", "torch._dynamo", "torch._inductor")
+# Since 0.18 importing megatron-core settles whether emerging_optimizers is there, which tests have to choose.
+_SETTLES = ("megatron.", "ditron_train.megatron.") if is_newer_than_0_17() else ()
 
 
 def search_path() -> list[str]:
@@ -44,6 +48,7 @@ class _Template:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         modules = [name for name in sys.modules if name in _SHARED or name.startswith("ditron_train.")]
+        modules = [name for name in modules if not f"{name}.".startswith(_SETTLES)]
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.support.worker", str(theirs.fileno()), *modules],
             env={**os.environ, **FIXED_ENV, "PYTHONPATH": os.pathsep.join(search_path())},

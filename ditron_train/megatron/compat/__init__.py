@@ -9,16 +9,32 @@ from ditron_train.megatron.compat.config import (
     captures_iteration,
     why_not_arguments,
     why_not_experts,
-    why_not_muon,
     why_not_weight,
+)
+from ditron_train.megatron.compat.muon import (
+    availability_owner,
+    common_arguments,
+    momentum_key,
+    muon_module,
+    norm_eps,
+    registered_muon,
+    why_not_layer_wise,
+    why_not_muon_param,
 )
 
 __all__ = [
+    "availability_owner",
     "captured_parts",
     "captures_dispatch",
     "captures_iteration",
+    "common_arguments",
+    "momentum_key",
+    "muon_module",
+    "norm_eps",
+    "registered_muon",
     "why_not_arguments",
     "why_not_experts",
-    "why_not_muon",
+    "why_not_layer_wise",
+    "why_not_muon_param",
     "why_not_weight",
 ]

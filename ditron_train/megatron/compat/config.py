@@ -16,7 +16,6 @@ __all__ = [
     "captures_iteration",
     "why_not_arguments",
     "why_not_experts",
-    "why_not_muon",
     "why_not_weight",
 ]
 
@@ -115,13 +114,3 @@ def why_not_arguments(x: torch.Tensor, arguments: Mapping[str, Any]) -> str | No
             continue
         return f"{name}={value} is not covered"
     return None
-
-
-def why_not_muon() -> str | None:
-    """Why Muon runs by Megatron's path, or None: 0.17 has other coefficients, 0.18 another module and another
-    layer-wise optimizer."""
-    from megatron.core.optimizer import muon
-
-    if hasattr(muon, "TensorParallelMuon") and not hasattr(muon, "get_supported_coefficient_types"):
-        return None
-    return "this Megatron-core is newer than 0.16, whose Muon alone is covered"

@@ -13,10 +13,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import layer_wise_optimizer as native_layer_wise
-from megatron.core.optimizer import muon as native_muon
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ditron_train.megatron.compat import why_not_muon
+from ditron_train.megatron import compat
 from ditron_train.megatron.plugin import patching
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
 from ditron_train.optim.muon import TensorParallelMode
@@ -32,28 +31,27 @@ __all__ = ["DitronLayerWiseDistributedOptimizer", "DitronTensorParallelMuon", "c
 
 _BATCH_BELOW = 1024  # sides of matrices that the opt-in "batched" steps together
 _SMALL_ELEMENTS = 1 << 20  # tensors below travel together: a collective of their own would cost more than their bytes
-_NATIVE = native_muon.TensorParallelMuon
+_NATIVE = compat.muon_module().TensorParallelMuon
 _NATIVE_COEFFICIENTS = ("quintic", "simple")  # of which Muon has the same sets
 _had_emerging_optimizers: list[bool] = []
 
 
 def class_map() -> dict[type, type]:
     """The wrapper of ``dist_muon``; the optimizer itself is no subclass of native's and is replaced by `start`."""
-    if why_not_muon() is not None:
-        return {}
     return {native_layer_wise.LayerWiseDistributedOptimizer: DitronLayerWiseDistributedOptimizer}
 
 
 def start() -> None:
     """Replaces both classes, and lets native code run without ``emerging_optimizers``."""
-    reason = why_not_muon()
-    if reason is not None:
-        log_once(f"native muon {reason}", f"muon: Megatron's own, {reason}")
-        return
+    owner = compat.availability_owner()
     if not _had_emerging_optimizers:
-        _had_emerging_optimizers.append(native_muon.HAVE_EMERGING_OPTIMIZERS)
-        native_muon.HAVE_EMERGING_OPTIMIZERS = True
-    patching.replace_symbol(_NATIVE, DitronTensorParallelMuon)
+        _had_emerging_optimizers.append(owner.HAVE_EMERGING_OPTIMIZERS)
+        owner.HAVE_EMERGING_OPTIMIZERS = True
+    entry = compat.registered_muon()
+    if entry is None:
+        patching.replace_symbol(_NATIVE, DitronTensorParallelMuon)
+    else:
+        patching.replace_entry(entry, "optimizer_cls", DitronTensorParallelMuon)
     for native, ours in class_map().items():
         patching.redirect_construction(native, ours)
 
@@ -61,7 +59,7 @@ def start() -> None:
 def stop() -> None:
     """Takes back what `start` set; `patching.undo_all` takes back the classes."""
     if _had_emerging_optimizers:
-        native_muon.HAVE_EMERGING_OPTIMIZERS = _had_emerging_optimizers.pop()
+        compat.availability_owner().HAVE_EMERGING_OPTIMIZERS = _had_emerging_optimizers.pop()
 
 
 class _OrNative(type):
@@ -72,9 +70,9 @@ class _OrNative(type):
         copies = [dict(one) if isinstance(one, dict) else one for one in given]  # optimizers write into their groups
         try:
             _check_libraries(given)
-            return super().__call__(given, *args, **kwargs)
+            return super().__call__(given, *args, **compat.common_arguments(kwargs))
         except NotSupportedError as error:
-            if native_muon.OrthogonalizedOptimizer is object:
+            if compat.muon_module().OrthogonalizedOptimizer is object:
                 raise NotSupportedError(
                     f"{error}, and Megatron's own optimizer needs emerging_optimizers, which is not installed"
                 ) from None
@@ -94,7 +92,7 @@ def _check_libraries(given: list[Any]) -> None:
 
 @outside_compile
 class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
-    """`Muon` with the constructor of ``megatron.core.optimizer.muon.TensorParallelMuon``.
+    """`Muon` with the constructor of Megatron's ``TensorParallelMuon``, by any version's names of its arguments.
 
     Every parameter takes Muon, as natively. What is not supported (``mode="distributed"``, which is another algorithm;
     coefficients that `Muon` does not have, ...) builds Megatron's own optimizer, with one log line.
@@ -156,7 +154,28 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
             tp_group_fn=self._tp_group,
             form="gram" if "gram" in opt_ins else "steps",
             batch_below=_BATCH_BELOW if "batched" in opt_ins else 0,
+            eps=compat.norm_eps(),
         )
+        for group in self.param_groups:
+            group.setdefault(compat.momentum_key(), group["momentum_beta"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also called by ``load_state_dict``: the momentum's factor comes from Megatron's name of it."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["momentum_beta"] = group.setdefault(compat.momentum_key(), group["momentum_beta"])
+
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
+        """Makes the state of a group, as Megatron asks before it loads a checkpoint."""
+        for param in group["params"]:
+            if not self.state[param] and not (skip_non_grad_params and param.grad is None):
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param.data)
+
+    def _qkv_rows(self, param: torch.Tensor) -> tuple[int, ...] | None:
+        """Since 0.19 a weight may say itself how it is split."""
+        rows = super()._qkv_rows(param)
+        own = getattr(param, "qkv_split_shapes", None)
+        return rows if rows is None or own is None else tuple(own)
 
     @staticmethod
     def _check_group(group: dict[str, Any]) -> None:
@@ -164,6 +183,9 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
         for param in group["params"]:
             if param.dim() != 2:
                 raise NotSupportedError(f"a parameter has shape {tuple(param.shape)}, Muon takes matrices")
+            reason = compat.why_not_muon_param(param)
+            if reason is not None:
+                raise NotSupportedError(reason)
 
     def _algorithm(self, group: dict[str, Any], param: torch.Tensor) -> str:
         return "muon"
@@ -194,22 +216,35 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
         config: Any,
         pg_collection: Any = None,
         init_state_fn_list: list[Any] | None = None,
+        **kwargs: Any,  # of newer versions: model_chunks, async_allgather
     ) -> None:
         self._clips_gradients = config.clip_grad > 0
-        super().__init__(optimizers, config, pg_collection, init_state_fn_list)
+        self._native_because = compat.why_not_layer_wise(config, kwargs)
+        super().__init__(optimizers, config, pg_collection, init_state_fn_list, **kwargs)
         self._rounds: list[tuple[LayerShards, list[list[torch.Tensor]], dist.ProcessGroup]] = []
         self._model_of: dict[int, torch.Tensor] = {}
+        if self._native_because is not None:
+            log_once(
+                f"dist_muon native {self._native_because}", f"dist_muon: sent by Megatron, {self._native_because}"
+            )
+            return
         if self.pg_collection is None or not self.dp_cp_params_list:  # one data parallel rank: nobody to send to
             return
         for optimizer in self.chained_optimizers:
-            if isinstance(optimizer.optimizer, Muon):
-                optimizer.optimizer.after_matrix = self._send_matrix
+            muon = getattr(optimizer, "optimizer", optimizer)
+            if isinstance(muon, Muon):
+                muon.after_matrix = self._send_matrix
                 self._map_model_params(optimizer)
         self._plan_rounds(self.dp_cp_params_list, self.pg_collection.dp_cp)
         self._plan_rounds(self.expt_dp_params_list, self.pg_collection.expt_dp)
 
-    def shard_params(self, optimizers: list[Any]) -> None:
-        """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups."""
+    def shard_params(self, optimizers: list[Any], *args: Any) -> None:
+        """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups.
+
+        ``args``: since 0.18 the layout of the buffers, None where it is ours."""
+        if self._native_because is not None:
+            super().shard_params(optimizers, *args)
+            return
         # in bf16 native wraps optimizers for fp32 copies only after this
         groups = [
             (group, isinstance(getattr(o, "optimizer", o), Muon)) for o in optimizers for group in o.param_groups
@@ -226,7 +261,7 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
         if by_cost:
             self._shard_by_cost([group for group, _ in groups], is_expert)
         else:
-            super().shard_params(optimizers)
+            super().shard_params(optimizers, *args)
 
     def _shard_by_cost(self, groups: list[dict[str, Any]], is_expert: list[bool]) -> None:
         """Native's result (lists of every rank's parameters, own ones in the groups), balanced by cost."""
@@ -258,7 +293,7 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
 
     def _map_model_params(self, optimizer: Any) -> None:
         """Finds the model's parameter of each parameter that Muon steps: itself, or the bf16 one of an fp32 copy."""
-        for group in optimizer.optimizer.param_groups:
+        for group in optimizer.param_groups:
             for param in group["params"]:
                 self._model_of[id(param)] = param
         pairs = zip(getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()))
@@ -293,6 +328,8 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
     @torch.no_grad()
     def allgather_params(self) -> None:
         """Sends what the step has not sent yet, and makes the current stream wait for all of it."""
+        if self._native_because is not None:
+            super().allgather_params()
         for rounds, rest, group in self._rounds:
             rounds.send_remaining()
             _broadcast_all(rest, group)

@@ -8,8 +8,9 @@ Two kinds of replacement:
 - `replace_symbol(native, ours)`: every name bound to the object `native` in any module of a package is bound to `ours`
   instead. For functions and for classes that cannot be subclassed. Modules imported later are reached only if they
   import the name from a module that was already patched.
+- `replace_entry(namespace, key, ours)`: one entry of a dictionary, for classes that a registry names.
 
-Both are idempotent; `undo_all` restores the state before the first of them.
+All are idempotent; `undo_all` restores the state before the first of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import inspect
 import sys
 from typing import Any
 
-__all__ = ["is_redirected", "redirect_construction", "replace_symbol", "undo_all"]
+__all__ = ["is_redirected", "redirect_construction", "replace_entry", "replace_symbol", "undo_all"]
 
 _redirected: dict[type, type] = {}
 _hooked: set[type] = set()
@@ -80,6 +81,13 @@ def replace_symbol(native: Any, ours: Any, *, package: str = "megatron") -> int:
             namespace[key] = ours
             count += 1
     return count
+
+
+def replace_entry(namespace: dict[str, Any], key: str, ours: Any) -> None:
+    """Bind `key` of `namespace`, where megatron-core looks a class up, to `ours`; nothing where it is so already."""
+    if namespace[key] is not ours:
+        _replaced.append((namespace, key, namespace[key], ours))
+        namespace[key] = ours
 
 
 def undo_all() -> None:
