@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +113,8 @@ def reveal_orders(
         return SumOrders(
             None, f"NCCL's all-reduce does not add along a chain of the ranks ({_SETTINGS} would change it)"
         )
-    sums = SumMap(*(tuple(part) for part in found[0][:2]), tuple(tuple(order) for order in found[0][2]))
+    ends, order_of_run, orders = found[0]
+    sums = SumMap(tuple(ends), tuple(order_of_run), tuple(tuple(order) for order in orders))
     equal = exchange(group, int(_rounds_each_hop(all_reduce, sums, world, rank, device, dtype)))
     if not all(equal):
         return SumOrders(
@@ -121,7 +123,7 @@ def reveal_orders(
     return SumOrders(sums, None)
 
 
-def _as_plain(sums: SumMap | None) -> list[list[int] | list[list[int]]]:
+def _as_plain(sums: SumMap | None) -> list[list[Any]]:
     if sums is None:
         return []
     return [list(sums.ends), list(sums.order_of_run), [list(order) for order in sums.orders]]

@@ -67,8 +67,8 @@ def order_tables(
     blocks = np.arange(0, num_elements, block)
     first_runs = np.searchsorted(ends, blocks, side="right")
     key = ("orders", sums, block)
-    values = {"ends": ends, "order_of_run": sums.order_of_run, "orders": np.ravel(sums.orders), "runs": first_runs}
-    tables = (context.table((*key, name), values[name]) for name in ("ends", "order_of_run", "orders", "runs"))
+    values = (ends, np.asarray(sums.order_of_run), np.ravel(sums.orders), first_runs)
+    tables = (context.table((*key, index), value) for index, value in enumerate(values))
     vector = math.gcd(16 // dtype.itemsize, num_columns, *(int(end) for end in sums.ends))
     return OrderTables(*tables), vector
 

@@ -222,7 +222,8 @@ def gemm_ar(
     if prepared is None:
         return x.new_empty(*x.shape[:-1], n)
     y = prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+    # No view of it: what an autograd function returns may be edited in place.
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], n])
 
 
 @outside_compile

@@ -133,7 +133,8 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
 
     def fused(self, call: GemmCall, context: TPContext) -> Function:
         """See `OpSpec`."""
-        op: Callable[..., Any] = {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "gemm_ar": gemm_ar}[self.op]
+        ops: dict[Op, Callable[..., Any]] = {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "gemm_ar": gemm_ar}
+        op = ops[self.op]
         return lambda x, weight: [op(x, weight, context=context, layout=self.layout)]
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
@@ -178,7 +179,7 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         else:
             partial = x.new_zeros(m, n)
             parts["gemm"] = lambda: self._multiply(x, weight)
-            move = _sum if self.op == "gemm_ar" else _scatter
+            move: Callable[..., Any] = _sum if self.op == "gemm_ar" else _scatter
             parts["comm"] = lambda: move(partial, group)
         return parts
 

@@ -115,7 +115,7 @@ def _inputs(session, kind, shape=(4096, 4096, 4096)):
 
 def _route(session, kind, *shape):
     """What the policy says about a call."""
-    from ditron_train.megatron.tp.spec import route
+    from ditron_train.megatron.tp.routing import route
 
     return route(kind, *_inputs(session, kind, *shape), group=dist.group.WORLD, sequence_parallel=True)
 

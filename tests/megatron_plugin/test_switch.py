@@ -193,12 +193,14 @@ def _one_log_line_a_reason():
         layer.double()
         for tokens in (2, 2, 3):
             layer(torch.ones(tokens, 1, 16, dtype=torch.float64))
-        layer.float().sequence_parallel = False
-        layer(torch.ones(4, 1, 16))
+        layer.sequence_parallel, layer.allreduce_dgrad = False, True
+        for _ in range(2):
+            layer(torch.ones(4, 1, 16, dtype=torch.float64))
+        layer.float()(torch.ones(4, 1, 16))
         native = [line for line in lines if "native" in line]
         expected = [
             "tp column: native, torch.float64 is not covered",
-            "tp column: native, sequence parallelism is off",
+            "tp column ar: native, torch.float64 is not covered",
         ]
         assert native == (expected if dist.get_rank() == 0 else [])
 
@@ -281,7 +283,8 @@ def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
     import ditron_train.megatron as plugin
     from ditron_train.megatron.sp.exchange import AttentionShape
     from ditron_train.megatron.sp.spec import ExchangeSpec, route_exchange
-    from ditron_train.megatron.tp.spec import LinearSpec, route
+    from ditron_train.megatron.tp.routing import route
+    from ditron_train.megatron.tp.spec import LinearSpec
     from ditron_train.policy import Gate, gate, switches
 
     plugin.apply(features="tp")

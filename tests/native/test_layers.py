@@ -379,3 +379,35 @@ def _made_in_inference_mode():
 
 def test_weights_made_in_inference_mode():
     run_workers(2, _made_in_inference_mode)
+
+
+def _reduced(options, frozen):
+    """The layers without sequence parallelism, whose tokens are whole on every rank."""
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.policy import gate
+
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        config, found = _config(sequence_parallel=False), []
+        for ours in (False, True):
+            column, row = _layers(ours, config, **options)
+            column.weight.requires_grad_(not frozen)
+            x = _integers(TOKENS, BATCH, HIDDEN, seed=7).requires_grad_()
+            hidden, column_bias = column(x)
+            y, row_bias = row(hidden)
+            (y * _integers(*y.shape, seed=50)).sum().backward()
+            parameters = {f"d{n}": p.grad for layer in (column, row) for n, p in layer.named_parameters(f"{layer}")}
+            found.append(
+                {"hidden": hidden, "y": y, "dx": x.grad, "column": column_bias, "row": row_bias, **parameters}
+            )
+        names = [{name.replace("Ditron", ""): value for name, value in one.items()} for one in found]
+        _assert_equal(*names)
+        answers = [answer for kind in ("column", "row") for answer in gate.answers(f"tp {kind} ar")]
+        assert len(answers) == 2 and all(answer.context is not None for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "frozen"),
+    [(2, {}, False), (2, {"bias": True}, True), (4, {"bias": True, "skip_bias_add": True}, False)],
+)
+def test_layers_without_sequence_parallelism_equal_native(world_size, options, frozen):
+    run_workers(world_size, _reduced, options, frozen)

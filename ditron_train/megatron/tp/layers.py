@@ -15,10 +15,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from ditron_train.megatron.compat import why_not_arguments, why_not_weight
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
-from ditron_train.megatron.tp.spec import route
+from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.tp.functions import column_linear, row_linear
 
 __all__ = ["DitronColumnParallelLinear", "DitronRowParallelLinear", "class_map", "stop"]
 
@@ -28,14 +27,16 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
     """``ColumnParallelLinear`` whose gather of the input (and reduce-scatter of its gradient) overlaps with the GEMM.
 
     Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: ``grad @ weight`` fused
-    with its reduce-scatter, while the input is gathered for the native weight gradient.
+    with its reduce-scatter, while the input is gathered for the native weight gradient. Without sequence parallelism
+    the all-reduce of the input's gradient lies under the weight gradient's GEMM.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = None
         # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of
         # experts are exchanged by their dispatcher.
-        if not args and not self.explicit_expert_comm and self._is_covered(input, kwargs):
+        is_ours = not args and not self.explicit_expert_comm and _communicates(kwargs)
+        if is_ours and self._is_covered(input, kwargs):
             context = route(
                 "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
                 is_frozen=not weight.requires_grad,
@@ -48,7 +49,8 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
             kwargs.get("grad_output_buffer"),
             kwargs.get("wgrad_deferral_limit"),
         )
-        return column_linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
+        linear = linear_of("column", kwargs["sequence_parallel"])
+        return linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
 
     def _is_covered(self, input: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
         reason = why_not_weight(self.weight) or why_not_arguments(input, arguments)
@@ -57,13 +59,19 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
         return reason is None
 
 
+def _communicates(arguments: Mapping[str, Any]) -> bool:
+    """Whether a column layer does; one whose gradient nobody sums (``disable_grad_reduce``) or that is whole does
+    not."""
+    return bool(arguments.get("sequence_parallel") or arguments.get("allreduce_dgrad"))
+
+
 @outside_compile
 class DitronRowParallelLinear(RowParallelLinear):
     """``RowParallelLinear`` whose reduce-scatter of the output (and gather of its gradient) overlaps with the GEMM.
 
     Forward ``[s, b, K/W] -> [s/W, b, N]``: ``x @ weight.T`` fused with the reduce-scatter, the bias added after it.
     Backward: gather of the output gradient fused with ``grad @ weight``; the gathered gradient serves the native
-        wgrad.
+        wgrad. Without sequence parallelism ``x @ weight.T`` is fused with its all-reduce, and nothing is gathered.
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -75,7 +83,8 @@ class DitronRowParallelLinear(RowParallelLinear):
         if context is None:
             return super().forward(input_)
         wgrad = NativeWgrad(self.weight, self.gradient_accumulation_fusion)
-        output = row_linear(input_, self.weight, context=context, wgrad=wgrad)
+        linear = linear_of("row", self.sequence_parallel)
+        output = linear(input_, self.weight, context=context, wgrad=wgrad)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None

@@ -8,7 +8,7 @@ be had, whether all results have the bits of Megatron's path, and whether they c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_b
 
 from ditron_train.megatron.shared.te_products import product_pairs
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
-from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Place, Run, Shape, gate
+from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Pass, Place, Run, Shape
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.settings import get_settings
@@ -32,7 +32,7 @@ from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, why_not_linear
 
-__all__ = ["COLUMN", "ROW", "SPECS", "Kind", "LinearCall", "LinearSpec", "native_column", "native_row", "route"]
+__all__ = ["COLUMN", "ROW", "Kind", "LinearCall", "LinearSpec", "native_column", "native_linear", "native_row"]
 
 Kind = Literal["column", "row"]
 
@@ -47,7 +47,6 @@ class LinearCall(NamedTuple):
         x: Input ``[s, b, K]`` or ``[tokens, K]``: of ``column`` the local part of the sequence.
         weight: This rank's ``[N, K]``.
         group: Tensor parallel group.
-        sequence_parallel: Whether activations outside the layer are split along the sequence.
         is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another
             kernel.
         grad_y: Gradient of the result, for comparisons.
@@ -56,7 +55,6 @@ class LinearCall(NamedTuple):
     x: torch.Tensor
     weight: torch.Tensor
     group: dist.ProcessGroup
-    sequence_parallel: bool = True
     is_frozen: bool = False
     grad_y: torch.Tensor | None = None
 
@@ -64,7 +62,7 @@ class LinearCall(NamedTuple):
 class LinearSpec(OpSpec[LinearCall, TPContext]):
     """Gather, GEMM and their backward (``column``), or GEMM, reduce-scatter and theirs (``row``)."""
 
-    measured = "backward"
+    measured: Pass = "backward"
     groups = "tensor"
 
     def __init__(self, kind: Kind) -> None:
@@ -83,7 +81,6 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
             x.dtype,
             weight.dtype,
             x.device,
-            call.sequence_parallel,
             torch.is_autocast_enabled(x.device.type),
             is_batch_invariant_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
@@ -93,8 +90,6 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
     def why_not(self, call: LinearCall) -> str | None:
         """See `OpSpec`."""
         x, weight = call.x, call.weight
-        if not call.sequence_parallel:
-            return "sequence parallelism is off"
         world_size = dist.get_world_size(call.group)
         if world_size == 1:
             return "the tensor parallel group has one rank"
@@ -107,10 +102,14 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
             return reason
         if x.dim() < 2 or 0 in x.shape or 0 in weight.shape or x.shape[-1] != weight.shape[1]:
             return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
+        return self._why_not_rows(call, world_size)
+
+    def _why_not_rows(self, call: LinearCall, world_size: int) -> str | None:
+        x = call.x
         if self.kind == "row" and x.shape[0] % world_size:
             return f"the sequence of {x.shape[0]} does not divide by {world_size}"
         rows_of_a_rank = x.shape[:-1].numel() // (world_size if self.kind == "row" else 1)
-        return why_hidden(x.device, rows_of_a_rank, *weight.shape)
+        return why_hidden(x.device, rows_of_a_rank, *call.weight.shape)
 
     def context(self, call: LinearCall) -> TPContext:
         """See `OpSpec`."""
@@ -136,13 +135,14 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
         """See `OpSpec`."""
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
 
-    def summed_dtype(self, call: LinearCall) -> torch.dtype:
+    def summed_dtype(self, call: LinearCall) -> torch.dtype | None:
         """See `OpSpec`."""
         return call.x.dtype
 
     def more_pairs(self, call: LinearCall, context: TPContext) -> Sequence[tuple[Run, Run]]:
         """See `OpSpec`: both libraries' products."""
-        rows = call.x.shape[:-1].numel() * (context.world_size if self.kind == "column" else 1)
+        x = call.x
+        rows = max(x.shape[0], self._output_rows(x.shape[0], context.world_size)) * x.shape[1:-1].numel()
         return product_pairs(rows, call.weight)
 
     def inputs(self, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,21 +308,6 @@ def _why_not_device(x: torch.Tensor) -> str | None:
 
 
 COLUMN, ROW = LinearSpec("column"), LinearSpec("row")
-SPECS: Sequence[OpSpec[Any, Any]] = (COLUMN, ROW)
-_OF_KIND = {"column": COLUMN, "row": ROW}
-
-
-def route(
-    kind: Kind,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
-    sequence_parallel: bool,
-    is_frozen: bool = False,
-) -> TPContext | None:
-    """The context to run this call with, or None for Megatron's path; arguments as of `LinearCall`."""
-    return gate.context_for(_OF_KIND[kind], LinearCall(x, weight, group, sequence_parallel, is_frozen))
 
 
 def native_column(
@@ -330,30 +315,32 @@ def native_column(
 ) -> torch.Tensor:
     """megatron-core's gather, GEMM, and their overlapped backward; of a weight that is frozen without any part of its
     gradient."""
-    return _native_linear(x, weight, group, sequence_parallel=True, is_frozen=is_frozen)
+    return native_linear(x, weight, group, sequence_parallel=True, is_frozen=is_frozen)
 
 
 def native_row(x: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
     """megatron-core's GEMM and reduce-scatter, and their backward."""
-    partial = _native_linear(x, weight, group, sequence_parallel=False)
+    partial = native_linear(x, weight, group, sequence_parallel=False)
     return reduce_scatter_to_sequence_parallel_region(partial, group=group)
 
 
-def _native_linear(
+def native_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     group: dist.ProcessGroup,
     *,
     sequence_parallel: bool,
     is_frozen: bool = False,
+    allreduce_dgrad: bool = False,
 ) -> torch.Tensor:
+    """megatron-core's linear function, with the communication that its flags ask for."""
     linear = linear_with_frozen_weight if is_frozen else linear_with_grad_accumulation_and_async_allreduce
     return linear(
         input=x,
         weight=weight,
         bias=None,
         gradient_accumulation_fusion=False,
-        allreduce_dgrad=False,
+        allreduce_dgrad=allreduce_dgrad,
         sequence_parallel=sequence_parallel,
         tp_group=group,
     )

@@ -22,12 +22,12 @@ from transformer_engine.pytorch.module._common import apply_normalization
 
 from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.te_wgrad import wgrad_of
-from ditron_train.megatron.tp.spec import Kind, route
+from ditron_train.megatron.tp.routing import linear_of, route
+from ditron_train.megatron.tp.spec import Kind
 from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.functions import column_linear, row_linear
 
 __all__ = [
     "DitronTEColumnParallelLinear",
@@ -102,6 +102,8 @@ def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
         return "--tp-comm-overlap (userbuffers) is on"
     if any(parameter.dtype != x.dtype for parameter in layer.parameters()):
         return "the parameters have another type than the input"
+    if not layer.sequence_parallel and getattr(layer, "symmetric_ar_type", None) is not None:
+        return "its all-reduce is another's (symmetric_ar_type)"
     if getattr(layer, "return_layernorm_output", False):
         return "the layer returns what it has normalised, too"
     if layer.wgrad_store.delay_wgrad_compute():
@@ -116,17 +118,18 @@ def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
 
 
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
-    if not layer.sequence_parallel:
-        return (
-            None if layer.tp_size == 1 else route(kind, x, layer.weight, group=layer.tp_group, sequence_parallel=False)
-        )
+    if not layer.sequence_parallel and layer.tp_size == 1:
+        return None
     reason = why_not_covered(layer, x)
     if reason is not None:
         log_native(f"tp {kind} (TE)", reason)
         return None
-    return route(
-        kind, x, layer.weight, group=layer.tp_group, sequence_parallel=True, is_frozen=not layer.weight.requires_grad
-    )
+    options = {"sequence_parallel": bool(layer.sequence_parallel), "is_frozen": not layer.weight.requires_grad}
+    return route(kind, x, layer.weight, group=layer.tp_group, **options)
+
+
+def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torch.Tensor:
+    return linear_of(kind, layer.sequence_parallel)(x, layer.weight, context=context, wgrad=wgrad_of(layer))
 
 
 @outside_compile
@@ -137,7 +140,7 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear):
         context = _route(self, "column", x)
         if context is None:
             return super().forward(x)
-        out = column_linear(x, self.weight, context=context, wgrad=wgrad_of(self))
+        out = _linear(self, "column", x, context)
         return out, self.bias if self.te_return_bias else None
 
 
@@ -150,7 +153,7 @@ class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
         context = _route(self, "column", x)
         if context is None:
             return super().forward(x)
-        out = column_linear(normalised(self, x), self.weight, context=context, wgrad=wgrad_of(self))
+        out = _linear(self, "column", normalised(self, x), context)
         return out, self.bias if self.te_return_bias else None
 
 
@@ -162,7 +165,7 @@ class DitronTERowParallelLinear(TERowParallelLinear):
         context = _route(self, "row", x)
         if context is None:
             return super().forward(x)
-        out = row_linear(x, self.weight, context=context, wgrad=wgrad_of(self))
+        out = _linear(self, "row", x, context)
         if self.gemm_bias_unfused_add:
             out = out + self.bias
         return out, self.bias if self.te_return_bias else None

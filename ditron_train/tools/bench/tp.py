@@ -1,4 +1,4 @@
-"""Benchmark of tensor parallelism: AG-GEMM and GEMM-RS, the backward of both linear layers, and a transformer layer.
+"""Benchmark of tensor parallelism: AG-GEMM, GEMM-RS, GEMM-AR, the backward of the linear layers, a transformer layer.
 
 Native is what Megatron runs (NCCL, then cuBLAS or the reverse; for the backward megatron-core's own function), the
 peer is PyTorch's async-TP. All of them, the GEMM alone and the collective alone are measured in one run on the same
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             for spec in specs
         }
         for name, specs in parts.items():
-            if name == "layer" or any(spec.measured == "backward" for spec in specs):
+            if name == "layer" or any(spec.groups is not None for spec in specs):
                 _megatron_rows(session, specs, planned, arguments, with_layer=name == "layer" and on_gpu)
             else:
                 _rows(session, specs, planned, arguments)

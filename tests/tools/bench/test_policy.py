@@ -28,7 +28,7 @@ def test_the_ratio_is_that_of_the_rounds() -> None:
 
 
 def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, str | None]:
-    from ditron_train.megatron.tp.spec import route
+    from ditron_train.megatron.tp.routing import route
     from ditron_train.policy import gate
     from ditron_train.tools.session import BenchSession
 
@@ -58,7 +58,7 @@ def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
 
 
 def _cost() -> tuple[float, int, str]:
-    from ditron_train.megatron.tp.spec import route
+    from ditron_train.megatron.tp.routing import route
     from ditron_train.policy import gate
     from ditron_train.tools.session import BenchSession
 

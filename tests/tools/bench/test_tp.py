@@ -33,8 +33,13 @@ def test_rows_of_both_ops_and_their_backward(tmp_path: Path) -> None:
     stamp, rows = read_results(path)
     assert stamp.count == 2
     names = [(row.op, row.direction) for row in rows]
-    assert names[:2] == [("ag_gemm", "forward"), ("gemm_rs", "forward")]
-    assert names[2:] == [("column_linear", "backward"), ("row_linear", "backward")]
+    assert names[:3] == [("ag_gemm", "forward"), ("gemm_rs", "forward"), ("gemm_ar", "forward")]
+    assert names[3:] == [
+        ("column_linear", "backward"),
+        ("row_linear", "backward"),
+        ("column_linear_ar", "backward"),
+        ("row_linear_ar", "forward_backward"),
+    ]
     for row in rows:
         assert row.bitwise_equal and row.shape == {"m": 128, "n": 64, "k": 128} and row.native_us > 0
     assert rows[0].gemm_us and rows[0].comm_us and rows[0].peer is None and rows[0].limit_us is None
