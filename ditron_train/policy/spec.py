@@ -282,6 +282,10 @@ class OpSpec(ABC, Generic[Call, Context]):
         """The published shapes, or small ones where kernels are interpreted."""
         return ()
 
+    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
+        """The shape that ``trace`` records where the command line names none."""
+        return self.shapes(world_size, on_gpu)[0]
+
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> Sequence[Shape]:
         """The shapes that the op has in a transformer layer."""
         return ()
@@ -311,7 +315,7 @@ class OpSpec(ABC, Generic[Call, Context]):
         """Bytes and operations of the measured pass, for its limit."""
         return None
 
-    def columns(self, shape: Shape, times_us: Mapping[str, float]) -> Mapping[str, Any]:
+    def columns(self, call: Call, context: Context, times_us: Mapping[str, float]) -> Mapping[str, Any]:
         """Fields of a row that take the place of those from ``cost``; ``times_us``: medians by name."""
         return {}
 

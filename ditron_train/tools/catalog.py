@@ -20,8 +20,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tp": ("ditron_train.tp.spec", "ditron_train.megatron.tp.spec"),
     "sp": ("ditron_train.sp.spec", "ditron_train.megatron.sp.spec"),
     "ep": ("ditron_train.megatron.ep.spec", "ditron_train.megatron.ep.pair_spec"),
-    "pp": ("ditron_train.megatron.pp.spec",),
-    "muon": ("ditron_train.optim.plans",),
+    "pp": ("ditron_train.pp.spec",),
+    "muon": ("ditron_train.optim.spec", "ditron_train.optim.plans"),
 }
 _added: list[OpSpec[Any, Any]] = []
 

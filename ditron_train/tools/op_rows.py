@@ -126,7 +126,7 @@ def parts_of(specs: Iterable[OpSpec[Any, Any]]) -> dict[str, list[OpSpec[Any, An
     """Ops with rows of their own by ``--part`` of a benchmark: all backward passes are one part."""
     parts: dict[str, list[OpSpec[Any, Any]]] = {}
     for spec in specs:
-        if spec.has_rows and spec.shapes(2, True):
+        if spec.has_rows and spec.shapes(1, True):
             parts.setdefault("backward" if spec.measured == "backward" else spec.row, []).append(spec)
     return parts
 
@@ -177,7 +177,7 @@ def op_row(
         if cost is None or cost.logical_bytes is None
         else cost.logical_bytes / times["ditron"] / 1e3,
     )
-    fields.update({**spec.columns(shape, times), **more(calls, timings)})
+    fields.update({**spec.columns(calls.calls[0], calls.context, times), **more(calls, timings)})
     fields = {name: value for name, value in fields.items() if value is not None}
     return session.row(spec.row, spec.measured, shape.model, dict(shape.sizes), timings, equal, **fields)
 

@@ -109,9 +109,9 @@ def _ask_projections(device: torch.device) -> None:
 
 
 def _ask_message(device: torch.device) -> None:
-    from ditron_train.megatron.pp.spec import MESSAGE, MessageCall
     from ditron_train.policy import gate
     from ditron_train.pp import get_pipeline_context
+    from ditron_train.pp.spec import MESSAGE, MessageCall
 
     num_bytes = 1 << 20 if device.type == "cuda" else 4096
     context = get_pipeline_context(dist.group.WORLD, device)
@@ -158,7 +158,7 @@ def _spoil_function(module: str, name: str) -> Callable[[str], contextlib.Abstra
 
 
 def _spoil_message(fault: str) -> contextlib.AbstractContextManager[None]:
-    from ditron_train.megatron.pp import spec as pp
+    from ditron_train.pp import spec as pp
 
     def make(right: Callable) -> Callable:
         def exchange(*given, **options):

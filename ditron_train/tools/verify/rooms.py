@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -61,22 +61,8 @@ def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
     return ["--no-deterministic", "--shape", *map(str, sizes)]
 
 
-def _pp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
-    if world_size % 2:
-        raise SettingError(
-            f"--rooms pp takes an even number of ranks, not {world_size}: name the others, --rooms sp,ep,muon"
-        )
-    parts = ("--part", "send_recv", "--part", "pipeline_step")
-    return ["--no-limited", *parts, "--mb", str(2 * model.tokens * model.hidden / 1e6)]
-
-
-def _muon(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
-    shapes = [word for shape in model.matrices.values() for word in ("--shape", *map(str, shape))]
-    return ["--no-peer", *shapes]
-
-
 #: Words for each room's benchmark: the model's sizes; what takes long and compares nothing more is left out.
-ROOMS: Mapping[str, Callable[[ModelSizes, int, bool], list[str]]] = {"ep": _ep, "pp": _pp, "muon": _muon}
+ROOMS: Mapping[str, Callable[[ModelSizes, int, bool], list[str]]] = {"ep": _ep}
 
 
 def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu: bool) -> dict[str, list[str]]:
@@ -139,6 +125,14 @@ def _tensors(result: object) -> Iterable[torch.Tensor]:
             yield from _tensors(part)
 
 
+def _layer_rows(room: str, session: BenchSession) -> Iterator[Row]:
+    """Of what is more than one op."""
+    if room == "pp":
+        from ditron_train.tools.bench.megatron_pp import step_rows
+
+        yield from step_rows(session)
+
+
 def verify_rooms(
     rooms: Sequence[str], model: ModelSizes, report: Report, stress: Stress, seed: int, session: BenchSession
 ) -> None:
@@ -152,6 +146,8 @@ def verify_rooms(
                 for spec in specs:
                     for shape in spec.shapes_of_model(model, session.world_size):
                         quick.add(op_row(quick, spec, shape, with_peers=False))
+        for row in _layer_rows(room, quick):
+            quick.add(row)
     words = room_words(
         [room for room in rooms if room in ROOMS], model, session.world_size, session.device.type == "cuda"
     )
