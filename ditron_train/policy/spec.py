@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -310,6 +311,18 @@ class OpSpec(ABC, Generic[Call, Context]):
         """Gradients of ``inputs`` by Megatron's path where that is not autograd's: a function of ``inputs``. Rows of
         such an op compare gradients alone, and no result of a forward pass is kept for them."""
         return None
+
+    def fused_backward(self, call: Call, context: Context) -> Function | None:
+        """The same of the fused path."""
+        return None
+
+    def why_no_row(self, call: Call) -> str | None:
+        """Why a sample is not measured: a layer would not run it by the fused path either; or None."""
+        return None
+
+    def surroundings(self, shape: Shape) -> AbstractContextManager[object]:
+        """What holds while calls of a shape are made up and run."""
+        return nullcontext()
 
     def cost(self, call: Call, context: Context) -> Cost | None:
         """Bytes and operations of the measured pass, for its limit."""

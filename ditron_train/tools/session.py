@@ -23,7 +23,7 @@ from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
 from ditron_train.tools.timing import Contender, Timing, measure, num_input_sets
 
-__all__ = ["BenchSession", "Sink", "bench_session", "under_policy"]
+__all__ = ["BenchSession", "Sink", "bench_session"]
 
 _TIMEOUT_S = 300
 
@@ -208,19 +208,6 @@ def _join() -> None:
         )  # no device_id: groups connect at their first use, as Megatron's do
     else:
         dist.init_process_group("gloo", timeout=timeout)
-
-
-@contextmanager
-def under_policy(mode: str) -> Iterator[None]:
-    """``DITRON_POLICY`` is ``mode`` for a while."""
-    previous = os.environ.get("DITRON_POLICY")
-    os.environ["DITRON_POLICY"] = mode
-    try:
-        yield
-    finally:
-        del os.environ["DITRON_POLICY"]
-        if previous is not None:
-            os.environ["DITRON_POLICY"] = previous
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from ditron_train.tools.results import read_results  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 SPECS = ["tp doubled_gather", *names_of_specs()]
-ANY_SHAPE = ("pp send_recv", "muon step")  # bytes of a message; gradients that their parameters have
+#: Bytes of a message; gradients that their parameters have; what Megatron's dispatchers are called with.
+ANY_SHAPE = ("pp send_recv", "muon step", "ep dispatch", "ep combine")
 QUICK = ("--repetitions", "1")
 
 

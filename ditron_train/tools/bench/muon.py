@@ -17,7 +17,7 @@ from ditron_train.optim.spec import MUON_STEP, ORTHOGONALIZE, matrix_shape, step
 from ditron_train.policy import OpSpec, Shape
 from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.tools.catalog import specs_of
-from ditron_train.tools.op_rows import OpCalls, op_row, parts_of
+from ditron_train.tools.op_rows import OpCalls, add_row, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         choose_models(arguments.model, [shape.model.split()[0] for shape in known])
         for spec in specs:
             for shape in _shapes(spec, arguments, session):
-                session.add(op_row(session, spec, shape, with_peers=not arguments.no_peer, more=_spread_of_paths))
+                add_row(session, spec, shape, with_peers=not arguments.no_peer, more=_spread_of_paths)
                 session.save()
         return session.finish()
 

@@ -24,7 +24,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.stream.copies import copy_bytes
 from ditron_train.tools.arguments import add_common_arguments, check_folder, check_matplotlib, check_sizes
 from ditron_train.tools.catalog import specs_of
-from ditron_train.tools.op_rows import OpCalls, op_row, parts_of
+from ditron_train.tools.op_rows import OpCalls, add_row, parts_of
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             get_pipeline_context(world, session.device).reserve(max(shape.sizes["num_bytes"] for shape in rings))
         for spec in ops:
             for shape in planned[spec.name]:
-                session.add(op_row(session, spec, shape, with_peers=with_limited))
+                add_row(session, spec, shape, with_peers=with_limited)
             session.save()
         if "gemm_beside_transfer" in parts:
             for shape in [one for one in rings if one.sizes["num_bytes"] >= 8 * _MB] or rings[-1:]:

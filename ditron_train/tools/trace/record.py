@@ -94,7 +94,7 @@ def _spec_op(
     if why is not None:
         raise SettingError(why)
     sizes = ", ".join(f"{name} {size}" for name, size in chosen.sizes.items())
-    with megatron_groups(spec.groups, session):
+    with megatron_groups(spec.groups, session), spec.surroundings(chosen):
         yield f"{spec.row}, {sizes}", OpCalls(session, spec, chosen).both()
 
 
@@ -116,7 +116,7 @@ def _attention(session: BenchSession, op: str, shape: None) -> Iterator[tuple[st
 
 @contextmanager
 def _moe(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
-    from ditron_train.tools.bench.ep import moe_contenders
+    from ditron_train.tools.bench.megatron_ep import moe_contenders
 
     with moe_contenders(session) as contenders:
         yield "MoE layer, forward and backward", contenders

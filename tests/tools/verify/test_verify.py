@@ -26,7 +26,6 @@ from ditron_train.tools.verify import rooms
 from ditron_train.tools.verify import verifier as verify_run
 from ditron_train.tools.verify.cases import model_cases, model_sizes, random_cases, shape_cases
 from ditron_train.tools.verify.outcome import RESULTS, Outcome
-from ditron_train.tools.verify.rooms import room_words
 from ditron_train.tools.verify.verifier import add_arguments, run
 from tests.support.processes import run_workers
 
@@ -113,7 +112,7 @@ def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
 def _messages_alone() -> Iterator[pytest.MonkeyPatch]:
     """Without the steps of a pipeline, which take longer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rooms, "_layer_rows", lambda room, session: ())
+        patch.setattr(rooms, "_layer_rows", lambda room, session, model: ())
         yield patch
 
 
@@ -215,23 +214,21 @@ def test_rooms_take_the_models_sizes() -> None:
     model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
     (projection, *_) = specs_of("sp")
     assert list(projection.shapes_of_model(model, 2)[0].sizes.values()) == [32, 8, 2, 8]
-    found = {room: " ".join(words) for room, words in room_words(list(rooms.ROOMS), model, 2, True).items()}
-    assert "--shape 32 64 96 4 1" in found["ep"]
+    dispatch = specs_of("ep")[0].shapes_of_model(model, 2)
+    assert [list(shape.sizes.values()) for shape in dispatch] == [[32, 64, 96, 4, 1]] * 2
+    assert [shape.model for shape in dispatch] == ["custom", "custom, Zipf 1"]
     assert [shape.sizes["num_bytes"] for shape in MESSAGE.shapes_of_model(model, 2)] == [4096, 4096]
     (step,) = MUON_STEP.shapes_of_model(model, 2)
     assert step.options["layer"] == ((96, 64), (64, 64), (256, 64), (64, 128))
-    assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {
-        "ep": ["--no-deterministic", "--model", "facts"]
-    }
     for world_size in (2, 4, 8):  # the small model of machines without a GPU
-        rooms.check_rooms(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size, False)
+        rooms.check_rooms(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size)
     for room, world_size, error in (
         ("sp", 4, "groups 2, .* divide"),
         ("ep", 3, "4 experts"),
         ("pp", 3, "even number"),
     ):
         with pytest.raises(SettingError, match=error):
-            rooms.check_rooms([room], model, world_size, True)
+            rooms.check_rooms([room], model, world_size)
 
 
 @pytest.mark.slow
@@ -348,7 +345,7 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         assert messages[0] == messages[1] != "accepted"
     for words in (("--ops", "5"), ("--rooms", "ep")):
         assert (
-            f"{words[0]}{' ep' if 'ep' in words else ''} takes 2 ranks or more" in run_workers(1, _refused, *words)[0]
+            f"{words[-1] if 'ep' in words else words[0]} takes 2 ranks or more" in run_workers(1, _refused, *words)[0]
         )
 
 
