@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -282,6 +283,10 @@ class OpSpec(ABC, Generic[Call, Context]):
         """The published shapes, or small ones where kernels are interpreted."""
         return ()
 
+    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
+        """The shape that ``trace`` records where the command line names none."""
+        return self.shapes(world_size, on_gpu)[0]
+
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> Sequence[Shape]:
         """The shapes that the op has in a transformer layer."""
         return ()
@@ -307,11 +312,23 @@ class OpSpec(ABC, Generic[Call, Context]):
         such an op compare gradients alone, and no result of a forward pass is kept for them."""
         return None
 
+    def fused_backward(self, call: Call, context: Context) -> Function | None:
+        """The same of the fused path."""
+        return None
+
+    def why_no_row(self, call: Call) -> str | None:
+        """Why a sample is not measured: a layer would not run it by the fused path either; or None."""
+        return None
+
+    def surroundings(self, shape: Shape) -> AbstractContextManager[object]:
+        """What holds while calls of a shape are made up and run."""
+        return nullcontext()
+
     def cost(self, call: Call, context: Context) -> Cost | None:
         """Bytes and operations of the measured pass, for its limit."""
         return None
 
-    def columns(self, shape: Shape, times_us: Mapping[str, float]) -> Mapping[str, Any]:
+    def columns(self, call: Call, context: Context, times_us: Mapping[str, float]) -> Mapping[str, Any]:
         """Fields of a row that take the place of those from ``cost``; ``times_us``: medians by name."""
         return {}
 

@@ -7,14 +7,14 @@ at the time of the call, so nothing is read on import and a test can set a varia
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
 
-__all__ = ["SETTINGS", "Setting", "Settings", "get_settings", "unknown_variables"]
+__all__ = ["SETTINGS", "Setting", "Settings", "get_settings", "under_policy", "unknown_variables"]
 
 
 @dataclass(frozen=True)
@@ -285,3 +285,16 @@ def unknown_variables(names: Iterable[str] | None = None) -> list[str]:
     known = {setting.variable for setting in SETTINGS}
     names = os.environ if names is None else names
     return sorted(n for n in names if n.startswith("DITRON_") and n not in known and not n.startswith("DITRON_TEST_"))
+
+
+@contextmanager
+def under_policy(mode: str) -> Iterator[None]:
+    """``DITRON_POLICY`` is ``mode`` for a while."""
+    previous = os.environ.get("DITRON_POLICY")
+    os.environ["DITRON_POLICY"] = mode
+    try:
+        yield
+    finally:
+        del os.environ["DITRON_POLICY"]
+        if previous is not None:
+            os.environ["DITRON_POLICY"] = previous

@@ -19,9 +19,14 @@ __all__ = ["ROOMS", "add_spec", "megatron_groups", "remove_spec", "specs_of"]
 ROOMS: dict[str, tuple[str, ...]] = {
     "tp": ("ditron_train.tp.spec", "ditron_train.megatron.tp.routing"),
     "sp": ("ditron_train.sp.spec", "ditron_train.megatron.sp.spec"),
-    "ep": ("ditron_train.megatron.ep.spec", "ditron_train.megatron.ep.pair_spec"),
-    "pp": ("ditron_train.megatron.pp.spec",),
-    "muon": ("ditron_train.optim.plans",),
+    "ep": (
+        "ditron_train.megatron.ep.movement_spec",
+        "ditron_train.ep.spec",
+        "ditron_train.megatron.ep.spec",
+        "ditron_train.megatron.ep.pair_spec",
+    ),
+    "pp": ("ditron_train.pp.spec",),
+    "muon": ("ditron_train.optim.spec", "ditron_train.optim.plans"),
 }
 _added: list[OpSpec[Any, Any]] = []
 

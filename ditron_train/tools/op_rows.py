@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import OpSpec, Place, Shape, results
+from ditron_train.policy import Function, OpSpec, Place, Shape, results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import check_sizes, choose_models
@@ -18,7 +18,7 @@ from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender, Timing
 
-__all__ = ["WIRE_GBPS", "OpCalls", "op_row", "parts_of", "planned_rows", "shapes_for"]
+__all__ = ["WIRE_GBPS", "OpCalls", "add_row", "parts_of", "planned_rows", "shapes_for"]
 
 WIRE_GBPS = 370.0  # what a copy engine moves over NVLink on an H200, the link speed that limits are computed with
 _COMPARED = 2  # sets of inputs
@@ -32,6 +32,7 @@ class OpCalls:
     Attributes:
         spec: Of the op.
         calls: As many as are never found in the L2 cache.
+        why_no_row: `OpSpec.why_no_row` of the first one.
         context: Of the fused path.
     """
 
@@ -48,6 +49,7 @@ class OpCalls:
         place = Place(group or world, session.device, dtype or session.dtype)
         first = spec.sample(shape, place, 0)
         count = spec.num_sets or session.num_input_sets(sum(tensor.nbytes for tensor in spec.inputs(first)))
+        self.why_no_row = spec.why_no_row(first)
         self.spec, self.calls = spec, [first, *(spec.sample(shape, place, seed) for seed in range(1, count))]
         self.context = spec.context(first)
         self._backward: dict[bool, Callable[[int], list[torch.Tensor]]] = {}
@@ -61,19 +63,23 @@ class OpCalls:
         return lambda index: results(self.spec, self._pick(self.calls, index), context)
 
     def backward(self, *, is_fused: bool) -> Callable[[int], list[torch.Tensor]]:
-        """Gradients alone: the forward pass of every call has run, and its graph is kept."""
+        """Gradients alone: the forward pass of every call has run, and its graph is kept; or as the spec says."""
         if is_fused not in self._backward:
-            alone = None if is_fused else self.spec.megatron_backward(self.calls[0])
-            self._backward[is_fused] = self._of_graphs(is_fused) if alone is None else self._without_graphs()
+            functions = [self._alone(call, is_fused) for call in self.calls]
+            has_graphs = functions[0] is None
+            self._backward[is_fused] = self._of_graphs(is_fused) if has_graphs else self._without_graphs(functions)
         return self._backward[is_fused]
 
-    def _without_graphs(self) -> Callable[[int], list[torch.Tensor]]:
-        pairs = [(self.spec.megatron_backward(call), self.spec.inputs(call)) for call in self.calls]
+    def _alone(self, call: Any, is_fused: bool) -> Function | None:
+        return self.spec.fused_backward(call, self.context) if is_fused else self.spec.megatron_backward(call)
+
+    def _without_graphs(self, functions: Sequence[Function | None]) -> Callable[[int], list[torch.Tensor]]:
+        inputs = [self.spec.inputs(call) for call in self.calls]
 
         def run(index: int) -> list[torch.Tensor]:
-            function, inputs = self._pick(pairs, index)
+            function = self._pick(functions, index)
             assert function is not None, "of one call, of all"
-            return list(function(*inputs))
+            return list(function(*self._pick(inputs, index)))
 
         return run
 
@@ -126,12 +132,24 @@ def parts_of(specs: Iterable[OpSpec[Any, Any]]) -> dict[str, list[OpSpec[Any, An
     """Ops with rows of their own by ``--part`` of a benchmark: all backward passes are one part."""
     parts: dict[str, list[OpSpec[Any, Any]]] = {}
     for spec in specs:
-        if spec.has_rows and spec.shapes(2, True):
+        if spec.has_rows and spec.shapes(1, True):
             parts.setdefault("backward" if spec.measured == "backward" else spec.row, []).append(spec)
     return parts
 
 
-def op_row(
+def add_row(session: BenchSession, spec: OpSpec[Any, Any], shape: Shape, **options: Any) -> None:
+    """Compares and times one op at one shape, and adds the row (collective); one log line where it is not measured.
+
+    Args:
+        options: As of ``_op_row``.
+    """
+    with spec.surroundings(shape):
+        row = _op_row(session, spec, shape, **options)
+    if row is not None:
+        session.add(row)
+
+
+def _op_row(
     session: BenchSession,
     spec: OpSpec[Any, Any],
     shape: Shape,
@@ -139,8 +157,8 @@ def op_row(
     dtype: torch.dtype | None = None,
     with_peers: bool = True,
     more: Callable[[OpCalls, Mapping[str, Timing]], Mapping[str, Any]] = lambda calls, timings: {},
-) -> Row:
-    """Compares and times one op at one shape (collective).
+) -> Row | None:
+    """Compares and times one op at one shape in its surroundings (collective); None where it is not measured.
 
     Args:
         dtype: Of activations, where it is not the session's.
@@ -151,6 +169,10 @@ def op_row(
         SettingError: The shape does not divide over the ranks.
     """
     calls = OpCalls(session, spec, shape, dtype=dtype)
+    if calls.why_no_row is not None:
+        sizes = "x".join(map(str, shape.sizes.values()))
+        get_logger("bench").info("%s, %s %s is not measured: %s", shape.model, spec.row, sizes, calls.why_no_row)
+        return None
     equal = calls.equal(session)
     contenders = calls.contenders(session, with_peers=with_peers)
     timings = session.measure(contenders, most=spec.most_repetitions(shape, session.world_size))
@@ -177,7 +199,7 @@ def op_row(
         if cost is None or cost.logical_bytes is None
         else cost.logical_bytes / times["ditron"] / 1e3,
     )
-    fields.update({**spec.columns(shape, times), **more(calls, timings)})
+    fields.update({**spec.columns(calls.calls[0], calls.context, times), **more(calls, timings)})
     fields = {name: value for name, value in fields.items() if value is not None}
     return session.row(spec.row, spec.measured, shape.model, dict(shape.sizes), timings, equal, **fields)
 

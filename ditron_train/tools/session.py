@@ -25,7 +25,7 @@ from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
 from ditron_train.tools.timing import Contender, Timing, measure, num_input_sets
 
-__all__ = ["BenchSession", "Sink", "bench_session", "under_policy"]
+__all__ = ["BenchSession", "Sink", "bench_session"]
 
 _TIMEOUT_S = 300
 
@@ -218,19 +218,6 @@ def _check_untried() -> None:
     reason = self_check(world_group(), device)
     if reason is not None:
         raise DitronError(reason)
-
-
-@contextmanager
-def under_policy(mode: str) -> Iterator[None]:
-    """``DITRON_POLICY`` is ``mode`` for a while."""
-    previous = os.environ.get("DITRON_POLICY")
-    os.environ["DITRON_POLICY"] = mode
-    try:
-        yield
-    finally:
-        del os.environ["DITRON_POLICY"]
-        if previous is not None:
-            os.environ["DITRON_POLICY"] = previous
 
 
 @contextmanager

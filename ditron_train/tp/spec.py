@@ -30,6 +30,7 @@ __all__ = [
     "GemmSpec",
     "linear_shapes",
     "local_shapes",
+    "traced_linear",
     "why_not_linear",
 ]
 
@@ -48,6 +49,11 @@ def linear_shapes(op: Op, world_size: int, on_gpu: bool) -> list[Shape]:
         return [Shape("custom", {"m": 256, "n": 256, "k": 256})]
     shapes = load_workloads()["ag_gemm" if op == "ag_gemm" else "gemm_rs"]["shapes"]
     return [Shape(one["model"], {"m": one["M"], "n": one["N"], "k": one["K"]}) for one in shapes]
+
+
+def traced_linear(on_gpu: bool) -> Shape:
+    """A layer of LLaMA-70B; a small one where kernels are interpreted."""
+    return Shape("custom", {"m": 8192, "n": 28672, "k": 8192} if on_gpu else {"m": 256, "n": 256, "k": 256})
 
 
 def why_not_linear(op: Op, shape: Shape, world_size: int, label: str | None = None) -> str | None:
@@ -140,6 +146,10 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
         """See `OpSpec`."""
         return linear_shapes(self.op, world_size, on_gpu)
+
+    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
+        """See `OpSpec`."""
+        return traced_linear(on_gpu)
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
         """See `OpSpec`: column layers gather, row layers scatter."""

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.cpu import reference_muon as reference
-from ditron_train.optim import Muon, addmm, gram, graphs, newton_schulz, scaled_square
+from ditron_train.optim import Muon, addmm, gram, graphs, newton_schulz, reference, scaled_square
 from ditron_train.optim.graphs import make_graph
 from ditron_train.optim.products import ProductPlan, addmm_choices, symmetric_choices
 from ditron_train.policy import gate

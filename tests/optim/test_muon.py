@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from ditron_train.cpu import interpreter
-from ditron_train.cpu import reference_muon as reference
 from ditron_train.gemm import matmul_nt
-from ditron_train.optim import Muon, muon_scale, newton_schulz, orthogonalize, products
+from ditron_train.optim import Muon, muon_scale, newton_schulz, orthogonalize, products, reference
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 

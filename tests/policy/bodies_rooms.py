@@ -109,9 +109,9 @@ def _ask_projections(device: torch.device) -> None:
 
 
 def _ask_message(device: torch.device) -> None:
-    from ditron_train.megatron.pp.spec import MESSAGE, MessageCall
     from ditron_train.policy import gate
     from ditron_train.pp import get_pipeline_context
+    from ditron_train.pp.spec import MESSAGE, MessageCall
 
     num_bytes = 1 << 20 if device.type == "cuda" else 4096
     context = get_pipeline_context(dist.group.WORLD, device)
@@ -122,15 +122,16 @@ def _ask_message(device: torch.device) -> None:
 
 def _routing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A skewed one of a job's first step."""
-    from ditron_train.tools.bench.megatron_ep import zipf_routing
+    from ditron_train.ep.spec import zipf_routing
 
     tokens, experts = (512, 16) if device.type == "cuda" else (12, 4)
     return zipf_routing(tokens, experts, 2, exponent=1.0, device=device, seed=dist.get_rank())
 
 
 def _ask_experts(device: torch.device) -> None:
+    from ditron_train.megatron.ep.movement_spec import DispatcherPair, moe_config
     from ditron_train.policy import gate
-    from ditron_train.tools.bench.megatron_ep import DispatcherPair, expert_parallel_world, moe_config
+    from ditron_train.tools.bench.megatron_ep import expert_parallel_world
 
     gate.forget()
     routed, probs = _routing(device)
@@ -158,7 +159,7 @@ def _spoil_function(module: str, name: str) -> Callable[[str], contextlib.Abstra
 
 
 def _spoil_message(fault: str) -> contextlib.AbstractContextManager[None]:
-    from ditron_train.megatron.pp import spec as pp
+    from ditron_train.pp import spec as pp
 
     def make(right: Callable) -> Callable:
         def exchange(*given, **options):

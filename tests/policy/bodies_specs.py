@@ -13,6 +13,7 @@ from ditron_train.cpu.megatron_shim import model_parallel
 from ditron_train.policy import OpSpec, Place, Shape, gate, results
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.values import make_values
+from ditron_train.tools.bench.megatron_ep import expert_parallel_world
 from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
 from ditron_train.tp import all_gather, get_tp_context
 
@@ -102,8 +103,15 @@ def _spec(name: str) -> OpSpec:
 
 def same_bits(name: str) -> bool:
     """Whether both paths agree on every small shape and seed."""
-    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+    with _groups_of(_spec(name)):
         return _same_bits(name)
+
+
+def _groups_of(spec: OpSpec):
+    """Megatron's groups that the op is run in."""
+    if spec.groups == "expert":
+        return expert_parallel_world()
+    return model_parallel(tensor_model_parallel_size=dist.get_world_size())
 
 
 def _same_bits(name: str) -> bool:
@@ -111,15 +119,16 @@ def _same_bits(name: str) -> bool:
     equal = True
     for shape in spec.shapes(place.world_size, False):
         for seed in range(2):
-            call = spec.sample(shape, place, seed)
-            pairs = zip(results(spec, call, spec.context(call)), results(spec, call), strict=True)
-            equal &= all(torch.equal(fused, native) for fused, native in pairs)
+            with spec.surroundings(shape):
+                call = spec.sample(shape, place, seed)
+                pairs = zip(results(spec, call, spec.context(call)), results(spec, call), strict=True)
+                equal &= all(torch.equal(fused, native) for fused, native in pairs)
     return equal
 
 
 def bad_calls_are_refused(name: str) -> bool:
     """Operands of other dimensions raise on every rank; a good call behind them has the right bits."""
-    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+    with _groups_of(_spec(name)):
         spec, place = _spec(name), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
         call = spec.sample(spec.shapes(place.world_size, False)[0], place, 0)
         context = spec.context(call)

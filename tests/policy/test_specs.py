@@ -16,6 +16,8 @@ from ditron_train.tools.results import read_results  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 SPECS = ["tp doubled_gather", *names_of_specs()]
+#: Bytes of a message; gradients that their parameters have; what Megatron's dispatchers are called with.
+ANY_SHAPE = ("pp send_recv", "muon step", "ep dispatch", "ep combine")
 QUICK = ("--repetitions", "1")
 
 
@@ -70,6 +72,6 @@ def test_both_paths_of_an_op_have_the_same_bits(name: str) -> None:
     assert run_workers(2, same_bits, name) == [True, True]
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in ANY_SHAPE])
 def test_bad_calls_are_the_same_error_on_every_rank(name: str) -> None:
     assert run_workers(2, bad_calls_are_refused, name) == [True, True]

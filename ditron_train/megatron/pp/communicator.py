@@ -23,11 +23,11 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from ditron_train.megatron.compat import captures_iteration
-from ditron_train.megatron.pp.spec import MESSAGE, MessageCall
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.policy import gate, log_native
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.messages import Header, num_bytes_of
+from ditron_train.pp.spec import MESSAGE, MessageCall
 from ditron_train.runtime.device import replays_compiled_graphs
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache

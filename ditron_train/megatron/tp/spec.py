@@ -30,7 +30,7 @@ from ditron_train.tp.choices import Op, Problem, choose, prefers_native
 from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.functions import column_linear, row_linear
-from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, why_not_linear
+from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, traced_linear, why_not_linear
 
 __all__ = ["COLUMN", "ROW", "Kind", "LinearCall", "LinearSpec", "native_column", "native_linear", "native_row"]
 
@@ -173,6 +173,10 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
         """See `OpSpec`: those of the op that the layer's forward is."""
         return linear_shapes(self._op, world_size, on_gpu)
+
+    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
+        """See `OpSpec`."""
+        return traced_linear(on_gpu)
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
         """See `OpSpec`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +13,19 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
+from ditron_train.ep.spec import moe_layer, routing_of, why_not_layer
 from ditron_train.megatron import apply, restore
-from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
+from ditron_train.megatron.ep.movement_spec import moe_config, repeating
+from ditron_train.policy import Place, Shape
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.settings import under_policy
+from ditron_train.tools.results import Pass, Row
+from ditron_train.tools.session import BenchSession
 
-__all__ = ["DispatcherPair", "expert_parallel_world", "layer_pair", "moe_config", "zipf_routing"]
+__all__ = ["HAVE_TE", "expert_parallel_world", "layer_pair", "layer_rows", "moe_contenders"]
 
 
 @contextmanager
@@ -42,102 +46,6 @@ def expert_parallel_world() -> Iterator[None]:
         megatron_cpu.uninstall()
 
 
-def moe_config(
-    *,
-    hidden: int,
-    ffn_hidden: int,
-    num_experts: int,
-    topk: int,
-    dtype: torch.dtype,
-    fused: bool | None = None,
-    **others: Any,
-) -> TransformerConfig:
-    """A MoE layer as it is trained: SwiGLU, router in fp32; fused permutation where Transformer Engine is installed.
-
-    ``others`` are fields of ``TransformerConfig`` that replace these.
-    """
-    on_cpu = not torch.cuda.is_available()
-    fields = dict(
-        num_layers=1,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn_hidden,
-        moe_ffn_hidden_size=ffn_hidden,
-        num_attention_heads=1,
-        num_moe_experts=num_experts,
-        moe_router_topk=topk,
-        moe_router_dtype="fp32",
-        moe_router_pre_softmax=topk == 1,  # megatron-core insists: the softmax of one score is 1
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=HAVE_TE,
-        moe_permute_fusion=HAVE_TE if fused is None else fused,
-        expert_model_parallel_size=dist.get_world_size(),
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=HAVE_TE,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=on_cpu,
-    )
-    return TransformerConfig(**{**fields, **others})
-
-
-def zipf_routing(
-    num_tokens: int, num_experts: int, topk: int, *, exponent: float, device: torch.device, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A routing map and its probabilities: expert i is drawn in proportion to (i' + 1) ** -exponent, i' a shuffle of
-    i.
-
-    Returns:
-        bool [num_tokens, num_experts] with ``topk`` True a row; fp32 probabilities, 0 where not routed.
-    """
-    order = torch.randperm(
-        num_experts, generator=torch.Generator().manual_seed(1)
-    )  # the same popular experts on every rank
-    popularity = (order + 1.0).pow(-exponent).log().to(device)
-    generator = torch.Generator(device).manual_seed(seed)
-    uniform = torch.empty(num_tokens, num_experts, device=device).uniform_(1e-6, 1 - 1e-6, generator=generator)
-    scores = popularity - (-uniform.log()).log()  # Gumbel: sampling without replacement
-    routed = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=device)
-    routed.scatter_(1, scores.topk(topk, dim=1).indices, True)
-    probs = torch.where(routed, uniform, 0.0)
-    return routed, probs / probs.sum(1, keepdim=True)
-
-
-class DispatcherPair:
-    """A native and one of our dispatchers for the same configuration, driven method by method as ``MoELayer`` does."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        local = config.num_moe_experts // dist.get_world_size()
-        first = dist.get_rank() * local
-        arguments = (local, list(range(first, first + local)))
-        keywords = dict(config=config, pg_collection=get_default_pg_collection())
-        self.native = MoEAlltoAllTokenDispatcher(*arguments, **keywords)
-        self.ditron = DitronMoEAlltoAllTokenDispatcher(*arguments, **keywords)
-
-    def __getitem__(self, name: str) -> MoEAlltoAllTokenDispatcher:
-        return {"native": self.native, "ditron": self.ditron}[name]
-
-    def dispatch(
-        self, name: str, x: torch.Tensor, routed: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens to the experts' rows: rows, tokens per expert, probabilities."""
-        dispatcher = self[name]
-        return dispatcher.dispatch_postprocess(
-            *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routed, probs))
-        )
-
-    def combine(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """The experts' rows back to tokens."""
-        dispatcher = self[name]
-        return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
-
-
 def layer_pair(config: TransformerConfig, device: torch.device) -> dict[str, torch.nn.Module]:
     """The MoE layer, native and with ``ep``, with equal weights."""
     spec = get_moe_module_spec(use_te=HAVE_TE, num_experts=config.num_moe_experts, moe_grouped_gemm=HAVE_TE)
@@ -147,3 +55,74 @@ def layer_pair(config: TransformerConfig, device: torch.device) -> dict[str, tor
         layers[name] = build_module(tree, config=config, layer_number=1).to(device)
     layers["ditron"].load_state_dict(layers["native"].state_dict())
     return layers
+
+
+class _MoeLayers:
+    """A MoE layer, native and with ``ep``, forward, and forward and backward, on the same values."""
+
+    def __init__(self, session: BenchSession, layer: Shape) -> None:
+        sizes = layer.sizes
+        names = ("hidden", "ffn_hidden", "num_experts", "topk")
+        config = moe_config(
+            **{name: sizes[name] for name in names},
+            dtype=session.dtype,
+            fused=False if layer.options["deterministic"] else None,
+        )
+        self.layers = layer_pair(config, session.device)
+        generator = torch.Generator(session.device).manual_seed(session.rank)
+        shape = (sizes["tokens_per_rank"], 1, sizes["hidden"])
+        self._x, self._grad = (
+            torch.empty(shape, device=session.device, dtype=session.dtype).normal_(generator=generator)
+            for _ in range(2)
+        )
+        self._is_routed = bool(layer.options["zipf"])
+        if self._is_routed:  # a router with random weights routes evenly: this one's choice is given
+            world: Any = dist.group.WORLD
+            place = Place(world, session.device, session.dtype)
+            routed, probs = routing_of(layer, place, 0)
+            for one in self.layers.values():
+                one.route = lambda hidden_states, padding_mask=None: (probs, routed)  # type: ignore[assignment]
+
+    def forward(self, name: str) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [self.layers[name](self._x)[0]]
+
+    def forward_backward(self, name: str) -> list[torch.Tensor]:
+        leaf = self._x.detach().requires_grad_()
+        y, _ = self.layers[name](leaf)
+        named = self.layers[name].named_parameters()
+        parameters = [parameter for key, parameter in named if not (self._is_routed and key.startswith("router"))]
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self._grad)]
+
+
+@contextmanager
+def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
+    """Forward and backward of one MoE layer, ``native`` and ``ditron``, on the same values."""
+    on_gpu = session.device.type == "cuda"
+    sizes = (8192, 7168, 2048, 128, 8) if on_gpu else (24, 32, 48, 4 * session.world_size, 2)
+    layer = moe_layer("traced", *sizes)
+    if layer.sizes["num_experts"] % session.world_size:
+        raise SettingError(str(why_not_layer(layer, session.world_size)))
+    with expert_parallel_world(), repeating(layer), under_policy("strict"):
+        pair = _MoeLayers(session, layer)
+        yield {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
+
+
+def layer_rows(session: BenchSession, layer: Shape) -> Iterator[Row]:
+    """The whole layer, forward, and forward and backward, as a user gets it."""
+    with repeating(layer), under_policy("strict"):
+        pair = _MoeLayers(session, layer)
+        direction: Pass
+        for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
+            ours, native = body("ditron"), body("native")
+            equal = session.equal(ours, native)
+            del ours, native
+            timings = session.measure({name: lambda i, n=name, run=body: run(n) for name in pair.layers})
+            comm_sms = _comm_sms(pair.layers["ditron"])
+            sizes = dict(layer.sizes)
+            yield session.row("moe_layer", direction, layer.model, sizes, timings, equal, comm_sms=comm_sms)
+
+
+def _comm_sms(layer: Any) -> int:
+    context = layer.token_dispatcher.ep_context
+    return 0 if context is None or context.target == "interpreter" else context.move.num_senders

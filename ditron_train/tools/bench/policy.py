@@ -24,9 +24,10 @@ import torch.distributed as dist
 from ditron_train.policy import Gate, gate
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.settings import under_policy
 from ditron_train.tools.arguments import add_common_arguments
 from ditron_train.tools.results import Row, write_results
-from ditron_train.tools.session import BenchSession, bench_session, under_policy
+from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
 

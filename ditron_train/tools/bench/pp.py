@@ -15,31 +15,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
-from ditron_train.pp.messages import FORWARD, Header
+from ditron_train.policy import OpSpec, Shape
+from ditron_train.pp import get_pipeline_context
+from ditron_train.pp.messages import FORWARD
+from ditron_train.pp.spec import MESSAGE, MessageCall, limited_groups, message_shapes, start_fused, start_natively
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.stream.copies import copy_bytes
 from ditron_train.tools.arguments import add_common_arguments, check_folder, check_matplotlib, check_sizes
+from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.op_rows import OpCalls, add_row, parts_of
 from ditron_train.tools.results import Row
-from ditron_train.tools.session import BenchSession, Sink, bench_session
-from ditron_train.tools.timing import Contender, Timing
+from ditron_train.tools.session import BenchSession, bench_session
+from ditron_train.tools.timing import Timing
 
-__all__ = ["WIRE_GBPS", "add_arguments", "run", "transfer_contenders"]
+__all__ = ["add_arguments", "run"]
 
-WIRE_GBPS = 390.0  # one copy engine's pushes over NVLink on an H200
-_PARTS = ("send_recv", "gemm_beside_transfer", "pipeline_step")
-_PATTERNS = ("ring", "pairs")
-_CTAS = (1, 2, 4, 8)
 _MB = 1_000_000
 Around = Callable[[], AbstractContextManager[None]]
-_GPU_MB = (0.008192, 1, 8, 16, 32, 64, 128, 256)  # the first shows the latency
+
+
+def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
+    """Ops by ``--part``; what is more than an op has no spec."""
+    return {**parts_of(specs_of("pp")), "gemm_beside_transfer": [], "pipeline_step": []}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench pp``."""
     add_common_arguments(parser, model_option=False)
-    parser.add_argument("--part", action="append", choices=_PARTS, help="only this part (may be repeated)")
+    parser.add_argument("--part", action="append", choices=list(_parts()), help="only this part (may be repeated)")
     parser.add_argument(
         "--mb",
         type=float,
@@ -51,14 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")
 
 
-def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
-    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits
-    differ.
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the command line asks for, shows and writes it; returns 1 where bits differ.
 
     Raises:
         SettingError: Fewer than two ranks, or an odd number of them.
     """
-    with bench_session("pp", arguments, sink) as session:
+    with bench_session("pp", arguments) as session:
         if session.world_size < 2 or session.world_size % 2:
             raise SettingError(
                 f"bench pp takes an even number of ranks, not {session.world_size}: torchrun --nproc-per-node 2"
@@ -67,26 +70,37 @@ def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
             check_matplotlib()
             check_folder(arguments.picture.parent)
         check_sizes("--mb", [[mb] for mb in arguments.mb or ()])
-        parts = arguments.part or _PARTS
+        parts = arguments.part or [*_parts()]
         on_gpu = session.device.type == "cuda"
-        sizes = [max(int(mb * _MB) // 512, 1) * 512 for mb in arguments.mb or (_GPU_MB if on_gpu else (0.1, 1))]
-        limited = {} if arguments.no_limited or not on_gpu else _limited_groups(session)
-        if "send_recv" in parts or "gemm_beside_transfer" in parts:
-            context = get_pipeline_context(dist.group.WORLD, session.device)  # type: ignore[arg-type]
-            context.reserve(max(sizes))
-        if "send_recv" in parts:
-            for pattern in _PATTERNS:
-                for num_bytes in sizes:
-                    session.add(_send_recv_row(session, context, pattern, num_bytes, limited))
+        with_limited = on_gpu and not arguments.no_limited
+        world: Any = dist.group.WORLD
+        ops = [spec for name, specs in _parts().items() if name in parts for spec in specs]
+        planned = {spec.name: _shapes(spec, arguments, session) for spec in ops}
+        rings = [shape for shape in _shapes(MESSAGE, arguments, session) if shape.model == "ring"]
+        if "gemm_beside_transfer" in parts or MESSAGE.name in planned:
+            limited = limited_groups(world, session.device) if with_limited else {}
+            get_pipeline_context(world, session.device).reserve(max(shape.sizes["num_bytes"] for shape in rings))
+        for spec in ops:
+            for shape in planned[spec.name]:
+                add_row(session, spec, shape, with_peers=with_limited)
             session.save()
         if "gemm_beside_transfer" in parts:
-            for num_bytes in [size for size in sizes if size >= 8 * _MB] or sizes[-1:]:
-                for row in _beside_rows(session, context, num_bytes, limited):
+            for shape in [one for one in rings if one.sizes["num_bytes"] >= 8 * _MB] or rings[-1:]:
+                for row in _beside_rows(session, shape, limited):
                     session.add(row)
                 session.save()
         if "pipeline_step" in parts:
             _step_rows(session, arguments.picture)
         return session.finish()
+
+
+def _shapes(spec: OpSpec[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
+    """The op's own, messages of the sizes that ``--mb`` names."""
+    shapes = list(spec.shapes(session.world_size, session.device.type == "cuda"))
+    if spec is MESSAGE and arguments.mb:
+        by_size = [message_shapes(mb * _MB) for mb in arguments.mb]
+        return [shapes[index] for index in range(2) for shapes in by_size]
+    return shapes
 
 
 def _step_rows(session: BenchSession, picture: Path | None) -> None:
@@ -102,104 +116,6 @@ def _step_rows(session: BenchSession, picture: Path | None) -> None:
         session.save()
 
 
-def _limited_groups(session: BenchSession) -> dict[str, dist.ProcessGroup]:
-    groups = {}
-    for ctas in _CTAS:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = ctas
-        options.config.min_ctas = 1
-        group = dist.new_group(list(range(session.world_size)), pg_options=options)
-        dist.all_reduce(torch.zeros(1, device=session.device), group=group)
-        groups[f"NCCL, {ctas} blocks" if ctas > 1 else "NCCL, 1 block"] = group
-    return groups
-
-
-def _partners(session: BenchSession, pattern: str) -> tuple[int | None, int | None]:
-    """Ranks that this one sends to and receives from."""
-    rank, world = session.rank, session.world_size
-    if pattern == "ring":
-        return (rank + 1) % world, (rank - 1) % world
-    return (rank + 1, None) if rank % 2 == 0 else (None, rank - 1)
-
-
-class _Transfers:
-    """The same transfer by NCCL and by ours, started and ended apart."""
-
-    def __init__(self, session: BenchSession, context: PipelineContext, pattern: str, num_bytes: int) -> None:
-        self.target, self.source = _partners(session, pattern)
-        self.context = context
-        elements = num_bytes // 2
-        self.header = Header((elements,), torch.bfloat16)
-        count = session.num_input_sets(num_bytes)
-        self.sent = [session.values((elements,), torch.bfloat16, index) for index in range(count)]
-        self.received = torch.empty(elements, dtype=torch.bfloat16, device=session.device)
-        self._copies_on = torch.cuda.Stream(session.device) if session.device.type == "cuda" else None
-
-    def _pick(self, index: int) -> torch.Tensor:
-        return self.sent[index % len(self.sent)]
-
-    def start_nccl(self, index: int, group: dist.ProcessGroup) -> list[Any]:
-        """``batch_isend_irecv`` of message ``index``."""
-        operations = []
-        if self.target is not None:
-            operations.append(dist.P2POp(dist.isend, self._pick(index), self.target, group))
-        if self.source is not None:
-            operations.append(dist.P2POp(dist.irecv, self.received, self.source, group))
-        return dist.batch_isend_irecv(operations)
-
-    def nccl(self, index: int, group: dist.ProcessGroup) -> torch.Tensor:
-        """Message ``index`` from start to end."""
-        for work in self.start_nccl(index, group):
-            work.wait()
-        return self.received if self.source is not None else self._pick(index)
-
-    def start_copy(self, index: int) -> None:
-        """Only the bytes of message ``index``: a copy into the next stage's slot, without flags."""
-        sender = self.context.local_senders[FORWARD]
-        assert sender is not None
-        if self._copies_on is not None:
-            self._copies_on.wait_stream(torch.cuda.current_stream())
-        data = self._pick(index)
-        copy_bytes(sender.slots.in_ring(sender.peer, FORWARD, 0), data.data_ptr(), data.nbytes, self._copies_on)
-
-    def end_copy(self) -> None:
-        """Orders the current stream behind ``start_copy``."""
-        if self._copies_on is not None:
-            torch.cuda.current_stream().wait_stream(self._copies_on)
-
-    def start_ours(self, index: int) -> dict[str, Any]:
-        """Our send and our posted receive of message ``index``."""
-        return exchange(
-            self.context,
-            send_next=self._pick(index) if self.target is not None else None,
-            recv_prev=self.header if self.source is not None else None,
-        )
-
-    def ours(self, index: int) -> torch.Tensor:
-        """Message ``index`` from start to end: the sender's copy is complete, too."""
-        handles = self.start_ours(index)
-        for handle in handles.values():
-            handle.wait()
-        return handles["recv_prev"].tensor if self.source is not None else self._pick(index)
-
-
-def transfer_contenders(
-    session: BenchSession,
-    context: PipelineContext,
-    pattern: str,
-    num_bytes: int,
-    limited: dict[str, dist.ProcessGroup],
-) -> dict[str, Contender]:
-    """Returns ``native``, ``ditron`` and one contender for each limited group."""
-    transfers = _Transfers(session, context, pattern, num_bytes)
-    world: Any = dist.group.WORLD
-    contenders: dict[str, Contender] = {"native": lambda index: transfers.nccl(index, world)}
-    for name, group in limited.items():
-        contenders[name] = lambda index, group=group: transfers.nccl(index, group)
-    contenders["ditron"] = transfers.ours
-    return contenders
-
-
 def _best_peer(timings: dict[str, Timing], limited: dict[str, dist.ProcessGroup]) -> tuple[str | None, float | None]:
     if not limited:
         return None, None
@@ -209,36 +125,16 @@ def _best_peer(timings: dict[str, Timing], limited: dict[str, dist.ProcessGroup]
     return best, timings[best].median_us
 
 
-def _send_recv_row(
-    session: BenchSession,
-    context: PipelineContext,
-    pattern: str,
-    num_bytes: int,
-    limited: dict[str, dist.ProcessGroup],
-) -> Row:
-    contenders: dict[str, Any] = transfer_contenders(session, context, pattern, num_bytes, limited)
-    equal = all(session.equal([contenders["ditron"](i)], [contenders["native"](i)]) for i in range(3))
-    timings = session.measure(contenders)
-    peer, peer_us = _best_peer(timings, limited)
-    return session.row(
-        "send_recv", "forward", pattern, {"num_bytes": num_bytes}, timings, equal,
-        dtype=torch.bfloat16,
-        limit_us=num_bytes / WIRE_GBPS / 1e3 if session.device.type == "cuda" else None,
-        peer=peer,
-        peer_us=peer_us,
-        wire_gbps=num_bytes / timings["ditron"].median_us / 1e3,
-    )  # fmt: skip
-
-
 class _Beside:
     """GEMMs that last half as long again as a ring transfer which is started before them and ended after them."""
 
-    def __init__(self, session: BenchSession, transfers: _Transfers, comm_us: float) -> None:
+    def __init__(self, session: BenchSession, calls: list[MessageCall], comm_us: float) -> None:
         self.size = 4096 if session.device.type == "cuda" else 128
         dtype = session.dtype
         self._left, self._right = (session.values((self.size, self.size), dtype, 50 + index) for index in range(2))
         self._product = torch.empty_like(self._left)
-        self._transfers = transfers
+        self._calls, self._context = calls, calls[0].context
+        self._copies_on = torch.cuda.Stream(session.device) if session.device.type == "cuda" else None
         self.count = 1
         alone = session.measure({"gemm": lambda index: self.multiply()})
         self.count = int(1.5 * comm_us / alone["gemm"].median_us) + 1
@@ -248,18 +144,25 @@ class _Beside:
         for _ in range(self.count):
             torch.matmul(self._left, self._right, out=self._product)
 
+    def _pick(self, index: int) -> tuple[MessageCall, torch.Tensor, torch.Tensor]:
+        call = self._calls[index % len(self._calls)]
+        assert call.data is not None and call.received is not None, "of every sample"
+        return call, call.data, call.received
+
     def nccl(self, index: int, group: dist.ProcessGroup, around: Around = nullcontext) -> torch.Tensor:
         """A transfer by NCCL and the GEMMs, which ``around`` is entered for."""
-        works = self._transfers.start_nccl(index, group)
+        call, data, received = self._pick(index)
+        works = start_natively(call, data, received, group)
         with around():
             self.multiply()
         for work in works:
             work.wait()
-        return self._transfers.received
+        return received
 
     def ours(self, index: int, around: Around = nullcontext) -> torch.Tensor:
         """The same with our transfer."""
-        handles = self._transfers.start_ours(index)
+        call, data, _ = self._pick(index)
+        handles = start_fused(call, data)
         with around():
             self.multiply()
         for handle in handles.values():
@@ -267,12 +170,18 @@ class _Beside:
         return handles["recv_prev"].tensor
 
     def copy(self, index: int, around: Around = nullcontext) -> None:
-        """The GEMMs beside as many bytes copied by the same engine, without flags: no message by copy engine can do
-        better."""
-        self._transfers.start_copy(index)
+        """The GEMMs beside as many bytes copied by the same engine into the next stage's slot, without flags: no
+        message by copy engine can do better."""
+        sender = self._context.local_senders[FORWARD]
+        assert sender is not None
+        if self._copies_on is not None:
+            self._copies_on.wait_stream(torch.cuda.current_stream())
+        _, data, _ = self._pick(index)
+        copy_bytes(sender.slots.in_ring(sender.peer, FORWARD, 0), data.data_ptr(), data.nbytes, self._copies_on)
         with around():
             self.multiply()
-        self._transfers.end_copy()
+        if self._copies_on is not None:
+            torch.cuda.current_stream().wait_stream(self._copies_on)
 
     def alone(self, index: int, around: Around = nullcontext) -> None:
         """The GEMMs with nothing beside them."""
@@ -280,19 +189,14 @@ class _Beside:
             self.multiply()
 
 
-def _beside_rows(
-    session: BenchSession, context: PipelineContext, num_bytes: int, limited: dict[str, dist.ProcessGroup]
-) -> Iterator[Row]:
+def _beside_rows(session: BenchSession, shape: Shape, limited: dict[str, dist.ProcessGroup]) -> Iterator[Row]:
     """How long the GEMMs take while a transfer runs beside them (the limit: beside bare copies of the same bytes,
-    which take bandwidth of the memory and power that the GEMMs want), and how long both take together.
-
-    Two products of 4096 beside 64 MB on 4 H200s: bare copies slow them down by 3.0 and 3.5 % (two runs), messages by
-    2.5 and 2.5 %, NCCL by 47 %; beside 8 MB 2.5 and 2.1 %, 2.1 and 0.8 %, 1.0 and 1.9 %. So what is left is the copies
-    themselves.
-    """
-    transfers = _Transfers(session, context, "ring", num_bytes)
-    comm_us = session.measure({"comm": transfers.ours})["comm"].median_us
-    beside = _Beside(session, transfers, comm_us)
+    which take bandwidth of the memory and power that the GEMMs want), and how long both take together; figures:
+    ``docs/measurements/index.md``."""
+    calls = OpCalls(session, MESSAGE, shape)
+    num_bytes, fused = shape.sizes["num_bytes"], calls.both()["ditron"]
+    comm_us = session.measure({"comm": fused})["comm"].median_us
+    beside = _Beside(session, calls.calls, comm_us)
     world: Any = dist.group.WORLD
     contenders: dict[str, Any] = {"gemm": beside.alone, "native": partial(beside.nccl, group=world)}
     contenders.update((name, partial(beside.nccl, group=group)) for name, group in limited.items())
@@ -304,7 +208,7 @@ def _beside_rows(
     ):
         peer, peer_us = _best_peer(timings, limited)
         gemm_us = timings["gemm"].median_us
-        shape = {
+        sizes = {
             "num_bytes": num_bytes,
             "m": beside.size,
             "n": beside.size,
@@ -312,7 +216,7 @@ def _beside_rows(
             "num_gemms": beside.count,
         }
         yield session.row(
-            op, "forward", "ring", shape, timings, equal,
+            op, "forward", "ring", sizes, timings, equal,
             dtype=torch.bfloat16,
             gemm_us=gemm_us,
             comm_us=comm_us,

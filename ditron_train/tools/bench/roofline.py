@@ -6,28 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ditron_train.optim.spec import newton_schulz_flops, symmetry_ceiling
 from ditron_train.tools.results import Row, Stamp
 
-__all__ = ["draw_roofline", "has_roofline", "newton_schulz_flops", "symmetry_ceiling"]
+__all__ = ["draw_roofline", "has_roofline"]
 
 _MIN_SIDE = 512  # smaller matrices are bound by launches: far below all lines
 _PEAKS = {"H100": (989.0, 3350.0), "H200": (989.0, 4800.0), "B200": (2250.0, 8000.0)}
 """Dense bf16 TFLOP/s and GB/s of memory, by the vendor's data sheets."""
-
-
-def newton_schulz_flops(rows: int, columns: int, num_steps: int = 5) -> float:
-    """Operations of the whole algorithm: X @ X^T, A @ A and B @ X, each computed whole; 2 for a multiply-add."""
-    m, n = min(rows, columns), max(rows, columns)
-    return num_steps * 2.0 * m * m * (2 * n + m)
-
-
-def symmetry_ceiling(rows: int, columns: int) -> float:
-    """How much faster the algorithm can get where half of each symmetric product suffices and nothing else changes.
-
-    (2n + m) / (1.5n + 0.5m) with m <= n: 1.5 for square matrices, towards 1.33 for long ones.
-    """
-    m, n = min(rows, columns), max(rows, columns)
-    return (2 * n + m) / (1.5 * n + 0.5 * m)
 
 
 def _intensity(rows: int, columns: int) -> float:

@@ -14,7 +14,7 @@ from ditron_train.policy import OpSpec
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import add_common_arguments
 from ditron_train.tools.catalog import specs_of
-from ditron_train.tools.op_rows import op_row, parts_of, planned_rows
+from ditron_train.tools.op_rows import add_row, parts_of, planned_rows
 from ditron_train.tools.session import BenchSession, bench_session
 
 __all__ = ["add_arguments", "run"]
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         if "layer" in parts and session.device.type == "cuda":
             _layer_rows(session)
         for spec, shape in planned:
-            session.add(op_row(session, spec, shape))
+            add_row(session, spec, shape)
             session.save()
         return session.finish()
 

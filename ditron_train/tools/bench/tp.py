@@ -17,7 +17,7 @@ from ditron_train.policy import OpSpec, Shape
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
 from ditron_train.tools.catalog import specs_of
-from ditron_train.tools.op_rows import OpCalls, op_row, parts_of, shapes_for
+from ditron_train.tools.op_rows import OpCalls, add_row, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
 from ditron_train.tp.choices import choose, rates_of
@@ -84,7 +84,7 @@ def _rows(
     predicts = None in (arguments.model or ())
     for spec in specs:
         for shape in planned[spec.name]:
-            session.add(op_row(session, spec, shape, dtype=dtype, more=_predicted if predicts else lambda *seen: {}))
+            add_row(session, spec, shape, dtype=dtype, more=_predicted if predicts else lambda *seen: {})
 
 
 def _predicted(calls: OpCalls, timings: Mapping[str, Timing]) -> dict[str, float]:

@@ -34,9 +34,6 @@ __all__ = ["record_op", "traced_ops"]
 
 _WARMUP = 3
 _HEAD_START_CYCLES = 40_000_000  # about 20 ms of the GPU's clock: what a layer's launches take while they are recorded
-_ON_CPU = (256, 256, 256)
-_LLAMA_70B = (8192, 28672, 8192)
-_MESSAGE_BYTES = 64_000_000
 
 Contenders = Mapping[str, Callable[[int], object]]
 
@@ -72,11 +69,6 @@ def _gpu(session: BenchSession, op: str) -> None:
         raise NotSupportedError(f"{op} is recorded on GPUs only")
 
 
-def _several(session: BenchSession, op: str) -> None:
-    if session.world_size < 2:
-        raise NotSupportedError(f"{op} takes several ranks: start it under torchrun")
-
-
 def _module(name: str, words: str) -> Callable[[BenchSession, str], None]:
     def need(session: BenchSession, op: str) -> None:
         if importlib.util.find_spec(name.split(".")[0]) is None or importlib.util.find_spec(name) is None:
@@ -95,14 +87,14 @@ def _spec_op(
 ) -> Iterator[tuple[str, Contenders]]:
     """An op at its first shape, a GEMM of a linear layer at ``shape``."""
     on_gpu = session.device.type == "cuda"
-    chosen = spec.shapes(session.world_size, on_gpu)[0]
-    if takes_shape(spec):
-        chosen = Shape("custom", dict(zip("mnk", shape or (_LLAMA_70B if on_gpu else _ON_CPU), strict=True)))
+    chosen = spec.traced_shape(session.world_size, on_gpu)
+    if shape is not None:
+        chosen = Shape("custom", dict(zip("mnk", shape, strict=True)))
     why = spec.why_not_shape(chosen, session.world_size)
     if why is not None:
         raise SettingError(why)
     sizes = ", ".join(f"{name} {size}" for name, size in chosen.sizes.items())
-    with megatron_groups(spec.groups, session):
+    with megatron_groups(spec.groups, session), spec.surroundings(chosen):
         yield f"{spec.row}, {sizes}", OpCalls(session, spec, chosen).both()
 
 
@@ -124,24 +116,10 @@ def _attention(session: BenchSession, op: str, shape: None) -> Iterator[tuple[st
 
 @contextmanager
 def _moe(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
-    from ditron_train.tools.bench.ep import moe_contenders
+    from ditron_train.tools.bench.megatron_ep import moe_contenders
 
     with moe_contenders(session) as contenders:
         yield "MoE layer, forward and backward", contenders
-
-
-@contextmanager
-def _message(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
-    from ditron_train.pp import get_pipeline_context
-    from ditron_train.tools.bench.pp import transfer_contenders
-
-    num_bytes = _MESSAGE_BYTES if session.device.type == "cuda" else 4096
-    context = get_pipeline_context(dist.group.WORLD, session.device)  # type: ignore[arg-type]
-    context.reserve(num_bytes)
-    yield (
-        f"a message of {num_bytes} bytes round the ring",
-        transfer_contenders(session, context, "ring", num_bytes, {}),
-    )
 
 
 #: Layers by name: what makes the contenders, and what it needs.
@@ -149,7 +127,6 @@ _LAYERS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...]]] =
     "layer": (_tp_layer, (_gpu, _megatron)),
     "attention_layer": (_attention, (_gpu, _megatron, _te)),
     "moe_layer": (_moe, (_megatron,)),
-    "send_recv": (_message, (_several,)),
 }
 
 
@@ -160,7 +137,7 @@ def _specs() -> dict[str, OpSpec[Any, Any]]:
 
 def takes_shape(spec: OpSpec[Any, Any]) -> bool:
     """Whether ``--shape M N K`` is of this op."""
-    return all(set(shape.sizes) == set("mnk") for shape in spec.shapes(2, False))
+    return {name for shape in spec.shapes(1, False) for name in shape.sizes} == set("mnk")
 
 
 def traced_ops() -> list[str]:

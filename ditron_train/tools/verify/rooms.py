@@ -1,32 +1,28 @@
-"""The other rooms' ops against native: their benchmarks compare every bit before they time, so a short run of each is
-the check."""
+"""Every op of a room against Megatron's path, as its `OpSpec` says: a row compares every bit before it is timed, so a
+short run of each is the check."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 import torch
 
+from ditron_train.ep.spec import layers_of_model
 from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.catalog import ROOMS as CATALOG
-from ditron_train.tools.catalog import megatron_groups, specs_of
-from ditron_train.tools.op_rows import op_row
+from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
+from ditron_train.tools.op_rows import add_row
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender
 from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.result_table import Report
 
-__all__ = ["ROOMS", "check_rooms", "parse_rooms", "room_words", "verify_rooms"]
-
-_PUBLISHED_EXPERTS = 128
-_QUICK = ("--repetitions", "2", "--warmup", "1")
+__all__ = ["check_rooms", "parse_rooms", "verify_rooms"]
 
 
 def parse_rooms(text: str | None) -> list[str]:
@@ -36,65 +32,20 @@ def parse_rooms(text: str | None) -> list[str]:
         SettingError: An unknown name.
     """
     if text == "all":
-        return [room for room in CATALOG if room != "tp"]
+        return [room for room in ROOMS if room != "tp"]
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    unknown = sorted(set(names) - set(CATALOG))
+    unknown = sorted(set(names) - set(ROOMS))
     if unknown:
-        raise SettingError(f"--rooms knows {', '.join(CATALOG)}, not {', '.join(unknown)}")
+        raise SettingError(f"--rooms knows {', '.join(ROOMS)}, not {', '.join(unknown)}")
     return names
 
 
-def _divides(what: str, number: int, by: int) -> None:
-    if number % by:
-        raise SettingError(f"{number} {what} do not divide by {by}")
-
-
-def _ep(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
-    if world_size < 2:
-        raise SettingError("--rooms ep takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify")
-    if model.experts is None:  # a published layer; without a GPU the benchmark has one alone
-        if on_gpu:
-            _divides("experts over the ranks (--num-experts names others)", _PUBLISHED_EXPERTS, world_size)
-        return ["--no-deterministic", *(("--model", "facts") if on_gpu else ())]
-    _divides("experts over the ranks", model.experts, world_size)
-    sizes = (model.tokens, model.hidden, model.expert_ffn, model.experts, model.topk)
-    return ["--no-deterministic", "--shape", *map(str, sizes)]
-
-
-def _pp(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
-    if world_size % 2:
-        raise SettingError(
-            f"--rooms pp takes an even number of ranks, not {world_size}: name the others, --rooms sp,ep,muon"
-        )
-    parts = ("--part", "send_recv", "--part", "pipeline_step")
-    return ["--no-limited", *parts, "--mb", str(2 * model.tokens * model.hidden / 1e6)]
-
-
-def _muon(model: ModelSizes, world_size: int, on_gpu: bool) -> list[str]:
-    shapes = [word for shape in model.matrices.values() for word in ("--shape", *map(str, shape))]
-    return ["--no-peer", *shapes]
-
-
-#: Words for each room's benchmark: the model's sizes; what takes long and compares nothing more is left out.
-ROOMS: Mapping[str, Callable[[ModelSizes, int, bool], list[str]]] = {"ep": _ep, "pp": _pp, "muon": _muon}
-
-
-def room_words(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu: bool) -> dict[str, list[str]]:
-    """Command line of each room's benchmark for a model.
-
-    Raises:
-        SettingError: The model does not divide over the ranks.
-    """
-    return {room: ROOMS[room](model, world_size, on_gpu) for room in rooms}
-
-
-def check_rooms(rooms: Sequence[str], model: ModelSizes, world_size: int, on_gpu: bool) -> None:
+def check_rooms(rooms: Sequence[str], model: ModelSizes, world_size: int) -> None:
     """Refuses what cannot be, before anything is launched.
 
     Raises:
         SettingError: The model does not divide over the ranks.
     """
-    room_words([room for room in rooms if room in ROOMS], model, world_size, on_gpu)
     for room in rooms:
         for spec in specs_of(room):
             for shape in spec.shapes_of_model(model, world_size):
@@ -139,6 +90,20 @@ def _tensors(result: object) -> Iterable[torch.Tensor]:
             yield from _tensors(part)
 
 
+def _layer_rows(room: str, session: BenchSession, model: ModelSizes) -> Iterator[Row]:
+    """Of what is more than one op."""
+    if room == "pp":
+        from ditron_train.tools.bench.megatron_pp import step_rows
+
+        yield from step_rows(session)
+    elif room == "ep":
+        from ditron_train.tools.bench.megatron_ep import layer_rows
+
+        with megatron_groups("expert", session):
+            for layer in layers_of_model(model, session.world_size):
+                yield from layer_rows(session, layer)
+
+
 def verify_rooms(
     rooms: Sequence[str], model: ModelSizes, report: Report, stress: Stress, seed: int, session: BenchSession
 ) -> None:
@@ -151,12 +116,6 @@ def verify_rooms(
             with megatron_groups(groups, session):
                 for spec in specs:
                     for shape in spec.shapes_of_model(model, session.world_size):
-                        quick.add(op_row(quick, spec, shape, with_peers=False))
-    words = room_words(
-        [room for room in rooms if room in ROOMS], model, session.world_size, session.device.type == "cuda"
-    )
-    for room, options in words.items():
-        module = importlib.import_module(f"ditron_train.tools.bench.{room}")
-        parser = argparse.ArgumentParser()
-        module.add_arguments(parser)
-        module.run(parser.parse_args([*_QUICK, *options]), _UnderStress(report, stress, seed))
+                        add_row(quick, spec, shape, with_peers=False)
+        for row in _layer_rows(room, quick, model):
+            quick.add(row)

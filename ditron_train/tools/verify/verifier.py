@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = model_sizes(arguments, on_gpu)
         if arguments.ops and session.world_size < 2:
             raise SettingError("--ops takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify --ops")
-        check_rooms(rooms, model, session.world_size, on_gpu)
+        check_rooms(rooms, model, session.world_size)
         report = Report(session, arguments)
         try:
             with megatron_world(session):

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ditron_train.ep import spec as ep_spec
+from ditron_train.ep.spec import products_of_native_bits
+from ditron_train.megatron.ep.movement_spec import busiest_link
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.bench import ep
-from ditron_train.tools.bench.ep_gemm import products_of_native_bits
 from ditron_train.tools.results import read_results
 from tests.support.processes import run_workers
 
@@ -35,7 +37,7 @@ def test_rows_of_parts_and_routings(tmp_path: Path) -> None:
 
 
 def _run_as_with_rows(fewest: int, *words: str) -> int:
-    ep._fewest_rows = lambda counts, device: fewest
+    ep_spec._fewest_rows = lambda counts, device: fewest
     return _run(*words)
 
 
@@ -70,5 +72,5 @@ def test_an_unknown_model_is_refused() -> None:
 
 
 def test_the_busiest_link_may_be_one_that_receives() -> None:
-    assert ep.busiest_link(torch.tensor([[9.0, 1.0, 2.0], [4.0, 9.0, 1.0], [4.0, 1.0, 9.0]])) == 8.0
-    assert ep.busiest_link(torch.tensor([[0.0, 4.0], [1.0, 50.0]])) == 4.0
+    assert busiest_link(torch.tensor([[9.0, 1.0, 2.0], [4.0, 9.0, 1.0], [4.0, 1.0, 9.0]])) == 8.0
+    assert busiest_link(torch.tensor([[0.0, 4.0], [1.0, 50.0]])) == 4.0

@@ -224,5 +224,5 @@ def test_what_cannot_be_recorded_is_refused_on_every_rank(tmp_path: Path) -> Non
     )
     assert run_workers(2, _refused, "layer", None, folder) == ["layer is recorded on GPUs only"] * 2
     assert "has one of its own" in run_workers(2, _refused, "moe_layer", (64, 64, 64), folder)[0]
-    assert "takes several ranks" in run_workers(1, _refused, "send_recv", None, folder)[0]
+    assert "take an even number of ranks" in run_workers(1, _refused, "send_recv", None, folder)[0]
     assert "cannot write into /proc/nowhere" in run_workers(2, _refused, "ag_gemm", None, "/proc/nowhere")[0]

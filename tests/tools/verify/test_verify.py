@@ -6,12 +6,18 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ditron_train.optim.spec import MUON_STEP
+from ditron_train.policy import Shape
+from ditron_train.pp.spec import MESSAGE, message_shapes
 from ditron_train.runtime.errors import SettingError
 from ditron_train.symm.arena import close_all_arenas
 from ditron_train.tools.catalog import specs_of
@@ -20,7 +26,6 @@ from ditron_train.tools.verify import rooms
 from ditron_train.tools.verify import verifier as verify_run
 from ditron_train.tools.verify.cases import model_cases, model_sizes, random_cases, shape_cases
 from ditron_train.tools.verify.outcome import RESULTS, Outcome
-from ditron_train.tools.verify.rooms import room_words
 from ditron_train.tools.verify.verifier import add_arguments, run
 from tests.support.processes import run_workers
 
@@ -92,24 +97,47 @@ def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
 def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
     """Messages of a small model; they arrive with a wrong value on rank 1, or the second pattern of them is not
     reached."""
-    from ditron_train.tools.bench import pp
-
-    before = rooms.ROOMS["pp"], pp._Transfers.ours, pp._PATTERNS
-    rooms.ROOMS["pp"] = lambda *model: ["--no-limited", "--part", "send_recv", "--mb", "0.1"]
-    if is_wrong:
-        pp._Transfers.ours = lambda self, index: before[1](self, index).clone().add_(dist.get_rank())
-    if is_cut_short:
-        pp._PATTERNS = _one_and_then_the_end()
-    try:
-        return run(arguments(*words, "--rooms", "pp"))
-    except KeyboardInterrupt as error:
-        return str(error)
-    finally:
-        rooms.ROOMS["pp"], pp._Transfers.ours, pp._PATTERNS = before
+    with _messages_alone() as patch:
+        if is_wrong:
+            patch.setattr(MESSAGE, "fused", _wrong_message(lambda: True))
+        if is_cut_short:
+            patch.setattr(MESSAGE, "shapes_of_model", _one_and_then_the_end())
+        try:
+            return run(arguments(*words, "--rooms", "pp"))
+        except KeyboardInterrupt as error:
+            return str(error)
 
 
-def _one_and_then_the_end():
-    yield "ring"
+@contextmanager
+def _messages_alone() -> Iterator[pytest.MonkeyPatch]:
+    """Without the steps of a pipeline, which take longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rooms, "_layer_rows", lambda room, session, model: ())
+        yield patch
+
+
+def _wrong_message(is_wrong: Callable[[], bool]) -> Callable[..., Any]:
+    right = MESSAGE.fused
+
+    def fused(call: Any, context: Any) -> Callable[..., list[torch.Tensor]]:
+        def function(data: torch.Tensor) -> list[torch.Tensor]:
+            wrong = dist.get_rank() if is_wrong() else 0
+            return [one.clone().add_(wrong) for one in right(call, context)(data)]
+
+        return function
+
+    return fused
+
+
+def _one_and_then_the_end() -> Callable[..., Iterable[Shape]]:
+    """Sizes for the check in front of all; then one, behind which the run is cut short."""
+    first, _ = message_shapes(1e5)
+    answers = iter(([first], _until_cut(first)))
+    return lambda model, world_size: next(answers)
+
+
+def _until_cut(shape: Shape) -> Iterator[Shape]:
+    yield shape
     raise KeyboardInterrupt("cut")
 
 
@@ -147,23 +175,17 @@ def test_other_rooms(tmp_path: Path) -> None:
 
 def _run_with_a_late_difference(folder: str) -> int:
     """The third comparison of a message differs, on rank 1 alone, and no other."""
-    from ditron_train.tools.bench import pp
-
-    before = rooms.ROOMS["pp"], pp._Transfers.ours
-    rooms.ROOMS["pp"] = lambda *model: ["--no-limited", "--part", "send_recv", "--mb", "0.1"]
     calls: list[int] = []
 
-    def ours(self, index: int) -> torch.Tensor:
-        calls.append(index)
-        return before[1](self, index).clone().add_(dist.get_rank() if len(calls) == 6 else 0)
+    def is_third() -> bool:
+        calls.append(1)
+        return len(calls) == 5  # two comparisons of the row's own come first
 
-    pp._Transfers.ours = ours  # three comparisons of the benchmark's own come first
-    try:
+    with _messages_alone() as patch:
+        patch.setattr(MESSAGE, "fused", _wrong_message(is_third))
         return run(
             arguments("--random", "1", "--rooms", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder)
         )
-    finally:
-        rooms.ROOMS["pp"], pp._Transfers.ours = before
 
 
 def test_other_rooms_under_stress(tmp_path: Path) -> None:
@@ -192,21 +214,21 @@ def test_rooms_take_the_models_sizes() -> None:
     model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
     (projection, *_) = specs_of("sp")
     assert list(projection.shapes_of_model(model, 2)[0].sizes.values()) == [32, 8, 2, 8]
-    found = {room: " ".join(words) for room, words in room_words(list(rooms.ROOMS), model, 2, True).items()}
-    assert "--shape 32 64 96 4 1" in found["ep"] and "--mb 0.004096" in found["pp"]
-    assert "--shape 96 64 --shape 64 64 --shape 256 64 --shape 64 128" in found["muon"]
-    assert room_words(["ep"], model_sizes(arguments(), True), 2, True) == {
-        "ep": ["--no-deterministic", "--model", "facts"]
-    }
+    dispatch = specs_of("ep")[0].shapes_of_model(model, 2)
+    assert [list(shape.sizes.values()) for shape in dispatch] == [[32, 64, 96, 4, 1]] * 2
+    assert [shape.model for shape in dispatch] == ["custom", "custom, Zipf 1"]
+    assert [shape.sizes["num_bytes"] for shape in MESSAGE.shapes_of_model(model, 2)] == [4096, 4096]
+    (step,) = MUON_STEP.shapes_of_model(model, 2)
+    assert step.options["layer"] == ((96, 64), (64, 64), (256, 64), (64, 128))
     for world_size in (2, 4, 8):  # the small model of machines without a GPU
-        rooms.check_rooms(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size, False)
+        rooms.check_rooms(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size)
     for room, world_size, error in (
         ("sp", 4, "groups 2, .* divide"),
         ("ep", 3, "4 experts"),
         ("pp", 3, "even number"),
     ):
         with pytest.raises(SettingError, match=error):
-            rooms.check_rooms([room], model, world_size, True)
+            rooms.check_rooms([room], model, world_size)
 
 
 @pytest.mark.slow
@@ -323,7 +345,7 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         assert messages[0] == messages[1] != "accepted"
     for words in (("--ops", "5"), ("--rooms", "ep")):
         assert (
-            f"{words[0]}{' ep' if 'ep' in words else ''} takes 2 ranks or more" in run_workers(1, _refused, *words)[0]
+            f"{words[-1] if 'ep' in words else words[0]} takes 2 ranks or more" in run_workers(1, _refused, *words)[0]
         )
 
 
