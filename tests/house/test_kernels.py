@@ -107,3 +107,24 @@ def test_the_check_lets_through_work_loops_and_bounded_waits() -> None:
         "    while (seen < 1) & (waited < 5):\n        seen = tl.load(p)\n        waited = _clock() - start\n"
     )
     assert not spins("def host(p):\n    while True:\n        work()\n")
+
+
+def unpinned_launches(source: str) -> list[int]:
+    """Lines that launch a kernel, ``kernel[(programs,)](...)``, without the options of which its bits depend."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.slice, ast.Tuple)
+        and not {"COMPILE_OPTIONS", "self._options"} & {ast.unparse(k.value) for k in node.keywords if k.arg is None}
+    ]
+
+
+def test_every_launch_pins_what_bits_depend_on() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix(): unpinned_launches(path.read_text()) for path in PACKAGE.rglob("*.py")
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
+    assert unpinned_launches("kernel[(1,)](x, num_warps=4)") == [1]
+    assert unpinned_launches("kernel[(1,)](x, num_warps=4, **COMPILE_OPTIONS)\nlist[int](x)\ntable[0](x)") == []
