@@ -133,10 +133,14 @@ class DitronTEGroupedMLP(TEGroupedMLP):
     """``TEGroupedMLP`` that takes tokens and an ``ExpertCall`` too, and returns tokens then."""
 
     def forward(
-        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: Any, permuted_probs: torch.Tensor
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: Any,
+        permuted_probs: torch.Tensor,
+        **kwargs: Any,  # of newer versions: buffers of dispatchers that are not ours
     ) -> Any:
         if not isinstance(tokens_per_expert, ExpertCall):
-            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, **kwargs)
         first = second = tokens_per_expert
         if tokens_per_expert.gemm is not None:
             splits = tokens_per_expert.layout.tokens_per_expert.tolist()

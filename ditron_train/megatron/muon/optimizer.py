@@ -238,12 +238,12 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
         self._plan_rounds(self.dp_cp_params_list, self.pg_collection.dp_cp)
         self._plan_rounds(self.expt_dp_params_list, self.pg_collection.expt_dp)
 
-    def shard_params(self, optimizers: list[Any], *args: Any) -> None:
+    def shard_params(self, optimizers: list[Any], *args: Any, **kwargs: Any) -> None:
         """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups.
 
-        ``args``: since 0.18 the layout of the buffers, None where it is ours."""
+        ``args``: since 0.18 the layout of the buffers, None where the deal is ours."""
         if self._native_because is not None:
-            super().shard_params(optimizers, *args)
+            super().shard_params(optimizers, *args, **kwargs)
             return
         # in bf16 native wraps optimizers for fp32 copies only after this
         groups = [
@@ -261,7 +261,7 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
         if by_cost:
             self._shard_by_cost([group for group, _ in groups], is_expert)
         else:
-            super().shard_params(optimizers, *args)
+            super().shard_params(optimizers, *args, **kwargs)
 
     def _shard_by_cost(self, groups: list[dict[str, Any]], is_expert: list[bool]) -> None:
         """Native's result (lists of every rank's parameters, own ones in the groups), balanced by cost."""
