@@ -27,14 +27,16 @@ from ditron_train.runtime.files import parse_json, read_regular, replace_file
 from ditron_train.runtime.versions import check_versions
 from ditron_train.tools.faults.fault import KINDS, Fault, draw
 from ditron_train.tools.faults.jobs import MODULES, PATIENCE, jobs_here
+from ditron_train.tools.faults.judge import NEVER_CAME
 from ditron_train.tools.faults.one_job import run_one
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import terminal
 
 __all__ = ["add_arguments", "run"]
 
-_TIMEOUT_S = 1.5
+_TIMEOUT_S = 2.0
 _POLL_S = 0.02
+_ATTEMPTS = 4
 _MOST_AT_ONCE = 64
 _ON_GPU = tuple(kind for kind in KINDS if kind not in ("no memory", "full disk", "read-only disk"))
 
@@ -139,6 +141,7 @@ class _Running:
     pid: int
     folder: Path
     answer: Path
+    attempt: int
 
 
 class _Campaign:
@@ -182,18 +185,18 @@ class _Campaign:
             if limit_s is not None and time.monotonic() - self._begun_s > limit_s:
                 waiting = []
             while waiting and len(self._running) < self._at_once:
-                self._start(waiting.pop(0))
+                self._start(waiting.pop(0), 1)
             self._collect()
             time.sleep(_POLL_S)
 
-    def _start(self, fault: Fault) -> None:
+    def _start(self, fault: Fault, attempt: int) -> None:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         answer = folder.with_suffix(".json")
         calls = self._calls.get((fault.job, fault.world_size), 0)
         pid = os.fork()
         if pid == 0:
             _answer(fault, calls, folder, answer, self._device_type)
-        self._running.append(_Running(fault, pid, folder, answer))
+        self._running.append(_Running(fault, pid, folder, answer, attempt))
 
     def _collect(self) -> None:
         for one in list(self._running):
@@ -206,7 +209,11 @@ class _Campaign:
             except (OSError, ValueError):
                 row = {**one.fault.to_json(), "place": "", "ended": "wrong", "wrong": ["its watcher died"]}
             shutil.rmtree(one.folder, ignore_errors=True)
-            self._take(one.fault, row)
+            has_failed_by_itself = row["ended"] == "wrong" and (one.fault.kind == "none" or NEVER_CAME in row["wrong"])
+            if has_failed_by_itself and one.attempt < _ATTEMPTS:  # on a busy machine: nothing was shown
+                self._start(one.fault, one.attempt + 1)
+            else:
+                self._take(one.fault, row)
 
     def _take(self, fault: Fault, row: dict[str, Any]) -> None:
         calls = row.pop("calls", 0)

@@ -60,8 +60,8 @@ class Fault:
     @property
     def may_be_survived(self) -> bool:
         """Whether the job may go on, with right results."""
-        meets_agreements = self.phase == "start" or self.job in ("probe", "quickstart")  # these wait for longer
-        return self.kind in ("none", *HARMLESS) or (self.kind == "late" and meets_agreements)
+        waits_for_longer = self.phase == "start" or self.job in ("probe", "quickstart", "muon")
+        return self.kind in ("none", *HARMLESS) or (self.kind == "late" and waits_for_longer)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -12,12 +12,12 @@ from ditron_train.tools.faults.fault import Fault
 from ditron_train.tools.postmortem.diverge import Divergence, find_divergence
 from ditron_train.tools.postmortem.files import RankFile, read_folder
 
-__all__ = ["GRACE_S", "Ending", "Outcome", "judge"]
+__all__ = ["GRACE_S", "NEVER_CAME", "Ending", "Outcome", "judge"]
 
 GRACE_S = 5.0
+NEVER_CAME = "the fault never came"
 _AGREEMENT = "an agreement of all ranks"
 _AGREEMENT_S = 30.0  # at least: ranks come to one from imports and compilation
-_NATIVE_S = 8.0
 _DISKS = ("full disk", "read-only disk")
 _WORDS_OF_DISKS = ("No space left", "Read-only file system", "OSError", "no records")
 
@@ -84,6 +84,7 @@ def judge(
     is_in_time: bool,
     orphans: Sequence[int],
     segments: Sequence[str],
+    native_timeout_s: float,
 ) -> Outcome:
     """The outcome of a job whose ranks have all ended.
 
@@ -94,6 +95,7 @@ def judge(
         records: Folder of the ranks' records.
         is_in_time: Whether nobody had to be ended but a stopped rank.
         orphans, segments: Processes and files of shared memory that were left.
+        native_timeout_s: Of torch's own collectives.
     """
     outcome = Outcome(fault, "nowhere" if fired is None else fired["place"], "wrong")
     outcome.calls = max((one.report["calls"] for one in endings if one.report is not None), default=0)
@@ -106,7 +108,7 @@ def judge(
     if any(one.report is not None and not one.report["equal"] for one in endings):
         wrong.append("a rank went on with other results")
     if fired is None and fault.kind != "none":
-        wrong.append("the fault never came")
+        wrong.append(NEVER_CAME)
     if all(one.report is not None and one.status == 0 for one in endings):
         outcome.ended = "survived"
         if not fault.may_be_survived:
@@ -115,14 +117,16 @@ def judge(
         wrong.append("a job without a fault failed")
     else:
         outcome.ended = "raised"
-        _judge_survivors(fault, endings, records, outcome)
+        _judge_survivors(fault, endings, records, outcome, native_timeout_s)
     if wrong:
         outcome.ended = "wrong"
         outcome.said = [f"rank {one.rank}, {one.status}: {one.said[-4000:]}" for one in endings]
     return outcome
 
 
-def _judge_survivors(fault: Fault, endings: Sequence[Ending], records: Path, outcome: Outcome) -> None:
+def _judge_survivors(
+    fault: Fault, endings: Sequence[Ending], records: Path, outcome: Outcome, native_timeout_s: float
+) -> None:
     try:
         files = read_folder(records)
     except SettingError as error:
@@ -133,7 +137,7 @@ def _judge_survivors(fault: Fault, endings: Sequence[Ending], records: Path, out
     for one in survivors:
         if one.status == 0:
             outcome.wrong.append(f"rank {one.rank} ended with 0")
-        limit_s = _deadline_s(fault, one, by_rank.get(one.rank)) + GRACE_S
+        limit_s = _deadline_s(fault, one, by_rank.get(one.rank), native_timeout_s) + GRACE_S
         if one.after_s is not None and one.after_s > limit_s:
             outcome.wrong.append(f"rank {one.rank} ended after {one.after_s:.1f} s, allowed are {limit_s:g}")
     divergence = find_divergence(files) if files else None
@@ -143,14 +147,14 @@ def _judge_survivors(fault: Fault, endings: Sequence[Ending], records: Path, out
         outcome.wrong.append(f"rank {fault.rank} is not named")
 
 
-def _deadline_s(fault: Fault, one: Ending, file: RankFile | None) -> float:
+def _deadline_s(fault: Fault, one: Ending, file: RankFile | None, native_timeout_s: float) -> float:
     """Of the wait that a survivor gave up."""
     error = "" if file is None or file.error is None else file.error["text"]
     if _AGREEMENT in error or _AGREEMENT in one.said:
         return max(_AGREEMENT_S, fault.timeout_s)
     if "PeerTimeoutError" in one.said:
         return fault.timeout_s
-    return max(_NATIVE_S, fault.timeout_s)
+    return max(native_timeout_s, fault.timeout_s)
 
 
 def _is_named(fault: Fault, divergence: Divergence | None, endings: Sequence[Ending]) -> bool:

@@ -25,10 +25,10 @@ from ditron_train.tools.faults.places import Places
 
 __all__ = ["NATIVE_TIMEOUT_S", "run_one"]
 
-NATIVE_TIMEOUT_S = 8.0  # of torch's own collectives, which hold a survivor where a rank stops in Megatron's path
+NATIVE_TIMEOUT_S = 20.0  # of torch's own collectives, which hold a survivor where a rank stops in Megatron's path
 _STEPS = 4  # the first is the phase ``start``
 _FAULTY_STEP = 2
-_OF_QUICKSTART = 0.8  # of the calls of its first rank: others make fewer
+_OF_QUICKSTART = 0.5  # of the calls of its first rank: others make fewer, and how often a rank polls differs
 _START_S = 120.0  # until the fault, on a busy machine
 _END_S = 50.0  # after it: an agreement of all ranks has 30 s
 
@@ -72,7 +72,16 @@ def run_one(fault: Fault, start_calls: int, folder: Path, device_type: str) -> O
                _read(folder / f"report{one.rank}.json"), one.said())
         for one in ranks.ranks
     ]  # fmt: skip
-    return judge(fault, fired, endings, records, is_in_time=is_in_time, orphans=orphans, segments=segments)
+    return judge(
+        fault,
+        fired,
+        endings,
+        records,
+        is_in_time=is_in_time,
+        orphans=orphans,
+        segments=segments,
+        native_timeout_s=NATIVE_TIMEOUT_S,
+    )
 
 
 def _is_of(name: str, pids: set[str], has_disks: bool) -> bool:
@@ -120,7 +129,7 @@ def _live(fault: Fault, start_calls: int, folder: Path, device_type: str, rank: 
     at_start = Places(1 + int(fault.at * start_calls) if is_guilty and fault.phase == "start" else None, fire)
     if fault.job == QUICKSTART:
         at_start = Places(1 + int(_OF_QUICKSTART * fault.at * start_calls) if is_guilty else None, fire)
-        with at_start.watched(after="apply"):
+        with at_start.watched(after="records_of"):  # before that no ranks of ours have met
             run_quickstart(folder, timedelta(seconds=NATIVE_TIMEOUT_S))
         _write(folder / f"report{rank}.json", {"equal": True, "calls": at_start.count})
         return

@@ -71,7 +71,7 @@ def _verdict(tmp_path: Path, fault: Fault = FAULT, survivor: Ending | None = Non
         Ending(0, -9, False, 0.0, None, ""),
         survivor or Ending(1, 1, False, 1.1, None, "PeerTimeoutError: tp on group 0: rank 1 waited"),
     ]
-    options = {"is_in_time": True, "orphans": [], "segments": [], **found}
+    options = {"is_in_time": True, "orphans": [], "segments": [], "native_timeout_s": 20.0, **found}
     return judge(fault, FIRED, endings, tmp_path, **options).wrong
 
 
