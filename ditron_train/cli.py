@@ -101,6 +101,8 @@ def _tune(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _set_megatron_environment(as_a_job=any(word.startswith("--plan") for word in rest))
+    if "--faults" in rest:  # its processes are forked, and CUDA cannot have been asked for GPUs before that
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return _run_tool("verify", rest)
 
 

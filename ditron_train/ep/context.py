@@ -132,9 +132,10 @@ class EPContext(OpContext):
         return self._calls
 
     def enter_move(self, channel: Channel, layout: Layout | None = None) -> torch.cuda.Stream | None:
-        """Start of every op that moves rows: raises what an earlier one recorded, orders this stream behind the last
-        one's, and keeps the tables of ``layout`` for this stream. Returns the stream, None on the CPU."""
-        channel.check()
+        """Start of every op that moves rows: raises what an earlier op of any channel recorded (else each channel
+        would wait a deadline of its own), orders this stream behind the last one's, and keeps the tables of ``layout``
+        for this stream. Returns the stream, None on the CPU."""
+        self.check()
         stream = self._follow()
         self.num_moves += 1
         if layout is not None and stream is not None and stream is not layout.kept_for:

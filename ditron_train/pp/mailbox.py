@@ -78,8 +78,7 @@ class Mailbox:
             own = on_all_ranks(group, f"reserving {num_bytes} bytes in {FOLDER}", reserve, (OSError,))
             return on_all_ranks(group, "mapping a mailbox", share, (OSError,))
         finally:
-            if self.rank == 0:
-                discard_file(path_of_first)
+            discard_file(path_of_first)  # by every rank: the first may have died
 
     def _register(self, group: dist.ProcessGroup, device: torch.device) -> int | None:
         """Address of the memory for the device's streams; None where the driver of any rank refuses to register it."""

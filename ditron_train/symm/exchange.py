@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.errors import ArenaError, DitronError, PeerTimeoutError
+from ditron_train.runtime.flight_recorder import note_error, records_of
 from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.plain import from_plain, to_plain
@@ -35,6 +36,7 @@ __all__ = ["exchange", "on_all_ranks", "store_of"]
 _LEAST_TIMEOUT_S = 30.0  # whatever DITRON_TIMEOUT_S says: ranks come here from imports and compilation
 _POLL_S = 0.001  # at first; twice as long each time, up to
 _MOST_POLL_S = 0.05
+_UNPUBLISHED_S = 1.0  # after which the others ask whether the rank that came last has died before it told them
 _GRACE_S = 0.5  # in which a rank that gave up shows that it has come back in a new group
 
 _Result = TypeVar("_Result")
@@ -130,11 +132,17 @@ class _Meeting:
         return self.store.check([f"{self._number}/outcome"])
 
     def _wait(self, deadline_s: float) -> bool:
-        """Until the outcome is there; False where it is not by the deadline."""
-        pause_s = _POLL_S
+        """Until the outcome is there; False where it is not by the deadline, or all ranks have come and the last of
+        them has not published it."""
+        pause_s, asked_s = _POLL_S, time.monotonic()
         while not self._is_settled():  # not ``wait``: it would keep the store from the communicators' own threads
-            if time.monotonic() > deadline_s:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
                 return False
+            if now_s > asked_s + _UNPUBLISHED_S:
+                if self.store.add(f"{self._number}/arrived", 0) >= self._world_size:
+                    return False
+                asked_s = now_s
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_POLL_S)
         return True
@@ -196,7 +204,12 @@ def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
         PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``, 30 s at least; also on that rank, where it
             comes later.
     """
-    return _meeting_of(group).exchange(value)
+    meeting = _meeting_of(group)
+    try:
+        return meeting.exchange(value)
+    except PeerTimeoutError as error:
+        note_error(error, group.group_name)
+        raise
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -208,6 +221,8 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 def _meeting_of(group: dist.ProcessGroup) -> _Meeting:
     if group not in _meetings:
         check_member(group)
+        # Opens this rank's file: a rank that dies from here on has left one, and what the others raise is in theirs.
+        records_of(group.group_name, dist.get_process_group_ranks(group))
         _meetings[group] = _Meeting(group)
     return _meetings[group]
 

@@ -45,7 +45,8 @@ def discard_file(path: str) -> None:
 
 
 class ShmTransport:
-    """Files under ``/dev/shm``; they are unlinked as soon as every rank has mapped them, so a crash leaves none."""
+    """Files under ``/dev/shm``; every rank unlinks all of them as soon as all are mapped, or one rank does not come:
+    they stay only where all ranks die at once."""
 
     name = "shm"
 
@@ -60,12 +61,13 @@ class ShmTransport:
         def map_all() -> list[mmap.mmap]:
             return [own if peer == path else map_file(peer, num_bytes, create=False) for peer in paths]
 
+        paths = exchange(group, path)  # before there is a file, so that the others can remove one of a rank that dies
         try:
             own = on_all_ranks(group, f"reserving {num_bytes} bytes in {FOLDER}", reserve, (OSError,))
-            paths = exchange(group, path)
             maps = on_all_ranks(group, "mapping the peers' shared memory", map_all, (OSError,))
         finally:
-            discard_file(path)
+            for peer in paths:
+                discard_file(peer)
         tensors = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in maps]
         addresses = [tensor.data_ptr() for tensor in tensors]
         return Segment(local=tensors[rank], peers=list(tensors), addresses=addresses, is_mappable=True)

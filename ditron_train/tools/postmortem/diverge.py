@@ -176,9 +176,14 @@ def _by_silence(files: Sequence[RankFile]) -> Divergence | None:
         return Divergence(
             "silent", tuple(absent), None, None, 0, {}, f"{_names(absent)} left no records here, others raised errors"
         )
+    raised = [file for file in files if file.state == "raised"]
+    if raised and len(raised) < len(files) and not silent:
+        early = tuple(file.rank for file in files if file.state == "ended")
+        text = f"{_names(early)} ended without an error, while others raised what a peer's end causes"
+        return Divergence("silent", early, None, None, 0, {}, text)
     if silent and spoke:
         ranks = tuple(file.rank for file in silent)
-        ended = "raised errors" if any(file.state == "raised" for file in spoke) else "ended"
+        ended = "raised errors" if raised else "ended"
         text = f"{_names(ranks)} ended without a word (killed, or still running), while others {ended}"
         return Divergence("silent", ranks, None, None, 0, {}, text)
     return None

@@ -19,6 +19,7 @@ from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingE
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import add_common_arguments, check_counts, check_folder
+from ditron_train.tools.faults import campaign
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.verify.cases import (
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="where epochs begin (default %(default)s: near the wrap)",
     )
+    campaign.add_arguments(parser.add_argument_group("faults"))
     add_common_arguments(parser.add_argument_group("timing"), model_option=False, writes_results=False)
 
 
@@ -92,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         NotSupportedError: megatron-core, the reference, is not installed.
     """
     rooms = _check(arguments)
+    if arguments.faults:
+        return campaign.run(arguments)
     try:
         from ditron_train.tools.bench.megatron_tp import megatron_world
     except ImportError as error:
