@@ -27,6 +27,7 @@ __all__ = [
     "leave_uncompiled",
     "megatron_on_cpu",
     "model_parallel",
+    "parallel_groups",
     "seed",
     "uninstall",
 ]
@@ -284,6 +285,24 @@ def model_parallel(**sizes: int) -> Iterator[None]:
             ditron_train.megatron.restore()
             gate.forget("tp")
             destroy_groups()
+
+
+@contextlib.contextmanager
+def parallel_groups(**sizes: int | None) -> Iterator[None]:
+    """megatron-core's groups of the given sizes (as of ``model_parallel``) for a tool; on exit they are gone, and so
+    are the shim and what was applied."""
+    from megatron.core import parallel_state
+
+    from ditron_train.megatron import restore
+
+    parallel_state.initialize_model_parallel(**sizes)
+    seed(1234)
+    try:
+        yield
+    finally:
+        restore()
+        parallel_state.destroy_model_parallel()
+        uninstall()
 
 
 def seed(value: int) -> None:

@@ -13,8 +13,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.ep.arguments import GemmSizes, as_constant
+from ditron_train.ep.group_choices import GroupOp, choose_group_config, default_group_config
 from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel, list_tiles
-from ditron_train.gemm.configs import GemmConfig, choose_config
+from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -147,10 +148,6 @@ def _check(name: str, rows: torch.Tensor, tiles: RowTiles, columns: Sequence[int
     return target
 
 
-def _config(m: int, n: int, k: int, dtype: torch.dtype, target: str, device: torch.device) -> GemmConfig:
-    return choose_config(m, n, k, dtype, target, num_sms(device))
-
-
 def _sizes(config: GemmConfig, block_m: int) -> GemmSizes:
     return GemmSizes(block_m, config.block_n, config.block_k, config.group_m, config.split_store)
 
@@ -172,7 +169,13 @@ class GemmOperands:
 
 
 def gemm_operands(
-    name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, *, transpose: bool
+    name: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    tiles: RowTiles,
+    *,
+    transpose: bool,
+    config: GemmConfig | None = None,
 ) -> GemmOperands:
     """Checks the operands of ``group_gemm`` and describes them; allocates the result ``y`` [num_rows, N].
 
@@ -198,7 +201,12 @@ def gemm_operands(
         reach = _reach(weights)
     assert reach is not None, "slices of one allocation"
     distances, unit = reach
-    config = _config(max(tiles.num_rows, 1), n, k, x.dtype, target, x.device)
+    if config is None:
+        op: GroupOp = "group_gemm" if transpose else "group_dgrad"
+        sizes = (tiles.num_experts, tiles.num_rows, n, k)
+        # A kernel that does more beside the product has its own need of memory: only the product alone was tuned.
+        choose = choose_group_config if name == "group_gemm" else default_group_config
+        config = choose(op, *sizes, x.dtype, target, x.device)
     block_n, block_k = config.block_n, config.block_k
     spanning = TensorDescriptor(
         min(weights, key=torch.Tensor.data_ptr),
@@ -220,7 +228,12 @@ def gemm_operands(
 
 
 def group_gemm(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, *, transpose: bool = True
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    tiles: RowTiles,
+    *,
+    transpose: bool = True,
+    config: GemmConfig | None = None,
 ) -> torch.Tensor:
     """y[r] = x[r] @ weights[e(r)].T (``transpose``: forward), or x[r] @ weights[e(r)] (dgrad).
 
@@ -229,6 +242,7 @@ def group_gemm(
         weights: One [N, K] (dgrad: [K, N]) for each expert, of one shape and type; contiguous, anywhere in memory.
         tiles: Of the rows.
         transpose: Whether weights are stored [N, K].
+        config: Tile sizes; by the shape where None.
 
     Returns:
         [num_rows, N].
@@ -236,25 +250,27 @@ def group_gemm(
     Raises:
         NotSupportedError: Shapes, types, strides or a device that are not covered.
     """
-    operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose)
+    operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose, config=config)
     if 0 in operands.y.shape:
         return operands.y
-    config, b = operands.config, operands.b
+    chosen, b = operands.config, operands.b
     half_b = b
-    if config.split_store:
-        half = config.block_n // 2
+    if chosen.split_store:
+        half = chosen.block_n // 2
         half_b = TensorDescriptor(
-            b.base, b.shape, b.strides, [1, half, config.block_k] if transpose else [1, config.block_k, half]
+            b.base, b.shape, b.strides, [1, half, chosen.block_k] if transpose else [1, chosen.block_k, half]
         )
-    num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // config.block_n))
+    num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // chosen.block_n))
     constants = (("GEMM", operands.sizes),)
-    launch = _launch(group_gemm_kernel, num_programs, constants, config.num_warps, config.num_stages, x.dtype)
+    launch = _launch(group_gemm_kernel, num_programs, constants, chosen.num_warps, chosen.num_stages, x.dtype)
     with on_device(x.device):
         launch(operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k)
     return operands.y
 
 
-def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_sms: int = 0) -> torch.Tensor:
+def group_wgrad(
+    grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_sms: int = 0, config: GemmConfig | None = None
+) -> torch.Tensor:
     """dw[e] = grad[rows of e].T @ x[rows of e]: one sum over the expert's rows in order; zeros where it has none.
 
     Args:
@@ -262,6 +278,7 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_s
         x: [num_rows, K] of the same type.
         tiles: Of the rows.
         spare_sms: Multiprocessors that another kernel holds meanwhile: a program that waited for one would end last.
+        config: As ``group_gemm``.
 
     Returns:
         [num_experts, N, K].
@@ -280,7 +297,9 @@ def group_wgrad(grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_s
     if tiles.num_rows == 0 or 0 in shape:
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
     dw = torch.empty(shape, dtype=x.dtype, device=x.device)
-    config = _config(n * tiles.num_experts, k, tiles.num_rows, x.dtype, target, x.device)
+    config = config or choose_group_config(
+        "group_wgrad", tiles.num_experts, tiles.num_rows, n, k, x.dtype, target, x.device
+    )
     store_m, store_n = config.store_block
     constants = dict(
         NUM_EXPERTS=tiles.num_experts, EXPERTS=next_power_of_2(tiles.num_experts), GEMM=_sizes(config, config.block_m)

@@ -16,9 +16,12 @@ import torch.distributed as dist
 
 from ditron_train.data import load_workloads
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits
+from ditron_train.ep.group_choices import GroupOp, default_group_config, group_class
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
+from ditron_train.gemm.configs import GemmConfig, config_entry, config_variants
 from ditron_train.policy import Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.policy.spec import Call, Context
+from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.transformer_engine import grouped_gemm
 
@@ -38,7 +41,7 @@ __all__ = [
 ]
 
 Product = Literal["forward", "dgrad", "wgrad"]
-_NAMES: dict[Product, str] = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
+_NAMES: dict[Product, GroupOp] = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
 _SKEWED = 1.0  # exponent of the skewed routing
 
 
@@ -198,10 +201,13 @@ class GroupCall(NamedTuple):
 class GroupGemmSpec(MoeSpec[GroupCall, object]):
     """One product of every expert's rows."""
 
+    is_local = True
+
     def __init__(self, product: Product) -> None:
         self.product = product
         self.row = _NAMES[product]
         self.name = f"ep {self.row}"
+        self.table_op = self.row
         self.measured = "forward" if product == "forward" else "backward"
 
     def context(self, call: GroupCall) -> object:
@@ -266,17 +272,51 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
 
     def fused(self, call: GroupCall, context: object) -> Function:
         """See `OpSpec`."""
+        return self.fused_as(call, context, None)
+
+    def fused_as(self, call: GroupCall, context: object, candidate: GemmConfig | None) -> Function:
+        """See `OpSpec`."""
         weights = call.weights
 
         def function(x: torch.Tensor, grad: torch.Tensor) -> Sequence[torch.Tensor]:
             tiles = row_tiles(call.tokens_per_expert, sum(call.counts))
             if self.product == "wgrad":
-                return group_wgrad(grad, x, tiles).unbind()
+                return group_wgrad(grad, x, tiles, config=candidate).unbind()
             if self.product == "dgrad":
-                return [group_gemm(grad, weights, tiles, transpose=False)]
-            return [group_gemm(x, weights, tiles)]
+                return [group_gemm(grad, weights, tiles, transpose=False, config=candidate)]
+            return [group_gemm(x, weights, tiles, config=candidate)]
 
         return function
+
+    def _sizes(self, call: GroupCall) -> tuple[int, int, int, int]:
+        """Experts, and rows, N and K of the product."""
+        n, k = call.weights[0].shape
+        if self.product == "dgrad":
+            n, k = k, n
+        return len(call.weights), call.x.shape[0], n, k
+
+    def tuned_shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
+        """See `OpSpec`: of one layer; more would fill the memory."""
+        return self.shapes_of_layer(moe_layers(world_size, on_gpu)[0])
+
+    def shape_class(self, call: GroupCall) -> str:
+        """See `OpSpec`: of the largest number of rows of any rank, so that the ranks tune alike (collective)."""
+        num_experts, rows, n, k = self._sizes(call)
+        most = torch.tensor([rows], device=call.x.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=call.group)
+        return group_class(num_experts, int(most.item()), n, k)
+
+    def candidates(self, call: GroupCall, context: object, ranked: Sequence[Any]) -> Sequence[GemmConfig]:
+        """See `OpSpec`."""
+        if ranked:
+            return []
+        target, device = kernel_target(call.x.device), call.x.device
+        default = default_group_config(_NAMES[self.product], *self._sizes(call), call.x.dtype, target, device)
+        return [default, *config_variants(default, target)]
+
+    def entry(self, call: GroupCall, candidate: GemmConfig, *, is_native: bool) -> dict[str, Any]:
+        """See `OpSpec`."""
+        return {**config_entry(candidate), "native": is_native}
 
 
 def _fewest_rows(counts: torch.Tensor, device: torch.device) -> int | None:

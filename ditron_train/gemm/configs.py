@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ditron_train.runtime.device import HOPPER_AND_NEWER
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["HOPPER_SQUARE_RATE", "GemmConfig", "Tile", "choose_config", "config_variants"]
+__all__ = [
+    "HOPPER_SQUARE_RATE",
+    "GemmConfig",
+    "Tile",
+    "as_count",
+    "as_power_of_two",
+    "choose_config",
+    "config_entry",
+    "config_of_entry",
+    "config_variants",
+]
 
 
 class Tile(NamedTuple):
@@ -165,3 +175,34 @@ def config_variants(base: GemmConfig, target: str) -> list[GemmConfig]:
     if target not in _SHARED_KIB:
         return [config for config in variants if config.shared_bytes <= base.shared_bytes]
     return [config for config in variants if config.shared_bytes <= _SHARED_KIB[target] << 10]
+
+
+def config_entry(config: GemmConfig) -> dict[str, Any]:
+    """``config`` as it stands in a tuning table."""
+    return {
+        "tile": f"{config.block_m}x{config.block_n}x{config.block_k}",
+        "warps": config.num_warps,
+        "stages": config.num_stages,
+        "group_m": config.group_m,
+    }
+
+
+def config_of_entry(entry: dict[str, Any]) -> GemmConfig:
+    """Inverse of ``config_entry``; raises KeyError, ValueError, AttributeError or TypeError for what is none."""
+    block_m, block_n, block_k = (as_power_of_two(int(size), 16) for size in entry["tile"].split("x"))
+    warps, stages, group_m = as_power_of_two(entry["warps"], 1), as_count(entry["stages"]), as_count(entry["group_m"])
+    return GemmConfig(block_m, block_n, block_k, warps, stages, group_m)
+
+
+def as_power_of_two(value: object, least: int) -> int:
+    """``value`` of a table's entry; raises ValueError for what is no power of two from ``least`` up."""
+    if not isinstance(value, int) or value < least or value & (value - 1):
+        raise ValueError(f"{value} is no power of two from {least} up")
+    return value
+
+
+def as_count(value: object) -> int:
+    """Likewise a number from 1 up."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{value} is no count")
+    return value

@@ -157,6 +157,7 @@ class OpSpec(ABC, Generic[Call, Context]):
         groups: Which of Megatron's groups has all ranks where tools run the op; None: it takes any group.
         num_sets: Sets of inputs that are used in turn; None: as many as are never found in the L2 cache.
         table_op: What tuning tables call it; None for an op without a choice.
+        is_local: Whether nothing is sent: tuning tables hold its choice under one rank.
         search_rounds: How often ``tune`` asks for candidates.
         log_name: What log lines call it where that is not its name.
         logs_native: Whether the gate says why a call runs by Megatron's path.
@@ -171,6 +172,7 @@ class OpSpec(ABC, Generic[Call, Context]):
     groups: MegatronGroups | None = None
     num_sets: int | None = None
     table_op: str | None = None
+    is_local: bool = False
     search_rounds: int = 1
 
     # -- deciding ---------------------------------------------------------------------------------------------------
@@ -343,6 +345,10 @@ class OpSpec(ABC, Generic[Call, Context]):
     def comm_sms(self, call: Call, context: Context) -> int:
         """Multiprocessors that the fused path keeps for communication."""
         return 0
+
+    def tuned_shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
+        """The shapes that ``tune`` takes where the command line names none; all of them are held at a time."""
+        return self.shapes(world_size, on_gpu)
 
     def shape_class(self, call: Call) -> str:
         """The class of shapes that share a choice in a tuning table: by default the first input's shape."""

@@ -29,6 +29,7 @@ __all__ = [
     "TuningTable",
     "active_table",
     "check_table",
+    "class_of_size",
     "forget_tables",
     "named_table",
     "parse_table",
@@ -42,14 +43,15 @@ _FORMAT = "ditron_train tuning 1"
 Entry = dict[str, Any]
 
 
-def _class_of_size(size: int) -> int:
+def class_of_size(size: int) -> int:
+    """``size`` rounded up to the next 2^i or 3 * 2^(i - 1)."""
     power = 1 << max(size - 1, 0).bit_length()
     return 3 * power // 4 if power >= 4 and size <= 3 * power // 4 else power
 
 
 def shape_class(m: int, n: int, k: int) -> str:
     """The class of a GEMM [m, k] @ [k, n], such as ``8192x3072x4096`` of 8192x2752x4096."""
-    return "x".join(str(_class_of_size(size)) for size in (m, n, k))
+    return "x".join(str(class_of_size(size)) for size in (m, n, k))
 
 
 @dataclass

@@ -8,15 +8,14 @@ gives cuBLAS's (``gemm.known_bits``): rows and columns are only moved, and every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.sp.choices import Product, ProjectionChoice, choose
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.prepared import (
@@ -27,7 +26,6 @@ from ditron_train.sp.prepared import (
     PreparedGemmA2A,
     WeightLayout,
 )
-from ditron_train.sp.transfer_sizes import PULL_GROUP_M
 
 __all__ = ["WeightLayout", "a2a_gemm", "gather_sequence", "gemm_a2a", "to_heads", "to_sequence"]
 
@@ -136,7 +134,7 @@ def gemm_a2a(
     layout: HeadsLayout,
     weight_layout: WeightLayout = "nt",
     row_table: torch.Tensor | None = None,
-    config: GemmConfig | None = None,
+    choice: ProjectionChoice | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Projects ``x`` and gives every rank its heads of the whole sequence: QKV's forward, the output projection's
@@ -153,7 +151,7 @@ def gemm_a2a(
         weight_layout: How ``weight`` lies.
         row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its
             two chunks of one sequence.
-        config: Tile sizes; chosen by the shape where None. They do not change bits.
+        choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
         meanwhile: Called when all is enqueued; what it enqueues runs beside the last transfers, and may use what is
             given here but not what is returned.
 
@@ -167,7 +165,7 @@ def gemm_a2a(
     """
     context.enter("gemm_a2a", x.shape, weight.shape, x.dtype)
     kinds = x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
-    key = ("gemm_a2a", *kinds, layout, weight_layout, config, _kind_of(row_table))
+    key = ("gemm_a2a", *kinds, layout, weight_layout, choice, _kind_of(row_table))
     prepared = context.prepared.get(key)
     if prepared is None:
         name, world = "gemm_a2a", context.world_size
@@ -176,9 +174,7 @@ def gemm_a2a(
         _check_gemm(name, context, x, x.shape[-1], world * layout.num_columns, weight, weight_layout)
         _check_rows(name, context, x.shape[:-1], 1, row_table)
         m, k, n = x.shape[:-1].numel(), x.shape[-1], world * layout.num_columns
-        chosen = config or replace(
-            choose_config(m, n, k, x.dtype, context.target, context.num_sms), group_m=PULL_GROUP_M
-        )
+        chosen = choice or choose(Product("gemm_a2a", weight_layout, m, n, k, x.dtype), context)
         prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -195,7 +191,7 @@ def a2a_gemm(
     weight_layout: WeightLayout = "nt",
     return_gathered: Literal["no", "copy", "borrow"] = "no",
     row_table: torch.Tensor | None = None,
-    config: GemmConfig | None = None,
+    choice: ProjectionChoice | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gives every rank all heads of its chunks and projects them: the output projection's forward, QKV's dgrad.
 
@@ -210,7 +206,7 @@ def a2a_gemm(
         return_gathered: ``copy``: also return what was multiplied, [local rows, world * layout.num_columns];
             ``borrow``: the same, which may lie in the context's buffer: until the next op of the context.
         row_table: As ``gemm_a2a``.
-        config: Tile sizes; chosen by the shape where None. They do not change bits.
+        choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
 
     Returns:
         [s / world, ..., N], and the gathered rows if asked for.
@@ -220,7 +216,7 @@ def a2a_gemm(
     """
     context.enter("a2a_gemm", parts[0].shape, weight.shape, weight.dtype)
     kinds = *_kinds_of(parts), weight.shape, weight.dtype, weight.device
-    key = ("a2a_gemm", *kinds, layout, weight_layout, config, _kind_of(row_table))
+    key = ("a2a_gemm", *kinds, layout, weight_layout, choice, _kind_of(row_table))
     prepared = context.prepared.get(key)
     if prepared is None:
         name, world = "a2a_gemm", context.world_size
@@ -229,7 +225,7 @@ def a2a_gemm(
         _check_gemm(name, context, parts[0], k, -1, weight, weight_layout)
         m, n = parts[0].shape[:-2].numel() // world, weight.shape[0 if weight_layout == "nt" else 1]
         dtype = parts[0].dtype
-        chosen = config or choose_config(m, n, k, dtype, context.target, context.num_sms)
+        chosen = choice or choose(Product("a2a_gemm", weight_layout, m, n, k, dtype), context)
         prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
     out, gathered = prepared(parts, weight, return_gathered == "copy", row_table)

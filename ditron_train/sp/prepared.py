@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import torch
 
-from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor, padded_columns
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.sp import transfer_sizes
+from ditron_train.sp.choices import ProjectionChoice
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.gemm_kernels import a2a_gemm_kernel, gemm_a2a_kernel
 from ditron_train.sp.kernels import arrived_kernel, push_kernel
@@ -94,14 +94,14 @@ class PreparedGemmA2A:
         k: int,
         dtype: torch.dtype,
         weight_layout: WeightLayout,
-        config: GemmConfig,
+        choice: ProjectionChoice,
         packed: bool,
     ) -> None:
+        config, programs = choice.config, choice.programs
         self.config, self.k, self.weight_layout = config, k, weight_layout
         sizes: dict[str, Any] = dict(granule_rows=config.block_m, block_n=config.block_n, copy=transfer_sizes.PULL)
         self._transfer = transfer = Transfer(context, GEMM_A2A, layout, m, dtype, k=k, packed=packed, **sizes)
         world, n = context.world_size, layout.num_columns
-        programs = transfer_sizes.receive_programs(m, world * n, k, dtype.itemsize)
         self._receive = Receiver(transfer, programs, pull=True)
         self._slots = make_descriptor(transfer.buffer.local[:, :n], config.store_block)
         self._columns_per_rank = n if weight_layout == "nt" else padded_columns(n, dtype)
@@ -176,9 +176,10 @@ class PreparedA2AGemm:
         n: int,
         dtype: torch.dtype,
         weight_layout: WeightLayout,
-        config: GemmConfig,
+        choice: ProjectionChoice,
         packed: bool,
     ) -> None:
+        config = choice.config
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
         granule_rows = transfer_sizes.granule_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
@@ -190,7 +191,7 @@ class PreparedA2AGemm:
         num_tiles, world = config.num_tiles(m, n), context.world_size
         if context.is_cuda:
             num_programs = context.num_sms
-            self._deal = transfer_sizes.deal_of(m, n, k, world, config, num_programs, dtype.itemsize)
+            self._deal = transfer_sizes.deal_of(m, n, k, world, config, num_programs, dtype.itemsize, choice.programs)
         else:
             num_programs, self._deal = 2, (1, num_tiles // 3)
         self._launch = KernelLaunch(

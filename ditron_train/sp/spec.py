@@ -11,11 +11,19 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.data import load_workloads
-from ditron_train.gemm.configs import choose_config
 from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
-from ditron_train.sp import transfer_sizes
+from ditron_train.sp.choices import (
+    Product,
+    ProjectionChoice,
+    ProjectionOp,
+    choice_entry,
+    choose,
+    default_choice,
+    tiles,
+    transfers,
+)
 from ditron_train.sp.context import SPContext, get_sp_context
 from ditron_train.sp.functions import output_projection, qkv_projection
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
@@ -99,11 +107,13 @@ _FRONT, _BEHIND = _Side(True, 1, 5), _Side(False, 3, 11)
 class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
     """One projection and its exchange, forward or backward."""
 
+    search_rounds = 2
     num_sets = 1  # one alone is larger than the L2 cache, and the longest fill the memory
 
     def __init__(self, row: str, side: _Side, *, backward: bool = False) -> None:
         self.name, self.row, self._side = f"sp {row}", row, side
         self._is_backward = backward
+        self.table_op = None if backward else f"{row} nt"
         self.measured = "backward" if backward else "forward"
 
     def context(self, call: ProjectionCall) -> SPContext:
@@ -245,13 +255,45 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         the other's product."""
         if context.target == "interpreter":
             return 0
+        return choose(self._tuned(call), context).programs
+
+    def _tuned(self, call: ProjectionCall) -> Product:
+        """The product that is measured, as tuning tables take it: of a backward pass the data gradient's."""
         m, n, k = self._product(call)
         if self._is_backward:
-            n, k = k, n
-        if self._side.towards_heads != self._is_backward:
-            return transfer_sizes.receive_programs(m, n, k, call.x.element_size())
-        config = choose_config(m, n, k, torch.bfloat16, context.target, context.num_sms)
-        return transfer_sizes.deal_of(m, n, k, context.world_size, config, context.num_sms, 2)[0]
+            op: ProjectionOp = "a2a_gemm" if self._side.towards_heads else "gemm_a2a"
+            return Product(op, "nn", m, k, n, call.x.dtype)
+        return Product("gemm_a2a" if self._side.towards_heads else "a2a_gemm", "nt", m, n, k, call.x.dtype)
+
+    def tuned_shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
+        """See `OpSpec`: one layer; the longest fill the memory."""
+        return self.shapes(world_size, on_gpu)[:1]
+
+    def shape_class(self, call: ProjectionCall) -> str:
+        """See `OpSpec`."""
+        return self._tuned(call).shape_class
+
+    def candidates(
+        self, call: ProjectionCall, context: SPContext, ranked: Sequence[Any]
+    ) -> Sequence[ProjectionChoice]:
+        """See `OpSpec`: first how much moves data, then tiles."""
+        if ranked:
+            return [ranked[0], *tiles(ranked[0], context)]
+        default = default_choice(self._tuned(call), context)
+        return [default, *transfers(default, context)]
+
+    def fused_as(self, call: ProjectionCall, context: SPContext, candidate: ProjectionChoice) -> Function:
+        """See `OpSpec`."""
+        options: dict[str, Any] = dict(context=context, layout=call.layout, choice=candidate)
+        if self._side.towards_heads:
+            return lambda x, weight: list(gemm_a2a(x, weight, **options))
+        behind: Callable[..., Any] = a2a_gemm
+        return lambda x, weight: [behind((x,), weight, **options)]
+
+    def entry(self, call: ProjectionCall, candidate: ProjectionChoice, *, is_native: bool) -> dict[str, Any]:
+        """See `OpSpec`."""
+        sizes = "x".join(map(str, self._product(call)))
+        return {**choice_entry(candidate), "native": is_native, "shape": sizes}
 
 
 SPECS: Sequence[OpSpec[Any, Any]] = (

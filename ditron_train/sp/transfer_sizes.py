@@ -11,6 +11,7 @@ __all__ = [
     "EXCHANGE_PROGRAMS",
     "GATHER_PROGRAMS",
     "GRANULE_ROWS",
+    "NUM_PUSH",
     "PULL",
     "PUSH",
     "CopyShape",
@@ -40,7 +41,7 @@ PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole
 
 _GRANULE_BYTES = 1 << 18  # a notify costs a program as much as sending half of it
 _GEMM_FLOP_PER_US = 750e6
-_NUM_PUSH = 16  # programs of an A2A-GEMM that push: the best of 8, 16, 24 and 32 at three of four shapes
+NUM_PUSH = 16  # programs of an A2A-GEMM that push: the best of 8, 16, 24 and 32 at three of four shapes
 _PUSH_BYTES_PER_US = 14e3  # one program of a GEMM, which has 8 warps
 _PULL_BYTES_PER_US = 24e3
 _GATHER_BYTES_PER_US = GATHER_PROGRAMS * 12.7e3
@@ -69,7 +70,14 @@ def tiles_of_program(
 
 
 def deal_of(
-    m: int, n: int, k: int, world_size: int, config: GemmConfig, num_programs: int, element_bytes: int
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    config: GemmConfig,
+    num_programs: int,
+    element_bytes: int,
+    num_push: int = NUM_PUSH,
 ) -> tuple[int, int]:
     """(programs that push first, tiles dealt to the others alone) of an A2A-GEMM [m, k] @ [k, n].
 
@@ -81,8 +89,8 @@ def deal_of(
     wave_us = 2 * config.block_m * config.block_n * k / (_GEMM_FLOP_PER_US / num_programs)
     group_share = min(config.group_m * config.block_m / m, 1.0)  # of the rows: a group of row tiles is walked together
     link_us = row_bytes * (world_size - 1) / world_size / _LINK_BYTES_PER_US
-    push_us = _START_US + max(row_bytes / (_NUM_PUSH * _PUSH_BYTES_PER_US), link_us)
-    num_early = num_programs - _NUM_PUSH
+    push_us = _START_US + max(row_bytes / (num_push * _PUSH_BYTES_PER_US), link_us)
+    num_early = num_programs - num_push
     best = None
     early_us, early_tiles = 0.0, 0
     while True:
@@ -91,7 +99,7 @@ def deal_of(
         if best is None or end_us < best[0]:
             best = end_us, early_tiles
         if early_tiles == num_tiles or num_early <= 0:  # nobody is left to work early
-            return _NUM_PUSH, best[1]
+            return num_push, best[1]
         early_tiles = min(early_tiles + num_early, num_tiles)
         needed_share = min(early_tiles / num_tiles + group_share, 1.0)
         early_us = max(early_us, needed_share * push_us) + wave_us

@@ -221,8 +221,8 @@ def _check_untried() -> None:
 
 
 @contextmanager
-def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = None) -> Iterator[BenchSession]:
-    """Joins the process group for the time of a benchmark, whose rows go to ``sink`` if there is one.
+def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSession]:
+    """Joins the process group for the time of a benchmark.
 
     Raises:
         VersionError: A library is outside its supported range.
@@ -232,7 +232,7 @@ def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = 
     check_versions()
     check_counts(arguments)
     folder: Path | None = getattr(arguments, "output", None)
-    if folder is not None and sink is None:
+    if folder is not None:
         check_folder(folder)
     if not torch.cuda.is_available():
         from ditron_train.runtime.device import is_interpreter
@@ -250,7 +250,7 @@ def bench_session(name: str, arguments: argparse.Namespace, sink: Sink | None = 
         _join()
     try:
         _check_untried()
-        yield BenchSession(name, arguments, sink)
+        yield BenchSession(name, arguments)
     finally:
         if joined:
             dist.destroy_process_group()

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from ditron_train.gemm.configs import GemmConfig, choose_config, config_variants
+from ditron_train.gemm.configs import (
+    as_count,
+    as_power_of_two,
+    choose_config,
+    config_entry,
+    config_of_entry,
+    config_variants,
+)
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.tuning_table import active_table
@@ -131,13 +138,7 @@ def prefers_native(
 
 def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
     """``choice`` as it stands in a table."""
-    config = choice.config
-    entry: dict[str, Any] = {
-        "tile": f"{config.block_m}x{config.block_n}x{config.block_k}",
-        "warps": config.num_warps,
-        "stages": config.num_stages,
-        "group_m": config.group_m,
-    }
+    entry = config_entry(choice.config)
     if problem.op == "gemm_ar":
         entry.update(rounds=choice.rounds)
     if problem.op == "gemm_rs" and choice.scatter == "copy":
@@ -152,43 +153,23 @@ def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
     return entry
 
 
-def _power_of_two(value: object, least: int) -> int:
-    if not isinstance(value, int) or value < least or value & (value - 1):
-        raise ValueError(f"{value} is no power of two from {least} up")
-    return value
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{value} is no count")
-    return value
-
-
 def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
     """Inverse of ``entry_of``."""
     try:
-        block_m, block_n, block_k = (_power_of_two(int(size), 16) for size in entry["tile"].split("x"))
-        config = GemmConfig(
-            block_m,
-            block_n,
-            block_k,
-            _power_of_two(entry["warps"], 1),
-            _count(entry["stages"]),
-            _count(entry["group_m"]),
-        )
+        config = config_of_entry(entry)
         choice = Choice(config, use_native=bool(entry.get("native")), source="table")
         if problem.op == "gemm_ar":
-            choice = replace(choice, rounds=min(_count(entry["rounds"]), 2))
+            choice = replace(choice, rounds=min(as_count(entry["rounds"]), 2))
         if problem.op == "gemm_rs":
             if entry["scatter"] == "copy engine":
                 return replace(choice, scatter="copy")
             if entry["scatter"] == "SM store":
-                return replace(choice, fold_rows=min(_power_of_two(entry["fold_rows"], 16), block_m))
+                return replace(choice, fold_rows=min(as_power_of_two(entry["fold_rows"], 16), config.block_m))
             raise ValueError(f"scatter is {entry['scatter']!r}")
         if entry["gather"] == "copy engine":
-            return replace(choice, gather=GatherPlan("copy", num_chunks=_count(entry["chunks"])))
+            return replace(choice, gather=GatherPlan("copy", num_chunks=as_count(entry["chunks"])))
         if entry["gather"] == "SM push":
-            return replace(choice, gather=GatherPlan("push", push_programs=_count(entry["push_sms"])))
+            return replace(choice, gather=GatherPlan("push", push_programs=as_count(entry["push_sms"])))
         raise ValueError(f"gather is {entry['gather']!r}")
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         where = f"{problem.world_size} ranks, {problem.table_op}, {problem.shape_class}"

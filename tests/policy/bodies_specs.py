@@ -65,12 +65,29 @@ class DoubledGather(OpSpec):
         return gathered if candidate == "twice" else lambda x: [one / 2 + one / 2 for one in gathered(x)]
 
 
-def run_tool(module: str, *words: str, wrong: float = 0.0) -> int:
+def run_tool_of_room(room: str, *words: str) -> int:
+    """``bench`` of another room, to which the op is said to belong."""
+    return run_tool(f"bench.{room}", *words, room=room)
+
+
+def doctor_names_the_op() -> bool:
+    """Whether the doctor has the op among those of its feature."""
+    from ditron_train.tools.doctor import examine
+
+    spec = DoubledGather()
+    add_spec(spec)
+    try:
+        return any("doubled_gather" in feature.ops for feature in examine().features if feature.name == "tp")
+    finally:
+        remove_spec(spec)
+
+
+def run_tool(module: str, *words: str, wrong: float = 0.0, room: str = "tp") -> int:
     """A tool's command line with the test's op among the others."""
     import importlib
 
     spec = DoubledGather()
-    spec.wrong = wrong * dist.get_rank()
+    spec.wrong, spec.name = wrong * dist.get_rank(), f"{room} doubled_gather"
     add_spec(spec)
     try:
         tool = importlib.import_module(f"ditron_train.tools.{module}")

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_specs import ask_gate, bad_calls_are_refused, names_of_specs, run_tool, same_bits  # noqa: E402
+from bodies_specs import (  # noqa: E402
+    ask_gate,
+    bad_calls_are_refused,
+    doctor_names_the_op,
+    names_of_specs,
+    run_tool,
+    run_tool_of_room,
+    same_bits,
+)
 
 from ditron_train.tools.results import read_results  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
@@ -65,6 +73,25 @@ def test_tune_tries_its_candidates(tmp_path: Path) -> None:
     assert run_workers(2, run_tool, "tune.tuner", *words) == [0, 0]
     (entry,) = json.loads(path.read_text())["choices"]["2 ranks"]["doubled_gather"].values()
     assert entry["choice"] in ("twice", "plus") and entry["tried"] == 2 and entry["ditron_us"] > 0
+
+
+def test_trace_records_it(tmp_path: Path) -> None:
+    words = ("--op", "doubled_gather", "--output", str(tmp_path))
+    assert run_workers(2, run_tool, "trace.tracer", *words) == [0, 0]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == [f"doubled_gather{end}" for end in ("-ditron.json", "-native.json", ".png")]
+
+
+def test_doctor_names_it() -> None:
+    assert run_workers(1, doctor_names_the_op) == [True]
+
+
+@pytest.mark.parametrize("room", ["sp", "ep", "pp", "muon"])
+def test_the_bench_of_its_room_measures_it(room: str, tmp_path: Path) -> None:
+    words = ("--part", "doubled_gather", *QUICK, "--warmup", "0", "--output", str(tmp_path))
+    assert run_workers(2, run_tool_of_room, room, *words) == [0, 0]
+    _, rows = read_results(next(tmp_path.glob(f"*/{room}.json")))
+    assert [(row.op, row.bitwise_equal) for row in rows] == [("doubled_gather", True)]
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -15,7 +15,7 @@ from ditron_train.data import load_workloads
 from ditron_train.gemm import matmul_nn, matmul_nt
 from ditron_train.tools.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models
 from ditron_train.tools.results import Row
-from ditron_train.tools.session import BenchSession, Sink, bench_session
+from ditron_train.tools.session import BenchSession, bench_session
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,14 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_argument(parser, "products instead of the layers'")
 
 
-def run(arguments: argparse.Namespace, sink: Sink | None = None) -> int:
-    """Measures what the command line asks for, shows and writes it or gives it to ``sink``; returns 1 where bits
-    differ.
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the command line asks for, shows and writes it; returns 1 where bits differ.
 
     Raises:
         SettingError: A size below 1, or an unknown model.
     """
-    with bench_session("gemm", arguments, sink) as session:
+    with bench_session("gemm", arguments) as session:
         for product in _products(arguments, session):
             for layout in ("nt", "nn"):
                 session.add(_row(session, product, layout))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import TransformerConfig
@@ -17,7 +16,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.ep.spec import moe_layer, routing_of, why_not_layer
-from ditron_train.megatron import apply, restore
+from ditron_train.megatron import apply
 from ditron_train.megatron.ep.movement_spec import moe_config, repeating
 from ditron_train.policy import Place, Shape
 from ditron_train.runtime.errors import SettingError
@@ -36,14 +35,8 @@ def expert_parallel_world() -> Iterator[None]:
         megatron_cpu.install()
     elif not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # the router asks whether it is None, and the name exists only with TE
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-    megatron_cpu.seed(1234)
-    try:
+    with megatron_cpu.parallel_groups(expert_model_parallel_size=dist.get_world_size()):
         yield
-    finally:
-        restore()
-        parallel_state.destroy_model_parallel()
-        megatron_cpu.uninstall()
 
 
 def layer_pair(config: TransformerConfig, device: torch.device) -> dict[str, torch.nn.Module]:

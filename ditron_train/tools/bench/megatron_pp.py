@@ -34,16 +34,9 @@ def _world(session: BenchSession, chunks: int | None) -> Iterator[None]:
     if session.device.type == "cpu":
         megatron_cpu.install()
     megatron_cpu.allow_torch_norm_with_sequence_parallel()  # torch's norm in the parameters' type
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=session.world_size, virtual_pipeline_model_parallel_size=chunks
-    )
-    megatron_cpu.seed(1234)
-    try:
+    sizes = dict(pipeline_model_parallel_size=session.world_size, virtual_pipeline_model_parallel_size=chunks)
+    with megatron_cpu.parallel_groups(**sizes):
         yield
-    finally:
-        restore()
-        parallel_state.destroy_model_parallel()
-        megatron_cpu.uninstall()
 
 
 class _Step:

@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
-from ditron_train.megatron import apply, restore
+from ditron_train.megatron import apply
 from ditron_train.megatron.tp.spec import native_column, native_row
 from ditron_train.tools.results import Pass, Row
 from ditron_train.tools.session import BenchSession
@@ -42,14 +42,8 @@ def megatron_world(session: BenchSession) -> Iterator[None]:
         megatron_cpu.install()
     elif not HAVE_TE:
         megatron_cpu.allow_torch_norm_with_sequence_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=session.world_size)
-    megatron_cpu.seed(1234)
-    try:
+    with megatron_cpu.parallel_groups(tensor_model_parallel_size=session.world_size):
         yield
-    finally:
-        restore()
-        parallel_state.destroy_model_parallel()
-        megatron_cpu.uninstall()
 
 
 def native_linear(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

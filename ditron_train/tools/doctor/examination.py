@@ -80,6 +80,7 @@ def show(report: Report, console: Console | None = None) -> None:
     for feature in report.features:
         text = f"{escape(feature.about)}: {escape(feature.why)}"
         text += f"\n[dim]fix: {escape(feature.fix)}[/]" if feature.fix else ""
+        text += f"\n[dim]ops: {escape(', '.join(feature.ops))}[/]" if feature.ops else ""
         features.add_row(
             f"[bold]--ditron {feature.name}[/]", f"[{_STATE_STYLES[feature.state]}]{feature.state}[/]", text
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ditron_train.runtime.versions import pip_command
@@ -14,13 +14,15 @@ __all__ = ["FeatureState", "judge_features"]
 
 @dataclass(frozen=True)
 class FeatureState:
-    """``ours``: accelerated here; ``interpreted``: runs, to try it; ``native``: Megatron's own path runs."""
+    """``ours``: accelerated here; ``interpreted``: runs, to try it; ``native``: Megatron's own path runs.
+    ``ops``: names of the feature's ops."""
 
     name: str
     about: str
     state: Literal["ours", "interpreted", "native"]
     why: str
     fix: str | None = None
+    ops: tuple[str, ...] = ()
 
 
 def _on_gpus(facts: Facts) -> tuple[str, str | None] | None:
@@ -71,7 +73,17 @@ def judge_features(facts: Facts) -> list[FeatureState]:
         return []
     from ditron_train.megatron.plugin.arguments import FEATURES, available_features
 
-    return [_judge(name, FEATURES[name], facts) for name in available_features()]
+    return [replace(_judge(name, FEATURES[name], facts), ops=_ops_of(name)) for name in available_features()]
+
+
+def _ops_of(name: str) -> tuple[str, ...]:
+    """Of the catalog; none where what they need cannot be loaded, of which a finding speaks."""
+    from ditron_train.tools.catalog import specs_of
+
+    try:
+        return tuple(spec.name.removeprefix(f"{name} ") for spec in specs_of(name))
+    except (ImportError, OSError, RuntimeError):
+        return ()
 
 
 def _judge(name: str, about: str, facts: Facts) -> FeatureState:

@@ -126,7 +126,8 @@ def _save(table: TuningTable, classes: list[ShapeClass], path: Path, session: Be
     table.made_with = _made_with()
     for one in classes:
         assert one.spec.table_op is not None
-        table.put(one.spec.table_op, session.world_size, one.spec.shape_class(one.first), one.entry())
+        num_ranks = 1 if one.spec.is_local else session.world_size
+        table.put(one.spec.table_op, num_ranks, one.spec.shape_class(one.first), one.entry())
     if session.rank == 0:
         table.save(path)
 
@@ -175,10 +176,12 @@ def _planned(arguments: argparse.Namespace, session: BenchSession) -> list[tuple
         spec = specs[name]
         shapes = _gemms_of(spec, layers) if isinstance(spec, GemmSpec) else _shapes_of(spec, arguments, session)
         distinct = {tuple(shape.sizes.items()): shape for shape in shapes}
-        for shape in distinct.values():
-            why = spec.why_not_shape(shape, session.world_size)
-            if why is not None:
-                raise SettingError(why)
+        refusals = [why for shape in distinct.values() if (why := spec.why_not_shape(shape, session.world_size))]
+        if refusals and not arguments.op and not isinstance(spec, GemmSpec):
+            get_logger("tune").info("%s is left out: %s", name, refusals[0])
+            continue
+        if refusals:
+            raise SettingError(refusals[0])
         if isinstance(spec, GemmSpec):
             _check_rows(spec, distinct.values(), session)
         if distinct:
@@ -227,7 +230,7 @@ def _shapes_of(spec: OpSpec[Any, Any], arguments: argparse.Namespace, session: B
         return list(spec.shapes_of_model(model_sizes(arguments, on_gpu), session.world_size))
     if arguments.shape and not arguments.op:
         return []
-    published = list(spec.shapes(session.world_size, on_gpu))
+    published = list(spec.tuned_shapes(session.world_size, on_gpu))
     return [shape for shape in published if not arguments.model or shape.model in arguments.model]
 
 

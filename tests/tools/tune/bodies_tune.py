@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Hashable, Mapping
 
 import torch
 import torch.distributed as dist
 
+from ditron_train.ep.group_choices import choose_group_config
+from ditron_train.ep.spec import GroupGemmSpec
+from ditron_train.policy import OpSpec, Place, results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.tuning_table import forget_tables
+from ditron_train.sp import choices as sp_choices
+from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.timing import Contender, Timing
+from ditron_train.tools.tune import search
 from ditron_train.tools.tune import tuner as tune
 from ditron_train.tp import ag_gemm, get_tp_context
 from ditron_train.tp.choices import Choice, Problem, choose
@@ -67,3 +75,51 @@ def use_table(path: str, m: int, n: int, k: int) -> tuple[Choice, bool]:
         del os.environ["DITRON_TUNING"]
         forget_tables()
         context.prepared.clear()
+
+
+def tune_with_posed_times(path: str, *words: str) -> int | str:
+    """Narrow tiles are quickest, and Megatron's path takes longest."""
+
+    def posed(contenders: Mapping[Hashable, Contender], **options: object) -> dict[Hashable, Timing]:
+        return {name: Timing(float(getattr(_config_of(name), "block_n", 1e4)), 0.0) for name in contenders}
+
+    right, search.measure = search.measure, posed
+    try:
+        return tune_once(path, *words)
+    finally:
+        search.measure = right
+
+
+def _config_of(candidate: Hashable) -> object:
+    return getattr(candidate, "config", candidate)
+
+
+def use_choices(path: str) -> dict[str, tuple[int, int, bool]]:
+    """By op: columns of the tile without a table and with it, and whether the op then has Megatron's bits."""
+    place, found = Place(dist.group.WORLD, torch.device("cpu"), torch.float32), {}
+    for room, row in (("sp", "gemm_a2a"), ("sp", "a2a_gemm"), ("ep", "group_gemm"), ("ep", "group_wgrad")):
+        (spec,) = (one for one in specs_of(room) if one.row == row)
+        call = spec.sample(spec.tuned_shapes(place.world_size, False)[0], place, 0)
+        context = spec.context(call)
+        columns = []
+        for table in ("off", path):
+            os.environ["DITRON_TUNING"] = table
+            forget_tables()
+            columns.append(_config_of(chosen_for(spec, call, context)).block_n)
+        if room == "sp":
+            context.prepared.clear()
+        pairs = zip(results(spec, call, context), results(spec, call), strict=True)
+        found[row] = (*columns, all(torch.equal(fused, native) for fused, native in pairs))
+        del os.environ["DITRON_TUNING"]
+        forget_tables()
+    return found
+
+
+def chosen_for(spec: OpSpec, call: object, context: object) -> object:
+    """What the op itself would choose."""
+    if isinstance(spec, GroupGemmSpec):
+        sizes = (len(call.weights), call.x.shape[0], *call.weights[0].shape)
+        return choose_group_config(spec.table_op, *sizes, call.x.dtype, "interpreter", call.x.device)
+    op, layout = spec.table_op.split()
+    rows = call.x.shape[0] // (1 if op == "gemm_a2a" else context.world_size)
+    return sp_choices.choose(sp_choices.Product(op, layout, rows, *call.weight.shape, call.x.dtype), context)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_tune import tune_once, tune_with_wrong_bits, use_table  # noqa: E402
+from bodies_tune import tune_once, tune_with_posed_times, tune_with_wrong_bits, use_choices, use_table  # noqa: E402
 
 from ditron_train.runtime.tuning_table import read_table  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
@@ -42,6 +42,18 @@ def test_a_table_is_written_read_and_used(tmp_path: Path) -> None:
     longer = read_table(path, content["device"])
     assert longer.find("gemm_rs nt", 2, "128x32x16") and longer.find("gemm_rs nt", 2, "128x32x32")
     assert longer.find("ag_gemm nt", 2, "64x32x64")["tile"] == "32x16x32"
+
+
+def test_projections_and_the_experts_gemms_run_as_the_table_says(tmp_path: Path) -> None:
+    path = tmp_path / "posed.json"
+    ops = ("gemm_a2a nt", "a2a_gemm nt", "group_gemm", "group_wgrad")
+    words = [word for op in ops for word in ("--op", op)]
+    assert run_workers(2, tune_with_posed_times, str(path), *words) == [0, 0]
+    choices = json.loads(path.read_text())["choices"]
+    assert set(choices["2 ranks"]) == set(ops[:2]) and set(choices["1 ranks"]) == set(ops[2:])
+    for found in run_workers(2, use_choices, str(path)):
+        assert set(found) == {op.split()[0] for op in ops}
+        assert all(tuned == default // 2 and has_bits for default, tuned, has_bits in found.values()), found
 
 
 def test_candidates_with_other_bits_are_thrown_out(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""How a GEMM-A2A or A2A-GEMM runs at a shape: its tile and how many programs move data, by a tuning table, else by
+rule.
+
+Every rank reads the same table, so all choose alike without talking. Neither changes bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ditron_train.gemm.configs import (
+    GemmConfig,
+    as_count,
+    choose_config,
+    config_entry,
+    config_of_entry,
+    config_variants,
+)
+from ditron_train.runtime.device import device_name
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.tuning_table import active_table, shape_class
+from ditron_train.sp.context import SPContext
+from ditron_train.sp.transfer_sizes import NUM_PUSH, PULL_GROUP_M, receive_programs
+
+__all__ = [
+    "Product",
+    "ProjectionChoice",
+    "ProjectionOp",
+    "choice_entry",
+    "choose",
+    "default_choice",
+    "tiles",
+    "transfers",
+]
+
+ProjectionOp = Literal["gemm_a2a", "a2a_gemm"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """C [m, n] = A [m, k] @ B of one rank, whose weight lies as ``layout`` says."""
+
+    op: ProjectionOp
+    layout: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+
+    @property
+    def table_op(self) -> str:
+        """What tuning tables call it."""
+        return f"{self.op} {self.layout}"
+
+    @property
+    def shape_class(self) -> str:
+        """See ``runtime.tuning_table``."""
+        return shape_class(self.m, self.n, self.k)
+
+
+@dataclass(frozen=True)
+class ProjectionChoice:
+    """The tile of the GEMM; ``programs``: those that pull what it computes, or push before they multiply."""
+
+    config: GemmConfig
+    programs: int
+
+
+def default_choice(product: Product, context: SPContext) -> ProjectionChoice:
+    """What runs without a table.
+
+    Raises:
+        NotSupportedError: No GEMM for this type or device.
+    """
+    m, n, k, dtype = product.m, product.n, product.k, product.dtype
+    config = choose_config(m, n, k, dtype, context.target, context.num_sms)
+    if product.op == "a2a_gemm":
+        return ProjectionChoice(config, NUM_PUSH)
+    return ProjectionChoice(replace(config, group_m=PULL_GROUP_M), receive_programs(m, n, k, dtype.itemsize))
+
+
+def choose(product: Product, context: SPContext) -> ProjectionChoice:
+    """The choice of a shape: a table's where its class was measured, else the default.
+
+    Raises:
+        SettingError: The table cannot be read, or its entry.
+        NotSupportedError: No GEMM for this type or device.
+    """
+    default = default_choice(product, context)
+    table = active_table(device_name(context.device))
+    entry = None if table is None else table.find(product.table_op, context.world_size, product.shape_class)
+    if entry is None:
+        return default
+    try:
+        return ProjectionChoice(config_of_entry(entry), min(as_count(entry["programs"]), context.num_sms // 2))
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        where = f"{context.world_size} ranks, {product.table_op}, {product.shape_class}"
+        raise SettingError(f"the tuning table's entry of {where} cannot be read: {error!r}") from None
+
+
+def transfers(base: ProjectionChoice, context: SPContext) -> list[ProjectionChoice]:
+    """Other numbers of programs that move data; on the CPU there is one."""
+    counts = (4, 8, 12, 16, 24) if context.is_cuda else ()
+    return [replace(base, programs=count) for count in counts if count != base.programs]
+
+
+def tiles(base: ProjectionChoice, context: SPContext) -> list[ProjectionChoice]:
+    """Other tiles."""
+    return [replace(base, config=config) for config in config_variants(base.config, context.target)]
+
+
+def choice_entry(choice: ProjectionChoice) -> dict[str, Any]:
+    """``choice`` as it stands in a table."""
+    return {**config_entry(choice.config), "programs": choice.programs}
