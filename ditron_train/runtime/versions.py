@@ -77,7 +77,7 @@ SUPPORTED: tuple[Supported, ...] = (
         True,
         "triton",
         ("triton",),
-        "3.6 ran on GPUs; the kernels of 3.7, 3.8 and 3.9 order memory as those of 3.6, and run in the interpreter",
+        "3.6 and 3.9 ran on GPUs; the kernels of 3.7 and 3.8 order memory as those of 3.6, and run in the interpreter",
     ),
     Supported(
         "numpy",
