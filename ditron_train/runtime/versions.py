@@ -89,11 +89,11 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "megatron-core",
-        ">=0.16.1,<0.20",
+        ">=0.16.1,<0.21",
         False,
         "megatron.core",
         ("megatron-core",),
-        "0.16.1 is the reference; 0.17.1, 0.18.2 and 0.19.0 trained small models on CPUs, their Muon is Megatron's",
+        "0.16.1 is the reference; 0.17.1, 0.18.2, 0.19.0 and 0.20.0 of 2026-08-22 trained small models on CPUs",
     ),
     Supported(
         "nvshmem4py",

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ditron_train.megatron import compat
-from ditron_train.megatron.compat import config as compat_config
 from ditron_train.runtime.errors import NotSupportedError
 
 Part = enum.Enum("Part", ["attn", "moe_router", "moe_preprocess", "full_iteration"])
@@ -49,16 +47,15 @@ def test_a_whole_iteration_is_an_implementation_or_a_scope() -> None:
 
 
 def _experts(**changes: Any) -> Any:
-    values = dict(activation_func=F.silu, activation_func_clamp_value=None)
     linear = SimpleNamespace(weight0=SimpleNamespace(**changes.pop("weight", {})), **changes.pop("linear", {}))
-    return SimpleNamespace(config=_config(**{**values, **changes}), linear_fc1=linear, linear_fc2=linear)
+    return SimpleNamespace(config=_config(**changes), linear_fc1=linear, linear_fc2=linear)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"use_transformer_engine_op_fuser": True}, "operation fuser"),
-        ({"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size"),
+        ({"moe_use_grouped_tensor": True}, "moe_use_grouped_tensor"),
         ({"linear": {"single_grouped_weight": True}}, "one grouped weight"),
         ({"weight": {"gtp_remat_size": 2}}, "shared by 2 ranks"),
     ],
@@ -68,12 +65,12 @@ def test_experts_that_are_computed_otherwise_stay_megatrons(changes: dict, words
     assert words in str(compat.why_not_experts(_experts(**changes)))
 
 
-def test_a_clamp_of_swiglu_is_refused_where_megatron_applies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = _experts(activation_func_clamp_value=7.0)
-    monkeypatch.setattr(compat_config, "_clamps_swiglu", lambda: True)
-    assert "activation_func_clamp_value" in str(compat.why_not_experts(experts))
-    monkeypatch.setattr(compat_config, "_clamps_swiglu", lambda: False)
-    assert compat.why_not_experts(experts) is None
+def test_a_dispatcher_that_adds_in_another_order_is_refused() -> None:
+    older, config = SimpleNamespace(config=_config(batch_invariant_mode=True)), _config(batch_invariant_mode=False)
+    newer = SimpleNamespace(**vars(older), batch_invariant_inverse_permutation_mapping=None)
+    assert compat.why_not_dispatcher(older) is None
+    assert compat.why_not_dispatcher(SimpleNamespace(**{**vars(newer), "config": config})) is None
+    assert compat.why_not_dispatcher(newer) == "batch_invariant_mode is on"
 
 
 def test_a_call_that_asks_for_something_new_is_refused() -> None:
@@ -89,6 +86,7 @@ def test_a_weight_of_several_ranks_is_refused() -> None:
     assert compat.why_not_weight(torch.zeros(1)) is None and compat.why_not_weight(None) is None
     assert compat.why_not_weight(SimpleNamespace(gtp_remat_size=1)) is None
     assert "4 ranks" in str(compat.why_not_weight(SimpleNamespace(gtp_remat_size=4)))
+    assert "by ranks" in str(compat.why_not_weight(SimpleNamespace(is_gtp_weight_remat=True)))
 
 
 def test_arguments_of_muon_by_the_names_of_any_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +110,6 @@ def test_a_layer_wise_optimizer_that_gathers_otherwise_is_megatrons() -> None:
     assert "overlap_param_gather" in str(compat.why_not_layer_wise(plain, {"async_allgather": True}))  # 0.17
     assert "overlap_param_gather" in str(compat.why_not_layer_wise(overlapped, {"model_chunks": [legacy]}))
     assert "param_layout" in str(compat.why_not_layer_wise(plain, {"model_chunks": [legacy, laid_out]}))
-
-
-def test_a_part_of_a_weight_is_stepped_by_megatron() -> None:
-    assert compat.why_not_muon_param(torch.zeros(2, 2)) is None
-    assert "shared by ranks" in str(compat.why_not_muon_param(SimpleNamespace(is_gtp_weight_remat=True)))
 
 
 def test_the_norm_is_bounded_as_by_the_package_that_is_there() -> None:

@@ -3,11 +3,13 @@
 Everything that asks for a version's own names lies here: features ask these functions.
 """
 
+from ditron_train.megatron.compat.activation import activate_experts
 from ditron_train.megatron.compat.config import (
     captured_parts,
     captures_dispatch,
     captures_iteration,
     why_not_arguments,
+    why_not_dispatcher,
     why_not_experts,
     why_not_weight,
 )
@@ -19,10 +21,10 @@ from ditron_train.megatron.compat.muon import (
     norm_eps,
     registered_muon,
     why_not_layer_wise,
-    why_not_muon_param,
 )
 
 __all__ = [
+    "activate_experts",
     "availability_owner",
     "captured_parts",
     "captures_dispatch",
@@ -33,8 +35,8 @@ __all__ = [
     "norm_eps",
     "registered_muon",
     "why_not_arguments",
+    "why_not_dispatcher",
     "why_not_experts",
     "why_not_layer_wise",
-    "why_not_muon_param",
     "why_not_weight",
 ]

@@ -3,18 +3,17 @@ differently, and a reason for Megatron's path for what came later than 0.16 and 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 __all__ = [
     "captured_parts",
     "captures_dispatch",
     "captures_iteration",
     "why_not_arguments",
+    "why_not_dispatcher",
     "why_not_experts",
     "why_not_weight",
 ]
@@ -70,10 +69,8 @@ def why_not_experts(experts: torch.nn.Module) -> str | None:
     config: Any = experts.config
     if getattr(config, "use_transformer_engine_op_fuser", False) or getattr(experts, "_with_fused_impl", False):
         return "Transformer Engine's operation fuser computes the experts"
-    if getattr(config, "moe_mlp_glu_interleave_size", None) is not None:
-        return "moe_mlp_glu_interleave_size is set"
-    if config.activation_func_clamp_value is not None and config.activation_func == F.silu and _clamps_swiglu():
-        return "activation_func_clamp_value is set for SwiGLU"
+    if getattr(config, "moe_use_grouped_tensor", False):
+        return "moe_use_grouped_tensor pads the experts' rows"
     for name in ("linear_fc1", "linear_fc2"):
         linear = getattr(experts, name, None)
         if getattr(linear, "single_grouped_weight", False):
@@ -84,20 +81,20 @@ def why_not_experts(experts: torch.nn.Module) -> str | None:
     return None
 
 
-def _clamps_swiglu() -> bool:
-    """Whether Megatron's fused SwiGLU takes the clamp, as it does after 0.19."""
-    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-
-    return "clamp_value" in inspect.signature(weighted_bias_swiglu_impl).parameters
+def why_not_dispatcher(dispatcher: Any) -> str | None:
+    """Why a dispatcher of tokens of a newer Megatron-core moves them by its own path, or None: after 0.19 it adds a
+    token's rows up in another order where batches shall not matter."""
+    adds_otherwise = hasattr(dispatcher, "batch_invariant_inverse_permutation_mapping")
+    return "batch_invariant_mode is on" if adds_otherwise and dispatcher.config.batch_invariant_mode else None
 
 
 def why_not_weight(weight: Any) -> str | None:
     """Why a layer with this weight runs by Megatron's path, or None: since 0.19 a weight may be a part that is
     gathered for each product."""
-    size = getattr(weight, "gtp_remat_size", None)
-    return (
-        None if size is None or size == 1 else f"its weight is shared by {size} ranks (generalized tensor parallelism)"
-    )
+    size = getattr(weight, "gtp_remat_size", 1)
+    if size > 1 or getattr(weight, "is_gtp_weight_remat", False):
+        return f"its weight is shared by {f'{size} ' if size > 1 else ''}ranks (generalized tensor parallelism)"
+    return None
 
 
 def why_not_arguments(x: torch.Tensor, arguments: Mapping[str, Any]) -> str | None:

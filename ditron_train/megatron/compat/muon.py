@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from ditron_train.megatron.compat.config import why_not_weight
 from ditron_train.runtime.errors import NotSupportedError
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "norm_eps",
     "registered_muon",
     "why_not_layer_wise",
-    "why_not_muon_param",
 ]
 
 _NEWER_MODULE = "megatron.core.optimizer.emerging_optimizers"
@@ -93,13 +91,6 @@ def norm_eps() -> float:
     newton_schulz = getattr(utilities, "newton_schulz", None)
     eps = inspect.signature(newton_schulz).parameters.get("eps") if newton_schulz is not None else None
     return _NORM_EPS if eps is None else float(eps.default)
-
-
-def why_not_muon_param(param: Any) -> str | None:
-    """Why Megatron's own Muon steps this parameter, or None: since 0.19 it may be a part of a weight."""
-    if getattr(param, "is_gtp_weight_remat", False):
-        return "a weight is shared by ranks (generalized tensor parallelism)"
-    return why_not_weight(param)
 
 
 def why_not_layer_wise(config: Any, arguments: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ditron_train.ep.launch import DTYPES
-from ditron_train.megatron.compat import captures_dispatch
+from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.settings import get_settings
 
@@ -35,6 +35,9 @@ def why_not_config(dispatcher: Any) -> str | None:
                 "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for "
                 "peers, too"
             )
+    reason = why_not_dispatcher(dispatcher)
+    if reason is not None:
+        return reason
     if captures_dispatch(config):
         return "the layer is captured in a CUDA graph, which its host sync does not allow"
     return None

@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
-from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
-from ditron_train.megatron.compat import why_not_experts
+from ditron_train.megatron.compat import activate_experts, why_not_experts
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
 from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
@@ -151,35 +148,9 @@ class DitronTEGroupedMLP(TEGroupedMLP):
             self.linear_fc1, lambda x: dispatch_linear(x, permuted_probs, _weights_of(self.linear_fc1), first)
         ) as linear:
             y, row_probs = linear(permuted_local_hidden_states)
-        h = self._activate(y, row_probs.unsqueeze(-1))
+        h = activate_experts(self, y, row_probs.unsqueeze(-1))
         with calling(self.linear_fc2, lambda x: linear_combine(x, _weights_of(self.linear_fc2), second)) as linear:
             return linear(h), None
-
-    def _activate(self, y: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Activation, then probabilities, by the function that the native layer would call."""
-        config = self.config
-        if config.use_te_activation_func:
-            return (self.activation_func(y) * probs).to(y.dtype)
-        if config.bias_activation_fusion:
-            if self.activation_func == F.silu:
-                return weighted_bias_swiglu_impl(y, None, probs, config.activation_func_fp8_input_store)
-            return weighted_bias_quick_geglu_impl(
-                y,
-                None,
-                probs,
-                config.activation_func_fp8_input_store,
-                config.glu_linear_offset,
-                config.activation_func_clamp_value,
-            )
-        if self.activation_func == squared_relu and config.use_fused_weighted_squared_relu:
-            return weighted_squared_relu_impl(y, probs)
-        if not config.gated_linear_unit:
-            return (self.activation_func(y) * probs).to(y.dtype)
-        gate, linear = y.chunk(2, dim=-1)
-        if config.activation_func_clamp_value is not None:
-            limit = config.activation_func_clamp_value
-            gate, linear = gate.clamp(min=None, max=limit), linear.clamp(min=-limit, max=limit)
-        return ((config.activation_func(gate) * (linear + config.glu_linear_offset)) * probs).to(y.dtype)
 
 
 def why_not_called(experts: torch.nn.Module) -> str | None:
@@ -215,6 +186,7 @@ def why_not_fused(experts: Any, device: torch.device) -> str | None:
         "fp4",
         "add_bias_linear",
         "delay_wgrad_compute",
+        "overlap_dispatch_backward_with_experts_wgrad",
         "moe_apply_probs_on_input",
         "cpu_offloading",
     ):

@@ -85,7 +85,14 @@ def why_not_capacity(experts: Any) -> str | None:
         if not isinstance(layer, _TakesDeviceCounts):
             return f"{type(layer).__name__} takes its sizes on the host"
     config = experts.config
-    for option in ("fp8", "fp4", "add_bias_linear", "gradient_accumulation_fusion", "delay_wgrad_compute"):
+    for option in (
+        "fp8",
+        "fp4",
+        "add_bias_linear",
+        "gradient_accumulation_fusion",
+        "delay_wgrad_compute",
+        "overlap_dispatch_backward_with_experts_wgrad",
+    ):
         if getattr(config, option, None):
             return f"{option} is on"
     # Copies to the CPU run on other streams, which the results' memory does not know.

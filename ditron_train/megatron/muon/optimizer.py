@@ -183,7 +183,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
         for param in group["params"]:
             if param.dim() != 2:
                 raise NotSupportedError(f"a parameter has shape {tuple(param.shape)}, Muon takes matrices")
-            reason = compat.why_not_muon_param(param)
+            reason = compat.why_not_weight(param)
             if reason is not None:
                 raise NotSupportedError(reason)
 
