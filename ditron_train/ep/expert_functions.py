@@ -21,7 +21,7 @@ import torch
 
 from ditron_train.ep import fused, ops
 from ditron_train.ep.context import EPContext
-from ditron_train.ep.group_gemm import group_gemm, group_wgrad
+from ditron_train.ep.group_gemm import RowTiles, group_gemm, group_wgrad
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -68,6 +68,8 @@ def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:
 Gemm = Callable[[torch.Tensor, Sequence[torch.Tensor], bool], torch.Tensor]
 #: (grad of the output rows, input rows, weights) -> gradient of each weight, or None where it has gone elsewhere.
 Wgrad = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
+#: (grad of the output rows, input rows, their tiles, multiprocessors to spare) -> the same.
+IntoWgrad = Callable[[torch.Tensor, torch.Tensor, RowTiles, int], Sequence[torch.Tensor | None]]
 
 
 @dataclass
@@ -81,6 +83,7 @@ class ExpertCall:
         fused: Pairs that run as one kernel, or beside each other; ``own_wgrad``.
         gemm: Grouped GEMM of the others; None: ours.
         wgrad: Weight gradients; None: ours.
+        into: Where ours go if not into tensors of their own: ``main_grad``.
     """
 
     layout: Layout
@@ -89,6 +92,7 @@ class ExpertCall:
     fused: frozenset[Pair] = field(default_factory=lambda: frozenset(PAIRS))
     gemm: Gemm | None = None
     wgrad: Wgrad | None = None
+    into: IntoWgrad | None = None
 
     def product(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
         """The grouped GEMM alone."""
@@ -108,7 +112,10 @@ class ExpertCall:
         """The weight gradients, with ``own`` by our GEMM in any case, which leaves ``spare_sms`` to others."""
         if self.wgrad is not None and not own:
             return self.wgrad(grad, rows, weights)
-        return group_wgrad(grad, rows, fused.layout_tiles(self.layout), spare_sms=spare_sms).unbind(0)
+        tiles = fused.layout_tiles(self.layout)
+        if self.into is not None:
+            return self.into(grad, rows, tiles, spare_sms)
+        return group_wgrad(grad, rows, tiles, spare_sms=spare_sms).unbind(0)
 
 
 def forward_in(

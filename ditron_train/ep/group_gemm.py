@@ -18,19 +18,20 @@ from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_ke
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
-from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
-from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["RowTiles", "are_whole", "group_gemm", "group_linear", "group_wgrad", "row_tiles"]
+__all__ = ["RowTiles", "are_whole", "group_gemm", "group_wgrad", "group_wgrad_into", "row_tiles"]
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40
 _TILE_WORDS = 4
 _LIST_BLOCK = 128  # tiles that a program lists
+_TO_DESCRIPTOR, _TO_ADDED, _TO_WRITTEN = 0, 1, 2  # of ``group_wgrad_kernel``
+# A wider tile's old values and sums do not fit the registers of a program (tests/compile).
+_INTO_CONFIG = GemmConfig(128, 128, 64, 8, 4)
 _SLACK_WORDS = 1024  # a loop that runs ahead may look at entries behind the last, whose values it then drops
 
 
@@ -71,6 +72,11 @@ def _reach(weights: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int] | Non
 @cache  # never let go of: a captured CUDA graph, and a launch on another stream, know only the address
 def _places(distances: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(distances, dtype=torch.int32, device=device)
+
+
+@cache  # likewise
+def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -286,12 +292,7 @@ def group_wgrad(
     Raises:
         NotSupportedError: As ``group_gemm``.
     """
-    name = "group_wgrad"
-    if grad.dtype != x.dtype or grad.device != x.device:
-        raise NotSupportedError(f"{name}: {grad.dtype} on {grad.device} and {x.dtype} on {x.device}")
-    target = _check(name, grad, tiles, (grad.shape[-1], x.shape[-1]))
-    _check(name, x, tiles, (x.shape[-1],))
-    grad, x = grad.contiguous(), x.contiguous()
+    target = _check_wgrad("group_wgrad", grad, x, tiles)
     n, k = grad.shape[1], x.shape[1]
     shape = (tiles.num_experts, n, k)
     if tiles.num_rows == 0 or 0 in shape:
@@ -301,42 +302,77 @@ def group_wgrad(
         "group_wgrad", tiles.num_experts, tiles.num_rows, n, k, x.dtype, target, x.device
     )
     store_m, store_n = config.store_block
+    result = TensorDescriptor(dw, list(shape), [n * k, k, 1], [1, store_m, store_n])
+    _launch_wgrad(grad, x, tiles, result, config, spare_sms, TO=_TO_DESCRIPTOR, WIDE=False)
+    return dw
+
+
+def group_wgrad_into(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    tiles: RowTiles,
+    main_grads: Sequence[torch.Tensor],
+    *,
+    overwrites: bool = False,
+    spare_sms: int = 0,
+) -> None:
+    """main_grads[e] += grad[rows of e].T @ x[rows of e]: the sum over the rows in fp32, added in fp32, rounded once.
+
+    Args:
+        grad: [num_rows, N].
+        x: [num_rows, K] of the same type.
+        tiles: Of the rows.
+        main_grads: [N, K] of each expert, of fp32 or of the operands' type; contiguous, anywhere in memory. They stay
+            where they are: their addresses are kept.
+        overwrites: Whether the sum takes the place of what is there; zeros then where an expert has no rows.
+        spare_sms: As of ``group_wgrad``.
+
+    Raises:
+        NotSupportedError: As ``group_gemm``; nothing is changed then.
+    """
+    name = "group_wgrad_into"
+    target = _check_wgrad(name, grad, x, tiles)
+    shape, dtype = (grad.shape[1], x.shape[1]), main_grads[0].dtype
+    if len(main_grads) != tiles.num_experts or any(
+        w.shape != shape or w.dtype != dtype or w.device != x.device or not w.is_contiguous() for w in main_grads
+    ):
+        raise NotSupportedError(f"{name}: needs {tiles.num_experts} contiguous buffers {shape} on {x.device}, alike")
+    if dtype not in (torch.float32, x.dtype) or any(w.data_ptr() % _ALIGNMENT_BYTES for w in main_grads):
+        raise NotSupportedError(f"{name}: buffers of {dtype}, or not at whole 16 bytes, for operands of {x.dtype}")
+    if tiles.num_rows == 0 or 0 in shape:
+        if overwrites:
+            torch._foreach_zero_(list(main_grads))
+        return
+    config = _config(shape[0] * tiles.num_experts, shape[1], tiles.num_rows, x.dtype, target, x.device)
+    if target != "interpreter":
+        config = _INTO_CONFIG
+    addresses = _addresses(tuple(w.data_ptr() for w in main_grads), x.device)
+    to = _TO_WRITTEN if overwrites else _TO_ADDED
+    _launch_wgrad(grad, x, tiles, addresses, config, spare_sms, TO=to, WIDE=dtype == torch.float32)
+
+
+def _check_wgrad(name: str, grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> str:
+    if grad.dtype != x.dtype or grad.device != x.device:
+        raise NotSupportedError(f"{name}: {grad.dtype} on {grad.device} and {x.dtype} on {x.device}")
+    _check(name, x, tiles, (x.shape[-1],))
+    return _check(name, grad, tiles, (grad.shape[-1], x.shape[-1]))
+
+
+def _launch_wgrad(
+    grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, result: Any, config: GemmConfig, spare_sms: int, **sink: Any
+) -> None:
+    grad, x = grad.contiguous(), x.contiguous()
+    n, k = grad.shape[1], x.shape[1]
     constants = dict(
-        NUM_EXPERTS=tiles.num_experts, EXPERTS=next_power_of_2(tiles.num_experts), GEMM=_sizes(config, config.block_m)
+        NUM_EXPERTS=tiles.num_experts,
+        EXPERTS=next_power_of_2(tiles.num_experts),
+        **sink,
+        GEMM=_sizes(config, config.block_m),
     )
     num_programs = min(max(num_sms(x.device) - spare_sms, 1), tiles.num_experts * config.num_tiles(n, k))
     launch = _launch(
         group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype
     )
     operands = _clipped_rows(grad, config.block_k, config.block_m), _clipped_rows(x, config.block_k, config.block_n)
-    result = TensorDescriptor(dw, list(shape), [n * k, k, 1], [1, store_m, store_n])
     with on_device(x.device):
         launch(*operands, result, grad, x, tiles.row_ends, n, k)
-    return dw
-
-
-@outside_compile
-class _GroupLinear(torch.autograd.Function):
-    """y = x W[e].T; dx = dy W[e]; dW[e] = dy.T x over the expert's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tiles: RowTiles, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x if any(w.requires_grad for w in weights) else x[:0], *weights)
-        ctx.tiles = tiles
-        return group_gemm(x, weights, tiles)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivatives("group_linear")
-        x, *weights = ctx.saved_tensors
-        dx = group_gemm(grad, weights, ctx.tiles, transpose=False) if ctx.needs_input_grad[0] else None
-        dw: Sequence[torch.Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[2:]):
-            dw = group_wgrad(grad, x, ctx.tiles).unbind(0)
-        return (dx, None, *dw)
-
-
-@outside_compile
-def group_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles) -> torch.Tensor:
-    """Differentiable ``group_gemm`` forward: x [num_rows, K] times each expert's [N, K] transposed."""
-    return _GroupLinear.apply(x, tiles, *weights)

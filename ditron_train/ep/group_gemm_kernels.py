@@ -135,6 +135,23 @@ def store_block(desc, acc, i, j, col, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.con
 
 
 @triton.jit
+def _leave_block(w, acc, expert, row, col, N, K, element_type: tl.constexpr, TO: tl.constexpr, GEMM: tl.constexpr):
+    """A tile of an expert's weight gradient: written through the descriptor ``w`` (TO is 0), or at the address
+    ``w[expert]``, to which it is added in fp32 (1) or which it is written over (2). Nobody else writes there."""
+    if TO == 0:
+        store_block(w, acc, expert, row, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
+    else:
+        rows = (row + tl.arange(0, GEMM.BLOCK_M))[:, None]
+        columns = (col + tl.arange(0, GEMM.BLOCK_N))[None, :]
+        address = tl.multiple_of(tl.load(w + expert), 16).to(tl.pointer_type(element_type))
+        at = address + rows.to(tl.int64) * K + columns
+        inside = (rows < N) & (columns < K)
+        if TO == 1:
+            acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, acc.to(element_type), mask=inside)
+
+
+@triton.jit
 def _short_product(g_pointer, x_pointer, row_ends, expert, row, col, N, K, GEMM: tl.constexpr):
     """One tile of G.T @ X of an expert that ends within the first BLOCK_K rows, in fp32."""
     start = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
@@ -151,7 +168,7 @@ def _short_product(g_pointer, x_pointer, row_ends, expert, row, col, N, K, GEMM:
 def group_wgrad_kernel(
     g_desc,
     x_desc,
-    w_desc,
+    w,
     g_pointer,
     x_pointer,
     row_ends,
@@ -159,18 +176,23 @@ def group_wgrad_kernel(
     K,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TO: tl.constexpr,
+    WIDE: tl.constexpr,
     GEMM: tl.constexpr,
 ):
-    """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding.
+    """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding; or
+    with TO = 1 W[e] += that sum, in fp32, one rounding.
 
     g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what lies behind an expert's last
-    row reads as zero. w_desc: W [experts, N, K] in blocks [1, BLOCK_M, BLOCK_N]. An expert without rows gets zeros.
-    Nobody waits: no signals.
+    row reads as zero. w: W [experts, N, K] as a descriptor of blocks [1, BLOCK_M, BLOCK_N]; with TO = 1 or 2 (written)
+    the addresses of the experts' W [N, K], int64, of fp32 if WIDE, else of G's type. An expert without rows gets
+    zeros, or nothing added. Nobody waits: no signals.
 
     Tiles and blocks of rows are one loop of steps, so that the loads of the next tile run under the epilogue of this
     one. Experts differ in depth, which keeps the compiler from making that loop itself (``flatten``). The few experts
     that end within the first BLOCK_K rows come behind it, through masked loads.
     """
+    element_type: tl.constexpr = tl.float32 if WIDE else g_pointer.dtype.element_ty
     num_tiles_m = tl.cdiv(N, GEMM.BLOCK_M)
     num_tiles_n = tl.cdiv(K, GEMM.BLOCK_N)
     tiles_of_expert = num_tiles_m * num_tiles_n
@@ -211,7 +233,7 @@ def group_wgrad_kernel(
         x = x_desc.load([k + valid - GEMM.BLOCK_K, GEMM.BLOCK_K - valid, col]).reshape(GEMM.BLOCK_K, GEMM.BLOCK_N)
         acc = tl.dot(g.T, x, acc, input_precision="ieee")
         if k_tile == depth - 1:
-            store_block(w_desc, acc, expert, row, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
+            _leave_block(w, acc, expert, row, col, N, K, element_type, TO, GEMM)
             acc = tl.zeros((GEMM.BLOCK_M, GEMM.BLOCK_N), dtype=tl.float32)
 
     for short_tile in range(tl.program_id(0), num_short * tiles_of_expert, num_programs):
@@ -220,4 +242,4 @@ def group_wgrad_kernel(
         row = row_tile * GEMM.BLOCK_M
         col = col_tile * GEMM.BLOCK_N
         acc = _short_product(g_pointer, x_pointer, row_ends, expert, row, col, N, K, GEMM)
-        store_block(w_desc, acc, expert, row, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
+        _leave_block(w, acc, expert, row, col, N, K, element_type, TO, GEMM)

@@ -12,6 +12,8 @@ from ditron_train.runtime.errors import NotSupportedError
 
 __all__ = ["add_wgrad", "product_of_transformer_engine"]
 
+# Of multiplications: below, the host takes 9 us longer for Transformer Engine's call (docs/measurements/tp.md).
+_FEWEST_PRODUCTS = 1 << 32
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -60,7 +62,12 @@ def add_wgrad(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: t
 
 def _add_widened(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
     general_gemm = product_of_transformer_engine()
-    if general_gemm is None or not (x.is_contiguous() and grad.is_contiguous() and main_grad.is_contiguous()):
+    is_short = main_grad.numel() * x.shape[0] < _FEWEST_PRODUCTS
+    if (
+        general_gemm is None
+        or is_short
+        or not (x.is_contiguous() and grad.is_contiguous() and main_grad.is_contiguous())
+    ):
         torch.addmm(main_grad, grad.t(), x, out_dtype=main_grad.dtype, out=main_grad)
         return
     general_gemm(

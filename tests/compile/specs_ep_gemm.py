@@ -31,7 +31,7 @@ def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
     )
 
 
-def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
+def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100"), to=0):
     split = n >= 256
     return KernelSpec(
         name=f"ep_group_wgrad_{name}",
@@ -39,14 +39,14 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100")):
         signature={
             "g_desc": f"tensordesc<bf16[1,{k},{m}]>",
             "x_desc": f"tensordesc<bf16[1,{k},{n}]>",
-            "w_desc": f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>",
+            "w": "*i64" if to else f"tensordesc<bf16[1,{m},{n // 2 if split else n}]>",
             "g_pointer": "*bf16",
             "x_pointer": "*bf16",
             "row_ends": "*i32",
             "N": "i32",
             "K": "i32",
         },
-        constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "GEMM": _sizes(m, n, k, False)},
+        constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "TO": to, "WIDE": to > 0, "GEMM": _sizes(m, n, k, False)},
         num_warps=8,
         num_stages=stages,
         targets=targets,
@@ -74,6 +74,8 @@ SPECS = [
     ),
     _wgrad("wide", 128, 256, 64, 4),
     _wgrad("square", 128, 128, 64, 4),
+    _wgrad("added", 128, 128, 64, 4, ("sm_90",), to=1),
+    _wgrad("written_over", 128, 128, 64, 4, ("sm_90",), to=2),
     _wgrad("ampere", 128, 128, 32, 3, ("sm_80",)),
     _wgrad("cdna", 128, 128, 64, 2, ("hip",)),
 ]

@@ -20,7 +20,8 @@ from ditron_train.ep import (
     ops,
 )
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
-from ditron_train.ep.group_gemm import group_gemm, group_linear
+from ditron_train.ep.group_gemm import group_gemm
+from ditron_train.ep.group_linear import group_linear
 from ditron_train.ep.launch import compiling
 from tests.ep.layout_twin import plan_on_host
 

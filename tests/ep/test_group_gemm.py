@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ditron_train.cpu import interpreter
 from ditron_train.ep import group_gemm as host_side
-from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
+from ditron_train.ep.group_linear import group_linear
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
@@ -138,3 +139,37 @@ def test_weights_that_no_descriptor_spans_are_copied():
     x, tiles = integers(9, 16, dtype=torch.float32, seed=4), row_tiles(torch.tensor([4, 5]), 9)
     y = group_gemm(x, weights, tiles)
     assert torch.equal(y, torch.cat([x[:4] @ weights[0].t(), x[4:] @ weights[1].t()]))
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("overwrites", [False, True], ids=["added", "written"])
+@pytest.mark.parametrize("counts", [[33, 0, 5, 70], [0, 0, 0, 0], [1, 2, 0, 40]], ids=str)
+def test_weight_gradients_into_buffers_anywhere(counts, overwrites, wide):
+    """Three calls, exact in any order; nothing around the buffers changes."""
+    rows, n, k, dtype = sum(counts), 40, 72, torch.bfloat16
+    grad, x = integers(rows, n, dtype=dtype, seed=1), integers(rows, k, dtype=dtype, seed=2)
+    memory = torch.full((len(counts), n * k + 8), 7.0, dtype=torch.float32 if wide else dtype)
+    buffers = [memory[place, : n * k].view(n, k) for place in (2, 0, 3, 1)]
+    tiles = row_tiles(torch.tensor(counts), rows)
+    for _ in range(3):
+        group_wgrad_into(grad, x, tiles, buffers, overwrites=overwrites)
+    for buffer, g, part in zip(buffers, grad.split(counts), x.split(counts)):
+        expected = torch.full((n, k), 0.0 if overwrites else 7.0, dtype=memory.dtype)
+        for _ in range(1 if overwrites else 3):
+            expected = (expected.float() + g.float().t() @ part.float()).to(memory.dtype)
+        assert torch.equal(buffer, expected)
+    assert torch.equal(memory[:, n * k :], torch.full((4, 8), 7.0, dtype=memory.dtype))
+
+
+def test_buffers_that_cannot_be_added_to():
+    x, tiles = integers(4, 8, dtype=torch.bfloat16, seed=1), row_tiles(torch.tensor([4]), 4)
+    for buffers in (
+        [torch.zeros(8, 8)] * 2,
+        [torch.zeros(8, 16)],
+        [torch.zeros(16, 8)[::2].t()[:, ::1]],
+        [torch.zeros(8, 16)[:, ::2]],
+    ):
+        with pytest.raises(NotSupportedError, match="needs 1 contiguous"):
+            group_wgrad_into(x, x, tiles, buffers)
+    with pytest.raises(NotSupportedError, match="buffers of torch.float16"):
+        group_wgrad_into(x, x, tiles, [torch.zeros(8, 8, dtype=torch.float16)])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ditron_train.ep import group_gemm as host_side
-from ditron_train.ep.group_gemm import group_gemm, group_linear, group_wgrad, row_tiles
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
+from ditron_train.ep.group_linear import group_linear
 from ditron_train.gemm.configs import GemmConfig
 
 pytestmark = [
@@ -103,3 +104,35 @@ def test_replays_in_a_graph_with_other_counts():
         graph.replay()
         wanted, wanted_dw = both()
         assert torch.equal(y[: sum(split)], wanted[: sum(split)]) and torch.equal(dw, wanted_dw)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("reveals", [False, True])
+def test_weight_gradients_into_main_grad_have_transformer_engines_bits(dtype, accumulates, reveals):
+    """At weights that fill a wave of tiles, with experts of few, odd and no rows."""
+    from ditron_train.gemm.revealing import revealing_matrix
+    from ditron_train.runtime.transformer_engine import grouped_gemm
+
+    pytest.importorskip("transformer_engine.pytorch")
+    for n, k in ((4096, 7168), (7168, 2048)):
+        for counts in ([512, 480, 300, 1000], [0, 129, 2000, 31]):
+            rows, device = sum(counts), torch.device("cuda")
+            if reveals:
+                x = revealing_matrix((rows, k), torch.bfloat16, device, seed=1, signed="rows")
+                grad = revealing_matrix((rows, n), torch.bfloat16, device, seed=2, signed="columns")
+            else:
+                x, grad = (
+                    torch.randn(rows, k, device=device).bfloat16(),
+                    torch.randn(rows, n, device=device).bfloat16(),
+                )
+            before = [torch.randn(n, k, device=device).to(dtype) for _ in counts]
+            ours, native = ([buffer.clone() for buffer in before] for _ in range(2))
+            group_wgrad_into(
+                grad, x, row_tiles(torch.tensor(counts, device=device), rows), ours, overwrites=not accumulates
+            )
+            grouped_gemm(
+                x.split(counts), grad.split(counts), native, x.dtype, m_splits=counts, layout="NT", grad=True,
+                accumulate=accumulates, use_split_accumulator=True,
+            )  # fmt: skip
+            assert all(map(torch.equal, ours, native)), (n, k, counts)

@@ -27,6 +27,7 @@ class _Grouped(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.num_gemms, self.te_quant_params, self.fuse_wgrad_accumulation = EXPERTS, None, False
+        self.disable_parameter_transpose_cache, self.is_first_microbatch = False, None
         self.late = [torch.randn(rows, columns, generator=generator) for _ in range(EXPERTS)]
         for index in range(EXPERTS):
             self.register_parameter(f"weight{index}", torch.nn.Parameter(torch.full((rows, columns), float("nan"))))
@@ -100,13 +101,46 @@ def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(m
     for weight, buffer in zip(linear.parameters(), buffers):
         weight.__fsdp_param__, weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, True, False
         weight.main_grad, weight.get_main_grad = None, lambda buffer=buffer: buffer
-    wgrad = ep_experts._wgrad_of(linear, [1, 2])
-    grads = wgrad(torch.ones(3, FFN), torch.ones(3, HIDDEN), list(linear.parameters()))
+    layout = types.SimpleNamespace(tokens_per_expert=torch.tensor([1, 2]))
+    call = ep_experts._call_of(linear, ep_experts.ExpertCall(layout, None, "descending", gemm=lambda *_: None))
+    grads = call.wgrad(torch.ones(3, FFN), torch.ones(3, HIDDEN), list(linear.parameters()))
     assert [grad.shape for grad in grads] == [buffer.shape for buffer in buffers]
     ((into, accumulates),) = written
     assert not accumulates
     for weight, given, buffer in zip(linear.parameters(), into, buffers):
         assert weight.main_grad is given is buffer and weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("counts_microbatches", [True, False])
+@pytest.mark.parametrize("odd", [0, 1], ids=["whole", "odd-addresses"])
+def test_our_grouped_gemm_adds_to_main_grad_as_the_layer_would(counts_microbatches, odd):
+    """Three microbatches of exact sums; the first is written over what is there, where the layer counts them."""
+    from ditron_train.cpu import interpreter
+    from ditron_train.ep.group_gemm import row_tiles
+    from ditron_train.megatron.ep.experts import own_wgrad_into
+    from ditron_train.runtime.device import is_interpreter
+
+    if not is_interpreter():
+        pytest.skip("runs in Triton's interpreter")
+    interpreter.install()
+    linear = _Grouped(24, 40, 1)
+    assert own_wgrad_into(linear) is None  # without fusion: tensors of their own
+    linear.fuse_wgrad_accumulation, linear.disable_parameter_transpose_cache = True, not counts_microbatches
+    linear.is_first_microbatch = True
+    memory = torch.full((EXPERTS, 24 * 40 + 4), 5.0)
+    for weight, row in zip(linear.parameters(), memory):
+        weight.main_grad, weight.grad_added_to_main_grad = row[odd : odd + 24 * 40].view(24, 40), False
+    expected = [torch.full((24, 40), 0.0 if counts_microbatches else 5.0) for _ in range(EXPERTS)]
+    tiles, generator = row_tiles(torch.tensor([3, 4]), 7), torch.Generator().manual_seed(1)
+    for _ in range(3):
+        grad, rows = (torch.randint(-4, 5, (7, width), generator=generator).bfloat16() for width in (24, 40))
+        dummies = own_wgrad_into(linear)(grad, rows, tiles)
+        for total, g, part in zip(expected, grad.split([3, 4]), rows.split([3, 4])):
+            total += g.float().t() @ part.float()
+    for weight, total, dummy in zip(linear.parameters(), expected, dummies):
+        assert torch.equal(weight.main_grad, total) and weight.grad_added_to_main_grad
+        assert dummy.shape == weight.shape
+    assert (memory[:, 24 * 40 + odd :] == 5.0).all() and not linear.is_first_microbatch
 
 
 def test_experts_with_adapters_are_not_fused():

@@ -18,14 +18,16 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
+from ditron_train.ep.group_gemm import RowTiles, group_wgrad_into
 from ditron_train.megatron.compat import activate_experts, why_not_experts
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
 from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.transformer_engine import grouped_gemm
 
-__all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "why_not_called", "why_not_fused"]
+__all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "own_wgrad_into", "why_not_called", "why_not_fused"]
 
 
 class TEGemm:
@@ -75,11 +77,12 @@ class TEWgrad:
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         """grad.T @ rows over each expert's rows."""
-        return self._into([torch.empty_like(w) for w in weights], grad, rows, False)
+        return self.into([torch.empty_like(w) for w in weights], grad, rows, accumulate=False)
 
-    def _into(
-        self, out: list[torch.Tensor], grad: torch.Tensor, rows: torch.Tensor, accumulate: bool
+    def into(
+        self, out: list[torch.Tensor], grad: torch.Tensor, rows: torch.Tensor, *, accumulate: bool
     ) -> list[torch.Tensor]:
+        """The same added to, or written over, tensors that are there."""
         _grouped_gemm(
             rows.split(self._splits),
             grad,
@@ -103,22 +106,60 @@ class _MainGradWgrad(TEWgrad):
     def __init__(self, linear: torch.nn.Module, splits: Sequence[int]) -> None:
         super().__init__(splits)
         self._weights = _weights_of(linear)
-        counts = not linear.disable_parameter_transpose_cache
-        self._accumulates = not (counts and linear.is_first_microbatch)
+        self._accumulates = _accumulates(linear)
 
     def __call__(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         parameters: Sequence[Any] = self._weights
         out = [main_grad_of(parameter) for parameter in parameters]
-        self._into(out, grad, rows, self._accumulates and not getattr(parameters[0], "overwrite_main_grad", False))
+        accumulate = self._accumulates and not getattr(parameters[0], "overwrite_main_grad", False)
+        self.into(out, grad, rows, accumulate=accumulate)
         return [gradient_in_main_grad(parameter, parameter.dtype) for parameter in parameters]
 
 
-def _wgrad_of(linear: Any, splits: Sequence[int]) -> TEWgrad:
-    wgrad = _MainGradWgrad(linear, splits) if linear.fuse_wgrad_accumulation else TEWgrad(splits)
+class OwnMainGradWgrad:
+    """Likewise by our grouped GEMM, without sizes on the host."""
+
+    def __init__(self, linear: Any) -> None:
+        self._weights: Sequence[Any] = _weights_of(linear)
+        self._accumulates = _accumulates(linear)
+
+    def __call__(
+        self, grad: torch.Tensor, rows: torch.Tensor, tiles: RowTiles, spare_sms: int = 0
+    ) -> Sequence[torch.Tensor | None]:
+        """grad.T @ rows over each expert's rows, into its ``main_grad``."""
+        overwrites = not self._accumulates or getattr(self._weights[0], "overwrite_main_grad", False)
+        out = [main_grad_of(parameter) for parameter in self._weights]
+        try:
+            group_wgrad_into(grad, rows, tiles, out, overwrites=overwrites, spare_sms=spare_sms)
+        except NotSupportedError:  # buffers at odd addresses: the same sums by way of fresh ones
+            sums = [torch.empty(w.shape, dtype=torch.float32, device=w.device) for w in out]
+            group_wgrad_into(grad, rows, tiles, sums, overwrites=True, spare_sms=spare_sms)
+            for buffer, total in zip(out, sums):
+                buffer.copy_(total) if overwrites else buffer.add_(total)
+        return [gradient_in_main_grad(parameter, parameter.dtype) for parameter in self._weights]
+
+
+def _accumulates(linear: Any) -> bool:
+    """Whether a pass adds to ``main_grad``: the first microbatch of a layer that counts them is written over it."""
+    return bool(linear.disable_parameter_transpose_cache or not linear.is_first_microbatch)
+
+
+def own_wgrad_into(linear: Any) -> OwnMainGradWgrad | None:
+    """Where our weight gradients of a layer's next pass go; None: into tensors of their own."""
+    into = OwnMainGradWgrad(linear) if linear.fuse_wgrad_accumulation else None
     linear.is_first_microbatch = False
-    return wgrad
+    return into
+
+
+def _call_of(linear: Any, call: ExpertCall) -> ExpertCall:
+    """``call`` with the weight gradients of one layer's pass."""
+    if call.gemm is None:
+        return dataclasses.replace(call, into=own_wgrad_into(linear))
+    splits = call.layout.tokens_per_expert.tolist()
+    wgrad = _MainGradWgrad(linear, splits) if linear.fuse_wgrad_accumulation else TEWgrad(splits)
+    return dataclasses.replace(call, wgrad=wgrad, into=own_wgrad_into(linear))
 
 
 def _weights_of(linear: Any) -> list[torch.nn.Parameter]:
@@ -138,11 +179,7 @@ class DitronTEGroupedMLP(TEGroupedMLP):
     ) -> Any:
         if not isinstance(tokens_per_expert, ExpertCall):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, **kwargs)
-        first = second = tokens_per_expert
-        if tokens_per_expert.gemm is not None:
-            splits = tokens_per_expert.layout.tokens_per_expert.tolist()
-            first = dataclasses.replace(first, wgrad=_wgrad_of(self.linear_fc1, splits))
-            second = dataclasses.replace(second, wgrad=_wgrad_of(self.linear_fc2, splits))
+        first, second = (_call_of(linear, tokens_per_expert) for linear in (self.linear_fc1, self.linear_fc2))
         # As calls of the two layers, whose hooks gather their weights with --overlap-param-gather.
         with calling(
             self.linear_fc1, lambda x: dispatch_linear(x, permuted_probs, _weights_of(self.linear_fc1), first)

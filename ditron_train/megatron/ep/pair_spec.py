@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep import expert_functions as pairs_of
+from ditron_train.ep.group_gemm import RowTiles, group_wgrad_into
 from ditron_train.ep.launch import compiling
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.policy import Function, OpSpec, gate
@@ -123,6 +124,36 @@ def fused_pairs_here(
     return chosen
 
 
+class _WrittenOver:
+    """Transformer Engine's weight gradients as gradient accumulation fusion has them, in fresh buffers of the type of
+    ``main_grad``, as the first microbatch is written over them."""
+
+    def __init__(self, wgrad: Any, dtype: torch.dtype) -> None:
+        self._wgrad, self._dtype = wgrad, dtype
+
+    def __call__(
+        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        out = [torch.empty_like(weight, dtype=self._dtype) for weight in weights]
+        self._wgrad.into(out, grad, rows, accumulate=False)
+        return out
+
+
+class _OwnWrittenOver:
+    """Ours, likewise."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(
+        self, grad: torch.Tensor, rows: torch.Tensor, tiles: RowTiles, spare_sms: int = 0
+    ) -> Sequence[torch.Tensor | None]:
+        shape = (grad.shape[1], rows.shape[1])
+        out = [torch.empty(shape, dtype=self._dtype, device=rows.device) for _ in range(tiles.num_experts)]
+        group_wgrad_into(grad, rows, tiles, out, overwrites=True, spare_sms=spare_sms)
+        return out
+
+
 class _PairRuns:
     """What the pairs of one kind of layer are compared on."""
 
@@ -142,7 +173,7 @@ class _PairRuns:
         own_bits = get_settings().policy == "force" or pairs_of.own_wgrad_has_native_bits(
             *experts.linear_fc2.weight0.shape
         )
-        if own_bits and not experts.linear_fc2.fuse_wgrad_accumulation:
+        if own_bits:
             self.pairs.append("own_wgrad")
 
     @functools.cached_property
@@ -195,7 +226,14 @@ class _PairRuns:
         from ditron_train.megatron.ep.experts import TEGemm, TEWgrad
 
         layout, _, splits, _ = self._data
-        return ExpertCall(layout, self._context, self._order, chosen, TEGemm(splits), TEWgrad(splits))
+        gemm, wgrad = TEGemm(splits), TEWgrad(splits)
+        if not self._experts.linear_fc2.fuse_wgrad_accumulation:
+            return ExpertCall(layout, self._context, self._order, chosen, gemm, wgrad)
+        like = getattr(self._experts.linear_fc2.weight0, "main_grad", None)
+        dtype = torch.float32 if like is None else like.dtype
+        return ExpertCall(
+            layout, self._context, self._order, chosen, gemm, _WrittenOver(wgrad, dtype), _OwnWrittenOver(dtype)
+        )
 
     def compile(self) -> None:
         """Compiles the kernels of all pairs once, each by one of the ranks, which share Triton's cache; not those that

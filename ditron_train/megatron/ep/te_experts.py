@@ -16,8 +16,9 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from ditron_train.ep import Layout
 from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
-from ditron_train.ep.group_gemm import RowTiles, are_whole, group_linear
-from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_called
+from ditron_train.ep.group_gemm import RowTiles, are_whole
+from ditron_train.ep.group_linear import group_linear
+from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, own_wgrad_into, why_not_called
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 
@@ -56,7 +57,7 @@ class _TakesDeviceCounts:
         if not isinstance(m_splits, DeviceCounts):
             return super().forward(x, m_splits)  # type: ignore[misc]
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        return group_linear(x, weights, m_splits.tiles), None
+        return group_linear(x, weights, m_splits.tiles, own_wgrad_into(self)), None
 
 
 class DitronTEColumnParallelGroupedLinear(_TakesDeviceCounts, TEColumnParallelGroupedLinear):
@@ -89,12 +90,13 @@ def why_not_capacity(experts: Any) -> str | None:
         "fp8",
         "fp4",
         "add_bias_linear",
-        "gradient_accumulation_fusion",
         "delay_wgrad_compute",
         "overlap_dispatch_backward_with_experts_wgrad",
     ):
         if getattr(config, option, None):
             return f"{option} is on"
+    if config.gradient_accumulation_fusion and get_settings().policy in ("strict", "bits"):
+        return "gradient_accumulation_fusion is on, and bits of gradients added in fp32 are not known to be native's"
     # Copies to the CPU run on other streams, which the results' memory does not know.
     if config.cpu_offloading or experts.offload_expert_fc1 or experts.offload_moe_act:
         return "activations are offloaded"
