@@ -186,6 +186,26 @@ def _probe(device: torch.device) -> Step:
     return step
 
 
+def _capture(device: torch.device) -> Step:
+    """Every step captures a gather with its product into a CUDA graph, and replays it twice."""
+    from ditron_train.tp import ag_gemm, get_tp_context
+
+    context, unit = get_tp_context(dist.group.WORLD, device), _unit(device)
+    x, weight = (_values((unit, unit), device, seed) for seed in (1, 2))
+    ag_gemm(x, weight, context=context)  # shapes are agreed on outside of a capture
+
+    def step() -> list[torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ag_gemm(x, weight, context=context)
+        for _ in range(2):
+            graph.replay()
+        context.synchronize()
+        return [y.clone()]
+
+    return step
+
+
 def run_quickstart(folder: Path, native_timeout: Any) -> None:
     """Trains Megatron's quickstart with ``tp``: its script, in this process.
 
@@ -213,6 +233,7 @@ def _init(init_process_group: Callable[..., None], native_timeout: Any, *words: 
 #: By name; the numbers of ranks are those of ``jobs_here``.
 JOBS: Mapping[str, Callable[[torch.device], Step]] = {
     "tp": _tp, "sp": _sp, "ep": _ep, "pp": _pp, "muon": _muon, "probe": _probe,
+    "capture": _capture,
 }  # fmt: skip
 
 
@@ -227,13 +248,15 @@ MODULES: Mapping[str, Sequence[str]] = {
     "pp": ("ditron_train.pp",),
     "muon": ("ditron_train.optim", "ditron_train.tp"),
     "probe": ("ditron_train.megatron.tp.spec",),
+    "capture": ("ditron_train.tp",),
     QUICKSTART: ("ditron_train.megatron", "ditron_train.megatron.tp.spec", "megatron.core.models.gpt"),
 }
 
 
 def jobs_here(most_ranks: int, device_type: str) -> dict[str, tuple[int, ...]]:
-    """The jobs that can run, each with its numbers of ranks; the quickstart where its script is there, on CPUs."""
-    jobs = {name: tuple(range(2, most_ranks + 1)) for name in JOBS}
+    """The jobs that can run, each with its numbers of ranks: captures on GPUs; on CPUs the quickstart, where its
+    script is there."""
+    jobs = {name: tuple(range(2, most_ranks + 1)) for name in JOBS if name != "capture" or device_type == "cuda"}
     if importlib.util.find_spec("megatron") is None:
         del jobs["probe"]
     elif _SCRIPT.is_file() and device_type == "cpu":

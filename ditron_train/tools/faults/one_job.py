@@ -29,6 +29,7 @@ NATIVE_TIMEOUT_S = 20.0  # of torch's own collectives, which hold a survivor whe
 _STEPS = 4  # the first is the phase ``start``
 _FAULTY_STEP = 2
 _OF_QUICKSTART = 0.5  # of the calls of its first rank: others make fewer, and how often a rank polls differs
+_HOLD_CYCLES = 400_000_000  # some 0.2 s of a GPU
 _START_S = 120.0  # until the fault, on a busy machine
 _END_S = 50.0  # after it: an agreement of all ranks has 30 s
 
@@ -145,6 +146,8 @@ def _live(fault: Fault, start_calls: int, folder: Path, device_type: str, rank: 
                 _write(folder / "fired.json", {"place": "between two steps", "time_s": time.time()})
                 continue
             places = Places(1 + int(fault.at * step_calls), fire)
+            if device.type == "cuda":  # the op is enqueued and has not begun when the fault comes
+                torch.cuda._sleep(_HOLD_CYCLES)
         with places.watched() if rank == fault.rank else nullcontext():
             found = step()
         step_calls = places.count
