@@ -184,19 +184,17 @@ def push_and_fold_kernel(
 ):
     """A whole all-reduce of a few elements: out = the sum over ranks of ``partial_ptr`` [elements].
 
-    Program p stores blocks p, p + num_programs, ... into the slots of every peer, rank + 1 first, releases its flag
+    Program p stores blocks p, p + num_programs, ... into the slots of every peer, rank + 1 first, releases its flags
     there, waits for the flags of the peers' programs p (acquire), and adds up the same blocks. All programs run at
     once, and each stores before it waits.
 
-    Slots [2, world, AREA] change with the parity of the epoch, so nobody waits for a start signal: a rank begins epoch
-    e + 2, whose slots are those of e, when it has finished e + 1, for which every peer had to store, and a peer stores
-    for e + 1 only when it has finished e. Signatures are compared all the same, after the stores.
+    Slots [2, world, AREA] change with the parity of the epoch, so nobody waits for a start signal before its stores: a
+    rank begins epoch e + 2, whose slots are those of e, when it has finished e + 1, for which every peer had to store,
+    and a peer stores for e + 1 only when it has finished e. Signatures are compared behind the sum.
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
     program = tl.program_id(0)
-    if program == 0:
-        dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
     num_elements = tl.cast(num_elements, tl.int64)
     area = tl.cast((epoch & 1) * WORLD_SIZE, tl.int64) * AREA
     lanes = tl.arange(0, BLOCK)
@@ -208,9 +206,11 @@ def push_and_fold_kernel(
             offsets = tl.cast(block, tl.int64) * BLOCK + lanes
             mask = offsets < num_elements
             tl.store(slot + offsets, tl.load(partial_ptr + offsets, mask=mask), mask=mask)
-        dl.notify(
-            dl.symm_at(channel.signals_addresses, peer, tl.int32) + rank * MOST_PROGRAMS + program, epoch, TARGET
-        )
+    if program == 0:
+        dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
+    for step in tl.static_range(1, WORLD_SIZE):
+        flags = dl.symm_at(channel.signals_addresses, (rank + step) % WORLD_SIZE, tl.int32)
+        dl.notify(flags + rank * MOST_PROGRAMS + program, epoch, TARGET)
     flags = channel.signals + program
     dl.wait_peers(flags, MOST_PROGRAMS, epoch, channel.control, rank, program, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
     own_slots = dl.symm_at(slots_addresses, rank, partial_ptr.dtype.element_ty) + area

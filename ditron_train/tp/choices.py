@@ -57,18 +57,22 @@ def default_choice(problem: Problem, machine: Machine) -> Choice:
 
 
 def _ar_plans(problem: Problem) -> list[GatherPlan]:
-    """Of a GEMM-AR in one round: stores first, where there is little to send."""
-    by_stores = [GatherPlan("push", push_programs=programs) for programs in (64, 16)]
-    by_copies = [GatherPlan("copy", num_chunks=chunks) for chunks in (4, 8, 16, 2, 1)]
-    is_small = problem.m * problem.n * problem.dtype.itemsize <= PUSH_BYTES
-    return [*(by_stores if is_small else ()), *by_copies]
+    """Of a GEMM-AR in one round: stores where there is little to send, copy engines in chunks elsewhere.
+
+    What little is cannot be cut, either: cuBLAS splits the sums of a product with few rows, and another one for each
+    chunk."""
+    if problem.m * problem.n * problem.dtype.itemsize <= PUSH_BYTES:
+        return [GatherPlan("push", push_programs=programs) for programs in (64, 16)]
+    return [GatherPlan("copy", num_chunks=chunks) for chunks in (4, 8, 16, 2, 1)]
 
 
 def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
     """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks, rows of a fold."""
     if problem.op == "gemm_ar":
         variants = [replace(base, gather=plan) for plan in _ar_plans(problem)[1:]]
-        return [*variants, replace(base, gather=GatherPlan("copy"), rounds=2)] if problem.world_size > 2 else variants
+        if problem.world_size > 2 and base.gather.mode == "copy":
+            variants.append(replace(base, gather=GatherPlan("copy"), rounds=2))
+        return variants
     if problem.op == "gemm_rs":
         rows = (16, 32, 64) if machine.target != "interpreter" else (16, 32)
         variants = [

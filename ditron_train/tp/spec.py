@@ -229,6 +229,8 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
             return list(dict.fromkeys([default, *transfer_variants(problem, machine, default), modelled]))
         other = next((one for one in ranked if _way(one) != _way(ranked[0])), None)
         ways = [ranked[0]] if other is None else [ranked[0], other]
+        if self.op == "gemm_ar" and ranked[0].gather.mode == "push":  # behind a product of cuBLAS's
+            return ways
         return list(dict.fromkeys([*ways, *(variant for way in ways for variant in tile_variants(machine, way))]))
 
     def _prepared(self, call: GemmCall, context: TPContext, choice: Choice) -> Any:

@@ -28,7 +28,7 @@ def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torc
 
 def tensor_parallel() -> None:
     """Both ops and both layers."""
-    from ditron_train.tp import ag_gemm, column_linear, gemm_rs, get_tp_context, row_linear
+    from ditron_train.tp import ag_gemm, column_linear, gemm_ar, gemm_rs, get_tp_context, row_linear
 
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     context = get_tp_context(group, CPU)
@@ -38,6 +38,8 @@ def tensor_parallel() -> None:
     code = plain_code("gemm_rs.md")
     rows, weight_2 = integers(24 * world, 16, seed=21 + rank), integers(32, 16, seed=31 + rank)
     assert torch.equal(gemm_rs(rows, weight_2, context=context), code["plain_gemm_rs"](rows, weight_2, group))
+    summed = plain_code("gemm_ar.md")["plain_gemm_ar"](rows, weight_2, group)
+    assert torch.equal(gemm_ar(rows, weight_2, context=context), summed)
 
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
     y = column_linear(*leaves, context=context)
@@ -55,8 +57,9 @@ def tensor_parallel() -> None:
 
 
 def ring_order() -> None:
-    """The order of the sum, on values that round."""
-    from ditron_train.tp import gemm_rs, get_tp_context
+    """The order of the sums, on values that round."""
+    from ditron_train.policy.all_reduce_order import SumMap
+    from ditron_train.tp import gemm_ar, gemm_rs, get_tp_context
 
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.randn(8 * world, 16, generator=torch.Generator().manual_seed(rank)).bfloat16()
@@ -66,6 +69,11 @@ def ring_order() -> None:
     wanted = plain_code("gemm_rs.md")["ring_sum"](own, rank)
     weight = torch.eye(16, dtype=torch.bfloat16)  # so that each rank's product is its x
     assert torch.equal(gemm_rs(x, weight, context=get_tp_context(dist.group.WORLD, CPU)), wanted)
+
+    sums = SumMap.ring(x.numel(), world)  # as on the CPU
+    flat = [partial.view(-1) for partial in partials]
+    wanted = plain_code("gemm_ar.md")["sum_by_map"](flat, sums.ends, sums.order_of_run, sums.orders).view_as(x)
+    assert torch.equal(gemm_ar(x, weight, context=get_tp_context(dist.group.WORLD, CPU)), wanted)
 
 
 def ulysses() -> None:
