@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.files import parse_json, read_regular, replace_file
+from ditron_train.runtime.files import parse_json, read_regular, save_text
 from ditron_train.runtime.rates import MachineRates, NetworkRates
 from ditron_train.runtime.tuning_table import shipped_name
 
@@ -82,10 +82,7 @@ class Profile:
         Raises:
             SettingError: The path cannot be written.
         """
-        try:
-            replace_file(path, self.to_text())
-        except OSError as error:
-            raise SettingError(f"cannot write the profile {path}: {error.strerror}") from None
+        save_text(path, self.to_text(), "the profile")
 
 
 def _parse(text: str, name: str) -> Profile:

@@ -58,10 +58,12 @@ class _Fit:
     rows: Sequence[Row]
     estimator: Estimator
     start: MachineRates
+    farthest: float
 
     def losses(self, profile: Profile, which: Sequence[int]) -> dict[int, float]:
         """Of each row; the logarithm makes twice and half count alike."""
         found = {}
+        most = _MOST if math.isfinite(self.farthest) else math.inf
         for index in which:
             row = self.rows[index]
             seen = self.estimator(row, profile)
@@ -70,7 +72,7 @@ class _Fit:
             pairs = [(seen.native_us, row.native_us), (seen.ditron_us, row.ditron_us)]
             if row.gemm_us and row.comm_us and not row.op.startswith(_OTHER_EXCHANGE):
                 pairs += [(seen.compute_us, row.gemm_us), (seen.exchange_us, row.comm_us)]
-            found[index] = sum(min(abs(math.log(model / measured)), _MOST) ** 2 for model, measured in pairs)
+            found[index] = sum(min(abs(math.log(model / measured)), most) ** 2 for model, measured in pairs)
         return found
 
 
@@ -79,7 +81,9 @@ def _with(profile: Profile, name: str, factor: float) -> Profile:
     return replace(profile, rates=replace(profile.rates, **{name: value}))
 
 
-def fit_profile(profile: Profile, rows: Sequence[Row], estimator: Estimator) -> Profile:
+def fit_profile(
+    profile: Profile, rows: Sequence[Row], estimator: Estimator, *, farthest: float = _FARTHEST
+) -> Profile:
     """``profile`` with the rates that explain ``rows`` best: those of ops from the rows of ops, then those that only
     whole jobs show from the steps.
 
@@ -87,12 +91,13 @@ def fit_profile(profile: Profile, rows: Sequence[Row], estimator: Estimator) -> 
         profile: Where the search starts.
         rows: Measured.
         estimator: What the model says of a row.
+        farthest: By what factor a rate may move from where it starts. Where that is any, every error counts as it is.
     """
     steps = [row for row in rows if row.op.startswith(TRAINING_STEP)]
     ops = [row for row in rows if not row.op.startswith(TRAINING_STEP)]
     names = [one.name for one in fields(MachineRates) if one.name not in (*_NEVER, *_OF_JOBS)]
-    profile = _fitted(profile, _Fit(ops, estimator, profile.rates), names)
-    return _fitted(profile, _Fit(steps, estimator, profile.rates), _OF_JOBS)
+    profile = _fitted(profile, _Fit(ops, estimator, profile.rates, farthest), names)
+    return _fitted(profile, _Fit(steps, estimator, profile.rates, farthest), _OF_JOBS)
 
 
 def _fitted(profile: Profile, fit: _Fit, names: Sequence[str]) -> Profile:
@@ -122,7 +127,7 @@ def _improve(
             moved = fit.losses(tried, touched)
             moved_by = getattr(tried.rates, name) / getattr(fit.start, name)
             if (
-                not 1 / _FARTHEST < moved_by < _FARTHEST
+                not 1 / fit.farthest < moved_by < fit.farthest
                 or sum(moved.values()) >= sum(losses[index] for index in touched) - 1e-9
             ):
                 break

@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 import torch
 
-from ditron_train.costs import Estimate, attention_us, cublas_us, one_node, pass_us
+from ditron_train.costs import (
+    Estimate,
+    all_to_all_us,
+    attention_us,
+    copied_us,
+    cublas_us,
+    one_node,
+    pass_us,
+    ring_us,
+    send_us,
+)
 from ditron_train.ep.cost_model import (
     Experts,
     Load,
@@ -174,7 +184,39 @@ def _muon(row: Row, profile: Profile) -> Estimate:
     return muon_step(matrices, one_node(row.world_size), profile.machine, profile.rates)
 
 
+def _part(row: Row, profile: Profile) -> Estimate:
+    """Of ``bench profile``: one part alone, the same natively and with ours."""
+    shape, rates, ranks = row.shape, profile.rates, row.world_size
+    num_bytes = shape.get("num_bytes", 0)
+    if row.op == "attention":
+        backward = row.direction == "backward"
+        return Estimate.alike(
+            attention_us(shape["seqlen"], shape["heads"], shape["head_size"], rates, backward=backward)
+        )
+    times = {
+        "memory_pass": lambda: pass_us(num_bytes, rates),
+        "memory_reorder": lambda: pass_us(num_bytes, rates, reorders=True),
+        "all_gather": lambda: ring_us(num_bytes, one_node(ranks), rates),
+        "reduce_scatter": lambda: ring_us(num_bytes, one_node(ranks), rates),
+        "all_to_all": lambda: all_to_all_us(num_bytes, one_node(ranks), rates),
+        "nccl_send": lambda: send_us(num_bytes, rates, ranks=ranks, both_ways=True),
+        "copied_gather": lambda: copied_us(num_bytes, ranks, rates),
+    }
+    return Estimate.alike(times[row.op]())
+
+
+_PARTS = (
+    "attention",
+    "memory_pass",
+    "memory_reorder",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "nccl_send",
+    "copied_gather",
+)
 _BY_OP: dict[str, Modelled] = {
+    **dict.fromkeys(_PARTS, _part),
     "gemm_nt": _gemm,
     "gemm_nn": _gemm,
     "ag_gemm": _op,
