@@ -26,6 +26,7 @@ _TOOLS = {
     "compare": "ditron_train.tools.compare.comparison",
     "postmortem": "ditron_train.tools.postmortem.verdict",
     "trace": "ditron_train.tools.trace.tracer",
+    "predict": "ditron_train.tools.predict.predictor",
 }
 """Modules with ``add_arguments(parser)`` and ``run(arguments)``."""
 
@@ -70,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         "trace", help="draw what overlaps, or the order in which tiles run and chunks travel", add_help=False
     )
     trace.set_defaults(function=_trace)
+
+    predict = commands.add_parser(
+        "predict", help="what a training step takes, from Megatron's arguments, without a GPU", add_help=False
+    )
+    predict.set_defaults(function=_predict)
     return parser
 
 
@@ -112,6 +118,10 @@ def _compare(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return _run_tool("postmortem", rest)
+
+
+def _predict(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    return _run_tool("predict", rest)
 
 
 def _run_tool(command: str, rest: Sequence[str]) -> int:

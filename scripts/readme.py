@@ -18,10 +18,13 @@ def wanted_documents() -> dict[Path, str]:
     from reference import PARTS
 
     from ditron_train.tools.bench.document import RESULTS_PAGE, render, render_results, result_parts
+    from ditron_train.tools.predict.published import published_part
+    from ditron_train.tools.predict.validation import document_part
 
     results = result_parts(ROOT)
     of_readme = {name: results[name] for name in ("gains", "trained")}
     parts = {"README.md": of_readme, "docs/measurements/index.md": {"steps": results["steps"]}}
+    parts["docs/guides/predict.md"] = {"validation": lambda: document_part(ROOT), "published": published_part}
     for page, made in PARTS.items():
         parts[page] = {**parts.get(page, {}), **made}
     wanted = {ROOT / page: render((ROOT / page).read_text(encoding="utf-8"), made) for page, made in parts.items()}

@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["locked", "parse_json", "read_regular", "replace_file"]
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["locked", "parse_json", "read_regular", "replace_file", "save_text"]
 
 
 def read_regular(path: Path) -> bytes:
@@ -60,6 +62,18 @@ def replace_file(path: Path, text: str) -> None:
         with suppress(OSError):  # a folder that cannot be written says so of what is not there, too
             partial.unlink(missing_ok=True)
         raise
+
+
+def save_text(path: Path, text: str, what: str) -> None:
+    """``replace_file`` of a file that a user named; ``what`` it is, in words.
+
+    Raises:
+        SettingError: The path cannot be written.
+    """
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        raise SettingError(f"cannot write {what} {path}: {error.strerror}") from None
 
 
 @contextmanager

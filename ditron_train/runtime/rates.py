@@ -1,25 +1,58 @@
-"""What a machine moves and multiplies in a second: the numbers behind every estimate of a time."""
+"""What a machine moves and multiplies in a second: the numbers behind every estimate of a time.
+
+They stand in profiles, one readable JSON file a kind of GPU (`ditron_train.runtime.profiles`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MachineRates", "default_rates"]
+__all__ = ["MachineRates", "NetworkRates"]
 
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Rates and latencies of one GPU and its links to the others of its node.
+    """Rates and latencies of one GPU and its links to the others of its node. GB/s are 10^9 bytes a second.
 
     Attributes:
         gemm_tflops: Of a large bf16 GEMM, every multiprocessor at work.
         link_gbps: Of one copy engine to a peer, and the most that all peers together send to one GPU.
-        nccl_gbps: Bytes that a rank receives in NCCL's all-gather or reduce-scatter, per second.
-        nccl_latency_us: What such a collective takes with hardly any bytes.
+        nccl_gbps: Bytes that a rank of four receives in NCCL's all-gather or reduce-scatter, per second.
+        nccl_latency_us: What such a collective of two ranks takes with hardly any bytes.
         memory_gbps: Of device memory, reads and writes together.
         push_sm_gbps: Of one multiprocessor that stores to a peer.
         start_us: From the launch of an overlapped op to its first byte on a link: kernel, start signals, copy.
         chunk_us: What one more chunk costs: its signal, for which the copy engine stops.
+        gemm_throttle: What a GEMM takes longer, of its time, at every doubling beyond ``gemm_throttled_from_us``:
+            its power lowers the clock.
+        gemm_throttled_from_us: From which length on.
+        launch_us: Of a kernel that finds the GPU idle.
+        nccl_pair_gbps: As ``nccl_gbps``, with two ranks.
+        nccl_node_gbps: As ``nccl_gbps``, with eight ranks or more.
+        nccl_hop_us: What one more rank adds to ``nccl_latency_us``.
+        nccl_share: What a GEMM loses beside NCCL's kernels, of the shorter one's time.
+        p2p_share: The same beside NCCL's send and receive, which take more multiprocessors.
+        alltoall_gbps: Bytes that leave a rank in NCCL's all-to-all, per second.
+        p2p_gbps: Of NCCL's send to one rank, four ranks or more.
+        p2p_ring_gbps: The same while as much is received from another rank.
+        p2p_pair_gbps: Of NCCL's send where there are two ranks.
+        p2p_latency_us: Of such a message with hardly any bytes.
+        message_us: Of a message by copy engine with hardly any bytes, its signals with it.
+        copy_share: What a GEMM loses beside copy engines, of the shorter one's time: memory and power.
+        pull_sm_gbps: Of one multiprocessor of a GEMM that reads from peers.
+        gemm_push_sm_gbps: Of one multiprocessor of a GEMM that stores to peers.
+        reorder_gbps: Of device memory where rows or heads change places, reads and writes together.
+        attention_tflops: Of causal attention forward, counting half of the square.
+        attention_backward_tflops: The same backward, at two and a half times the operations.
+        memory_share: What grouped GEMMs lose to memory, of the time that their operands take there.
+        p2p_large_gbps: Of NCCL's send of ``p2p_large_bytes`` and more, for which it takes more channels.
+        p2p_large_bytes: From which size on.
+        gemm_job_throttle: As ``gemm_throttle``, in a job, whose GEMMs follow one another for minutes.
+        attention_deterministic: What the deterministic backward of the attention takes, the other being 1.
+        host_moe_us: The least that a dispatch takes: so long the host needs to enqueue it.
+        host_expert_us: The same of one expert's GEMM natively.
+        host_microbatch_us: In which nothing runs where a microbatch begins, the host being late.
+        host_step_us: The same around the optimizer.
     """
 
     gemm_tflops: float
@@ -30,6 +63,35 @@ class MachineRates:
     push_sm_gbps: float
     start_us: float = 10.0
     chunk_us: float = 5.0
+    gemm_throttle: float = 0.03
+    gemm_throttled_from_us: float = 700.0
+    launch_us: float = 4.0
+    nccl_pair_gbps: float = 225.0
+    nccl_node_gbps: float = 335.0
+    nccl_hop_us: float = 2.0
+    nccl_share: float = 0.27
+    p2p_share: float = 0.45
+    alltoall_gbps: float = 300.0
+    p2p_gbps: float = 254.0
+    p2p_ring_gbps: float = 162.0
+    p2p_pair_gbps: float = 310.0
+    p2p_latency_us: float = 10.0
+    message_us: float = 24.0
+    copy_share: float = 0.04
+    pull_sm_gbps: float = 20.0
+    gemm_push_sm_gbps: float = 17.0
+    reorder_gbps: float = 1700.0
+    attention_tflops: float = 540.0
+    attention_backward_tflops: float = 470.0
+    memory_share: float = 0.5
+    p2p_large_gbps: float = 325.0
+    p2p_large_bytes: float = 2e8
+    gemm_job_throttle: float = 0.06
+    attention_deterministic: float = 1.2
+    host_moe_us: float = 1300.0
+    host_expert_us: float = 15.0
+    host_microbatch_us: float = 3500.0
+    host_step_us: float = 12000.0
 
     @property
     def gemm_flop_per_us(self) -> float:
@@ -37,28 +99,16 @@ class MachineRates:
         return self.gemm_tflops * 1e6
 
 
-# The first is measured (4 GPUs, NVLink); of the others no machine was there: dense bf16 and memory rates of the data
-# sheets times 0.75, links by the same ratio of measured to stated speed. ``python -m ditron_train tune`` measures.
-_HOPPER = MachineRates(
-    gemm_tflops=750, link_gbps=370, nccl_gbps=288, nccl_latency_us=16, memory_gbps=3600, push_sm_gbps=42
-)
-_BY_TARGET = {
-    "sm_80": MachineRates(
-        gemm_tflops=230, link_gbps=245, nccl_gbps=190, nccl_latency_us=18, memory_gbps=1500, push_sm_gbps=20
-    ),
-    "sm_90": _HOPPER,
-    "sm_100": MachineRates(
-        gemm_tflops=1600, link_gbps=740, nccl_gbps=560, nccl_latency_us=16, memory_gbps=6000, push_sm_gbps=60
-    ),
-    "hip": MachineRates(
-        gemm_tflops=500, link_gbps=300, nccl_gbps=230, nccl_latency_us=25, memory_gbps=4000, push_sm_gbps=20
-    ),
-    "interpreter": MachineRates(
-        gemm_tflops=0.001, link_gbps=1, nccl_gbps=1, nccl_latency_us=500, memory_gbps=4, push_sm_gbps=1
-    ),
-}
+@dataclass(frozen=True)
+class NetworkRates:
+    """Links between nodes, as one GPU sees them.
 
+    Attributes:
+        gpu_gbps: Bytes a second that one GPU sends to other nodes at most: its share of the node's adapters.
+        latency_us: Of a message with hardly any bytes.
+        reached: What NCCL reaches of ``gpu_gbps`` with large messages.
+    """
 
-def default_rates(target: str) -> MachineRates:
-    """Rates to estimate with where none were measured; ``target`` as of ``runtime.device.kernel_target``."""
-    return _BY_TARGET[target]
+    gpu_gbps: float
+    latency_us: float = 15.0
+    reached: float = 0.9

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.files import parse_json, read_regular, replace_file
+from ditron_train.runtime.files import parse_json, read_regular, save_text
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
@@ -101,10 +101,7 @@ class TuningTable:
         Raises:
             SettingError: The path cannot be written.
         """
-        try:
-            replace_file(path, self.to_text())
-        except OSError as error:
-            raise SettingError(f"cannot write the tuning table {path}: {error.strerror}") from None
+        save_text(path, self.to_text(), "the tuning table")
 
 
 def _sizes(name: str) -> list[int]:

@@ -21,55 +21,47 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_config
-from ditron_train.runtime.rates import MachineRates, default_rates
+from ditron_train.costs import cublas_us, num_waves, one_node, ring_us, throttled_us, tile_us
+from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig
+from ditron_train.runtime.profiles import Machine, known_rates
+from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.tuning_table import active_table
-from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Machine, Problem
+from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Problem
 
 __all__ = [
     "Prediction",
     "chunk_rows_of",
     "collective_us",
     "first_rows",
-    "gemm_us",
     "is_short",
     "links_are_last",
     "native_us",
-    "nccl_bytes",
     "predict",
     "rates_of",
     "sums_in_parts",
     "wire_bytes",
 ]
 
-_SHORT_RATE = 0.97  # with a stage less
-_WIDE_COLUMNS = 256
-_DEEP_STAGES = 4
-_OVERLAP_LOSS = 0.04  # of the time that transfers run beside the GEMM: they share memory and power
 _PUSH_BESIDE_GEMM = 0.72  # of its rate alone is what a multiprocessor pushes while the others multiply
 _PUSH_OF_LINK = 0.79  # of a copy engine's rate is the most that multiprocessors push then
 _PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next granule
 _STORE_STALL = 0.45  # of the time that the links take for the stores of one wave, whatever the tile's products take
-_LAUNCH_US = 4.0
-_THROTTLED_FROM_US = (
-    700.0  # a GEMM that runs longer is slowed down by its power: at every doubling by so much of its time
-)
-_THROTTLE = 0.03
 _SHORT_US = 400.0  # so long an op takes, three times what the host needs to enqueue its parts one by one
 _FEWEST_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
 _PASSES_BEHIND_LAST = 4  # over own rows: the sum so far, the last source, own partial sums, the result
 _EXCHANGE_US = 10.0  # of an all-reduce by one kernel's stores, beside its bytes
-_PAIR_RATE = 0.8  # of NCCL's rate with more ranks is its rate with two (H200: 225 to 246 GB/s instead of 300)
 
 
 def rates_of(machine: Machine) -> MachineRates:
-    """Rates that the table measured, else what is assumed of this kind of device.
+    """Rates that the table measured, else those of the device's profile, else of its kind of device's.
 
     Raises:
         SettingError: As ``choices.choose``.
     """
     table = active_table(machine.device)
-    return (table.rates if table is not None else None) or default_rates(machine.target)
+    if table is not None and table.rates is not None:
+        return table.rates
+    return known_rates(machine)
 
 
 @dataclass(frozen=True)
@@ -99,46 +91,15 @@ def wire_bytes(problem: Problem) -> float:
 
 
 def collective_us(problem: Problem, rates: MachineRates) -> float:
-    """NCCL's all-gather, reduce-scatter or all-reduce; nothing on one rank."""
-    if problem.world_size == 1:
-        return 0.0
-    return rates.nccl_latency_us + nccl_bytes(problem) / (rates.nccl_gbps * 1e3)
-
-
-def nccl_bytes(problem: Problem) -> float:
-    """Bytes that take NCCL as long with three ranks or more as ``problem``'s with its own."""
-    return wire_bytes(problem) / (_PAIR_RATE if problem.world_size == 2 else 1.0)
-
-
-def gemm_us(m: int, n: int, k: int, config: GemmConfig, num_programs: int, num_sms: int, rates: MachineRates) -> float:
-    """A tile GEMM on ``num_programs`` of ``num_sms`` multiprocessors: waves of tiles, at the rate of such tiles."""
-    return _throttled_us(_num_waves(m, n, config, num_programs) * _tile_us(k, config, num_sms, rates))
-
-
-def _throttled_us(busy_us: float) -> float:
-    """How long it takes what would take ``busy_us`` at the clock of a short GEMM."""
-    return busy_us * (1 + _THROTTLE * math.log2(max(busy_us / _THROTTLED_FROM_US, 1.0)))
-
-
-def _num_waves(m: int, n: int, config: GemmConfig, num_programs: int) -> float:
-    """In units of a whole tile; a last wave that is computed in halves takes half a tile, at the rate of square
-    ones."""
-    num_whole = config.num_whole_tiles(m, n, num_programs)
-    return -(-num_whole // num_programs) + (0.5 / HOPPER_SQUARE_RATE if num_whole < config.num_tiles(m, n) else 0.0)
-
-
-def _tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> float:
-    rate = rates.gemm_flop_per_us / num_sms
-    if config.block_n < _WIDE_COLUMNS:
-        rate *= HOPPER_SQUARE_RATE
-    if config.num_stages < _DEEP_STAGES:
-        rate *= _SHORT_RATE
-    return 2 * config.block_m * config.block_n * k / rate
+    """NCCL's all-gather, reduce-scatter, or all-reduce, which is both; nothing on one rank."""
+    columns = problem.k if problem.op == "ag_gemm" else problem.n
+    passes = 2 if problem.op == "gemm_ar" else 1
+    num_bytes = passes * problem.m * columns * problem.dtype.itemsize
+    return ring_us(num_bytes, one_node(problem.world_size), rates)
 
 
 def _cublas_us(problem: Problem, machine: Machine, rates: MachineRates) -> float:
-    config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
-    return _LAUNCH_US + gemm_us(problem.m, problem.n, problem.k, config, machine.num_sms, machine.num_sms, rates)
+    return cublas_us(problem.m, problem.n, problem.k, machine, rates, problem.dtype)
 
 
 def native_us(problem: Problem, machine: Machine, rates: MachineRates) -> float:
@@ -173,18 +134,18 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     num_programs = max(
         1, min(machine.num_sms - (plan.push_programs if by_push else 1), config.num_tiles(problem.m, problem.n))
     )
-    waves = _num_waves(problem.m, problem.n, config, num_programs)
-    tile_us = _throttled_us(waves * _tile_us(problem.k, config, machine.num_sms, rates)) / waves
+    waves = num_waves(problem.m, problem.n, config, num_programs)
+    each_us = throttled_us(waves * tile_us(problem.k, config, machine.num_sms, rates), rates) / waves
     shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / _send_rate(plan, rates)
     arrivals_us = np.zeros(world_size * num_chunks)
     sent = np.arange(1, (world_size - 1) * num_chunks + 1)
     arrivals_us[num_chunks:] = rates.start_us + sent * (shard_us / num_chunks + (0.0 if by_push else rates.chunk_us))
-    end_us = _last_tile_us(problem, config, num_programs, tile_us, arrivals_us, num_chunks)
-    return _LAUNCH_US + end_us + _OVERLAP_LOSS * min(waves * tile_us, (world_size - 1) * shard_us)
+    end_us = _last_tile_us(problem, config, num_programs, each_us, arrivals_us, num_chunks)
+    return rates.launch_us + end_us + rates.copy_share * min(waves * each_us, (world_size - 1) * shard_us)
 
 
 def _last_tile_us(
-    problem: Problem, config: GemmConfig, num_programs: int, tile_us: float, arrivals_us: np.ndarray, num_chunks: int
+    problem: Problem, config: GemmConfig, num_programs: int, whole_us: float, arrivals_us: np.ndarray, num_chunks: int
 ) -> float:
     """When the last tile is done: program p takes tiles p, p + num_programs, ... of the order of arrival, each not
     before its rows are there (``arrivals_us`` [ranks * chunks]); then the halves of tiles that are left, likewise.
@@ -207,7 +168,7 @@ def _last_tile_us(
 
     free_us = np.zeros(num_programs)
     halves = num_whole + np.arange(2 * (num_tiles - num_whole)) // 2
-    for tiles, each_us in ((np.arange(num_whole), tile_us), (halves, 0.5 * tile_us / HOPPER_SQUARE_RATE)):
+    for tiles, each_us in ((np.arange(num_whole), whole_us), (halves, 0.5 * whole_us / HOPPER_SQUARE_RATE)):
         for first in range(0, len(tiles), num_programs):
             wave = tiles[first : first + num_programs]
             free_us[: len(wave)] = np.maximum(free_us[: len(wave)], there_us(wave)) + each_us
@@ -227,7 +188,7 @@ def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     if sent_us > multiplied_us:
         num_first = first_rows(problem.m // world_size, problem.n, choice.config, machine)
         _, sent_us = _chunks_us(problem, choice, machine, rates, num_first)
-    return max(multiplied_us + fold_us, sent_us + last_us) + _LAUNCH_US
+    return max(multiplied_us + fold_us, sent_us + last_us) + rates.launch_us
 
 
 def chunk_rows_of(num_rows: int, choice: Choice) -> int:
@@ -252,15 +213,15 @@ def _gemm_ar_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
         return first_us + rates.start_us + gathered_us + 2 * pass_us
     rows = chunk_rows_of(m, choice)
     sizes = [min(rows, m - first) for first in range(0, m, rows)]
-    waves = [_num_waves(size, n, choice.config, machine.num_sms) for size in sizes]
-    busy_us = sum(waves) * _tile_us(problem.k, choice.config, machine.num_sms, rates)
-    chunk_us = _throttled_us(busy_us) / sum(waves)
+    waves = [num_waves(size, n, choice.config, machine.num_sms) for size in sizes]
+    busy_us = sum(waves) * tile_us(problem.k, choice.config, machine.num_sms, rates)
+    chunk_us = throttled_us(busy_us, rates) / sum(waves)
     done_us, sent_us = 0.0, rates.start_us
     for size, of_chunk in zip(sizes, waves):
-        done_us += of_chunk * chunk_us + _LAUNCH_US
+        done_us += of_chunk * chunk_us + rates.launch_us
         sent_us = max(sent_us, done_us) + (world_size - 1) * (size / m * num_bytes / link_rate + rates.chunk_us)
-    lost_us = _OVERLAP_LOSS * min(done_us, (world_size - 1) * num_bytes / link_rate)
-    return _LAUNCH_US + lost_us + max(done_us + fold_us, sent_us + fold_us * sizes[-1] / m)
+    lost_us = rates.copy_share * min(done_us, (world_size - 1) * num_bytes / link_rate)
+    return rates.launch_us + lost_us + max(done_us + fold_us, sent_us + fold_us * sizes[-1] / m)
 
 
 def links_are_last(problem: Problem, choice: Choice, machine: Machine) -> bool:
@@ -282,19 +243,19 @@ def first_rows(num_rows: int, n: int, config: GemmConfig, machine: Machine) -> i
     """Of a chunk of ``num_rows`` rows, those that are multiplied and sent before the others where links are last: half
     of its row tiles, if that takes fewer waves, else all."""
     half = -(-num_rows // config.block_m) // 2 * config.block_m
-    waves, of_half = (math.ceil(_num_waves(rows, n, config, machine.num_sms)) for rows in (num_rows, half))
+    waves, of_half = (math.ceil(num_waves(rows, n, config, machine.num_sms)) for rows in (num_rows, half))
     return half if 0 < of_half < waves else num_rows
 
 
 def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     config, world_size = choice.config, problem.world_size
     waves = -(-config.num_tiles(problem.m, problem.n) // machine.num_sms)  # all of whole tiles
-    tile_us = _throttled_us(waves * _tile_us(problem.k, config, machine.num_sms, rates)) / waves
+    each_us = throttled_us(waves * tile_us(problem.k, config, machine.num_sms, rates), rates) / waves
     wave_bytes = (
         machine.num_sms * config.block_m * config.block_n * problem.dtype.itemsize * (world_size - 1) / world_size
     )
     stall_us = _STORE_STALL * wave_bytes / (rates.link_gbps * 1e3)
-    return rates.start_us + max(waves * (tile_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
+    return rates.start_us + max(waves * (each_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
 
 
 def _chunks_us(
@@ -304,9 +265,9 @@ def _chunks_us(
     are sent before its others; None: all at once. One rank transfers nothing."""
     world_size, own_rows = problem.world_size, problem.m // problem.world_size
     rank_bytes = own_rows * problem.n * problem.dtype.itemsize
-    waves = _num_waves(own_rows, problem.n, choice.config, machine.num_sms)
-    busy_us = world_size * waves * _tile_us(problem.k, choice.config, machine.num_sms, rates)
-    rank_us = _LAUNCH_US + _throttled_us(busy_us) / world_size
+    waves = num_waves(own_rows, problem.n, choice.config, machine.num_sms)
+    busy_us = world_size * waves * tile_us(problem.k, choice.config, machine.num_sms, rates)
+    rank_us = rates.launch_us + throttled_us(busy_us, rates) / world_size
     parts = [
         (float(position), 1.0) for position in range(1, world_size)
     ]  # chunks done by then, and how much of one it is

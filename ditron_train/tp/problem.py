@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from ditron_train.gemm.configs import GemmConfig
+from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.tuning_table import shape_class
 
 __all__ = ["PUSH_BYTES", "Choice", "GatherPlan", "Layout", "Machine", "Op", "Problem", "ScatterMode"]
@@ -34,15 +35,6 @@ class GatherPlan:
     mode: Literal["push", "copy"]
     push_programs: int = 12
     num_chunks: int = 1
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a choice depends on beside the shape: the device's name, its kernels' ``TARGET`` and multiprocessors."""
-
-    device: str
-    target: str
-    num_sms: int
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ FLOORS = {
     "policy": 1.7,
     "schedule": 2.0,
     "gemm": 2.5,
+    "costs": 2.7,
     "tp": 3.0,
     "sp": 3.0,
     "ep": 3.0,

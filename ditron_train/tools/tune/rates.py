@@ -6,11 +6,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ditron_train.runtime.rates import MachineRates, default_rates
+from ditron_train.costs import gemm_us
+from ditron_train.runtime.profiles import known_rates
+from ditron_train.runtime.rates import MachineRates
 from ditron_train.tp.choices import Machine, Problem, default_choice
-from ditron_train.tp.cost_model import gemm_us, nccl_bytes, wire_bytes
+from ditron_train.tp.cost_model import wire_bytes
 
 __all__ = ["Observed", "fit_rates"]
+
+_RANKS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -26,18 +30,26 @@ class Observed:
 
 def fit_rates(observed: Sequence[Observed], machine: Machine) -> MachineRates:
     """The rates that explain the times; what they say nothing about is as by default."""
-    rates = default_rates(machine.target)
+    rates = known_rates(machine)
     if not observed:
         return rates
     rates = replace(rates, gemm_tflops=_rounded(_gemm_tflops(observed, machine, rates)))
-    line = _line([(nccl_bytes(seen.problem), seen.comm_us) for seen in observed])
-    if line is not None:
-        latency_us, gbps = line
-        rates = replace(rates, nccl_gbps=_rounded(gbps), nccl_latency_us=_rounded(max(latency_us, 1.0)))
+    rates = _with_nccl(rates, observed)
     line = _line([(wire_bytes(seen.problem), seen.link_us) for seen in observed if seen.link_us is not None])
     if line is not None:
         rates = replace(rates, link_gbps=_rounded(line[1]))
     return rates
+
+
+def _with_nccl(rates: MachineRates, observed: Sequence[Observed]) -> MachineRates:
+    """The rate of NCCL's rings with as many ranks as were observed, and its latency."""
+    line = _line([(wire_bytes(seen.problem), seen.comm_us) for seen in observed])
+    if line is None:
+        return rates
+    ranks = observed[0].problem.world_size
+    name = "nccl_pair_gbps" if ranks == 2 else "nccl_gbps" if ranks < _RANKS_OF_A_NODE else "nccl_node_gbps"
+    latency_us = max(line[0] - rates.nccl_hop_us * (ranks - 2), 1.0)
+    return replace(rates, nccl_latency_us=_rounded(latency_us), **{name: _rounded(line[1])})
 
 
 def _gemm_tflops(observed: Sequence[Observed], machine: Machine, rates: MachineRates) -> float:

@@ -13,11 +13,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ditron_train.costs import gemm_us
 from ditron_train.data import load_workloads
 from ditron_train.gemm import GemmConfig
 from ditron_train.runtime import tuning_table as tuning
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.rates import MachineRates, default_rates
+from ditron_train.runtime.profiles import default_rates
 from ditron_train.runtime.tuning_table import (
     TuningTable,
     active_table,
@@ -41,7 +42,7 @@ from ditron_train.tp.choices import (
     tile_variants,
     transfer_variants,
 )
-from ditron_train.tp.cost_model import _last_tile_us, collective_us, first_rows, gemm_us, predict, wire_bytes
+from ditron_train.tp.cost_model import _last_tile_us, collective_us, first_rows, predict, wire_bytes
 from ditron_train.tp.spec import GemmSpec
 
 H200 = Machine("NVIDIA H200", "sm_90", 132)
@@ -266,9 +267,7 @@ def test_every_candidate_fits_into_shared_memory(target: str) -> None:
 
 
 def test_measured_rates_come_back() -> None:
-    wanted = MachineRates(
-        gemm_tflops=500.0, link_gbps=200.0, nccl_gbps=150.0, nccl_latency_us=25.0, memory_gbps=3600, push_sm_gbps=42
-    )
+    wanted = dataclasses.replace(RATES, gemm_tflops=500.0, link_gbps=200.0, nccl_gbps=150.0, nccl_latency_us=25.0)
     observed = []
     for n, k in ((2752, 4096), (7168, 8192), (13312, 16384)):
         p = Problem("ag_gemm", 8192, n, k, "nt", torch.bfloat16, 4)

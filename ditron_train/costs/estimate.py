@@ -1,0 +1,52 @@
+"""What an op takes, natively and with ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Estimate"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated times in us; they add up.
+
+    Attributes:
+        native_us: Megatron's path.
+        ditron_us: Ours.
+        compute_us: The computation alone, as Megatron's path runs it.
+        exchange_us: Megatron's exchanges alone.
+    """
+
+    native_us: float
+    ditron_us: float
+    compute_us: float
+    exchange_us: float = 0.0
+
+    @classmethod
+    def alike(cls, compute_us: float) -> Estimate:
+        """What both run alike, without an exchange."""
+        return cls(compute_us, compute_us, compute_us)
+
+    def __add__(self, other: Estimate) -> Estimate:
+        return Estimate(
+            self.native_us + other.native_us,
+            self.ditron_us + other.ditron_us,
+            self.compute_us + other.compute_us,
+            self.exchange_us + other.exchange_us,
+        )
+
+    def __mul__(self, times: float) -> Estimate:
+        return Estimate(
+            self.native_us * times, self.ditron_us * times, self.compute_us * times, self.exchange_us * times
+        )
+
+    def natively(self) -> Estimate:
+        """Both by Megatron's path."""
+        return Estimate(self.native_us, self.native_us, self.compute_us, self.exchange_us)
+
+    def at_least(self, native_us: float, ditron_us: float) -> Estimate:
+        """Neither quicker than the host lets it."""
+        return Estimate(
+            max(self.native_us, native_us), max(self.ditron_us, ditron_us), self.compute_us, self.exchange_us
+        )

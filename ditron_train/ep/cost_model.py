@@ -1,0 +1,183 @@
+"""Estimates of a mixture of experts: who sends how much for a routing, dispatch, combine, grouped GEMMs, the layer.
+
+native    permutes every (token, expert) copy, exchanges all of them, sorts them by expert; and back
+fused     a token leaves once for each rank; the second product's rows return while it is computed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ditron_train.costs import Estimate, Span, all_to_all_us, beside_us, grouped_us, pass_us
+from ditron_train.runtime.profiles import Machine
+from ditron_train.runtime.rates import MachineRates
+
+__all__ = ["Experts", "Load", "combine", "dispatch", "even_load", "expert_product", "moe_layer", "skewed_load"]
+
+_ITEMSIZE = 2
+_LAYOUT_US = 100.0  # who gets what, where: counted, exchanged and added up before a row leaves
+_COMBINE_SHARE = (
+    0.45  # of the shorter one is what a product and the return of its rows cost each other: 16 programs send
+)
+_ROUTER_RATE = 1 / 16  # of a bf16 GEMM's rate is that of one in fp32
+_FUSED_HOST = 0.65  # of the host's time natively: fewer calls
+_SAMPLED_TOKENS = 2048  # of a rank: the shares of a skewed routing are known within a percent from so many
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A MoE layer: tokens of each rank, widths, experts of all ranks, and how many of them a token takes."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+    count: int
+    topk: int
+    swiglu: bool = True
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token."""
+        return self.hidden * _ITEMSIZE
+
+    @property
+    def products(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Output and input features of an expert's two weights."""
+        return (self.ffn * (2 if self.swiglu else 1), self.hidden), (self.hidden, self.ffn)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a routing makes the busiest rank do.
+
+    Attributes:
+        rows: Of each of its experts.
+        copies: (token, expert) rows on the link of the rank that sends or receives most.
+        distinct: (token, rank) rows there.
+        sent: (token, expert) rows that one rank sends, its own among them.
+    """
+
+    rows: tuple[float, ...]
+    copies: float
+    distinct: float
+    sent: float
+
+
+@lru_cache(maxsize=256)
+def even_load(experts: Experts, ranks: int) -> Load:
+    """Every expert is as likely as the others."""
+    local = experts.count // ranks
+    sent = experts.tokens * experts.topk
+    missed = math.comb(experts.count - local, experts.topk) / math.comb(experts.count, experts.topk)
+    others = ranks - 1
+    return Load((sent / local,) * local, sent * others / ranks, experts.tokens * (1 - missed) * others, sent)
+
+
+@lru_cache(maxsize=256)
+def skewed_load(experts: Experts, ranks: int, exponent: float, order: tuple[int, ...]) -> Load:
+    """Expert i is drawn in proportion to (``order[i]`` + 1) ** -``exponent``, without replacement; from a sample."""
+    tokens = min(experts.tokens, _SAMPLED_TOKENS)
+    scores = -exponent * np.log(np.asarray(order) + 1.0)
+    noise = np.random.default_rng(0).gumbel(size=(tokens, experts.count))
+    chosen = np.argpartition(-(scores + noise), experts.topk - 1, axis=1)[:, : experts.topk]
+    scale = experts.tokens / tokens
+    of_expert = np.bincount(chosen.ravel(), minlength=experts.count) * scale
+    of_rank = of_expert.reshape(ranks, -1)
+    busiest = int(of_rank.sum(1).argmax())
+    reached = np.zeros((tokens, ranks), dtype=bool)
+    np.put_along_axis(reached, chosen // (experts.count // ranks), True, axis=1)
+    distinct = reached.sum(0) * scale  # of one rank's tokens, alike on all
+
+    def busiest_link(amounts: np.ndarray) -> float:
+        received = amounts.max() * (ranks - 1)
+        return float(max(received, amounts.sum() - amounts.min()))
+
+    rows = tuple(of_rank[busiest] * ranks)
+    return Load(rows, busiest_link(of_rank.sum(1)), busiest_link(distinct), experts.tokens * experts.topk)
+
+
+def _copies_us(load: Load, experts: Experts, span: Span, rates: MachineRates) -> float:
+    """NCCL's all-to-all of the busiest rank's copies."""
+    whole = load.copies * span.ranks / max(span.ranks - 1, 1)
+    return all_to_all_us(whole * experts.row_bytes, span, rates)
+
+
+def _passes_us(load: Load, experts: Experts, rates: MachineRates) -> tuple[float, float]:
+    """To permute a rank's tokens into copies, or back; and to sort what arrived by expert."""
+    sent = pass_us((load.sent + experts.tokens) * experts.row_bytes, rates)
+    sorted_us = pass_us(2 * sum(load.rows) * experts.row_bytes, rates) if len(load.rows) > 1 else 0.0
+    return sent, sorted_us
+
+
+def dispatch(
+    load: Load, experts: Experts, span: Span, rates: MachineRates, *, host_is_ahead: bool = False
+) -> Estimate:
+    """Tokens to the rows of their experts; on its own it takes no less than the host needs to enqueue it."""
+    exchange_us = _copies_us(load, experts, span, rates)
+    native_us = exchange_us + sum(_passes_us(load, experts, rates))
+    # Rows arrive once and are written out for each expert of the rank.
+    ours_us = _LAYOUT_US + load.distinct * experts.row_bytes / (rates.link_gbps * 1e3)
+    ours_us += pass_us(sum(load.rows) * experts.row_bytes, rates)
+    ours_us = ours_us if span.nodes == 1 else native_us
+    whole = Estimate(native_us, ours_us, 0.0, exchange_us)
+    return whole if host_is_ahead else whole.at_least(rates.host_moe_us, _FUSED_HOST * rates.host_moe_us)
+
+
+def combine(load: Load, experts: Experts, span: Span, rates: MachineRates) -> Estimate:
+    """Rows of the experts back to their tokens, and their sums."""
+    exchange_us = _copies_us(load, experts, span, rates)
+    native_us = exchange_us + sum(_passes_us(load, experts, rates))
+    ours_us = _LAYOUT_US / 3 + load.copies * experts.row_bytes / (rates.link_gbps * 1e3)
+    ours_us += pass_us((load.sent + experts.tokens) * experts.row_bytes, rates)
+    whole = Estimate(native_us, ours_us if span.nodes == 1 else native_us, 0.0, exchange_us)
+    return whole.at_least(rates.host_moe_us / 6, 0.0)
+
+
+def expert_product(
+    rows: Sequence[float], n: int, k: int, machine: Machine, rates: MachineRates, *, wgrad: bool = False
+) -> Estimate:
+    """A product of each local expert [n, k] with its rows: forward or dgrad, or the weights' gradients."""
+    counts = [max(round(one), 1) for one in rows]
+    groups = [(n, k, one) if wgrad else (one, n, k) for one in counts]
+    alike = Estimate.alike(grouped_us(groups, machine, rates))
+    host_us = rates.host_expert_us * len(counts)
+    return alike.at_least(host_us, _FUSED_HOST * host_us)
+
+
+def moe_layer(
+    load: Load, experts: Experts, span: Span, machine: Machine, rates: MachineRates, *, backward: bool
+) -> Estimate:
+    """Router, dispatch, both products with what stands between them, combine; with ``backward`` that alone."""
+    (n1, k1), (n2, k2) = experts.products
+    rows, num_rows = load.rows, sum(load.rows)
+    router_us = _router_us(experts, rates)
+    between = pass_us(num_rows * (n1 + k2) * _ITEMSIZE * (2 if backward else 1), rates)
+    sending = dispatch(load, experts, span, rates, host_is_ahead=True)
+    returning = combine(load, experts, span, rates)
+    first = expert_product(rows, n1, k1, machine, rates)
+    second = expert_product(rows, n2, k2, machine, rates)
+    whole = Estimate.alike(router_us + between) + sending + returning + first + second
+    if backward:
+        gradients = expert_product(rows, n1, k1, machine, rates, wgrad=True)
+        gradients += expert_product(rows, n2, k2, machine, rates, wgrad=True)
+        return (whole + Estimate.alike(router_us) + gradients).at_least(*_host_us(rates, 2.0))
+    hidden_us = second.ditron_us + returning.ditron_us
+    hidden_us -= beside_us(second.ditron_us, returning.ditron_us, _COMBINE_SHARE)
+    whole += Estimate(0.0, -hidden_us if span.nodes == 1 else 0.0, 0.0)
+    return whole.at_least(*_host_us(rates, 1.0))
+
+
+def _router_us(experts: Experts, rates: MachineRates) -> float:
+    flops = 2.0 * experts.tokens * experts.hidden * experts.count
+    cast_us = pass_us(3 * experts.tokens * experts.row_bytes, rates)
+    return cast_us + flops / (_ROUTER_RATE * rates.gemm_flop_per_us)
+
+
+def _host_us(rates: MachineRates, passes: float) -> tuple[float, float]:
+    """What a small layer takes: the host enqueues its parts one by one, ours in fewer calls."""
+    return 2.2 * passes * rates.host_moe_us, 2.2 * _FUSED_HOST * passes * rates.host_moe_us

@@ -1,0 +1,130 @@
+"""Estimates of Ulysses: the projections with their exchanges, forward and backward, natively and fused.
+
+native    packs, exchanges and reorders part by part, beside nothing
+GEMM-A2A  some multiprocessors pull what the others have computed
+A2A-GEMM  some push first, the others begin with rows that are there
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, pass_us
+from ditron_train.gemm.configs import choose_config
+from ditron_train.runtime.profiles import Machine
+from ditron_train.runtime.rates import MachineRates
+from ditron_train.sp.transfer_sizes import deal_of, receive_programs
+
+__all__ = ["AttentionSizes", "exchanged_us", "output_backward", "output_forward", "qkv_backward", "qkv_forward"]
+
+_ITEMSIZE = 2
+_PASSES = 2  # of what is exchanged: packed before, put in order behind
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Tokens of one rank; the width of the model, heads and groups of all ranks, and the width of a head."""
+
+    tokens: int
+    hidden: int
+    heads: int
+    groups: int
+    channels: int
+
+    @property
+    def columns(self) -> int:
+        """Of q, k and v together."""
+        return (self.heads + 2 * self.groups) * self.channels
+
+    @property
+    def width(self) -> int:
+        """Of what the attention gives."""
+        return self.heads * self.channels
+
+
+def exchanged_us(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) -> float:
+    """Native: all-to-alls of ``num_parts``, which hold ``num_bytes`` of a rank together, packed and put in order.
+
+    The packing of a part runs beside the part before; what is measured together is close to the sum.
+    """
+    if span.ranks == 1:
+        return 0.0
+    latency_us = all_to_all_us(0.0, span, rates)
+    moved_us = all_to_all_us(num_bytes, span, rates) - latency_us
+    return num_parts * latency_us + moved_us + _PASSES * pass_us(2 * num_bytes, rates, reorders=True)
+
+
+def _pulled_us(gemm_us: float, sizes: tuple[int, int, int], machine: Machine, rates: MachineRates) -> float:
+    """GEMM-A2A [m, k] @ [k, n], whose output changes places."""
+    m, n, k = sizes
+    num_pull = receive_programs(m, n, k, _ITEMSIZE)
+    pull_us = rates.start_us + m * n * _ITEMSIZE / (num_pull * rates.pull_sm_gbps * 1e3)
+    return max(gemm_us * machine.num_sms / (machine.num_sms - num_pull), pull_us) + rates.start_us
+
+
+def _pushed_us(
+    gemm_us: float, sizes: tuple[int, int, int], ranks: int, machine: Machine, rates: MachineRates
+) -> float:
+    """A2A-GEMM [m, k] @ [k, n], whose rows come from all ranks."""
+    m, n, k = sizes
+    config = choose_config(m, n, k, torch.bfloat16, machine.target, machine.num_sms)
+    num_push, _ = deal_of(m, n, k, ranks, config, machine.num_sms, _ITEMSIZE)
+    push_us = rates.start_us + m * k * _ITEMSIZE / (num_push * rates.gemm_push_sm_gbps * 1e3)
+    waves_us = gemm_us / max(config.num_tiles(m, n) / machine.num_sms, 1.0)
+    return max(gemm_us + push_us * num_push / machine.num_sms, push_us + waves_us) + rates.start_us
+
+
+def _of(native_us: float, ours_us: float, gemm_us: float, exchange_us: float, span: Span) -> Estimate:
+    """Fused inside a node; across nodes it takes what Megatron's path does."""
+    return Estimate(native_us, ours_us if span.nodes == 1 else native_us, gemm_us, exchange_us)
+
+
+def qkv_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+    """The first projection, then q, k and v to the ranks of their heads."""
+    gemm_us = cublas_us(sizes.tokens, sizes.columns, sizes.hidden, machine, rates)
+    if span.ranks == 1:
+        return Estimate.alike(gemm_us)
+    num_bytes = sizes.tokens * sizes.columns * _ITEMSIZE
+    exchange_us = exchanged_us(num_bytes, 3, span, rates)
+    split_us = pass_us(2 * num_bytes, rates) if sizes.groups < sizes.heads else 0.0  # q lies between k and v
+    ours_us = _pulled_us(gemm_us, (sizes.tokens, sizes.columns, sizes.hidden), machine, rates)
+    return _of(gemm_us + split_us + exchange_us, ours_us, gemm_us, exchange_us, span)
+
+
+def output_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+    """What was attended back to the ranks of its tokens, then the second projection."""
+    gemm_us = cublas_us(sizes.tokens, sizes.hidden, sizes.width, machine, rates)
+    if span.ranks == 1:
+        return Estimate.alike(gemm_us)
+    exchange_us = exchanged_us(sizes.tokens * sizes.width * _ITEMSIZE, 1, span, rates)
+    shape = (sizes.tokens, sizes.hidden, sizes.width)
+    ours_us = _pushed_us(gemm_us, shape, span.ranks, machine, rates)
+    return _of(gemm_us + exchange_us, ours_us, gemm_us, exchange_us, span)
+
+
+def qkv_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+    """dq, dk and dv back, then dgrad and wgrad of the first projection."""
+    dgrad_us = cublas_us(sizes.tokens, sizes.hidden, sizes.columns, machine, rates)
+    wgrad_us = cublas_us(sizes.columns, sizes.hidden, sizes.tokens, machine, rates)
+    if span.ranks == 1:
+        return Estimate.alike(dgrad_us + wgrad_us)
+    num_bytes = sizes.tokens * sizes.columns * _ITEMSIZE
+    exchange_us = exchanged_us(num_bytes, 3, span, rates)
+    shape = (sizes.tokens, sizes.hidden, sizes.columns)
+    ours_us = _pushed_us(dgrad_us, shape, span.ranks, machine, rates) + wgrad_us
+    native_us = exchange_us + pass_us(2 * num_bytes, rates) + dgrad_us + wgrad_us
+    return _of(native_us, ours_us, dgrad_us + wgrad_us, exchange_us, span)
+
+
+def output_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+    """dgrad of the second projection to the ranks of the heads, then wgrad."""
+    dgrad_us = cublas_us(sizes.tokens, sizes.width, sizes.hidden, machine, rates)
+    wgrad_us = cublas_us(sizes.hidden, sizes.width, sizes.tokens, machine, rates)
+    if span.ranks == 1:
+        return Estimate.alike(dgrad_us + wgrad_us)
+    exchange_us = exchanged_us(sizes.tokens * sizes.width * _ITEMSIZE, 1, span, rates)
+    shape = (sizes.tokens, sizes.width, sizes.hidden)
+    ours_us = _pulled_us(dgrad_us, shape, machine, rates) + wgrad_us
+    return _of(dgrad_us + exchange_us + wgrad_us, ours_us, dgrad_us + wgrad_us, exchange_us, span)

@@ -1,0 +1,1 @@
+"""Tool: what a training step takes, natively and with ours, from Megatron's arguments and a profile of the machine."""

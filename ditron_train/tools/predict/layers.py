@@ -1,0 +1,174 @@
+"""Estimates of a transformer layer: linear layers, attention, experts, and the passes over memory between them."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from ditron_train.costs import Estimate, Span, attention_us, cublas_us, one_node, pass_us
+from ditron_train.ep.cost_model import Experts, even_load, moe_layer
+from ditron_train.policy import ModelSizes
+from ditron_train.runtime.profiles import Machine
+from ditron_train.runtime.rates import MachineRates
+from ditron_train.sp.cost_model import (
+    AttentionSizes,
+    exchanged_us,
+    output_backward,
+    output_forward,
+    qkv_backward,
+    qkv_forward,
+)
+from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, reduced
+
+__all__ = ["FEATURES", "Groups", "Parts", "attention_block", "layer_parts", "local_layer_us", "total"]
+
+FEATURES = frozenset({"tp", "sp", "ep", "pp", "muon"})
+_ITEMSIZE = 2
+# Bytes, in units of 2, that each value of a token's hidden vector costs a layer forward: two norms (one read, one
+# write), two residual sums (two reads, one write), and a dropout's mask or a cast that a fusion did not take.
+_VECTOR_PASSES = 11
+_ROPE_PASSES = 8  # of q and k: split, two products, their sum, and the copies around them
+_UNFUSED_SCORE_BYTES = 120  # of each score forward and backward, where Megatron's own attention keeps them in memory
+
+#: Estimates by what they are of.
+Parts = dict[str, Estimate]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where ranks that share a layer are: tensor, context and expert parallel; one rank where not named.
+
+    ``deterministic``: under Megatron's deterministic mode, in which torch fills every new tensor, too.
+    """
+
+    tp: Span = field(default_factory=lambda: one_node(1))
+    cp: Span = field(default_factory=lambda: one_node(1))
+    ep: Span = field(default_factory=lambda: one_node(1))
+    sequence_parallel: bool = True
+    deterministic: bool = False
+
+
+def total(parts: Parts) -> Estimate:
+    """The sum of all parts."""
+    whole = Estimate.alike(0.0)
+    for estimate in parts.values():
+        whole += estimate
+    return whole
+
+
+def _linear(
+    kind: Kind, m: int, sizes: tuple[int, int], groups: Groups, machine: Machine, rates: MachineRates, backward: bool
+) -> Estimate:
+    n, k = sizes
+    if not groups.sequence_parallel and groups.tp.ranks > 1:
+        local = cublas_us(m, n // (groups.tp.ranks if kind == "column" else 1),
+                          k // (groups.tp.ranks if kind == "row" else 1), machine, rates)  # fmt: skip
+        if kind == "row":
+            return Estimate.alike(2 * local) if backward else reduced(m, n, k, groups.tp, machine, rates)
+        if not backward:
+            return Estimate.alike(local)
+        return reduced(m, k, n, groups.tp, machine, rates) + Estimate.alike(local)
+    if backward:
+        return linear_backward(kind, m, n, k, groups.tp, machine, rates)
+    return linear_forward(kind, m, n, k, groups.tp, machine, rates)
+
+
+def attention_block(
+    model: ModelSizes, groups: Groups, machine: Machine, rates: MachineRates, *, backward: bool, rope: bool = True
+) -> Parts:
+    """QKV projection, attention, output projection: one pass of a microbatch."""
+    tokens = model.tokens // groups.cp.ranks
+    matrices = model.matrices
+    heads = model.heads // (groups.tp.ranks * groups.cp.ranks)
+    core_us = attention_us(
+        model.seq_length, heads, model.channels, rates, batch=model.micro_batch_size, backward=backward
+    )
+    if backward and groups.deterministic:
+        core_us *= rates.attention_deterministic
+    parts = {"attention": Estimate.alike(core_us)}
+    if groups.cp.ranks > 1 and groups.tp.ranks == 1:
+        sizes = AttentionSizes(tokens, model.hidden, model.heads, model.groups, model.channels)
+        first, second = (qkv_backward, output_backward) if backward else (qkv_forward, output_forward)
+        parts["qkv"] = first(sizes, groups.cp, machine, rates)
+        parts["proj"] = second(sizes, groups.cp, machine, rates)
+    else:
+        parts["qkv"] = _linear("column", tokens, matrices["qkv"], groups, machine, rates, backward)
+        parts["proj"] = _linear("row", tokens, matrices["proj"], groups, machine, rates, backward)
+        if groups.cp.ranks > 1:
+            num_bytes = tokens * (matrices["qkv"][0] + model.hidden) / groups.tp.ranks * _ITEMSIZE
+            exchange_us = exchanged_us(num_bytes, 4, groups.cp, rates)
+            parts["heads"] = Estimate(exchange_us, exchange_us, 0.0, exchange_us)
+    if rope:
+        width = (model.heads + model.groups) * model.channels / groups.tp.ranks
+        parts["rope"] = Estimate.alike(pass_us(_ROPE_PASSES * tokens * width * _ITEMSIZE, rates))
+    return parts
+
+
+def _vectors_us(model: ModelSizes, groups: Groups, rates: MachineRates, backward: bool) -> float:
+    shared = groups.tp.ranks if groups.sequence_parallel else 1
+    values = model.tokens / groups.cp.ranks / shared * model.hidden
+    return pass_us((2 if backward else 1) * _VECTOR_PASSES * values * _ITEMSIZE, rates)
+
+
+def layer_parts(
+    model: ModelSizes,
+    groups: Groups,
+    machine: Machine,
+    rates: MachineRates,
+    *,
+    backward: bool,
+    features: Set[str] = FEATURES,
+    rope: bool = True,
+) -> Parts:
+    """One pass of a whole layer by its parts; what is not in ``features`` runs by Megatron's path."""
+    attention = attention_block(model, groups, machine, rates, backward=backward, rope=rope)
+    on = "sp" if groups.cp.ranks > 1 and groups.tp.ranks == 1 else "tp"
+    parts = attention if on in features else {name: one.natively() for name, one in attention.items()}
+    tokens = model.tokens // groups.cp.ranks
+    if model.experts is not None:
+        shared = groups.tp.ranks if groups.sequence_parallel else 1
+        experts = Experts(tokens // shared, model.hidden, model.expert_ffn, model.experts, model.topk, model.swiglu)
+        load = even_load(experts, groups.ep.ranks)
+        layer = moe_layer(load, experts, groups.ep, machine, rates, backward=backward)
+        parts["experts"] = layer if "ep" in features else layer.natively()
+    else:
+        for name, kind in (("fc1", "column"), ("fc2", "row")):
+            one = _linear(kind, tokens, model.matrices[name], groups, machine, rates, backward)  # type: ignore[arg-type]
+            parts[name] = one if "tp" in features else one.natively()
+        columns = (model.matrices["fc1"][0] + model.ffn) / groups.tp.ranks
+        num_bytes = (2 if backward else 1) * tokens * columns * _ITEMSIZE
+        parts["activation"] = Estimate.alike(pass_us(num_bytes, rates))
+    parts["norms"] = Estimate.alike(_vectors_us(model, groups, rates, backward))
+    if groups.deterministic:
+        parts["filled"] = Estimate.alike(_filled_us(model, groups, rates, backward))
+    return parts
+
+
+def _filled_us(model: ModelSizes, groups: Groups, rates: MachineRates, backward: bool) -> float:
+    """Every result is filled before it is written: activations; backward twice as many, and the weights' gradients."""
+    matrices = model.matrices
+    columns = (matrices["qkv"][0] + model.heads * model.channels) / groups.tp.ranks
+    weights = matrices["qkv"][0] * model.hidden + model.hidden * model.heads * model.channels
+    if model.experts is None:
+        columns += (matrices["fc1"][0] + model.ffn) / groups.tp.ranks
+        weights += (matrices["fc1"][0] + model.ffn) * model.hidden
+    else:
+        gated = 2 if model.swiglu else 1
+        columns += model.topk * ((gated + 1) * model.expert_ffn + 4 * model.hidden)
+        weights += (gated + 1) * model.expert_ffn * model.hidden * model.experts // groups.ep.ranks * groups.tp.ranks
+    shared = groups.tp.ranks if groups.sequence_parallel else 1
+    columns += 5 * model.hidden / shared
+    num_bytes = _ITEMSIZE * model.tokens / groups.cp.ranks * columns * (2 if backward else 1)
+    return pass_us(num_bytes + (_ITEMSIZE * weights / groups.tp.ranks if backward else 0), rates)
+
+
+def local_layer_us(model: ModelSizes, machine: Machine, rates: MachineRates) -> float:
+    """Forward and backward of a layer of Megatron's own modules on one rank, which keep the attention's scores."""
+    tokens = model.tokens
+    products = 3 * sum(cublas_us(tokens, n, k, machine, rates) for n, k in model.matrices.values())
+    scores = float(model.heads) * model.seq_length**2 * model.micro_batch_size
+    attention_flops = 3 * 4.0 * scores * model.channels
+    columns = model.matrices["fc1"][0] + model.ffn
+    passes = pass_us(_UNFUSED_SCORE_BYTES * scores, rates)
+    passes += pass_us(3 * tokens * (columns + _VECTOR_PASSES * model.hidden) * _ITEMSIZE, rates)
+    return products + attention_flops / rates.gemm_flop_per_us + passes

@@ -1,0 +1,193 @@
+"""Megatron's own arguments, as far as they say what a step takes; megatron need not be installed, no model is built.
+
+What is not known here is ignored and listed. Defaults are Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ditron_train.policy import ModelSizes
+from ditron_train.runtime.errors import SettingError
+
+__all__ = ["Job", "parse_job"]
+
+_NUMBERS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "seq_length", "micro_batch_size", "global_batch_size", "vocab_size", "padded_vocab_size",
+    "make_vocab_size_divisible_by", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "num_experts", "moe_ffn_hidden_size", "moe_router_topk",
+)  # fmt: skip
+_WORDS = (
+    "optimizer", "cp_comm_type", "recompute_granularity", "transformer_impl", "position_embedding_type", "fp8_format",
+    "moe_token_dispatcher_type", "ditron",
+)  # fmt: skip
+_FLAGS = (
+    "swiglu", "group_query_attention", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
+    "overlap_param_gather", "untie_embeddings_and_output_weights", "bf16", "fp16", "no_overlap_p2p_communication",
+    "deterministic_mode", "no_gradient_accumulation_fusion",
+)  # fmt: skip
+_DEFAULTS: dict[str, Any] = {
+    "micro_batch_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1, "expert_model_parallel_size": 1, "moe_router_topk": 2, "optimizer": "adam",
+    "make_vocab_size_divisible_by": 128, "vocab_size": 32000, "cp_comm_type": "p2p",
+    "transformer_impl": "transformer_engine", "position_embedding_type": "learned_absolute",
+    "moe_token_dispatcher_type": "allgather",
+}  # fmt: skip
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job.
+
+    Attributes:
+        model: One layer of it.
+        num_layers: All.
+        global_batch: Sequences of a step.
+        tp, pp, cp, ep: Parallel sizes.
+        chunks: Virtual stages of a rank.
+        optimizer: ``adam``, ``muon``, ``dist_muon``, ...
+        flags: Megatron's switches that are on.
+        words: Its named choices, such as ``cp_comm_type``.
+        ignored: Arguments that the model does not look at.
+        fp8: Whether products run in FP8, which the model does not know.
+    """
+
+    model: ModelSizes
+    num_layers: int
+    global_batch: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    chunks: int
+    optimizer: str
+    flags: frozenset[str]
+    words: dict[str, str]
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def fp8(self) -> bool:
+        """See the class."""
+        return "fp8_format" in self.words
+
+    def data_parallel(self, world_size: int) -> int:
+        """Replicas.
+
+        Raises:
+            SettingError: The sizes do not divide the ranks, or the batch the replicas.
+        """
+        model_ranks = self.tp * self.pp * self.cp
+        if world_size % model_ranks:
+            raise SettingError(f"{world_size} GPUs do not divide into TP {self.tp} x PP {self.pp} x CP {self.cp}")
+        replicas = world_size // model_ranks
+        if self.global_batch % (replicas * self.model.micro_batch_size):
+            raise SettingError(
+                f"--global-batch-size {self.global_batch} does not divide over {replicas} replicas of "
+                f"--micro-batch-size {self.model.micro_batch_size}"
+            )
+        return replicas
+
+    def microbatches(self, world_size: int) -> int:
+        """Of a step, on each replica."""
+        return self.global_batch // (self.data_parallel(world_size) * self.model.micro_batch_size)
+
+
+def _tokens_by_name(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Arguments with their values; what stands in front of the first is the script and its launcher."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found.append((name.replace("-", "_"), [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+    return found
+
+
+def _number(name: str, values: list[str]) -> int:
+    option = "--" + name.replace("_", "-")
+    try:
+        (value,) = values
+        number = int(value)
+    except ValueError:
+        raise SettingError(f"{option} takes one number, not {' '.join(values) or 'nothing'}") from None
+    if number < 1:
+        raise SettingError(f"{option} has to be above 0")
+    return number
+
+
+def parse_job(words: Sequence[str]) -> Job:
+    """The job that ``pretrain_gpt.py``'s arguments describe; launchers and paths in front of them are passed over.
+
+    Raises:
+        SettingError: A size is missing, is no number, or does not divide.
+    """
+    known: dict[str, Any] = dict(_DEFAULTS)
+    said, flags, ignored = {}, set(), []
+    for name, values in _tokens_by_name(words):
+        if name in _NUMBERS:
+            known[name] = _number(name, values)
+        elif name in _WORDS and values:
+            known[name] = said[name] = values[0]
+        elif name in _FLAGS:
+            flags.add(name)
+        else:
+            ignored.append("--" + name.replace("_", "-"))
+    missing = ["--" + name.replace("_", "-") for name in _NEEDED if name not in known]
+    if missing:
+        raise SettingError(f"a step cannot be predicted without {', '.join(missing)}")
+    tp, pp = known["tensor_model_parallel_size"], known["pipeline_model_parallel_size"]
+    return Job(
+        model=_model(known, flags, tp),
+        num_layers=known["num_layers"],
+        global_batch=known.get("global_batch_size", known["micro_batch_size"]),
+        tp=tp,
+        pp=pp,
+        cp=known["context_parallel_size"],
+        ep=known["expert_model_parallel_size"],
+        chunks=_chunks(known, pp),
+        optimizer=known["optimizer"],
+        flags=frozenset(flags),
+        words={name: known[name] for name in (*_WORDS,) if name in known},
+        ignored=tuple(dict.fromkeys(ignored)),
+    )
+
+
+def _model(known: dict[str, Any], flags: set[str], tp: int) -> ModelSizes:
+    hidden, heads = known["hidden_size"], known["num_attention_heads"]
+    groups = known.get("num_query_groups", heads) if "group_query_attention" in flags else heads
+    swiglu = "swiglu" in flags
+    ffn = known.get("ffn_hidden_size") or (int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden)
+    unit = known["make_vocab_size_divisible_by"] * tp
+    vocabulary = known.get("padded_vocab_size") or -(-known["vocab_size"] // unit) * unit
+    for what, size, parts in (("heads", heads, tp), ("query groups", groups, 1), ("FFN", ffn, tp)):
+        if size % parts:
+            raise SettingError(f"{size} {what} do not divide over --tensor-model-parallel-size {parts}")
+    return ModelSizes(
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        groups=groups,
+        channels=known.get("kv_channels", hidden // heads),
+        seq_length=known["seq_length"],
+        micro_batch_size=known["micro_batch_size"],
+        swiglu=swiglu,
+        vocabulary=vocabulary,
+        experts=known.get("num_experts"),
+        topk=known["moe_router_topk"],
+        expert_ffn=known.get("moe_ffn_hidden_size", ffn),
+    )
+
+
+def _chunks(known: dict[str, Any], pp: int) -> int:
+    if known["num_layers"] % pp:
+        raise SettingError(f"{known['num_layers']} layers do not divide over {pp} stages")
+    if "num_virtual_stages_per_pipeline_rank" in known:
+        return int(known["num_virtual_stages_per_pipeline_rank"])
+    per_chunk = known.get("num_layers_per_virtual_pipeline_stage")
+    return 1 if per_chunk is None else max(known["num_layers"] // pp // per_chunk, 1)

@@ -1,0 +1,144 @@
+"""Predicts a training step from Megatron's own arguments, natively and with ours, on any machine and without a GPU.
+
+Times by component, memory, what to switch on, and how the gain changes with more nodes; a bar chart with --picture.
+How far the model is from what was measured: docs/guides/predict.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.profiles import network_named, profile_named, shipped_profiles
+from ditron_train.tools.arguments import check_folder, check_matplotlib
+from ditron_train.tools.predict.layers import FEATURES
+from ditron_train.tools.predict.megatron_arguments import Job, parse_job
+from ditron_train.tools.predict.memory import memory_bytes
+from ditron_train.tools.predict.step import Cluster, Step, predict_step
+from ditron_train.tools.tables import terminal
+
+__all__ = ["add_arguments", "run", "scaled", "useful_features"]
+
+_MOST_GPUS = 128
+_WORTH = 1.002  # less is within the model's own error
+_GIB = 2.0**30
+#: What Megatron has to be told, too, for a feature to have something to do.
+_NEEDS = {
+    "tp": "--sequence-parallel",
+    "sp": "--cp-comm-type a2a",
+    "ep": "--moe-token-dispatcher-type alltoall",
+    "pp": "--pipeline-model-parallel-size above 1",
+    "muon": "--optimizer muon or dist_muon",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``predict``; they may stand behind Megatron's, too."""
+    _add_options(parser)
+    parser.add_argument(
+        "job", nargs=argparse.REMAINDER, metavar="-- ARGUMENTS", help="pretrain_gpt.py's own arguments"
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        default="h200",
+        metavar="NAME",
+        help=f"{', '.join(name.partition('-')[2] for name in shipped_profiles())}, or a file of bench profile "
+        "(default %(default)s)",
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default %(default)s)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--network", default="ib-400", metavar="NAME", help="ib-200, ib-400, ib-800, or GB/s of one GPU one way"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="a bar chart (PNG; needs matplotlib)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows the prediction.
+
+    Raises:
+        SettingError: Sizes are missing or do not divide, or no profile is called so.
+    """
+    options = argparse.ArgumentParser(prog="python -m ditron_train predict", allow_abbrev=False, add_help=False)
+    _add_options(options)
+    arguments, words = options.parse_known_args([word for word in arguments.job if word != "--"], arguments)
+    if arguments.nodes < 1 or arguments.gpus_per_node < 1:
+        raise SettingError("--nodes and --gpus-per-node have to be above 0")
+    if arguments.picture is not None:
+        check_matplotlib()
+        check_folder(arguments.picture.parent)
+    job = parse_job(words)
+    network = network_named(arguments.network)
+    cluster = Cluster(profile_named(arguments.device), arguments.nodes, arguments.gpus_per_node, network)
+    step = predict_step(job, cluster)
+    _show(job, cluster, step)
+    if arguments.picture is not None:
+        from ditron_train.tools.predict.chart import draw_step
+
+        draw_step(job, cluster, step, arguments.picture)
+        get_logger("predict").info("written: %s", arguments.picture)
+    return 0
+
+
+def _show(job: Job, cluster: Cluster, step: Step) -> None:
+    out, name = terminal(), cluster.profile.machine.device
+    out.print(_times(step, f"{cluster.world_size} x {name}, TP {job.tp}, PP {job.pp}, CP {job.cp}, EP {job.ep}"))
+    hidden = ", ".join(f"{us / 1e3:.1f} ms {who}" for us, who in zip(step.hidden, ("natively", "with ours")))
+    out.print(f"exchanges under computation: {hidden}")
+    memory = memory_bytes(job, cluster.world_size)
+    whole = sum(memory.values()) / _GIB
+    parts = ", ".join(f"{what} {size / _GIB:.1f}" for what, size in memory.items())
+    verdict = "fits" if whole < cluster.profile.memory_gib else "does NOT fit"
+    out.print(f"memory: {whole:.1f} of {cluster.profile.memory_gib:g} GiB, {verdict} ({parts})")
+    useful = useful_features(job, cluster)
+    for feature, speedup in useful.items():
+        out.print(f"--ditron {feature}: {speedup:.3f}x, with {_NEEDS[feature]}")
+    if not useful:
+        out.print("nothing to switch on: no feature gains more than the model's own error here")
+    for gpus, scaled_step in scaled(job, cluster):
+        out.print(
+            f"{gpus} GPUs, as many sequences each: {scaled_step.native_us / 1e3:.1f} -> "
+            f"{scaled_step.ditron_us / 1e3:.1f} ms, {scaled_step.speedup:.3f}x"
+        )
+    if job.fp8:
+        out.print("FP8: the products are estimated in bf16; the profile knows no FP8 rates")
+    if job.ignored:
+        out.print(f"not looked at: {' '.join(job.ignored)}")
+    if cluster.profile.about:
+        out.print(f"{name}: {cluster.profile.about}")
+
+
+def _times(step: Step, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("component", "Megatron ms", "with ours ms"):
+        table.add_column(column, justify="left" if column == "component" else "right")
+    for kind in step.native:
+        table.add_row(kind, f"{step.native[kind] / 1e3:.1f}", f"{step.ditron[kind] / 1e3:.1f}")
+    table.add_row("step", f"{step.native_us / 1e3:.1f}", f"{step.ditron_us / 1e3:.1f} ({step.speedup:.3f}x)")
+    return table
+
+
+def useful_features(job: Job, cluster: Cluster) -> dict[str, float]:
+    """Features that gain something by themselves, and how much, the largest first."""
+    gains = {feature: predict_step(job, cluster, {feature}).speedup for feature in FEATURES}
+    kept = {feature: gain for feature, gain in gains.items() if gain > _WORTH}
+    return dict(sorted(kept.items(), key=lambda item: -item[1]))
+
+
+def scaled(job: Job, cluster: Cluster) -> Iterator[tuple[int, Step]]:
+    """The same job on twice as many nodes, and again, up to 128 GPUs, with as many sequences for each replica."""
+    nodes = 2 * cluster.nodes
+    while nodes * cluster.per_node <= _MOST_GPUS:
+        factor = nodes // cluster.nodes
+        larger = replace(job, global_batch=job.global_batch * factor)
+        yield nodes * cluster.per_node, predict_step(larger, replace(cluster, nodes=nodes))
+        nodes *= 2

@@ -1,0 +1,78 @@
+"""Estimates of tensor parallel linear layers, forward and backward, on the groups of a node and across nodes.
+
+    column   forward: all-gather, GEMM. Backward: the gather anew beside dgrad, the reduce-scatter beside wgrad
+    row      forward: GEMM, reduce-scatter. Backward: all-gather, dgrad, wgrad
+
+Megatron's path across nodes is NCCL's; the fused path runs inside a node, and across nodes Megatron's does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ditron_train.costs import Estimate, Span, beside_us, copied_us, cublas_us, pass_us, ring_us
+from ditron_train.runtime.profiles import Machine
+from ditron_train.runtime.rates import MachineRates
+from ditron_train.tp.choices import choose
+from ditron_train.tp.cost_model import predict
+from ditron_train.tp.problem import Layout, Op, Problem
+
+__all__ = ["Kind", "linear_backward", "linear_forward", "op_estimate", "reduced"]
+
+Kind = Literal["column", "row"]
+_ITEMSIZE = 2
+
+
+def op_estimate(problem: Problem, machine: Machine, rates: MachineRates) -> Estimate:
+    """AG-GEMM or GEMM-RS inside a node, as `tp.choices` runs it."""
+    seen = predict(problem, choose(problem, machine), machine, rates)
+    return Estimate(seen.native_us, seen.ditron_us, seen.gemm_us, seen.comm_us)
+
+
+def _op(op: Op, m: int, n: int, k: int, layout: Layout, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+    """``n`` and ``k`` as one rank sees them."""
+    gemm_us = cublas_us(m, n, k, machine, rates)
+    if span.ranks == 1:
+        return Estimate.alike(gemm_us)
+    if span.nodes == 1:
+        return op_estimate(Problem(op, m, n, k, layout, torch.bfloat16, span.ranks), machine, rates)
+    passes = 2 if op == "gemm_ar" else 1  # scattered, then gathered
+    exchange_us = ring_us(passes * m * (k if op == "ag_gemm" else n) * _ITEMSIZE, span, rates)
+    return Estimate(gemm_us + exchange_us, gemm_us + exchange_us, gemm_us, exchange_us)
+
+
+def linear_forward(kind: Kind, m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+    """A layer of N x K features before they are divided over the ranks, on ``m`` tokens of all ranks."""
+    if kind == "column":
+        return _op("ag_gemm", m, n // span.ranks, k, "nt", span, machine, rates)
+    return _op("gemm_rs", m, n, k // span.ranks, "nt", span, machine, rates)
+
+
+def reduced(m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+    """Without sequence parallelism a row layer's forward, or a column layer's dgrad: GEMM, then an all-reduce; ``k``
+    before it is divided over the ranks."""
+    return _op("gemm_ar", m, n, k // span.ranks, "nt", span, machine, rates)
+
+
+def linear_backward(kind: Kind, m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+    """Both gradients of the same layer."""
+    ranks = span.ranks
+    if kind == "row":
+        wgrad_us = cublas_us(n, k // ranks, m, machine, rates)
+        return _op("ag_gemm", m, k // ranks, n, "nn", span, machine, rates) + Estimate.alike(wgrad_us)
+    dgrad_us = cublas_us(m, k, n // ranks, machine, rates)
+    wgrad_us = cublas_us(n // ranks, k, m, machine, rates)
+    if ranks == 1:
+        return Estimate.alike(dgrad_us + wgrad_us)
+    exchange_us = ring_us(m * k * _ITEMSIZE, span, rates)
+    native_us = beside_us(dgrad_us, exchange_us, rates.nccl_share) + beside_us(wgrad_us, exchange_us, rates.nccl_share)
+    estimate = Estimate(native_us, native_us, dgrad_us + wgrad_us, 2 * exchange_us)
+    if span.nodes > 1:
+        return estimate
+    copied = copied_us(m * k * _ITEMSIZE, ranks, rates)
+    fold_us = pass_us((ranks + 1) * m // ranks * k * _ITEMSIZE, rates)
+    first_us = beside_us(dgrad_us, copied, rates.copy_share)
+    ours_us = first_us + beside_us(wgrad_us, copied, rates.copy_share) + fold_us
+    return Estimate(native_us, ours_us, dgrad_us + wgrad_us, 2 * exchange_us)

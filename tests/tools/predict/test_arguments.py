@@ -1,0 +1,72 @@
+"""Megatron's arguments, read without Megatron."""
+
+from __future__ import annotations
+
+import pytest
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.predict.megatron_arguments import parse_job
+
+SIZES = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192".split()
+
+
+def test_what_is_not_said_is_as_megatron_has_it() -> None:
+    job = parse_job(SIZES)
+    model = job.model
+    assert (model.ffn, model.groups, model.channels, model.swiglu) == (4 * 4096, 32, 128, False)
+    assert (job.tp, job.pp, job.cp, job.ep, job.chunks, job.optimizer, job.global_batch) == (1, 1, 1, 1, 1, "adam", 1)
+    assert model.vocabulary == 32000 and model.experts is None
+    assert parse_job([*SIZES, "--swiglu"]).model.ffn == 10880  # two thirds, in whole 64
+
+
+def test_groups_count_with_their_flag_alone() -> None:
+    assert parse_job([*SIZES, "--num-query-groups", "8"]).model.groups == 32
+    assert parse_job([*SIZES, "--group-query-attention", "--num-query-groups=8"]).model.groups == 8
+
+
+def test_unknown_arguments_are_listed_with_their_values_passed_over() -> None:
+    words = ["torchrun", "pretrain_gpt.py", "--lr", "1e-4", "--data-path", "0.5", "a", "0.5", "b", *SIZES, "--lr", "2"]
+    assert parse_job(words).ignored == ("--lr", "--data-path")
+    assert parse_job(words).model == parse_job(SIZES).model
+
+
+def test_a_vocabulary_is_padded_for_its_ranks() -> None:
+    words = [*SIZES, "--vocab-size", "128257", "--tensor-model-parallel-size", "8"]
+    assert parse_job(words).model.vocabulary == 129024  # whole 8 x 128
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (SIZES[2:], "--num-layers"),
+        ([*SIZES, "--ffn-hidden-size", "wide"], "--ffn-hidden-size takes one number"),
+        ([*SIZES, "--ffn-hidden-size"], "takes one number, not nothing"),
+        ([*SIZES, "--micro-batch-size", "0"], "above 0"),
+        ([*SIZES, "--pipeline-model-parallel-size", "3"], "8 layers do not divide over 3 stages"),
+        ([*SIZES, "--tensor-model-parallel-size", "5"], "do not divide"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        parse_job(words)
+
+
+def test_microbatches_are_what_replicas_leave() -> None:
+    job = parse_job([*SIZES, "--global-batch-size", "64", "--tensor-model-parallel-size", "4"])
+    assert job.data_parallel(16) == 4 and job.microbatches(16) == 16
+    for ranks, says in ((6, "do not divide into TP 4"), (12, "does not divide over 3 replicas")):
+        with pytest.raises(SettingError, match=says):
+            job.microbatches(ranks)
+
+
+@pytest.mark.parametrize(
+    ("words", "chunks"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 1", 4),
+        ("--num-layers-per-virtual-pipeline-stage 2", 2),
+        ("--num-virtual-stages-per-pipeline-rank 2", 2),
+        ("", 1),
+    ],
+)
+def test_virtual_stages_in_both_of_megatrons_ways(words: str, chunks: int) -> None:
+    assert parse_job([*SIZES, "--pipeline-model-parallel-size", "2", *words.split()]).chunks == chunks

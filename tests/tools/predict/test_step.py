@@ -1,0 +1,147 @@
+"""A predicted step: what it is made of, how it changes, and the command that shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from ditron_train.cli import main
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.profiles import network_named, profile_named, read_profile, shipped_profiles
+from ditron_train.tools.predict.megatron_arguments import Job, parse_job
+from ditron_train.tools.predict.memory import memory_bytes
+from ditron_train.tools.predict.predictor import scaled, useful_features
+from ditron_train.tools.predict.step import Cluster, predict_step
+
+LAYERS = (
+    "--num-layers 8 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
+    "--num-query-groups 8 --seq-length 8192 --global-batch-size 32 --swiglu --sequence-parallel --bf16 "
+    "--position-embedding-type rope"
+)
+H200 = profile_named("h200")
+
+
+def job(words: str) -> Job:
+    return parse_job(f"{LAYERS} {words}".split())
+
+
+def cluster(nodes: int = 1, per_node: int = 8) -> Cluster:
+    return Cluster(H200, nodes, per_node, network_named("ib-400"))
+
+
+def test_components_add_up_and_both_run_the_same_computation() -> None:
+    step = predict_step(job("--tensor-model-parallel-size 8"), cluster())
+    assert step.native_us == pytest.approx(sum(step.native.values()))
+    assert {kind for kind in step.native if step.native[kind] != step.ditron[kind]} == {"exchanges"}
+    assert 1.05 < step.speedup < 1.4 and step.hidden[1] > step.hidden[0]
+
+
+def test_a_feature_that_is_off_runs_by_megatrons_path() -> None:
+    step = predict_step(job("--tensor-model-parallel-size 8"), cluster(), frozenset())
+    assert step.native == step.ditron
+
+
+@pytest.mark.parametrize(
+    ("words", "best"),
+    [
+        ("--tensor-model-parallel-size 8", "tp"),
+        ("--context-parallel-size 8 --cp-comm-type a2a", "sp"),
+        ("--num-experts 64 --moe-ffn-hidden-size 2048 --moe-router-topk 8 --expert-model-parallel-size 8", "ep"),
+        ("--optimizer dist_muon", "muon"),
+        ("--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 1", "pp"),
+    ],
+)
+def test_what_to_switch_on(words: str, best: str) -> None:
+    useful = useful_features(job(words), cluster())
+    assert next(iter(useful)) == best and all(gain > 1 for gain in useful.values())
+
+
+def test_ulysses_alone_gains_by_sp() -> None:
+    assert "sp" not in useful_features(job("--context-parallel-size 8"), cluster())  # a ring of keys and values
+
+
+def test_tensor_parallel_across_nodes_is_megatrons_and_slower() -> None:
+    words = "--tensor-model-parallel-size 8"
+    inside, across = predict_step(job(words), cluster()), predict_step(job(words), cluster(2, 4))
+    assert across.native_us > inside.native_us and across.native_us == across.ditron_us
+
+
+def test_more_stages_have_bubbles_that_virtual_stages_shorten() -> None:
+    words = "--pipeline-model-parallel-size 4"
+    one = predict_step(job(words), cluster())
+    two = predict_step(job(f"{words} --num-layers-per-virtual-pipeline-stage 1"), cluster())
+    assert one.native["bubbles"] == pytest.approx(2 * two.native["bubbles"], rel=0.01)
+    assert "bubbles" not in predict_step(job(""), cluster()).native
+
+
+def test_a_job_grows_to_128_gpus_with_its_batch() -> None:
+    sizes = scaled(job("--tensor-model-parallel-size 8"), cluster())
+    found = dict(sizes)
+    assert list(found) == [16, 32, 64, 128]
+    assert found[128].native["GEMMs"] == found[16].native["GEMMs"]
+    assert found[128].native["gradients"] > found[16].native["gradients"] > 0
+
+
+@pytest.mark.parametrize(("tp", "used_gib"), [(2, 62.7), (4, 33.2)])
+def test_memory_is_what_the_committed_steps_used(tp: int, used_gib: float) -> None:
+    """docs/measurements/index.md: six layers of LLaMA-70B."""
+    words = f"{LAYERS} --num-layers 6 --global-batch-size 4 --vocab-size 128 --tensor-model-parallel-size {tp}"
+    used = sum(memory_bytes(parse_job(words.split()), tp).values()) / 2**30
+    assert used == pytest.approx(used_gib, rel=0.1)
+
+
+def test_a_distributed_optimizer_shares_its_state() -> None:
+    alone, shared = (
+        job("--tensor-model-parallel-size 2"),
+        job("--tensor-model-parallel-size 2 --use-distributed-optimizer"),
+    )
+    assert memory_bytes(alone, 8)["optimizer"] == pytest.approx(4 * memory_bytes(shared, 8)["optimizer"])
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_every_profile_of_the_package_predicts(name: str) -> None:
+    step = predict_step(job("--tensor-model-parallel-size 8"), Cluster(profile_named(name), 1, 8, None))
+    assert step.native_us >= step.ditron_us > 0
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    mine = dataclasses.replace(H200, rates=dataclasses.replace(H200.rates, link_gbps=123.0))
+    mine.save(tmp_path / "mine.json")
+    assert read_profile(tmp_path / "mine.json") == mine == profile_named(str(tmp_path / "mine.json"))
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format": "ditron_train profile 1", "rates": {"links": 1}}'])
+def test_what_is_no_profile_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "mine.json").write_text(content)
+    with pytest.raises(SettingError, match="mine.json is no profile"):
+        read_profile(tmp_path / "mine.json")
+
+
+def test_unknown_names_say_what_there_is() -> None:
+    with pytest.raises(SettingError, match="nvidia-h200"):
+        profile_named("h2000")
+    with pytest.raises(SettingError, match="ib-400"):
+        network_named("pigeons")
+    assert network_named("12.5").gpu_gbps == 12.5
+
+
+def test_the_command_needs_no_megatron(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(sys.modules, "megatron", None)  # an import of it raises
+    picture = tmp_path / "step.png"
+    words = ["predict", "--", "pretrain_gpt.py", *LAYERS.split(), "--tensor-model-parallel-size", "8", "--lr", "1e-4"]
+    assert main([*words, "--device", "h200", "--nodes", "2", "--picture", str(picture)]) == 0
+    said = capsys.readouterr().out
+    for part in ("16 x NVIDIA H200", "GEMMs", "attention", "exchanges", "memory:", "fits", "--ditron tp:", "--lr"):
+        assert part in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--device", "h200", "--", "--num-layers", "8"]) == 2
+    assert "cannot be predicted without --hidden-size" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""The model beside every committed row of H200s, and beside published figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+import pytest
+
+from ditron_train.costs import Estimate
+from ditron_train.runtime.profiles import profile_named
+from ditron_train.tools.predict.fit import fit_profile, halves
+from ditron_train.tools.predict.published import published_figures
+from ditron_train.tools.predict.rows import estimate_of
+from ditron_train.tools.predict.validation import FAR, Checked, check_rows, reason_of
+from ditron_train.tools.results import TRAINING_STEP, measurement_files, read_results
+
+ROOT = Path(__file__).parents[3]
+H200 = profile_named("h200")
+
+
+@pytest.fixture(scope="module")
+def checked() -> list[Checked]:
+    return check_rows(ROOT, H200)
+
+
+def median(checked: list[Checked]) -> float:
+    return statistics.median(abs(error) for one in checked for error in one.errors)
+
+
+def test_every_committed_row_is_estimated(checked: list[Checked]) -> None:
+    files = [path for path in measurement_files(ROOT) if path.parent.name.startswith("H200x")]
+    assert len(checked) == sum(len(read_results(path)[1]) for path in files) > 400
+
+
+def test_the_median_of_the_half_that_judges_is_within_6_percent(checked: list[Checked]) -> None:
+    judges = [one for one in checked if one.judges]
+    assert 0.4 < len(judges) / len(checked) < 0.6
+    assert median(judges) < 0.06
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_number_of_ranks_is_within_6_percent(checked: list[Checked], ranks: int) -> None:
+    assert median([one for one in checked if one.row.world_size == ranks]) < 0.06
+
+
+def test_what_is_far_off_has_a_reason(checked: list[Checked]) -> None:
+    far = [one for one in checked if one.worst > FAR]
+    assert [(one.folder, one.row) for one in far if reason_of(one) is None] == []
+    assert len(far) < 0.12 * len(checked)
+
+
+def test_whole_steps(checked: list[Checked]) -> None:
+    steps = [one for one in checked if one.row.op.startswith(TRAINING_STEP)]
+    assert len(steps) >= 6 and median(steps) < 0.05 and max(one.worst for one in steps) < 0.07
+
+
+def test_a_fit_finds_rates_again_from_half_of_the_rows() -> None:
+    """Rows that the model itself makes with other rates, at the shapes of `bench gemm` and of collectives."""
+    path = ROOT / "benchmarks" / "results" / "H200x4" / "tp.json"
+    rows = [row for row in read_results(path)[1] if row.op in ("ag_gemm", "gemm_rs")]
+    wanted = dataclasses.replace(H200, rates=dataclasses.replace(H200.rates, gemm_tflops=650.0, nccl_gbps=240.0))
+    made = []
+    for row in rows:
+        seen = estimate_of(row, wanted)
+        times = dict(native_us=seen.native_us, ditron_us=seen.ditron_us, gemm_us=seen.compute_us)
+        made.append(dataclasses.replace(row, comm_us=seen.exchange_us, **times))
+    fitted, judges = halves(made)
+    found = fit_profile(H200, fitted, estimate_of)
+    for row in judges:
+        seen = estimate_of(row, found)
+        assert seen.native_us == pytest.approx(row.native_us, rel=0.02)
+        assert seen.ditron_us == pytest.approx(row.ditron_us, rel=0.02)
+
+
+def test_estimates_add_up() -> None:
+    both = Estimate(3.0, 2.0, 1.0, 0.5) + Estimate.alike(4.0) * 2
+    assert both == Estimate(11.0, 10.0, 9.0, 0.5)
+    assert both.natively().ditron_us == 11.0 and both.at_least(0.0, 10.5).ditron_us == 10.5
+
+
+def test_published_figures_of_one_and_two_nodes() -> None:
+    figures = list(published_figures())
+    assert {one.gpus for one in figures} == {8, 16, 32}
+    for gpus, most in ((8, 0.1), (16, 0.15)):
+        errors = [abs(one.predicted / one.published - 1) for one in figures if one.gpus == gpus]
+        assert statistics.median(errors) < most
