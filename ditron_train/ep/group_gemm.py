@@ -343,9 +343,10 @@ def group_wgrad_into(
         if overwrites:
             torch._foreach_zero_(list(main_grads))
         return
-    config = _config(shape[0] * tiles.num_experts, shape[1], tiles.num_rows, x.dtype, target, x.device)
-    if target != "interpreter":
-        config = _INTO_CONFIG
+    config = _INTO_CONFIG
+    if target == "interpreter":
+        sizes = (tiles.num_experts, tiles.num_rows, *shape)
+        config = default_group_config("group_wgrad", *sizes, x.dtype, target, x.device)
     addresses = _addresses(tuple(w.data_ptr() for w in main_grads), x.device)
     to = _TO_WRITTEN if overwrites else _TO_ADDED
     _launch_wgrad(grad, x, tiles, addresses, config, spare_sms, TO=to, WIDE=dtype == torch.float32)
