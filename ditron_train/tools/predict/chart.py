@@ -27,7 +27,7 @@ def draw_step(job: Job, cluster: Cluster, step: Step, path: Path) -> None:
     for place, times in enumerate((step.ditron, step.native)):
         left = 0.0
         for kind, us in times.items():
-            label = kind if place == 0 else None
+            label = kind if place == 1 else None
             axis.barh(place, us / 1e3, left=left, height=0.6, color=_COLORS.get(kind, "#555555"), label=label)
             if us > _LEAST_SHARE * step.native_us:
                 axis.text(left + us / 2e3, place, f"{us / 1e3:.0f}", ha="center", va="center", fontsize="x-small")

@@ -38,6 +38,7 @@ Parts = dict[str, Estimate]
 class Groups:
     """Where ranks that share a layer are: tensor, context and expert parallel; one rank where not named.
 
+    ``ulysses``: Whether context parallel ranks exchange heads, rather than pass keys and values on in a ring.
     ``deterministic``: under Megatron's deterministic mode, in which torch fills every new tensor, too.
     """
 
@@ -45,7 +46,13 @@ class Groups:
     cp: Span = field(default_factory=lambda: one_node(1))
     ep: Span = field(default_factory=lambda: one_node(1))
     sequence_parallel: bool = True
+    ulysses: bool = True
     deterministic: bool = False
+
+    @property
+    def fuses_heads(self) -> bool:
+        """Whether the projections and the exchanges of heads are ``sp``'s."""
+        return self.ulysses and self.cp.ranks > 1 and self.tp.ranks == 1
 
 
 def total(parts: Parts) -> Estimate:
@@ -86,7 +93,7 @@ def attention_block(
     if backward and groups.deterministic:
         core_us *= rates.attention_deterministic
     parts = {"attention": Estimate.alike(core_us)}
-    if groups.cp.ranks > 1 and groups.tp.ranks == 1:
+    if groups.fuses_heads:
         sizes = AttentionSizes(tokens, model.hidden, model.heads, model.groups, model.channels)
         first, second = (qkv_backward, output_backward) if backward else (qkv_forward, output_forward)
         parts["qkv"] = first(sizes, groups.cp, machine, rates)
@@ -94,7 +101,7 @@ def attention_block(
     else:
         parts["qkv"] = _linear("column", tokens, matrices["qkv"], groups, machine, rates, backward)
         parts["proj"] = _linear("row", tokens, matrices["proj"], groups, machine, rates, backward)
-        if groups.cp.ranks > 1:
+        if groups.cp.ranks > 1 and groups.ulysses:
             num_bytes = tokens * (matrices["qkv"][0] + model.hidden) / groups.tp.ranks * _ITEMSIZE
             exchange_us = exchanged_us(num_bytes, 4, groups.cp, rates)
             parts["heads"] = Estimate(exchange_us, exchange_us, 0.0, exchange_us)
@@ -122,7 +129,7 @@ def layer_parts(
 ) -> Parts:
     """One pass of a whole layer by its parts; what is not in ``features`` runs by Megatron's path."""
     attention = attention_block(model, groups, machine, rates, backward=backward, rope=rope)
-    on = "sp" if groups.cp.ranks > 1 and groups.tp.ranks == 1 else "tp"
+    on = "sp" if groups.fuses_heads else "tp"
     parts = attention if on in features else {name: one.natively() for name, one in attention.items()}
     tokens = model.tokens // groups.cp.ranks
     if model.experts is not None:

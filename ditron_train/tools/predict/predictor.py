@@ -23,7 +23,7 @@ from ditron_train.tools.predict.memory import memory_bytes
 from ditron_train.tools.predict.step import Cluster, Step, predict_step
 from ditron_train.tools.tables import terminal
 
-__all__ = ["add_arguments", "run", "scaled", "useful_features"]
+__all__ = ["add_arguments", "by_degree", "run", "scaled", "useful_features"]
 
 _MOST_GPUS = 128
 _WORTH = 1.002  # less is within the model's own error
@@ -109,6 +109,9 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
             f"{gpus} GPUs, as many sequences each: {scaled_step.native_us / 1e3:.1f} -> "
             f"{scaled_step.ditron_us / 1e3:.1f} ms, {scaled_step.speedup:.3f}x"
         )
+    for what, speedups in by_degree(job, cluster).items():
+        said = ", ".join(f"{ranks}: {speedup:.3f}x" for ranks, speedup in speedups.items())
+        out.print(f"speed over Megatron by {what} on these GPUs: {said}")
     if job.fp8:
         out.print("FP8: the products are estimated in bf16; the profile knows no FP8 rates")
     if job.ignored:
@@ -122,7 +125,7 @@ def _times(step: Step, title: str) -> Table:
     for column in ("component", "Megatron ms", "with ours ms"):
         table.add_column(column, justify="left" if column == "component" else "right")
     for kind in step.native:
-        table.add_row(kind, f"{step.native[kind] / 1e3:.1f}", f"{step.ditron[kind] / 1e3:.1f}")
+        table.add_row(kind, f"{step.native[kind] / 1e3:.1f}", f"{step.ditron.get(kind, 0.0) / 1e3:.1f}")
     table.add_row("step", f"{step.native_us / 1e3:.1f}", f"{step.ditron_us / 1e3:.1f} ({step.speedup:.3f}x)")
     return table
 
@@ -132,6 +135,22 @@ def useful_features(job: Job, cluster: Cluster) -> dict[str, float]:
     gains = {feature: predict_step(job, cluster, {feature}).speedup for feature in FEATURES}
     kept = {feature: gain for feature, gain in gains.items() if gain > _WORTH}
     return dict(sorted(kept.items(), key=lambda item: -item[1]))
+
+
+def by_degree(job: Job, cluster: Cluster) -> dict[str, dict[int, float]]:
+    """The gain with other sizes of the groups that exchange most, one kind after another, where the job has it."""
+    found: dict[str, dict[int, float]] = {}
+    for kind in ("tp", "cp", "ep"):
+        if getattr(job, kind) == 1:
+            continue
+        speedups = {}
+        for size in (2, 4, 8, 16, 32):
+            try:
+                speedups[size] = predict_step(replace(job, **{kind: size}), cluster).speedup  # type: ignore[arg-type]
+            except SettingError:  # it does not divide
+                continue
+        found[kind.upper()] = speedups
+    return found
 
 
 def scaled(job: Job, cluster: Cluster) -> Iterator[tuple[int, Step]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ditron_train.costs import Estimate, Span, cublas_us, one_node, pass_us, ring_us
 from ditron_train.optim.cost_model import muon_step
 from ditron_train.policy import ModelSizes
 from ditron_train.pp.cost_model import pipeline_step, sent
+from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import Profile
 from ditron_train.runtime.rates import NetworkRates
 from ditron_train.tools.predict.layers import FEATURES, Groups, Parts, layer_parts, total
@@ -16,7 +17,7 @@ from ditron_train.tools.predict.megatron_arguments import Job
 from ditron_train.tools.predict.memory import parameters_of
 from ditron_train.tools.results import TRAINING_STEP, Row
 
-__all__ = ["Cluster", "Step", "committed_step", "predict_step"]
+__all__ = ["COMPONENTS", "Cluster", "Step", "committed_step", "predict_step"]
 
 _ITEMSIZE = 2
 # Bytes of memory traffic that a parameter costs a step of fp32 Adam: the gradient copied, its norm and scale, Adam's
@@ -52,9 +53,13 @@ class Cluster:
         return Span(ranks, per_node, self.network if per_node < ranks else None)
 
 
+#: What a step is made of. Exchanges are those that nothing covers, with what covering costs.
+COMPONENTS = ("GEMMs", "attention", "passes", "exchanges", "bubbles", "gradients", "optimizer", "host")
+
+
 @dataclass(frozen=True)
 class Step:
-    """A step by component, in us, natively and with ours; and what else was found.
+    """A step by component, in us, natively and with ours.
 
     Attributes:
         native, ditron: Times by component, in the order of `COMPONENTS`; they add up to the step.
@@ -64,7 +69,6 @@ class Step:
     native: Mapping[str, float]
     ditron: Mapping[str, float]
     hidden: tuple[float, float] = (0.0, 0.0)
-    notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property
     def native_us(self) -> float:
@@ -111,6 +115,7 @@ def _groups(job: Job, cluster: Cluster) -> Groups:
         cp=cluster.span(job.cp, job.tp),
         ep=cluster.span(job.ep, 1),
         sequence_parallel="sequence_parallel" in job.flags,
+        ulysses=job.words.get("cp_comm_type") == "a2a",
         deterministic="deterministic_mode" in job.flags,
     )
 
@@ -173,26 +178,41 @@ def _matrices(job: Job) -> list[tuple[int, int]]:
     return dense[:2] + [(columns, model.hidden), (model.hidden, model.expert_ffn)] * (model.experts // job.ep)
 
 
+def _check(job: Job, cluster: Cluster) -> None:
+    """Raises SettingError for groups that the job's sizes, or the GPUs, cannot be shared out over."""
+    model, replicas = job.model, job.data_parallel(cluster.world_size) * job.cp
+    if job.ep > 1 and (model.experts is None or model.experts % job.ep or replicas * job.tp % job.ep):
+        raise SettingError(
+            f"{model.experts or 'no'} experts of {replicas * job.tp} ranks: EP {job.ep} does not divide"
+        )
+    if model.heads % (job.tp * job.cp) or (model.ffn or 0) % job.tp:
+        raise SettingError(f"{model.heads} heads and FFN {model.ffn} do not divide over TP {job.tp} x CP {job.cp}")
+    if model.tokens % (job.cp * (job.tp if "sequence_parallel" in job.flags else 1)):
+        raise SettingError(f"{model.tokens} tokens do not divide over TP {job.tp} x CP {job.cp}")
+
+
 def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> Step:
     """The step of ``job`` on ``cluster``; ours with ``features``.
 
     Raises:
         SettingError: The sizes do not divide.
     """
+    _check(job, cluster)
     profile = cluster.profile
     rates = replace(profile.rates, gemm_throttle=profile.rates.gemm_job_throttle)
     profile = replace(profile, rates=rates)
     microbatches = job.microbatches(cluster.world_size)
     groups = _groups(job, cluster)
-    sp_runs = features if job.words.get("cp_comm_type") == "a2a" else set(features) - {"sp"}
     rope = job.words.get("position_embedding_type") == "rope"
     layer: Parts = {}
     for backward in (False, True):
-        passed = layer_parts(job.model, groups, profile.machine, rates, backward=backward, features=sp_runs, rope=rope)
+        passed = layer_parts(
+            job.model, groups, profile.machine, rates, backward=backward, features=features, rope=rope
+        )
         for name, one in passed.items():
             layer[name] = layer[name] + one if name in layer else one
     if job.words.get("recompute_granularity") == "full":
-        again = layer_parts(job.model, groups, profile.machine, rates, backward=False, features=sp_runs, rope=rope)
+        again = layer_parts(job.model, groups, profile.machine, rates, backward=False, features=features, rope=rope)
         layer = {name: one + again[name] for name, one in layer.items()}
     first, last = _ends(job, groups, profile, features)
     parts = {name: one * (job.num_layers / job.pp) for name, one in layer.items()}
@@ -231,7 +251,11 @@ def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> S
     host_us = rates.host_step_us + microbatches * rates.host_microbatch_us
     for times in (native, ditron):
         _add(times, "host", host_us)
-    return Step(native, ditron, (hidden_native, hidden_ours))
+    return Step(_in_order(native), _in_order(ditron), (hidden_native, hidden_ours))
+
+
+def _in_order(times: Mapping[str, float]) -> dict[str, float]:
+    return {kind: times[kind] for kind in COMPONENTS if times.get(kind)}
 
 
 #: What the committed rows do not say of the models that they name: heads, groups; vocabulary as below.

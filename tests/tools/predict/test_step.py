@@ -13,7 +13,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import network_named, profile_named, read_profile, shipped_profiles
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import memory_bytes
-from ditron_train.tools.predict.predictor import scaled, useful_features
+from ditron_train.tools.predict.predictor import by_degree, scaled, useful_features
 from ditron_train.tools.predict.step import Cluster, predict_step
 
 LAYERS = (
@@ -35,7 +35,7 @@ def cluster(nodes: int = 1, per_node: int = 8) -> Cluster:
 def test_components_add_up_and_both_run_the_same_computation() -> None:
     step = predict_step(job("--tensor-model-parallel-size 8"), cluster())
     assert step.native_us == pytest.approx(sum(step.native.values()))
-    assert {kind for kind in step.native if step.native[kind] != step.ditron[kind]} == {"exchanges"}
+    assert {kind for kind in step.native if step.native[kind] != step.ditron.get(kind)} == {"exchanges"}
     assert 1.05 < step.speedup < 1.4 and step.hidden[1] > step.hidden[0]
 
 
@@ -83,6 +83,21 @@ def test_a_job_grows_to_128_gpus_with_its_batch() -> None:
     assert list(found) == [16, 32, 64, 128]
     assert found[128].native["GEMMs"] == found[16].native["GEMMs"]
     assert found[128].native["gradients"] > found[16].native["gradients"] > 0
+
+
+def test_the_gain_grows_with_ranks_of_a_node_and_ends_there() -> None:
+    found = by_degree(job("--tensor-model-parallel-size 2"), cluster(2, 8))["TP"]
+    assert 1 < found[2] < found[4] < found[8] and found[16] == 1.0
+    assert by_degree(job(""), cluster()) == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--num-experts 6 --expert-model-parallel-size 4", "--expert-model-parallel-size 2", "--context-parallel-size 3"],
+)
+def test_groups_that_do_not_divide_are_refused(words: str) -> None:
+    with pytest.raises(SettingError, match="not divide"):
+        predict_step(job(words), cluster())
 
 
 @pytest.mark.parametrize(("tp", "used_gib"), [(2, 62.7), (4, 33.2)])
