@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import PlainWgrad, Wgrad
@@ -105,8 +106,11 @@ def column_linear_ar(
         [s, ..., N / W].
 
     Raises:
-        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_ar``, in backward.
+        NotSupportedError: Operands that do not multiply; else as ``gemm_ar``, in backward.
+        MismatchError, PeerTimeoutError: As ``gemm_ar``, in backward.
     """
+    if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise NotSupportedError(f"column_linear_ar: {tuple(x.shape)} and weight {tuple(weight.shape)} do not multiply")
     return _ColumnLinearAr.apply(x, weight, bias, context, wgrad or PlainWgrad())
 
 

@@ -91,7 +91,7 @@ def test_a_last_wave_in_halves(num_programs, counts, n):
     wide = GemmConfig(tiles.block_m, 256, 16, num_warps=4, num_stages=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_side, "num_sms", lambda device: num_programs)
-        patch.setattr(host_side, "choose_config", lambda *arguments: wide)
+        patch.setattr(host_side, "choose_group_config", lambda *arguments: wide)
         y = group_gemm(x, weights, tiles)
         dx = group_gemm(y, weights, tiles, transpose=False)
     for weight, part, y_part, dx_part in zip(weights, *(t.split(counts) for t in (x, y, dx))):

@@ -54,7 +54,7 @@ def test_any_counts_are_exact_on_integers(monkeypatch, dtype, wide):
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("such tiles are for Hopper and newer")
         monkeypatch.setattr(
-            host_side, "choose_config", lambda *arguments: GemmConfig(128, 256, 64, num_warps=8, num_stages=4)
+            host_side, "choose_group_config", lambda *arguments: GemmConfig(128, 256, 64, num_warps=8, num_stages=4)
         )
     draw = random.Random(1)
     for index in range(25):
