@@ -6,12 +6,15 @@ import functools
 import pytest
 
 from ditron_train.megatron.plugin.specs import count_replacements, rewrite_spec
+from tests.support.megatron_version import module_of, submodules_of
 
 pytest.importorskip("megatron.core")
 
 
 class _Native:
-    pass
+    @classmethod
+    def build(cls):
+        return cls()
 
 
 class _Other:
@@ -30,7 +33,7 @@ class _Submodules:
 
 def _classes_of_gpt_spec(spec):
     attention = spec.submodules.self_attention.submodules
-    mlp = spec.submodules.mlp.submodules
+    mlp = submodules_of(spec.submodules.mlp)
     return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
 
 
@@ -66,8 +69,9 @@ def test_moe_spec_experts_are_reached():
 
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     rewritten = rewrite_spec(spec, {ColumnParallelLinear: Column})
-    assert rewritten.submodules.mlp.submodules.experts.submodules.linear_fc1 is Column
-    assert rewritten.submodules.mlp.module is spec.submodules.mlp.module
+    experts = submodules_of(rewritten.submodules.mlp).experts
+    assert submodules_of(experts).linear_fc1 is Column
+    assert module_of(rewritten.submodules.mlp) is module_of(spec.submodules.mlp)
 
 
 def test_modules_that_are_named_by_where_they_are_imported_from():
@@ -100,3 +104,13 @@ def test_block_spec_layers_partials_tuples_and_params():
 def test_a_spec_without_replacements_is_returned_as_it_is():
     block = _Submodules(linear=_Other, layers=None)
     assert rewrite_spec(block, {_Native: _Ours}) is block
+
+
+def test_a_class_method_that_builds_is_ours():
+    """As specs of newer versions name one: ``partial(MLP.as_mlp_submodule, submodules=...)``."""
+    spec = functools.partial(_Native.build)
+    rewritten = rewrite_spec(spec, {_Native: _Ours})
+    assert count_replacements(spec, {_Native: _Ours}) == 1
+    assert isinstance(rewritten(), _Ours) and not isinstance(spec(), _Ours)
+    assert count_replacements(functools.partial(_Native().build), {_Native: _Ours}) == 1
+    assert count_replacements(functools.partial("".join), {_Native: _Ours}) == 0

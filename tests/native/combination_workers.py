@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tests.support.megatron_version import batch_on_this_cp_rank
+
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 
 
@@ -148,7 +150,6 @@ def _optimizer(case: Case, config: Any, models: list[Any]) -> Any:
 
 def _batches(case: Case, step: int, number: int) -> Iterator[dict[str, torch.Tensor]]:
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(100 + step + 1000 * parallel_state.get_data_parallel_rank())
     for index in range(number):
@@ -162,7 +163,7 @@ def _batches(case: Case, step: int, number: int) -> Iterator[dict[str, torch.Ten
             "loss_mask": torch.ones(BATCH, length),
         }
         mask = torch.ones(length, length).triu(1).bool()[None, None]
-        yield {**get_batch_on_this_cp_rank({name: value.contiguous() for name, value in batch.items()}), "mask": mask}
+        yield {**batch_on_this_cp_rank({name: value.contiguous() for name, value in batch.items()}), "mask": mask}
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:

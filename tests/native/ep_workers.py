@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.runtime import logs
+from tests.support.megatron_version import build_of
 
 BASE = dict(
     num_layers=1,
@@ -53,7 +54,6 @@ def groups_of_layers():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import build_module
 
     import ditron_train.megatron as plugin
 
@@ -69,7 +69,7 @@ def groups_of_layers():
             if how != "native":
                 spec = plugin.apply(spec if how == "spec" else None, "ep") or spec
             try:
-                layer = build_module(spec, config=config, layer_number=1, pg_collection=own)
+                layer = build_of(spec, config=config, layer_number=1, pg_collection=own)
             finally:
                 plugin.restore()
             found.append((type(layer.mlp).__name__, layer.mlp.ep_group is own.ep, layer.mlp.num_local_experts))
@@ -80,7 +80,6 @@ def build(options, ours, through_spec=False):
     """A MoE layer, native or with our dispatcher; equal weights either way."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import build_module
 
     import ditron_train.megatron as plugin
 
@@ -90,13 +89,13 @@ def build(options, ours, through_spec=False):
     )
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     if not ours:
-        return build_module(spec, config=config, layer_number=1)
+        return build_of(spec, config=config, layer_number=1)
     if through_spec:
         spec = plugin.apply(spec, "ep")
     else:
         plugin.apply(features="ep")
     try:
-        return build_module(spec, config=config, layer_number=1)
+        return build_of(spec, config=config, layer_number=1)
     finally:
         plugin.restore()
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
+from tests.support.megatron_version import batch_on_this_cp_rank
 
 VOCABULARY, BATCH = 64, 2
 
@@ -96,7 +97,6 @@ def build(context_parallel, tensor_parallel=1, spec=None, **options):
 def run(model, context_parallel, length):
     """Losses of this rank's tokens, and all gradients summed over the context parallel group."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=generator)
@@ -106,7 +106,7 @@ def run(model, context_parallel, length):
         position_ids=torch.arange(length).expand(BATCH, length).contiguous(),
     )
     if context_parallel > 1:
-        batch = get_batch_on_this_cp_rank(batch)
+        batch = batch_on_this_cp_rank(batch)
     mask = None if context_parallel > 1 else torch.ones(length, length, dtype=torch.bool).triu_(1)[None, None]
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     model.zero_grad()

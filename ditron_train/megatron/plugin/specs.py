@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,20 +13,24 @@ __all__ = ["count_replacements", "is_spec", "rewrite_spec"]
 
 def is_spec(spec: Any) -> bool:
     """Whether ``rewrite_spec`` can walk through ``spec``: it can hold module classes, or is one."""
-    return isinstance(spec, (type, functools.partial, dict, list, tuple)) or dataclasses.is_dataclass(spec)
+    return isinstance(
+        spec, (type, functools.partial, types.MethodType, dict, list, tuple)
+    ) or dataclasses.is_dataclass(spec)
 
 
 def rewrite_spec(spec: Any, classes: Mapping[type, type]) -> Any:
     """Returns a copy of `spec` in which every class that is a key of `classes` is its value.
 
     Walks through ``ModuleSpec`` and other dataclasses (``TransformerBlockSubmodules.layer_specs`` included), lists,
-    tuples, dictionaries and ``functools.partial``. The given spec is not changed; parts without a replacement are
-    shared with it.
+    tuples, dictionaries, ``functools.partial`` and class methods that build. The given spec is not changed; parts
+    without a replacement are shared with it.
     """
     if count_replacements(spec, classes) == 0:
         return spec
     if isinstance(spec, type):
         return classes.get(spec, spec)
+    if isinstance(spec, types.MethodType):
+        return getattr(classes[spec.__self__], spec.__name__)  # type: ignore[index]
     if isinstance(spec, functools.partial):
         return functools.partial(
             rewrite_spec(spec.func, classes),
@@ -61,6 +66,8 @@ def count_replacements(spec: Any, classes: Mapping[type, type]) -> int:
     """How many places of `spec` hold a class that is a key of `classes`."""
     if isinstance(spec, type):
         return int(spec in classes)
+    if isinstance(spec, types.MethodType):
+        return int(spec.__self__ in classes) if isinstance(spec.__self__, type) else 0
     if isinstance(spec, functools.partial):
         return sum(count_replacements(part, classes) for part in (spec.func, spec.args, spec.keywords))
     if dataclasses.is_dataclass(spec):
