@@ -32,7 +32,7 @@ from ditron_train.tools.faults.one_job import run_one
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import terminal
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "read_rows", "run"]
 
 _TIMEOUT_S = 2.0
 _POLL_S = 0.02
@@ -47,7 +47,12 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--faults", action="store_true", help="instead of all else: something goes wrong with one rank of many jobs"
     )
     parser.add_argument("--count", type=int, default=40, metavar="N", help="faults, of seeds from --seed on (40)")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="one JSON file; what it holds already stays")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="one JSON file of faults, or of pieces of --ops; what it holds stays",
+    )
     parser.add_argument("--at-once", type=int, metavar="N", help="jobs side by side (default: 4, on GPUs 1)")
     parser.add_argument("--jobs", metavar="NAME,NAME", help=f"of {', '.join(MODULES)} (default: all that run here)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are GPUs")
@@ -62,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     device_type = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     jobs = _check(arguments, device_type)
-    earlier = _read_results(arguments.results)
+    earlier = read_rows(arguments.results) if arguments.results is not None and arguments.results.exists() else []
     _import_all(device_type, jobs)
     campaign = _Campaign(arguments, device_type, jobs, earlier)
     try:
@@ -102,14 +107,12 @@ def _check(arguments: argparse.Namespace, device_type: str) -> dict[str, tuple[i
     return {name: sizes for name, sizes in jobs.items() if not wanted or name in wanted}
 
 
-def _read_results(path: Path | None) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The faults that a file of results holds.
 
     Raises:
         SettingError: It cannot be read, or is something else.
     """
-    if path is None or not path.exists():
-        return []
     try:
         rows = parse_json(read_regular(path))["faults"]
         if all(isinstance(row["seed"], int) and isinstance(row["ended"], str) for row in rows):
