@@ -411,3 +411,15 @@ def _reduced(options, frozen):
 )
 def test_layers_without_sequence_parallelism_equal_native(world_size, options, frozen):
     run_workers(world_size, _reduced, options, frozen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "words"), [("column", 4, None), ("column", 8, "7 peers"), ("row", 8, None)]
+)
+def test_what_is_sent_whole_has_few_peers(monkeypatch, kind, world_size, words):
+    from ditron_train.megatron.tp.reduced_spec import ReducedLinearSpec
+    from ditron_train.megatron.tp.spec import LinearCall
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+    reason = ReducedLinearSpec(kind).why_not(LinearCall(torch.ones(4, 1, 16), torch.ones(8, 16), None))
+    assert reason is None if words is None else words in reason

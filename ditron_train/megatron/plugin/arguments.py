@@ -31,7 +31,7 @@ __all__ = [
 
 #: Name on the command line: what it accelerates.
 FEATURES: dict[str, str] = {
-    "tp": "tensor parallel linear layers (with --sequence-parallel)",
+    "tp": "tensor parallel linear layers, with --sequence-parallel or without",
     "sp": "attention with --cp-comm-type a2a (Ulysses)",
     "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
     "pp": "pipeline sends and receives",

@@ -20,6 +20,8 @@ from ditron_train.tp.spec import AG_GEMM, GEMM_AR, local_shapes, why_not_linear
 
 __all__ = ["COLUMN_AR", "ROW_AR", "ReducedLinearSpec"]
 
+_MOST_RANKS_IN_ONE_ROUND = 4  # with 8, 3.5 times NCCL's bytes, and slots of 7 times the gradient for a probe to try it
+
 
 class ReducedLinearSpec(LinearSpec):
     """GEMM and all-reduce: in the backward of ``column``, beside the weight gradient, or the forward of ``row``.
@@ -33,6 +35,8 @@ class ReducedLinearSpec(LinearSpec):
         self.row = f"{kind}_linear_ar"
 
     def _why_not_rows(self, call: LinearCall, world_size: int) -> str | None:
+        if self.kind == "column" and world_size > _MOST_RANKS_IN_ONE_ROUND:
+            return f"in backward partial sums would go whole to {world_size - 1} peers: more than a GEMM hides"
         return why_hidden(call.x.device, call.x.shape[:-1].numel(), *call.weight.shape)
 
     def _output_rows(self, rows: int, world_size: int) -> int:
