@@ -39,6 +39,7 @@ class _Layer(NamedTuple):
     context: TPContext
 
 
+_standing: set[type] = set()  # what ``overlapped_base`` has made
 _chosen: ContextVar[_Layer | None] = ContextVar("ditron_train_te_layer", default=None)
 
 
@@ -74,7 +75,7 @@ def _called(function: Any) -> set[str]:
 def _native_layer(layer_class: type) -> type | None:
     """Transformer Engine's class among those that ``layer_class`` inherits from."""
     for owner in layer_class.__mro__:
-        if owner.__module__.startswith("transformer_engine.") and "forward" in vars(owner):
+        if owner.__module__.startswith("transformer_engine.") and "forward" in vars(owner) and owner not in _standing:
             return owner
     return None
 
@@ -157,4 +158,6 @@ def overlapped_base(layer_class: type) -> type:
         return run(self, *args, **kwargs)
 
     # It stands for Transformer Engine's own forward, whose module it names.
-    return type(f"Overlapped{native.__name__}", (native,), {"forward": forward, "__module__": native.__module__})
+    base = type(f"Overlapped{native.__name__}", (native,), {"forward": forward, "__module__": native.__module__})
+    _standing.add(base)
+    return base
