@@ -75,7 +75,8 @@ def _called(function: Any) -> set[str]:
 def _native_layer(layer_class: type) -> type | None:
     """Transformer Engine's class among those that ``layer_class`` inherits from."""
     for owner in layer_class.__mro__:
-        if owner.__module__.startswith("transformer_engine.") and "forward" in vars(owner) and owner not in _standing:
+        module = getattr(owner, "__module__", "")
+        if module.startswith("transformer_engine.") and "forward" in vars(owner) and owner not in _standing:
             return owner
     return None
 
