@@ -118,7 +118,7 @@ def _why_not_options(layer: Any, x: torch.Tensor) -> str | None:
         return "--tp-comm-overlap (userbuffers) is on"
     if any(parameter.dtype != x.dtype for parameter in layer.parameters()):
         return "the parameters have another type than the input"
-    if not layer.sequence_parallel and getattr(layer, "symmetric_ar_type", None) is not None:
+    if not layer.sequence_parallel and layer.tp_size > 1 and getattr(layer, "symmetric_ar_type", None) is not None:
         return "its all-reduce is another's (symmetric_ar_type)"
     if getattr(layer, "return_layernorm_output", False):
         return "the layer returns what it has normalised, too"
