@@ -5,6 +5,7 @@ What is wrong in Triton 3.6 without this module:
 - bf16 lives in NumPy ``uint16`` arrays, and arithmetic, casts to and from integers, fp16 and
   fp64, and ``tl.dot`` work on those bits as if they were integers; casts from fp32 truncate.
 - fp32 to fp16 with an explicit rounding mode rounds half away from zero.
+- the smallest numbers of FP8 are other ones in ``tl.dot``; here products are exact, and sums in fp32.
 - with NumPy >= 2.4 a one-element array no longer converts to an index, so ``range()`` over a
   Triton scalar raises.
 - every call of a device function patches ``triton.language`` anew, half a millisecond each, and
@@ -22,6 +23,7 @@ operation in fp32, one rounding to nearest even.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -85,6 +87,26 @@ def _widen(interpreter: Any, handle: Any) -> Any:
     if not _is_bf16(handle):
         return handle
     return interpreter.TensorHandle(bf16_bits_to_fp32(handle.data), tl.float32)
+
+
+def _widen_fp8(interpreter: Any, handle: Any) -> Any:
+    """`handle` itself, or its fp32 value when it holds FP8."""
+    import triton.language as tl
+
+    types = {tl.float8e4nv.name: "float8_e4m3fn", tl.float8e5.name: "float8_e5m2"}
+    name = types.get(handle.dtype.scalar.name)
+    if name is None:
+        return handle
+    return interpreter.TensorHandle(_fp8_values(name)[handle.data], tl.float32)
+
+
+@functools.cache
+def _fp8_values(name: str) -> np.ndarray:
+    """The fp32 value of each byte as that type of torch."""
+    import torch
+
+    values: np.ndarray = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).float().numpy()
+    return values
 
 
 def _narrow(interpreter: Any, values: np.ndarray) -> Any:
@@ -161,7 +183,8 @@ def _repair_arithmetic(interpreter: Any) -> None:
         return _narrow(interpreter, 1 / np.sqrt(_widen(interpreter, arg).data))
 
     def dot(self: Any, a: Any, b: Any, accumulator: Any, *rest: Any) -> Any:
-        return native_dot(self, _widen(interpreter, a), _widen(interpreter, b), accumulator, *rest)
+        a, b = (_widen(interpreter, _widen_fp8(interpreter, operand)) for operand in (a, b))
+        return native_dot(self, a, b, accumulator, *rest)
 
     builder.binary_op, builder.unary_op, builder.ternary_op = binary_op, unary_op, ternary_op
     builder.create_fma, builder.create_rsqrt, builder.create_dot = fma, rsqrt, dot

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ditron_train.gemm.operands import FP8_DTYPES
 from ditron_train.runtime.device import HOPPER_AND_NEWER
 from ditron_train.runtime.errors import NotSupportedError
 
@@ -46,6 +47,7 @@ class GemmConfig:
         num_warps: Warps of a program.
         num_stages: Steps of the K loop in flight.
         group_m: Row tiles that are walked together, for reuse in L2.
+        operand_bytes: Of an element of A and B: 1 of FP8. Results have 2.
     """
 
     block_m: int
@@ -54,6 +56,7 @@ class GemmConfig:
     num_warps: int
     num_stages: int
     group_m: int = 8
+    operand_bytes: int = 2
 
     @property
     def split_store(self) -> bool:
@@ -80,9 +83,9 @@ class GemmConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program with operands of 2 bytes: the steps in flight and one block to be stored."""
+        """Shared memory of a program: the steps in flight and one block to be stored."""
         step = (self.block_m + self.block_n) * self.block_k
-        return 2 * (self.num_stages * step + self.store_block[0] * self.store_block[1])
+        return self.operand_bytes * self.num_stages * step + 2 * self.store_block[0] * self.store_block[1]
 
     def num_tiles(self, m: int, n: int) -> int:
         """Output tiles of an [m, n] result."""
@@ -100,6 +103,10 @@ class GemmConfig:
 # tile, which gives small shapes more programs (docs/measurements/tp.md).
 _HOPPER_WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 _HOPPER_SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+# Of FP8 operands: as many bytes a step, twice the depth, which is what a split accumulator sums at a time.
+_HOPPER_WIDE_FP8 = replace(_HOPPER_WIDE, block_k=128, num_stages=3, operand_bytes=1)
+_HOPPER_SQUARE_FP8 = replace(_HOPPER_SQUARE, block_k=128, operand_bytes=1)
+_HOPPER = {2: (_HOPPER_WIDE, _HOPPER_SQUARE), 1: (_HOPPER_WIDE_FP8, _HOPPER_SQUARE_FP8)}  # by operand_bytes
 #: What square tiles reach of the rate of wide ones, measured on Hopper.
 HOPPER_SQUARE_RATE = 0.87
 _AMPERE = GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3)
@@ -118,14 +125,15 @@ def _interpreter_config(m: int, n: int, k: int) -> GemmConfig:
     return GemmConfig(fit(m, 128), fit(n, 128), fit(k, 64), num_warps=4, num_stages=1)
 
 
-def _hopper_config(m: int, n: int, num_sms: int) -> GemmConfig:
+def _hopper_config(m: int, n: int, num_sms: int, operand_bytes: int) -> GemmConfig:
     """The tile whose waves take less time; the unit is the time of one wide tile."""
-    num_tiles = _HOPPER_WIDE.num_tiles(m, n)
-    num_whole = _HOPPER_WIDE.num_whole_tiles(m, n, num_sms)
+    wide, square = _HOPPER[operand_bytes]
+    num_tiles = wide.num_tiles(m, n)
+    num_whole = wide.num_whole_tiles(m, n, num_sms)
     half_time = 0.5 / HOPPER_SQUARE_RATE
     wide_time = -(-num_whole // num_sms) + (half_time if num_whole < num_tiles else 0.0)
-    square_time = -(-_HOPPER_SQUARE.num_tiles(m, n) // num_sms) * half_time
-    return _HOPPER_WIDE if num_whole > 0 and wide_time <= square_time else _HOPPER_SQUARE
+    square_time = -(-square.num_tiles(m, n) // num_sms) * half_time
+    return wide if num_whole > 0 and wide_time <= square_time else square
 
 
 @lru_cache(maxsize=4096)
@@ -141,14 +149,19 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype, target: str, num_s
         num_sms: Programs that run at a time.
 
     Raises:
-        NotSupportedError: fp32 and other types on a GPU: only bf16 and fp16 are known to equal cuBLAS there.
+        NotSupportedError: fp32 and other types on a GPU: only bf16 and fp16, and FP8 on Hopper, are known to equal
+            cuBLAS there.
     """
     if target == "interpreter":
         return _interpreter_config(m, n, k)
+    if dtype in FP8_DTYPES:
+        if target != "sm_90":
+            raise NotSupportedError(f"GEMM of {dtype} on {target}: only on Hopper")
+        return _hopper_config(m, n, num_sms, 1)
     if dtype not in (torch.bfloat16, torch.float16):
         raise NotSupportedError(f"GEMM of {dtype} on {target}: only bfloat16 and float16")
     if target in HOPPER_AND_NEWER:
-        return _hopper_config(m, n, num_sms)
+        return _hopper_config(m, n, num_sms, 2)
     if target == "sm_80":
         return _AMPERE
     if target == "hip":
@@ -169,7 +182,8 @@ def config_variants(base: GemmConfig, target: str) -> list[GemmConfig]:
     variants = [replace(base, group_m=group_m) for group_m in (4, 16) if group_m != base.group_m]
     variants += [replace(base, num_stages=stages) for stages in (base.num_stages - 1,) if stages >= 2]
     if target in HOPPER_AND_NEWER:
-        variants.append(_HOPPER_SQUARE if base.block_n == _HOPPER_WIDE.block_n else _HOPPER_WIDE)
+        wide, square = _HOPPER[base.operand_bytes]
+        variants.append(square if base.block_n == wide.block_n else wide)
     elif target == "sm_80":
         variants += [replace(base, num_stages=4), replace(base, block_n=256, num_stages=2)]
     if target not in _SHARED_KIB:

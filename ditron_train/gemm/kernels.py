@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ditron_train.schedule.tiles import grouped_tile
 
-__all__ = ["gemm_kernel", "store_tile", "tile_product"]
+__all__ = ["gemm_kernel", "scaled", "store_tile", "tile_product"]
 
 
 @triton.jit
@@ -20,6 +20,7 @@ def tile_product(
     BLOCK_K: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     TRANSPOSE_A: tl.constexpr = False,
+    FP8_CHAIN: tl.constexpr = None,
 ):
     """acc[i, j] = sum over k of a[row + i, k] * b[k, col + j], in fp32, K blocks in ascending order.
 
@@ -28,6 +29,9 @@ def tile_product(
 
     Descriptor blocks: a [BLOCK_M, BLOCK_K] of A [M, K] (with TRANSPOSE_A [BLOCK_K, BLOCK_M] of A^T [K, M]); b
     [BLOCK_K, BLOCK_N] of B [K, N] (with TRANSPOSE_B [BLOCK_N, BLOCK_K] of B^T [N, K], a weight as Linear stores it).
+
+    FP8_CHAIN: of FP8 operands, how many products are summed by the tensor cores alone, whose sums are shorter than
+    fp32; None: all of K, cuBLAS's fast accumulation. 128, with blocks as deep, is cuBLAS's split accumulator.
 
     It waits for nobody. What a peer wrote must have been acquired before (and, since descriptors read through the
     async proxy, fenced): keep waits out of the K loop, which the compiler pipelines.
@@ -43,7 +47,15 @@ def tile_product(
             b = b_desc.load([col, k]).T
         else:
             b = b_desc.load([k, col])
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(a, b, acc, input_precision="ieee", max_num_imprecise_acc=FP8_CHAIN)
+    return acc
+
+
+@triton.jit
+def scaled(acc, scale):
+    """acc * scale, in fp32, as cuBLAS scales FP8 operands: ``scale`` is the product of both scales, or None."""
+    if scale is not None:
+        acc = acc * scale
     return acc
 
 
@@ -71,6 +83,7 @@ def gemm_kernel(
     b_desc,
     half_b_desc,
     c_desc,
+    scales,
     M,
     N,
     K,
@@ -83,8 +96,10 @@ def gemm_kernel(
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
     HALVE_TAIL: tl.constexpr,
+    FP8_CHAIN: tl.constexpr,
 ):
-    """C [M, N] = A @ B, persistent: program p computes tiles p, p + num_programs, ... of the grouped order.
+    """C [M, N] = A @ B, of FP8 operands times their ``scales`` (else None), persistent: program p computes tiles p,
+    p + num_programs, ... of the grouped order.
 
     With HALVE_TAIL only the first ``num_whole_tiles`` are computed whole; the rest, less than half a wave, is computed
     in halves of BLOCK_N // 2 columns, so that the last wave takes half the time. ``half_b_desc`` reads B in such
@@ -96,11 +111,17 @@ def gemm_kernel(
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
+    scale = None
+    if scales is not None:
+        scale = tl.load(scales.a) * tl.load(scales.b)
     for tile_id in tl.range(tl.program_id(0), num_whole_tiles, tl.num_programs(0), flatten=True):
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A)
+        acc = tile_product(
+            a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A, FP8_CHAIN
+        )
+        acc = scaled(acc, scale)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
     if HALVE_TAIL:
         num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
@@ -109,6 +130,17 @@ def gemm_kernel(
             row = tile_m * BLOCK_M
             col = tile_n * BLOCK_N + (half_id % 2) * (BLOCK_N // 2)
             acc = tile_product(
-                a_desc, half_b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A
+                a_desc,
+                half_b_desc,
+                row,
+                col,
+                num_k_tiles,
+                BLOCK_M,
+                BLOCK_N // 2,
+                BLOCK_K,
+                TRANSPOSE_B,
+                TRANSPOSE_A,
+                FP8_CHAIN,
             )
+            acc = scaled(acc, scale)
             store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N // 2, False)

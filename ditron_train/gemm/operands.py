@@ -8,7 +8,20 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["Operand", "aligned_operand", "empty_aligned", "is_aligned", "make_descriptor", "padded_columns"]
+__all__ = [
+    "FP8_DTYPES",
+    "Operand",
+    "TensorScales",
+    "aligned_operand",
+    "empty_aligned",
+    "is_aligned",
+    "make_descriptor",
+    "padded_columns",
+    "result_dtype",
+]
+
+#: Types of FP8 operands.
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _ALIGNMENT_BYTES = 16
 
@@ -18,6 +31,24 @@ class Operand(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
+
+
+class TensorScales(NamedTuple):
+    """What the values of FP8 operands are multiplied by, one number a tensor: fp32 of one element each, on their
+    device. Transformer Engine calls it the inverse scale."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """For the keys of launches."""
+        return self.a.data_ptr(), self.b.data_ptr()
+
+
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of products of ``dtype``: bf16 of FP8 operands, else their own."""
+    return torch.bfloat16 if dtype in FP8_DTYPES else dtype
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

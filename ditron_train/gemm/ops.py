@@ -12,7 +12,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.kernels import gemm_kernel
-from ditron_train.gemm.operands import Operand, aligned_operand, empty_aligned, is_aligned, make_descriptor
+from ditron_train.gemm.operands import (
+    Operand,
+    TensorScales,
+    aligned_operand,
+    empty_aligned,
+    is_aligned,
+    make_descriptor,
+)
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
@@ -91,23 +98,35 @@ class GemmLaunch:
         b_descriptors: tuple[TensorDescriptor, TensorDescriptor],
         out: torch.Tensor,
         k: int,
+        scales: TensorScales | None = None,
         *,
         key: Hashable = None,
     ) -> None:
-        """Launches on aligned, not empty 2-D operands of the current device; ``key`` as ``KernelLaunch`` takes it."""
-        self.launch(*self._arguments(a, b_descriptors, out, k), key=key)
+        """Launches on aligned, not empty 2-D operands of the current device, FP8 ones with their ``scales``; ``key``
+        as ``KernelLaunch`` takes it."""
+        self.launch(*self._arguments(a, b_descriptors, out, k, scales), key=key)
 
     def compile(
-        self, a: torch.Tensor, b_descriptors: tuple[TensorDescriptor, TensorDescriptor], out: torch.Tensor, k: int
+        self,
+        a: torch.Tensor,
+        b_descriptors: tuple[TensorDescriptor, TensorDescriptor],
+        out: torch.Tensor,
+        k: int,
+        scales: TensorScales | None = None,
     ) -> None:
         """Compiles what a call with these would run, without running it."""
-        self.launch.compile(*self._arguments(a, b_descriptors, out, k))
+        self.launch.compile(*self._arguments(a, b_descriptors, out, k, scales))
 
     def _arguments(
-        self, a: torch.Tensor, b_descriptors: tuple[TensorDescriptor, TensorDescriptor], out: torch.Tensor, k: int
+        self,
+        a: torch.Tensor,
+        b_descriptors: tuple[TensorDescriptor, TensorDescriptor],
+        out: torch.Tensor,
+        k: int,
+        scales: TensorScales | None,
     ) -> tuple:
         a_desc, c_desc = make_descriptor(a, self.a_block), make_descriptor(out, self.store_block)
-        return (a_desc, *b_descriptors, c_desc, *out.shape, k, self.num_whole_tiles)
+        return (a_desc, *b_descriptors, c_desc, scales, *out.shape, k, self.num_whole_tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -118,15 +137,17 @@ def gemm_launch(
     transpose_a: bool,
     transpose_b: bool,
     num_programs: int,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     device_index: int | None,
+    fp8_chain: int | None = None,
 ) -> GemmLaunch:
-    """How C [m, n] of ``dtype`` is computed with these tiles on ``num_programs`` multiprocessors of a device."""
+    """How C [m, n] is computed of operands of ``dtypes`` with these tiles on ``num_programs`` multiprocessors of a
+    device; ``fp8_chain`` as of ``tile_product``."""
     num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
     halve_tail = num_whole_tiles < num_tiles
     grid = num_programs if halve_tail else min(num_programs, num_tiles)
     return GemmLaunch(
-        _launcher(config, transpose_a, transpose_b, halve_tail, grid, dtype, device_index),
+        _launcher(config, transpose_a, transpose_b, halve_tail, grid, dtypes, device_index, fp8_chain),
         (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k),
         config.b_block(transpose_b),
         config.b_block(transpose_b, halved=halve_tail),
@@ -144,11 +165,13 @@ def launch_gemm(
     transpose_a: bool,
     transpose_b: bool,
     num_programs: int,
+    scales: TensorScales | None = None,
+    fp8_chain: int | None = None,
 ) -> None:
     """Launches the kernel on aligned, not empty 2-D operands of one device, which must be the current one."""
-    m, n = out.shape
-    launch = gemm_launch(m, n, config, transpose_a, transpose_b, num_programs, out.dtype, out.device.index)
-    launch(a, launch.b_descriptors(b), out, a.shape[0] if transpose_a else a.shape[1])
+    (m, n), dtypes = out.shape, (a.dtype, b.dtype)
+    launch = gemm_launch(m, n, config, transpose_a, transpose_b, num_programs, dtypes, out.device.index, fp8_chain)
+    launch(a, launch.b_descriptors(b), out, a.shape[0] if transpose_a else a.shape[1], scales)
 
 
 @lru_cache(maxsize=4096)
@@ -158,10 +181,11 @@ def _launcher(
     transpose_b: bool,
     halve_tail: bool,
     num_programs: int,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     device_index: int | None,
+    fp8_chain: int | None,
 ) -> KernelLaunch:
-    """One launcher for each kernel that is compiled (type and device are part of its key alone) and grid."""
+    """One launcher for each kernel that is compiled (types and device are part of its key alone) and grid."""
     constants = dict(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -171,6 +195,7 @@ def _launcher(
         TRANSPOSE_B=transpose_b,
         SPLIT_STORE=config.split_store,
         HALVE_TAIL=halve_tail,
+        FP8_CHAIN=fp8_chain,
     )
     return KernelLaunch(gemm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 

@@ -160,7 +160,7 @@ def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
 def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
     """Inverse of ``entry_of``."""
     try:
-        config = config_of_entry(entry)
+        config = replace(config_of_entry(entry), operand_bytes=1 if problem.is_fp8 else 2)
         choice = Choice(config, use_native=bool(entry.get("native")), source="table")
         if problem.op == "gemm_ar":
             choice = replace(choice, rounds=min(as_count(entry["rounds"]), 2))

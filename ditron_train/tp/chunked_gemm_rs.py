@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_train.gemm.operands import aligned_operand, padded_columns
+from ditron_train.gemm.operands import TensorScales, aligned_operand, padded_columns, result_dtype
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.all_reduce import PreparedAllReduce
@@ -37,10 +37,12 @@ class _Chunk:
     position: int | None
     is_last: bool
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, key: Hashable) -> None:
+    def multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, partial: torch.Tensor, key: Hashable
+    ) -> None:
         """On aligned operands; see ``KernelLaunch`` for ``key``."""
         assert self.gemm is not None
-        self.gemm(x[self.rows], self.gemm.b_descriptors(weight), partial[self.rows], self.k, key=key)
+        self.gemm(x[self.rows], self.gemm.b_descriptors(weight), partial[self.rows], self.k, scales, key=key)
 
 
 def covers(n: int, dtype: torch.dtype) -> bool:
@@ -67,12 +69,12 @@ class ChunkedGemm:
     def __init__(
         self, context: TPContext, problem: Problem, choice: Choice, exchange: PreparedScatter | PreparedAllReduce
     ) -> None:
-        self.context = context
+        self.context, self._out_dtype = context, result_dtype(problem.dtype)
         self.m, self.n, self.k = problem.m, problem.n, problem.k
         self._scatter = exchange
         self._chunks: list[_Chunk] = []
-        transpose_b = problem.layout == "nt"
-        self._options = (choice.config, False, transpose_b, context.num_sms, problem.dtype, context.device.index)
+        tiles = (choice.config, False, problem.layout == "nt", context.num_sms)
+        self._options = (*tiles, (problem.dtype, problem.dtype), context.device.index)
         self._is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
 
     def _add_chunk(self, first: int, last: int, position: int | None, *, is_last: bool) -> None:
@@ -84,20 +86,29 @@ class ChunkedGemm:
         """Of two with the same one the same kernels are compiled."""
         return tuple(chunk.gemm.launch.identity for chunk in self._chunks if chunk.gemm is not None)
 
-    def into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def into(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scales: TensorScales | None = None
+    ) -> None:
         """``x``: [m, k]; ``out``: where the sum goes, contiguous."""
         context = self.context
-        partial = x.new_empty(self.m, self.n)
-        key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), partial.data_ptr())
+        partial = x.new_empty(self.m, self.n, dtype=self._out_dtype)
+        addresses = scales.addresses if scales else ()
+        key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), partial.data_ptr(), *addresses)
         if not self._is_recorded:
-            self._enqueue(x, weight, partial, out, key)
+            self._enqueue(x, weight, scales, partial, out, key)
             return
         op, copied = (self, out.data_ptr(), *key), (partial.data_ptr(),)
-        if not context.repeat_op(op, copied) and self._enqueue(x, weight, partial, out, key):
-            context.remember_op(op, lambda: self._enqueue(x, weight, partial, out, key), copied)
+        if not context.repeat_op(op, copied) and self._enqueue(x, weight, scales, partial, out, key):
+            context.remember_op(op, lambda: self._enqueue(x, weight, scales, partial, out, key), copied)
 
     def _enqueue(
-        self, x: torch.Tensor, weight: torch.Tensor, partial: torch.Tensor, out: torch.Tensor, key: tuple
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None,
+        partial: torch.Tensor,
+        out: torch.Tensor,
+        key: tuple,
     ) -> bool:
         """Whether it reads the operands as given: addresses and strides, ``key``, say all that it does."""
         context, scatter = self.context, self._scatter
@@ -109,7 +120,7 @@ class ChunkedGemm:
                 if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
                     is_as_given = a is x and b is weight
-                    chunk.multiply(a, b, partial, key=(chunk, *key) if is_as_given else None)
+                    chunk.multiply(a, b, scales, partial, key=(chunk, *key) if is_as_given else None)
                 if chunk.position is not None:
                     context.fork()
                     scatter.send(partial, chunk.position, chunk.rows, signals=chunk.is_last)
@@ -119,12 +130,12 @@ class ChunkedGemm:
         scatter.finish(partial, out)
         return is_as_given
 
-    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
         """Compiles what a call with these would run, without running it."""
         x, weight = aligned_operand(x), aligned_operand(weight)
-        partial = x.new_empty(self.m, self.n)
+        partial = x.new_empty(self.m, self.n, dtype=self._out_dtype)
         for gemm, chunk in {chunk.gemm: chunk for chunk in self._chunks if chunk.gemm is not None}.items():
-            gemm.compile(x[chunk.rows], gemm.b_descriptors(weight), partial[chunk.rows], self.k)
+            gemm.compile(x[chunk.rows], gemm.b_descriptors(weight), partial[chunk.rows], self.k, scales)
 
 
 class PreparedChunkedGemmRs(ChunkedGemm):
@@ -147,13 +158,14 @@ class PreparedChunkedGemmRs(ChunkedGemm):
         *,
         order: tuple[OrderTables, int] | None = None,
     ) -> None:
-        assert covers(n, dtype), f"rows of {n} x {dtype} are not whole 16 bytes"
+        out_dtype = result_dtype(dtype)
+        assert covers(n, out_dtype), f"rows of {n} x {out_dtype} are not whole 16 bytes"
         problem = Problem("gemm_rs", partition.num_rows, n, k, layout, dtype, context.world_size)
         if order is None:
             in_parts = sums_in_parts(problem, choice, context.machine)
-            scatter = PreparedScatter(context, partition, n, dtype, in_parts=in_parts)
+            scatter = PreparedScatter(context, partition, n, out_dtype, in_parts=in_parts)
         else:
-            scatter = PreparedScatter(context, partition, n, dtype, order=order[0], vector=order[1])
+            scatter = PreparedScatter(context, partition, n, out_dtype, order=order[0], vector=order[1])
         super().__init__(context, problem, choice, scatter)
         halves_first = links_are_last(problem, choice, context.machine)
         for position, owner in enumerate([*scatter.peers, context.rank]):
@@ -165,6 +177,8 @@ class PreparedChunkedGemmRs(ChunkedGemm):
             for first, last in zip(edges, edges[1:]):
                 self._add_chunk(first, last, sent_to, is_last=last == end)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scales: TensorScales | None = None
+    ) -> None:
         """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
-        self.into(x, weight, out)
+        self.into(x, weight, out, scales)

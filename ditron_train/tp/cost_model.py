@@ -87,14 +87,14 @@ def wire_bytes(problem: Problem) -> float:
     """Bytes that each rank receives over the links."""
     columns = problem.k if problem.op == "ag_gemm" else problem.n
     columns *= 2 if problem.op == "gemm_ar" else 1  # scattered, then gathered
-    return problem.m * columns * problem.dtype.itemsize * (problem.world_size - 1) / problem.world_size
+    return problem.m * columns * problem.moved_bytes * (problem.world_size - 1) / problem.world_size
 
 
 def collective_us(problem: Problem, rates: MachineRates) -> float:
     """NCCL's all-gather, reduce-scatter, or all-reduce, which is both; nothing on one rank."""
     columns = problem.k if problem.op == "ag_gemm" else problem.n
     passes = 2 if problem.op == "gemm_ar" else 1
-    num_bytes = passes * problem.m * columns * problem.dtype.itemsize
+    num_bytes = passes * problem.m * columns * problem.moved_bytes
     return ring_us(num_bytes, one_node(problem.world_size), rates)
 
 
@@ -178,7 +178,7 @@ def _last_tile_us(
 def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     world_size = problem.world_size
     own_us = (
-        problem.m / world_size * problem.n * problem.dtype.itemsize / (rates.memory_gbps * 1e3)
+        problem.m / world_size * problem.n * problem.result_bytes / (rates.memory_gbps * 1e3)
     )  # one pass over own rows
     fold_us = (world_size + 1) * own_us
     if choice.scatter == "store":
@@ -252,7 +252,7 @@ def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: Machin
     waves = -(-config.num_tiles(problem.m, problem.n) // machine.num_sms)  # all of whole tiles
     each_us = throttled_us(waves * tile_us(problem.k, config, machine.num_sms, rates), rates) / waves
     wave_bytes = (
-        machine.num_sms * config.block_m * config.block_n * problem.dtype.itemsize * (world_size - 1) / world_size
+        machine.num_sms * config.block_m * config.block_n * problem.result_bytes * (world_size - 1) / world_size
     )
     stall_us = _STORE_STALL * wave_bytes / (rates.link_gbps * 1e3)
     return rates.start_us + max(waves * (each_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
@@ -264,7 +264,7 @@ def _chunks_us(
     """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that
     are sent before its others; None: all at once. One rank transfers nothing."""
     world_size, own_rows = problem.world_size, problem.m // problem.world_size
-    rank_bytes = own_rows * problem.n * problem.dtype.itemsize
+    rank_bytes = own_rows * problem.n * problem.result_bytes
     waves = num_waves(own_rows, problem.n, choice.config, machine.num_sms)
     busy_us = world_size * waves * tile_us(problem.k, choice.config, machine.num_sms, rates)
     rank_us = rates.launch_us + throttled_us(busy_us, rates) / world_size

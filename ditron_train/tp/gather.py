@@ -12,7 +12,13 @@ from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.window import ring_window, send_fans, window
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
-from ditron_train.tp.gather_kernels import copy_rows_kernel, gather_start_kernel, gather_wait_kernel, push_shard_kernel
+from ditron_train.tp.gather_kernels import (
+    copy_rows_kernel,
+    gather_start_kernel,
+    gather_wait_kernel,
+    gather_wait_one_kernel,
+    push_shard_kernel,
+)
 from ditron_train.tp.problem import GatherPlan
 
 __all__ = ["PreparedGather"]
@@ -102,6 +108,7 @@ class PreparedGather:
         )
         self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
         self._wait = KernelLaunch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
+        self._wait_one = KernelLaunch(gather_wait_one_kernel, 1, {**flags, **target}, num_warps=1)
         self._copy = None
         if context.is_cuda:
             self._copy = KernelLaunch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK}, num_warps=4)
@@ -220,6 +227,13 @@ class PreparedGather:
         if not send_fans(self._fans, stream):
             self._fans = []
             copy_with_flags(self._copies[1:], self.own_rows.data_ptr(), stream)
+
+    def wait_for(self, source: int) -> None:
+        """Holds the current stream until the rows of rank ``source`` are there; ``wait`` still has to come."""
+        if source == self.context.rank:
+            return
+        if not self._wait_one.repeat(source, current_handle(self.context.device)):
+            self._wait_one(self.pointers, self.row_starts, source, self.granule_rows, key=source)
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, [total rows, K], a view of the

@@ -9,7 +9,13 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["copy_rows_kernel", "gather_start_kernel", "gather_wait_kernel", "push_shard_kernel"]
+__all__ = [
+    "copy_rows_kernel",
+    "gather_start_kernel",
+    "gather_wait_kernel",
+    "gather_wait_one_kernel",
+    "push_shard_kernel",
+]
 
 
 @triton.jit
@@ -84,6 +90,15 @@ def gather_start_kernel(
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
+@triton.jit
+def _await_rows(
+    peer, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
+):
+    num_rows = tl.load(row_starts_ptr + peer + 1) - tl.load(row_starts_ptr + peer)
+    for flag in range(0, tl.cdiv(num_rows, granule_rows)):
+        dl.wait(channel.signals + peer * FLAGS_PER_RANK + flag, epoch, channel.control, peer, flag, TARGET)
+
+
 @triton.jit(do_not_specialize=["granule_rows"])
 def gather_wait_kernel(
     channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
@@ -92,10 +107,17 @@ def gather_wait_kernel(
     epoch = dl.next_epoch(channel.tickets + 1)
     rank = dl.rank(channel.control)
     for step in tl.static_range(1, WORLD_SIZE):
-        peer = (rank + step) % WORLD_SIZE
-        num_rows = tl.load(row_starts_ptr + peer + 1) - tl.load(row_starts_ptr + peer)
-        for flag in range(0, tl.cdiv(num_rows, granule_rows)):
-            dl.wait(channel.signals + peer * FLAGS_PER_RANK + flag, epoch, channel.control, peer, flag, TARGET)
+        _await_rows((rank + step) % WORLD_SIZE, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK, TARGET)
+
+
+@triton.jit(do_not_specialize=["peer", "granule_rows"])
+def gather_wait_one_kernel(
+    channel, row_starts_ptr, peer, granule_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
+):
+    """One program in front of what reads the rows of ``peer`` alone: they have arrived. The epoch is the one that
+    ``gather_wait_kernel``, which follows on the stream, will draw."""
+    epoch = dl.last_epoch(channel.tickets + 1) + 1
+    _await_rows(peer, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK, TARGET)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.gemm.configs import Tile
-from ditron_train.gemm.kernels import tile_product
+from ditron_train.gemm.kernels import scaled, tile_product
 from ditron_train.gemm.peers import PeerTiles, store_tile_to_peer
 from ditron_train.schedule.tiles import ordered_tile, scatter_tile
 
@@ -192,6 +192,7 @@ def gemm_rs_kernel(
     channel,
     out_ptr,
     tables,
+    scales,
     M,
     N,
     K,
@@ -221,6 +222,7 @@ def gemm_rs_kernel(
         channel: ``ChannelPointers``.
         out_ptr: The result.
         tables: ``RowTables``.
+        scales: ``TensorScales`` of FP8 operands, else None.
         M, N, K: Sizes of the product.
         slot_rows, slot_stride, flags_per_rank: As of ``_Reduction``.
         OP: ``GemmRsConstants``. ``even``: every rank owns the same whole number of row tiles. ``fold_rows``: rows of a
@@ -239,6 +241,9 @@ def gemm_rs_kernel(
     num_tiles_n = tl.cdiv(N, TILE.block_n)
     num_k_tiles = tl.cdiv(K, TILE.block_k)
     num_tiles = num_tiles_m * num_tiles_n
+    scale = None
+    if scales is not None:
+        scale = tl.load(scales.a) * tl.load(scales.b)
     counter_ptr = _work_counter(channel.tickets, epoch)
     ready_owner = rank
     pending = tl.cast(0, tl.int64)  # address of the flag of the tile that is still being stored
@@ -263,6 +268,7 @@ def gemm_rs_kernel(
             TILE.block_k,
             TILE.transpose_b,
         )
+        acc = scaled(acc, scale)
         _signal_stored(pending, epoch, TARGET)
         if OP.even:
             pending = _store_to_owner(acc, tile_m, tile_n, owner, ready_owner, peers, channel, reduction, OP, TARGET)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ditron_train.gemm.operands import Operand, padded_columns
+from ditron_train.gemm.fp8 import check_fp8_operands
+from ditron_train.gemm.operands import FP8_DTYPES, Operand, padded_columns, result_dtype
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.driver import has_driver
@@ -54,7 +55,15 @@ def _check(context: TPContext, call: AgGemmCall | GemmRsCall | GemmArCall) -> tu
         raise NotSupportedError(
             f"{name}: x must have at least 2 dimensions and weight 2, got {len(x_shape)} and {len(weight_shape)}"
         )
-    check_operands(name, Operand(call.dtype, call.device), Operand(call.weight_dtype, call.weight_device))
+    operands = Operand(call.dtype, call.device), Operand(call.weight_dtype, call.weight_device)
+    if call.dtype in FP8_DTYPES:
+        check_fp8_operands(name, *operands)
+        if layout != "nt" or call.dtype != call.weight_dtype:
+            raise NotSupportedError(
+                f"{name}: FP8 operands of {call.dtype} and {call.weight_dtype}, {layout}: only nt of one type"
+            )
+    else:
+        check_operands(name, *operands)
     n, k = weight_shape if layout == "nt" else weight_shape[::-1]
     if x_shape[-1] != k:
         raise NotSupportedError(f"{name}: x {tuple(x_shape)} and weight {tuple(weight_shape)} ({layout}) do not fit")
@@ -174,7 +183,7 @@ def gemm_rs_by(
     context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout, choice: Choice
 ) -> PreparedChunkedGemmRs | PreparedGemmRs:
     """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
-    by_copy = choice.scatter == "copy" and can_copy(context) and covers(n, dtype)
+    by_copy = choice.scatter == "copy" and can_copy(context) and covers(n, result_dtype(dtype))
     kind = PreparedChunkedGemmRs if by_copy else PreparedGemmRs
     return kind(context, partition, n, k, dtype, layout, choice)
 
@@ -191,6 +200,7 @@ class AllGatherCall(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     counts: tuple[int, ...] | None
+    in_turn: bool
 
     def prepare(self, context: TPContext) -> PreparedGather:
         """See above."""
@@ -205,7 +215,8 @@ class AllGatherCall(NamedTuple):
             context.agree_on_nothing((context.gather_channel,), dtype=self.dtype)
             raise NotSupportedError(f"all_gather: nothing to gather in {tuple(self.shape)}")
         columns = padded_columns(self.shape[-1], self.dtype)
-        return PreparedGather(context, partition, columns, self.dtype, GatherPlan("copy"), block_m=1, is_awaited=True)
+        plan, is_awaited = GatherPlan("copy"), not self.in_turn
+        return PreparedGather(context, partition, columns, self.dtype, plan, block_m=1, is_awaited=is_awaited)
 
 
 class ReduceScatterCall(NamedTuple):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor, padded_columns
+from ditron_train.gemm.operands import (
+    TensorScales,
+    aligned_operand,
+    empty_aligned,
+    make_descriptor,
+    padded_columns,
+    result_dtype,
+)
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.ag_gemm_kernel import AgGemmConstants, ag_gemm_kernel
@@ -33,7 +40,7 @@ class PreparedAgGemm:
         choice: Choice,
         keeps_gathered: bool = False,
     ) -> None:
-        self.context = context
+        self.context, self._out_dtype = context, result_dtype(dtype)
         self.m, self.n, self.k = partition.num_rows, n, k
         self.config = config = choice.config
         self._a_block, transpose_b = (config.block_m, config.block_k), layout == "nt"
@@ -45,7 +52,7 @@ class PreparedAgGemm:
         self.gathered = gather.buffer.local[:, :k]
         self._a = make_descriptor(self.gathered, self._a_block)
         num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
-        self._out_columns = padded_columns(n, dtype)
+        self._out_columns = padded_columns(n, self._out_dtype)
         self._reads_own = even
         self._keeps_gathered = keeps_gathered
         self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
@@ -71,18 +78,20 @@ class PreparedAgGemm:
         """Of two with the same one the GEMM's kernel is compiled once."""
         return self._launch.identity
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> torch.Tensor:
         """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
         context = self.context
-        out = x.new_empty(self.m, self._out_columns)
-        key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr())
+        out = x.new_empty(self.m, self._out_columns, dtype=self._out_dtype)
+        key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr(), *(scales.addresses if scales else ()))
         if not self._is_recorded:
-            self._enqueue(x, weight, out, key)
-        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(x, weight, out, key):
-            context.remember_op((self, *key), lambda: self._enqueue(x, weight, out, key), (x.data_ptr(),))
+            self._enqueue(x, weight, scales, out, key)
+        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(x, weight, scales, out, key):
+            context.remember_op((self, *key), lambda: self._enqueue(x, weight, scales, out, key), (x.data_ptr(),))
         return out if self._out_columns == self.n else out[:, : self.n].contiguous()
 
-    def _enqueue(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, key: tuple) -> bool:
+    def _enqueue(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, out: torch.Tensor, key: tuple
+    ) -> bool:
         """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
         is_as_given = True
         self.gather.start(x, copies_own=not self._reads_own)
@@ -90,7 +99,8 @@ class PreparedAgGemm:
             try:
                 operand = aligned_operand(weight)
                 is_as_given = operand is weight
-                self._launch(*self._arguments(x, operand, out[:, : self.n]), key=key if is_as_given else None)
+                arguments = self._arguments(x, operand, scales, out[:, : self.n])
+                self._launch(*arguments, key=key if is_as_given else None)
             except BaseException:  # no memory, a kernel that does not compile: this epoch's rows are for no later call
                 self.gather.wait()
                 raise
@@ -99,7 +109,9 @@ class PreparedAgGemm:
         self.gather.finish()
         return is_as_given
 
-    def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
+    def _arguments(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, out: torch.Tensor
+    ) -> tuple:
         return (
             self._a,
             make_descriptor(x[:, : self.k], self._a_block) if self._reads_own else self._a,
@@ -108,6 +120,7 @@ class PreparedAgGemm:
             make_descriptor(out, self.config.store_block),
             self.gather.pointers,
             self._tables,
+            scales,
             self.m,
             self.n,
             self.k,
@@ -115,8 +128,8 @@ class PreparedAgGemm:
             self._num_whole_tiles,
         )
 
-    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
         """Compiles what a call with these would run, without running it; nothing is sent."""
-        out = empty_aligned(self.m, self.n, x.dtype, x.device)
-        self._launch.compile(*self._arguments(x, aligned_operand(weight), out))
+        out = empty_aligned(self.m, self.n, self._out_dtype, x.device)
+        self._launch.compile(*self._arguments(x, aligned_operand(weight), scales, out))
         self.gather.compile(x)

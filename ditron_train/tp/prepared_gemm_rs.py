@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ditron_train.gemm.operands import aligned_operand, make_descriptor, padded_columns
+from ditron_train.gemm.operands import TensorScales, aligned_operand, make_descriptor, padded_columns, result_dtype
 from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
@@ -29,7 +29,7 @@ class PreparedGemmRs:
         layout: Layout,
         choice: Choice,
     ) -> None:
-        self.context = context
+        self.context, dtype = context, result_dtype(dtype)
         self.m, self.n, self.k = partition.num_rows, n, k
         config, world_size = choice.config, context.world_size
         self._a_block, self._b_block = (config.block_m, config.block_k), config.b_block(layout == "nt")
@@ -74,21 +74,26 @@ class PreparedGemmRs:
         """Of two with the same one the GEMM's kernel is compiled once."""
         return self._launch.identity
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scales: TensorScales | None = None
+    ) -> None:
         """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
-        key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), out.data_ptr())
+        addresses = scales.addresses if scales else ()
+        key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), out.data_ptr(), *addresses)
         if not self._launch.repeat(key, current_handle(self.context.device)):
             operands = aligned_operand(x), aligned_operand(weight)
             is_as_given = operands[0] is x and operands[1] is weight
-            self._launch(*self._arguments(*operands, out), key=key if is_as_given else None)
+            self._launch(*self._arguments(*operands, out, scales), key=key if is_as_given else None)
         self.context.leave(self.channel)
 
-    def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
         """Compiles what a call with these would run, without running it."""
-        out = x.new_empty(self._num_own_rows, self.n)
-        self._launch.compile(*self._arguments(aligned_operand(x), aligned_operand(weight), out))
+        out = x.new_empty(self._num_own_rows, self.n, dtype=self._slots.local.dtype)
+        self._launch.compile(*self._arguments(aligned_operand(x), aligned_operand(weight), out, scales))
 
-    def _arguments(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple:
+    def _arguments(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scales: TensorScales | None
+    ) -> tuple:
         return (
             make_descriptor(x, self._a_block),
             make_descriptor(weight, self._b_block),
@@ -97,6 +102,7 @@ class PreparedGemmRs:
             self._pointers,
             out,
             self._tables,
+            scales,
             self.m,
             self.n,
             self.k,

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from ditron_train.gemm.configs import GemmConfig
+from ditron_train.gemm.operands import FP8_DTYPES, result_dtype
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.tuning_table import shape_class
 
@@ -52,7 +53,22 @@ class Problem:
     @property
     def table_op(self) -> str:
         """Its name in a table."""
-        return f"{self.op} {self.layout}"
+        return f"{self.op} {self.layout}{' fp8' if self.is_fp8 else ''}"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether its operands are FP8."""
+        return self.dtype in FP8_DTYPES
+
+    @property
+    def result_bytes(self) -> int:
+        """Of an element of C."""
+        return result_dtype(self.dtype).itemsize
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of an element of what travels: A or C."""
+        return self.dtype.itemsize if self.op == "ag_gemm" else self.result_bytes
 
     @property
     def shape_class(self) -> str:

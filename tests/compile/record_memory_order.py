@@ -18,7 +18,7 @@ from tests.support.compile_check import compile_specs, memory_order
 
 def _main() -> None:
     specs = [replace(spec, targets=("sm_90",)) for spec in room_specs() if "sm_90" in spec.targets]
-    reports = compile_specs(specs, timeout_s=3000)
+    reports = compile_specs(specs)
     orders = {name: memory_order(report.asm) for (name, _), report in sorted(reports.items())}
     Path(__file__).with_name("memory_order.json").write_text(json.dumps(orders, indent=0) + "\n")
 

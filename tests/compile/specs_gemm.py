@@ -14,20 +14,24 @@ def _gemm(
     dtype="bf16",
     halve_tail=False,
     targets=("sm_90", "sm_100"),
+    fp8_chain=None,
 ):
     a_block = f"{block_k},{block_m}" if transpose_a else f"{block_m},{block_k}"
     b_block = f"{block_n},{block_k}" if transpose_b else f"{block_k},{block_n}"
     half = block_n // 2 if halve_tail else block_n
     half_b_block = f"{half},{block_k}" if transpose_b else f"{block_k},{half}"
     split = block_n >= 256
+    is_fp8 = dtype.startswith("fp8")
+    out = "bf16" if is_fp8 else dtype
     return KernelSpec(
         name=name,
         kernel="ditron_train.gemm.kernels:gemm_kernel",
         signature={
             "a_desc": f"tensordesc<{dtype}[{a_block}]>",
-            "b_desc": f"tensordesc<{dtype}[{b_block}]>",
-            "half_b_desc": f"tensordesc<{dtype}[{half_b_block}]>",
-            "c_desc": f"tensordesc<{dtype}[{block_m},{block_n // 2 if split else block_n}]>",
+            "b_desc": f"tensordesc<{'fp8e4nv' if is_fp8 else dtype}[{b_block}]>",
+            "half_b_desc": f"tensordesc<{'fp8e4nv' if is_fp8 else dtype}[{half_b_block}]>",
+            "c_desc": f"tensordesc<{out}[{block_m},{block_n // 2 if split else block_n}]>",
+            **({"scales": {"a": "*fp32", "b": "*fp32"}} if is_fp8 else {}),
             "M": "i32",
             "N": "i32",
             "K": "i32",
@@ -42,6 +46,8 @@ def _gemm(
             "TRANSPOSE_B": transpose_b,
             "SPLIT_STORE": split,
             "HALVE_TAIL": halve_tail,
+            "FP8_CHAIN": fp8_chain,
+            **({} if is_fp8 else {"scales": None}),
         },
         num_warps=8,
         num_stages=stages,
@@ -82,4 +88,11 @@ SPECS = [
         _gemm(f"gemm_{layout}_ampere", transpose_a, transpose_b, 128, 128, 32, 3, targets=("sm_80",)),
         _gemm(f"gemm_{layout}_cdna", transpose_a, transpose_b, 128, 128, 64, 2, targets=("hip",)),
     )
+]
+
+_FP8 = dict(transpose_a=False, transpose_b=True, block_m=128, block_k=128, targets=("sm_90",))
+SPECS += [
+    _gemm("gemm_fp8_wide", block_n=256, stages=3, dtype="fp8e4nv", halve_tail=True, **_FP8),
+    _gemm("gemm_fp8_square_e5m2", block_n=128, stages=4, dtype="fp8e5", **_FP8),
+    _gemm("gemm_fp8_square_split", block_n=128, stages=4, dtype="fp8e5", fp8_chain=128, **_FP8),
 ]

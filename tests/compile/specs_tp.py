@@ -22,28 +22,33 @@ def _tile(block_m, block_n, block_k, transpose_b):
     }
 
 
-def _operands(block_m, block_n, block_k, transpose_b):
+def _operands(block_m, block_n, block_k, transpose_b, dtype="bf16"):
     b = f"{block_n},{block_k}" if transpose_b else f"{block_k},{block_n}"
-    return {"a_desc": f"tensordesc<bf16[{block_m},{block_k}]>", "b_desc": f"tensordesc<bf16[{b}]>"}
+    scales = {} if dtype == "bf16" else {"scales": {"a": "*fp32", "b": "*fp32"}}
+    return {"a_desc": f"tensordesc<{dtype}[{block_m},{block_k}]>", "b_desc": f"tensordesc<{dtype}[{b}]>", **scales}
 
 
 def _store(block_m, block_n):
     return f"tensordesc<bf16[{block_m},{block_n // 2 if block_n >= 256 else block_n}]>"
 
 
-def _half_b(block_m, block_n, block_k, transpose_b):
+def _half_b(block_m, block_n, block_k, transpose_b, dtype="bf16"):
     half = block_n // 2 if block_n >= 256 else block_n
-    return f"tensordesc<bf16[{half},{block_k}]>" if transpose_b else f"tensordesc<bf16[{block_k},{half}]>"
+    return f"tensordesc<{dtype}[{half},{block_k}]>" if transpose_b else f"tensordesc<{dtype}[{block_k},{half}]>"
 
 
-def _ag_gemm(name, transpose_b, even, block, stages, targets):
+def _unscaled(dtype):
+    return {"scales": None} if dtype == "bf16" else {}
+
+
+def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16"):
     return KernelSpec(
         name=name,
         kernel="ditron_train.tp.ag_gemm_kernel:ag_gemm_kernel",
         signature={
-            **_operands(*block, transpose_b),
-            "own_desc": f"tensordesc<bf16[{block[0]},{block[2]}]>",
-            "half_b_desc": _half_b(*block, transpose_b),
+            **_operands(*block, transpose_b, dtype),
+            "own_desc": f"tensordesc<{dtype}[{block[0]},{block[2]}]>",
+            "half_b_desc": _half_b(*block, transpose_b, dtype),
             "c_desc": _store(*block[:2]),
             "channel": _CHANNEL,
             "tables": _TABLES,
@@ -52,13 +57,14 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets):
             "num_whole_tiles": "i32",
         },
         constexprs={
+            **_unscaled(dtype),
             "OP": {
                 "tile": _tile(*block, transpose_b),
                 "flags_per_rank": 1024,
                 "world_size": 8,
                 "even": even,
                 "halve_tail": block[1] >= 256,
-            }
+            },
         },
         num_stages=stages,
         targets=targets,
@@ -66,12 +72,12 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets):
     )
 
 
-def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8):
+def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8, dtype="bf16"):
     return KernelSpec(
         name=name,
         kernel="ditron_train.tp.gemm_rs_kernel:gemm_rs_kernel",
         signature={
-            **_operands(*block, transpose_b),
+            **_operands(*block, transpose_b, dtype),
             **{f"slots{peer}": _store(*block[:2]) for peer in range(8)},
             "slots": {"local": "*bf16", "addresses": "*i64"},
             "channel": _CHANNEL,
@@ -83,6 +89,7 @@ def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8):
             "flags_per_rank": "i32",
         },
         constexprs={
+            **_unscaled(dtype),
             "OP": {
                 "tile": _tile(*block, transpose_b),
                 "fold_rows": 64 if world_size <= 4 else 32,
@@ -90,7 +97,7 @@ def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8):
                 "ranks_pow2": world_size,
                 "even": even,
                 "use_descriptors": world_size <= 8,
-            }
+            },
         },
         num_stages=stages,
         targets=targets,
@@ -128,6 +135,8 @@ def _all_reduce(name, kernel, vector):
 
 
 _WIDE = ((128, 256, 64), 4, ("sm_90", "sm_100"))
+_WIDE_FP8 = ((128, 256, 128), 3, ("sm_90",))
+_SQUARE_FP8 = ((128, 128, 128), 4, ("sm_90",))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
 
 SPECS = [
@@ -170,6 +179,14 @@ SPECS = [
         num_warps=1,
         signals=None,
     ),
+    KernelSpec(
+        name="tp_gather_wait_one",
+        kernel="ditron_train.tp.gather_kernels:gather_wait_one_kernel",
+        signature={"channel": _CHANNEL, "row_starts_ptr": "*i32", "peer": "i32", "granule_rows": "i32"},
+        constexprs={"FLAGS_PER_RANK": 1024},
+        num_warps=1,
+        signals=None,
+    ),
     *(
         KernelSpec(
             name=f"tp_fold_rows_{'at_once' if first_part == 0 else 'in_parts'}",
@@ -204,6 +221,11 @@ SPECS = [
         for kernel in ("fold_all", "push_and_fold", "fold_own_rows")
         for vector in (0, 8)
         if vector or kernel != "fold_own_rows"
+    ),
+    *(
+        build(f"tp_{build.__name__[1:]}_fp8_{size}", True, True, *arguments, dtype="fp8e4nv")
+        for build in (_ag_gemm, _gemm_rs)
+        for size, arguments in (("wide", _WIDE_FP8), ("square", _SQUARE_FP8))
     ),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),

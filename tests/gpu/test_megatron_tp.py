@@ -194,6 +194,53 @@ def test_layers_at_random_shapes(tensor_parallel, all_equal, kind, shares_gpus):
         _compare(all_equal, kind, m, n, k, dtype=dtype, bias=bias, skip_bias_add=draw.random() < 0.7, seed=seed)
 
 
+def _used_state(layer):
+    """What Transformer Engine's quantizers of input, weight and output gradient keep; others never write it."""
+    found = {}
+    for name, indices in (("scaling_fwd", (0, 1)), ("scaling_bwd", (0,))):
+        for index in indices:
+            quantizer = layer.quantizers[name][index]
+            found.update({f"{name} {index} scale": quantizer.scale, f"{name} {index} amax": quantizer.amax})
+        found[f"{name} history"] = getattr(layer.fp8_meta[name], "amax_history", None)
+    return {name: None if value is None else value.clone() for name, value in found.items()}
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("kind", ["te_column", "te_norm_column", "te_row"])
+def test_te_layers_in_fp8_at_random_shapes(tensor_parallel, all_equal, kind, recipe):
+    """Three steps each: results, gradients, and scales and histories behind them."""
+    _import_te()
+    from megatron.core.fp8_utils import get_fp8_context
+
+    from ditron_train.policy import gate
+
+    draw, step, num_overlapped = random.Random(f"{kind} {recipe}"), 16 * tensor_parallel, 0
+    for seed in range(4):
+        gate.forget()
+        m, n, k = (step * draw.randint(128 // 16, 3000 // step) for _ in range(3))
+        config = _config(hidden=max(128, k // 128 * 128), fp8=draw.choice(["hybrid", "e4m3"]), fp8_recipe=recipe)
+        seen = []
+        for index in (0, 1):
+            layer, steps = _build(kind, index, n, k, config, False, True), []
+            for repeat in range(3):
+                shape = (m // tensor_parallel, 1, k) if "column" in kind else (m, 1, k // tensor_parallel)
+                x = _normals(*shape, seed=10 * seed + repeat).requires_grad_()
+                with get_fp8_context(config, 0):
+                    y, _ = layer(x)
+                y.backward(_normals(*y.shape, seed=10 * seed + repeat + 5))
+                named = {f"d{name}": parameter.grad for name, parameter in layer.named_parameters()}
+                steps.append({"y": y.detach(), "dx": x.grad, **named})
+                layer.zero_grad()
+            seen.append([*steps, _used_state(layer)])
+        for native, ours in zip(*seen):
+            _assert_same(all_equal, native, ours, (kind, recipe, m, n, k))
+        num_overlapped += _num_ops()
+    assert num_overlapped > 0
+
+
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("kind", ["te_column", "te_norm_column", "te_row"])
 @pytest.mark.parametrize("flags", [(), ("flag",), ("flag", "zero")], ids=["none", "flag", "zero"])

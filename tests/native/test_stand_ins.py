@@ -259,7 +259,8 @@ from unittest.mock import MagicMock
 
 import megatron.core.extensions.transformer_engine as native
 
-for name in ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.cpu_offload", ".pytorch.export", ".pytorch.fp8",
+for name in ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.cpu_offload", ".pytorch.distributed",
+             ".pytorch.export", ".pytorch.fp8",
              ".pytorch.module", ".pytorch.module._common", ".pytorch.module.base"):
     sys.modules["transformer_engine" + name] = MagicMock()
 for module, name in (("cpu_offload", "is_cpu_offload_enabled"), ("export", "is_in_onnx_export_mode")):

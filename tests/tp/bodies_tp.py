@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ditron_train.gemm.operands import TensorScales
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import (
     GatherPlan,
@@ -26,6 +27,7 @@ from ditron_train.tp import (
     prepared_ag_gemm,
     prepared_gemm_rs,
     row_linear,
+    start_all_gather,
     start_reduce_scatter,
 )
 from ditron_train.tp import chunked_gemm_rs as chunked_ops
@@ -118,6 +120,59 @@ def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, scatter: str, 
         start = sum(counts[:rank])
         expected = ring_fold([part[start : start + counts[rank]] for part in parts], rank)
         assert torch.equal(y, expected), (rank, repeat)
+
+
+def fp8_integers(shape: tuple[int, int], seed: int) -> torch.Tensor:
+    return integers(shape, seed).to(torch.float8_e4m3fn)
+
+
+def check_fp8_products(rows: int, n: int, k: int) -> None:
+    """AG-GEMM and GEMM-RS of FP8 operands, and a gather whose rows are used as they come: on integers, which FP8
+    holds, with scales that are no powers of two."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context, rng = get_tp_context(None, CPU), random.Random(rank)
+    scales = TensorScales(torch.tensor([0.3 + rank]), torch.tensor(0.07))
+    factor = scales.a.float() * scales.b.float()
+    for repeat, mode in enumerate(("copy", "push", "copy")):
+        x, weight = fp8_integers((rows, k), 10 * repeat + rank), fp8_integers((n, k), 7 + repeat + 50 * rank)
+        total = torch.cat([fp8_integers((rows, k), 10 * repeat + peer) for peer in range(world)])
+        time.sleep(rng.random() * 0.02)
+        plan = GatherPlan(mode, push_programs=1)
+        y, gathered = ag_gemm(x, weight, context=context, scales=scales, plan=plan, return_gathered=True)
+        assert torch.equal(gathered.view(torch.uint8), total.view(torch.uint8))
+        assert torch.equal(y, ((total.float() @ weight.float().t()) * factor).bfloat16())
+
+        started, places = start_all_gather(x.view(torch.uint8), context=context, in_turn=True), []
+        for place, part in started.arrivals():
+            assert torch.equal(part, total.view(torch.uint8)[place])
+            places.append(place.start // rows)
+        assert places == [(rank + step) % world for step in range(world)]
+
+        own = ((total.float() @ weight.float().t()) * factor).bfloat16()
+        partials = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(partials, own)
+        expected = ring_fold([partial.chunk(world)[rank] for partial in partials], rank)
+        for scatter in ("store", "copy"):
+            found = gemm_rs(total, weight, context=context, scales=scales, scatter=scatter)
+            assert torch.equal(found, expected), (repeat, scatter)
+
+
+def refused_fp8_calls() -> list[str]:
+    """What is raised, alike on every rank, for FP8 operands that do not fit."""
+    context, said = get_tp_context(None, CPU), []
+    x, weight = fp8_integers((16, 32), 1), fp8_integers((16, 32), 2)
+    scales = TensorScales(torch.ones(1), torch.ones(1))
+    pairs = TensorScales(torch.ones(2), torch.ones(1))
+    e5m2 = weight.to(torch.float8_e5m2)
+    for op in (ag_gemm, gemm_rs):
+        calls = [(x, weight, {}), (x.float(), weight.float(), {"scales": scales}), (x, weight, {"scales": pairs})]
+        calls += [(x, weight.t(), {"scales": scales, "layout": "nn"}), (x, e5m2, {"scales": scales})]
+        for one, other, options in calls:
+            try:
+                op(one, other, context=context, **options)
+            except NotSupportedError as error:
+                said.append(str(error))
+    return said
 
 
 def check_reduce_scatter(shape: tuple[int, ...], dtype_name: str, repeats: int) -> None:
@@ -291,7 +346,7 @@ def check_recorded_ops() -> list[list[int]]:
         counts[-1][1] += 1
 
     def in_turn(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:
-        if options:
+        if options not in ({}, {"dtype": self.dtype}):
             return new_empty(self, *shape, **options)
         calls[shape] = calls.get(shape, -1) + 1
         piece = memory.setdefault((*shape, calls[shape] // 3 % 2), new_empty(self, *shape))

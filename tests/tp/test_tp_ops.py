@@ -43,6 +43,18 @@ def test_gemm_rs_equals_matmul_then_ring(counts, n, k, layout, dtype, scatter):
     run_workers(2, bodies.check_gemm_rs, counts, n, k, layout, scatter, dtype, 3)
 
 
+def test_fp8_products_and_rows_as_they_arrive():
+    run_workers(2, bodies.check_fp8_products, 40, 48, 32)
+    run_workers(4, bodies.check_fp8_products, 16, 32, 64)
+
+
+def test_fp8_operands_that_do_not_fit_are_refused_alike():
+    first, second = run_workers(2, bodies.refused_fp8_calls)
+    assert first == second and len(first) == 10
+    for name, words in zip(["ag_gemm"] * 5 + ["gemm_rs"] * 5, first):
+        assert words.startswith(f"{name}: ") and ("scale" in words or "FP8 operands" in words)
+
+
 def test_four_ranks():
     run_workers(4, bodies.check_ag_gemm, [32, 10, 0, 90], 40, 32, "nt", "push", "float32", 2)
     run_workers(4, bodies.check_ag_gemm, [64] * 4, 40, 32, "nn", "copy", "bfloat16", 2)

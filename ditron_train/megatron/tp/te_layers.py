@@ -6,6 +6,7 @@ own GEMM (into ``main_grad`` where it would). Imported only where Transformer En
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,19 +25,30 @@ from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.te_wgrad import wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.policy import log_native
+from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, why_not_code
+from ditron_train.policy import gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
 __all__ = [
+    "FP8_RECIPES",
     "DitronTEColumnParallelLinear",
     "DitronTELayerNormColumnParallelLinear",
     "DitronTERowParallelLinear",
     "class_map",
     "normalised",
+    "route_fp8",
     "why_not_covered",
+    "why_not_fp8",
 ]
+
+#: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
+FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling")
+
+_COLUMN_BASE: Any = overlapped_base(TEColumnParallelLinear)
+_NORM_COLUMN_BASE: Any = overlapped_base(TELayerNormColumnParallelLinear)
+_ROW_BASE: Any = overlapped_base(TERowParallelLinear)
 
 _USERBUFFERS = (
     "ub_overlap_rs_fprop",
@@ -88,21 +100,25 @@ def normalised(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
     """What Transformer Engine would do in this call that the op does not do, or would not do that it does."""
-    if layer.parallel_mode is None:
-        return "its communication is another's (--moe-shared-expert-overlap)"
     if (
         FP8GlobalStateManager.is_fp8_enabled()
         or FP8GlobalStateManager.is_fp8_calibration()
         or layer.primary_weights_in_fp8
     ):
         return "the layer computes in FP8"
+    return _why_not_options(layer, x)
+
+
+def _why_not_options(layer: Any, x: torch.Tensor) -> str | None:
+    if layer.parallel_mode is None:
+        return "its communication is another's (--moe-shared-expert-overlap)"
     if layer.te_quant_params is not None:
         return "the layer has quantization parameters"
     if any(getattr(layer, name, False) for name in _USERBUFFERS):
         return "--tp-comm-overlap (userbuffers) is on"
     if any(parameter.dtype != x.dtype for parameter in layer.parameters()):
         return "the parameters have another type than the input"
-    if not layer.sequence_parallel and getattr(layer, "symmetric_ar_type", None) is not None:
+    if not layer.sequence_parallel and layer.tp_size > 1 and getattr(layer, "symmetric_ar_type", None) is not None:
         return "its all-reduce is another's (symmetric_ar_type)"
     if getattr(layer, "return_layernorm_output", False):
         return "the layer returns what it has normalised, too"
@@ -115,6 +131,49 @@ def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
     if is_in_onnx_export_mode() or layer.is_debug_iter() or layer.fsdp_group is not None:
         return "ONNX export, debugging or FSDP scattering is on"
     return why_not_weight(layer.weight)
+
+
+def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
+    """As ``why_not_covered``, where the layer computes in FP8."""
+    if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
+        return "FP8 is calibrated or captured"
+    if layer.primary_weights_in_fp8:
+        return "the parameters are FP8 (--fp8-param-gather)"
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    if type(recipe).__name__ not in FP8_RECIPES:
+        return f"FP8 by the recipe {type(recipe).__name__}"
+    if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
+        return "the forward product has a split accumulator"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on"
+    return _why_not_options(layer, x) or why_not_code(layer.__class__)
+
+
+def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torch.Tensor], Any]) -> Any:
+    """A call of a layer that computes in FP8: Transformer Engine's own either way, overlapped where that is covered,
+    has the same bits and is faster."""
+    context = None
+    if layer.sequence_parallel:
+        reason = why_not_fp8(layer, x)
+        if reason is not None:
+            log_native(f"tp {kind} (TE, FP8)", reason)
+        else:
+            context = route_fp8(layer, kind, x)
+    if context is None:
+        return forward(x)
+    with overlapping(kind, context):
+        return forward(x)
+
+
+def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
+    """The context to run this call of a layer in FP8 with, or None for Megatron's path."""
+    from ditron_train.megatron.tp.fp8_spec import FP8_COLUMN, FP8_ROW, Fp8Call
+
+    fp8_format = FP8GlobalStateManager.get_fp8_recipe().fp8_format
+    grad_format = "E5M2" if fp8_format.name == "HYBRID" else "E4M3"
+    weight = layer.weight
+    call = Fp8Call(x, weight, layer.tp_group, grad_format, is_frozen=not weight.requires_grad)
+    return gate.context_for(FP8_COLUMN if kind == "column" else FP8_ROW, call)
 
 
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
@@ -133,10 +192,12 @@ def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torc
 
 
 @outside_compile
-class DitronTEColumnParallelLinear(TEColumnParallelLinear):
+class DitronTEColumnParallelLinear(TEColumnParallelLinear, _COLUMN_BASE):
     """``TEColumnParallelLinear`` with the gather of its input and the reduce-scatter of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if FP8GlobalStateManager.is_fp8_enabled():
+            return _run_in_fp8(self, "column", x, super().forward)
         context = _route(self, "column", x)
         if context is None:
             return super().forward(x)
@@ -145,11 +206,13 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear):
 
 
 @outside_compile
-class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
+class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear, _NORM_COLUMN_BASE):
     """``TELayerNormColumnParallelLinear``: Transformer Engine's norm on the local sequence, then the overlapped
     linear."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if FP8GlobalStateManager.is_fp8_enabled():
+            return _run_in_fp8(self, "column", x, super().forward)
         context = _route(self, "column", x)
         if context is None:
             return super().forward(x)
@@ -158,10 +221,12 @@ class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
 
 
 @outside_compile
-class DitronTERowParallelLinear(TERowParallelLinear):
+class DitronTERowParallelLinear(TERowParallelLinear, _ROW_BASE):
     """``TERowParallelLinear`` with the reduce-scatter of its output and the gather of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if FP8GlobalStateManager.is_fp8_enabled():
+            return _run_in_fp8(self, "row", x, super().forward)
         context = _route(self, "row", x)
         if context is None:
             return super().forward(x)

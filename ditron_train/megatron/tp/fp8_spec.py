@@ -1,0 +1,227 @@
+"""Tensor parallel linear layers of Transformer Engine in FP8 with one scale a tensor, declared for the policy.
+
+What is compared is a layer's forward and backward from quantized operands on: gather, products and reduce-scatter, by
+the functions that Transformer Engine's own layers call and by ours. Quantizing is Transformer Engine's either way, so
+the recipes tensorwise and delayed are one op. Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.megatron.shared.values import why_hidden
+from ditron_train.megatron.tp.spec import Kind
+from ditron_train.megatron.tp.te_passes import backward_pass, forward_pass, gather, multiply, passing, scatter
+from ditron_train.policy import Decision, Function, OpSpec
+from ditron_train.policy.spec import Trial
+from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.stream.driver import has_driver
+from ditron_train.tp.context import TPContext, get_tp_context
+
+__all__ = ["FP8_COLUMN", "FP8_ROW", "Fp8Call", "Fp8Spec"]
+
+_ROW_ALIGNMENT = 16  # of the tokens of a rank: cuBLAS multiplies each rank's by themselves, and wgrad sums over them
+
+
+class Fp8Call(NamedTuple):
+    """One call of a linear layer in FP8 on this rank.
+
+    Attributes:
+        x: Input ``[s, b, K]`` or ``[tokens, K]``, bf16: of ``column`` the local part of the sequence.
+        weight: This rank's ``[N, K]``.
+        group: Tensor parallel group.
+        grad_format: Of gradients: ``E4M3`` or ``E5M2``. The others are E4M3.
+        is_frozen: Whether the weight needs no gradient.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    group: dist.ProcessGroup
+    grad_format: str
+    is_frozen: bool
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Quantized operands of one forward and backward, and the quantizer of what is gathered in backward."""
+
+    call: Fp8Call
+    x: Any
+    weight: Any
+    grad: Any
+    quantizer: Any
+
+
+class Fp8Spec(OpSpec[Fp8Call, TPContext]):
+    """Gather, product and their backward (``column``), or product, reduce-scatter and theirs (``row``)."""
+
+    measured = "backward"
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.name = f"tp {kind} fp8"
+        self.row = f"{kind}_linear_fp8"
+
+    def key(self, call: Fp8Call) -> tuple[Hashable, ...]:
+        """See `OpSpec`."""
+        return (
+            tuple(call.x.shape),
+            tuple(call.weight.shape),
+            call.x.dtype,
+            call.weight.dtype,
+            call.x.device,
+            call.grad_format,
+            call.is_frozen,
+        )
+
+    def why_not(self, call: Fp8Call) -> str | None:
+        """See `OpSpec`."""
+        x, weight, world_size = call.x, call.weight, dist.get_world_size(call.group)
+        if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+            return f"the input is {x.dtype} and the weight {weight.dtype}; covered is bfloat16"
+        reason = _why_not_device(x.device)
+        if reason is not None:
+            return reason
+        if x.dim() < 2 or 0 in x.shape or x.shape[-1] != weight.shape[1]:
+            return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
+        if self.kind == "row" and x.shape[0] % world_size:
+            return f"the sequence of {x.shape[0]} does not divide by {world_size}"
+        rows_of_a_rank = x.shape[:-1].numel() // (world_size if self.kind == "row" else 1)
+        if rows_of_a_rank % _ROW_ALIGNMENT or weight.shape[0] % _ROW_ALIGNMENT or weight.shape[1] % _ROW_ALIGNMENT:
+            return f"{rows_of_a_rank} tokens a rank and {tuple(weight.shape)} are not multiples of {_ROW_ALIGNMENT}"
+        return why_hidden(x.device, rows_of_a_rank, *weight.shape)
+
+    def context(self, call: Fp8Call) -> TPContext:
+        """See `OpSpec`."""
+        return get_tp_context(call.group, call.x.device)
+
+    def decide(self, call: Fp8Call, context: TPContext) -> Decision:
+        """See `OpSpec`. Memory is had and kernels are compiled by it, so nothing of that fails between a forward and
+        its backward."""
+        decision = super().decide(call, context)
+        context.synchronize()
+        return decision
+
+    def trial(self, call: Fp8Call, context: TPContext) -> Trial:
+        """See `OpSpec`: on random values, which are timed, and on values that show the order of sums (nothing of the
+        job is quantized again, since quantizers remember)."""
+        first, second = (self._operands(call, context, reveals=reveals) for reveals in (False, True))
+        runs = [
+            (lambda one=one: self._run(one, None), lambda one=one: self._run(one, context)) for one in (first, second)
+        ]
+        return Trial(self.words(call, context), *runs[0], torch.bfloat16, runs[1:])
+
+    def words(self, call: Fp8Call, context: TPContext) -> str:
+        """See `OpSpec`."""
+        sizes = f"{call.x.shape[:-1].numel()}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
+        return f"{self.name} {sizes} gradients {call.grad_format}{', frozen' if call.is_frozen else ''}"
+
+    def where(self, call: Fp8Call) -> str:
+        """See `OpSpec`."""
+        return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
+
+    def inputs(self, call: Fp8Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `OpSpec`."""
+        return call.x, call.weight
+
+    def megatron(self, call: Fp8Call) -> Function:
+        """See `OpSpec`: on operands of its own."""
+        return lambda x, weight: self._run(self._operands(call, self.context(call), reveals=False), None)
+
+    def fused(self, call: Fp8Call, context: TPContext) -> Function:
+        """See `OpSpec`: on operands of its own."""
+        return lambda x, weight: self._run(self._operands(call, context, reveals=False), context)
+
+    def _operands(self, call: Fp8Call, context: TPContext, *, reveals: bool) -> _Operands:
+        (n, k), rank, world_size = call.weight.shape, context.rank, context.world_size
+        rows = call.x.shape[:-1].numel()
+        grad_rows = rows * world_size if self.kind == "column" else rows // world_size
+        device, block = call.x.device, min(rows, grad_rows)
+
+        def made(shape: tuple[int, int], seed: int, signed: Any, row_block: int, quantizer: Any) -> Any:
+            if reveals:
+                values = revealing_matrix(shape, torch.bfloat16, device, seed=seed, signed=signed, row_block=row_block)
+            else:
+                generator = torch.Generator(device).manual_seed(seed)
+                values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+            return quantizer(values)
+
+        is_gathered = self.kind == "column"
+        x = made((rows, k), 1 + rank, "rows", block, _quantizer("E4M3", device, columnwise=not is_gathered))
+        weight = made((n, k), 101 + rank, "columns", n, _quantizer("E4M3", device))
+        grad_quantizer = _quantizer(call.grad_format, device, columnwise=is_gathered)
+        grad = made((grad_rows, n), 201 + rank, "columns", block, grad_quantizer)
+        quantizer = _quantizer("E4M3" if is_gathered else call.grad_format, device, columnwise=False)
+        return _Operands(call, x, weight, grad, quantizer)
+
+    def _run(self, operands: _Operands, context: TPContext | None) -> Sequence[torch.Tensor]:
+        """Results and gradients, step by step as Transformer Engine's layers have them; None: natively."""
+        call, fast = operands.call, dict(out_dtype=torch.bfloat16, use_split_accumulator=False)
+        with torch.no_grad(), passing(forward_pass(self.kind, context)):
+            if self.kind == "column":
+                total, _ = gather(operands.x, call.group, quantizer=operands.quantizer)
+                y, *_ = multiply(operands.weight, total, **fast)
+            else:
+                y, *_ = multiply(operands.weight, operands.x, **fast)
+                y, _ = scatter(y, call.group)
+        with torch.no_grad(), passing(backward_pass(self.kind, context)):
+            gradients = (self._column_gradients if self.kind == "column" else self._row_gradients)(operands)
+        return [y, *gradients]
+
+    def _column_gradients(self, operands: _Operands) -> list[torch.Tensor]:
+        call, total, work = operands.call, None, None
+        if not call.is_frozen:
+            total, work = gather(operands.x, call.group, async_op=True, quantizer=operands.quantizer)
+        dgrad, *_ = multiply(operands.weight, operands.grad, layout="NN", **_GRADIENT)
+        dgrad, dgrad_work = scatter(dgrad, call.group, async_op=True)
+        if work is not None:
+            work.wait()
+        wgrad = [] if total is None else [_wgrad(total, operands.grad)]
+        dgrad_work.wait()
+        return [dgrad, *wgrad]
+
+    def _row_gradients(self, operands: _Operands) -> list[torch.Tensor]:
+        total, _ = gather(operands.grad, operands.call.group, quantizer=operands.quantizer)
+        dgrad, *_ = multiply(operands.weight, total, layout="NN", **_GRADIENT)
+        return [dgrad] if operands.call.is_frozen else [dgrad, _wgrad(operands.x, total)]
+
+
+_GRADIENT: dict[str, Any] = dict(grad=True, out_dtype=torch.bfloat16, use_split_accumulator=True)
+
+
+def _wgrad(x: Any, grad: Any) -> torch.Tensor:
+    for operand in (x, grad):
+        operand.update_usage(columnwise_usage=True)
+    wgrad, *_ = multiply(x, grad, layout="NT", **_GRADIENT)
+    return wgrad
+
+
+def _quantizer(name: str, device: torch.device, *, columnwise: bool = True) -> Any:
+    """One that nobody else has, and that asks no peer."""
+    quantizer = Float8CurrentScalingQuantizer(getattr(tex.DType, f"kFloat8{name}"), device, columnwise=columnwise)
+    quantizer.internal = True
+    return quantizer
+
+
+def _why_not_device(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
+    try:
+        target = kernel_target(device)
+    except NotSupportedError as error:
+        return str(error)
+    if target != "sm_90":
+        return f"products of FP8 are covered on Hopper, not on {target}"
+    return None if has_driver() else "cuda-bindings is not installed"
+
+
+FP8_COLUMN, FP8_ROW = Fp8Spec("column"), Fp8Spec("row")
