@@ -236,8 +236,8 @@ def scaled_square(a: torch.Tensor, b: float, c: float, *, config: GemmConfig | N
     Raises:
         NotSupportedError: As ``gram``, or A is not square.
     """
-    if a.shape[0] != a.shape[1]:
-        raise NotSupportedError(f"scaled_square of a {a.shape[0]} x {a.shape[1]} matrix")
+    if a.dim() != 2 or a.shape[0] != a.shape[1]:
+        raise NotSupportedError(f"scaled_square of a {' x '.join(map(str, a.shape))} matrix")
     return _symmetric(a, a, a, c, b, config)
 
 
@@ -289,6 +289,8 @@ def addmm(
     """
     target = check_operands("addmm", add, a)
     check_operands("addmm", a, b)
+    if not add.dim() == a.dim() == b.dim() == 2:
+        raise NotSupportedError(f"addmm: {tuple(add.shape)}, {tuple(a.shape)} and {tuple(b.shape)} are no matrices")
     m, n, k = *add.shape, a.shape[1]
     if tuple(a.shape) != (m, k) or tuple(b.shape) != (k, n) or min(m, n, k) == 0:
         raise NotSupportedError(f"addmm of shapes {tuple(add.shape)}, {tuple(a.shape)} and {tuple(b.shape)}")

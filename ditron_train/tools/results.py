@@ -220,5 +220,5 @@ def read_results(path: Path) -> tuple[Stamp, list[Row]]:
     try:
         values = parse_json(read_regular(path))
         return Stamp(**values["stamp"]), [Row.from_json(row) for row in values["rows"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no benchmark results: {error!r}") from error

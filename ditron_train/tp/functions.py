@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
@@ -58,6 +59,8 @@ class PlainWgrad:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
+    if x.dim() == 0:
+        raise NotSupportedError("a linear layer: the input has no dimensions")
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 

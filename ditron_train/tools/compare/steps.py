@@ -122,7 +122,10 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[Step], list[str]]:
         figures = {**entry["losses"], "grad norm": entry["grad_norm"], "parameters": entry.get("digest")}
         known = {name: value for name, value in figures.items() if value is not None}
         steps.append(Step(entry["step"], known, entry["seconds"], entry.get("used_bytes"), entry.get("clock_mhz")))
-    return header, steps, entries[-1].get("plan", []) if entries else []
+    plan = entries[-1].get("plan", []) if entries else []
+    if not isinstance(plan, list) or not all(isinstance(line, str) for line in plan):
+        raise ValueError(f"{path.name} has a plan that is no list of lines")
+    return header, steps, plan
 
 
 def read_job(folder: Path) -> Job:

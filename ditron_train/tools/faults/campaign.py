@@ -32,7 +32,7 @@ from ditron_train.tools.faults.one_job import run_one
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import terminal
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "read_rows", "run"]
 
 _TIMEOUT_S = 2.0
 _POLL_S = 0.02
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     device_type = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     jobs = _check(arguments, device_type)
-    earlier = _read_results(arguments.results)
+    earlier = read_rows(arguments.results) if arguments.results is not None and arguments.results.exists() else []
     _import_all(device_type, jobs)
     campaign = _Campaign(arguments, device_type, jobs, earlier)
     try:
@@ -102,14 +102,12 @@ def _check(arguments: argparse.Namespace, device_type: str) -> dict[str, tuple[i
     return {name: sizes for name, sizes in jobs.items() if not wanted or name in wanted}
 
 
-def _read_results(path: Path | None) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The faults that a file of results holds.
 
     Raises:
         SettingError: It cannot be read, or is something else.
     """
-    if path is None or not path.exists():
-        return []
     try:
         rows = parse_json(read_regular(path))["faults"]
         if all(isinstance(row["seed"], int) and isinstance(row["ended"], str) for row in rows):

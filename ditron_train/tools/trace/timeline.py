@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ditron_train.runtime.files import parse_json, read_regular
 
@@ -70,9 +70,12 @@ def read_chrome_trace(path: Path) -> list[Interval]:
         ValueError: The file is no Chrome trace.
     """
     try:
-        events = parse_json(read_regular(path))["traceEvents"]
-    except (ValueError, KeyError, TypeError) as error:
+        return _intervals(parse_json(read_regular(path))["traceEvents"])
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is no Chrome trace: {error!r}") from error
+
+
+def _intervals(events: Sequence[dict[str, Any]]) -> list[Interval]:
     complete = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     calls = {_correlation(event): event for event in complete if event.get("cat") in ("cuda_runtime", "cuda_driver")}
     found: list[Interval | None] = [
