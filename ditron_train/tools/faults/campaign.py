@@ -47,7 +47,12 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--faults", action="store_true", help="instead of all else: something goes wrong with one rank of many jobs"
     )
     parser.add_argument("--count", type=int, default=40, metavar="N", help="faults, of seeds from --seed on (40)")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="one JSON file; what it holds already stays")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="one JSON file of faults, or of pieces of --ops; what it holds stays",
+    )
     parser.add_argument("--at-once", type=int, metavar="N", help="jobs side by side (default: 4, on GPUs 1)")
     parser.add_argument("--jobs", metavar="NAME,NAME", help=f"of {', '.join(MODULES)} (default: all that run here)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are GPUs")

@@ -1,7 +1,8 @@
-"""``verify --ops N``: the same few ops again and again, every result compared, memory watched.
+"""``verify --ops N``: the same few ops of every room again and again, every result compared, memory watched.
 
 Cheap ops come often (a message round the ring of ranks), ops that are kernels seldom, so that a million fit into an
-hour without a GPU.
+hour without a GPU. Messages and the ops of ``tp`` are compared with ``torch.distributed`` and ``torch.matmul``, the
+steps of the other rooms, forward and backward, with their own first results.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ditron_train.pp import exchange, get_pipeline_context
 from ditron_train.pp.messages import Header
 from ditron_train.symm.control import TICKET_UNIT_LOG2
+from ditron_train.tools.faults.jobs import JOBS
 from ditron_train.tools.session import BenchSession
+from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.soak import Soak, SoakMeter
 from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_rs
 from ditron_train.tp.ops import start_reduce_scatter
@@ -26,24 +30,36 @@ _SETS = 8  # of inputs, in turn
 _KERNEL_EVERY = 100  # one op in so many is a kernel
 _READS = 20  # of the count of differences: gloo keeps some 500 bytes of every all-reduce
 
+_OTHER_ROOMS = ("sp", "ep", "muon")
+
 Op = Callable[[int], Any]  # a tensor
 
 
-def endure(session: BenchSession, soak: Soak, context: TPContext, *, seed: int, limit_s: float | None) -> None:
-    """Runs ``soak.planned`` ops (collective) and fills ``soak``.
+def endure(
+    session: BenchSession, soak: Soak, context: TPContext, stress: Stress, *, seed: int, limit_s: float | None
+) -> None:
+    """Runs ``soak.planned`` ops (collective), a rank being late to those that are kernels, and fills ``soak``.
 
     Raises:
         PeerTimeoutError: A peer did not come.
     """
     ops = [_message_op(session, seed), *_kernel_ops(session, context, seed)]
-    names = ("pp exchange", "tp all_gather", "tp ag_gemm", "tp reduce_scatter", "tp gemm_rs")
+    names: tuple[str, ...] = ("pp exchange", "tp all_gather", "tp ag_gemm", "tp reduce_scatter", "tp gemm_rs")
     expected = [_expected(session, name, seed) for name in names]
+    for name in _OTHER_ROOMS:
+        op, first = _room_op(session, name)
+        ops.append(op)
+        names += (f"{name} step",)
+        expected.append([first] * _SETS)
+    late = np.random.default_rng(seed)
     num_different = torch.zeros(1, dtype=torch.int64, device=session.device)
     meter = SoakMeter(soak, session.device, limit_s)
     while soak.done < soak.planned and not meter.time_is_up():
         number = soak.done
         which = 1 + (number // _KERNEL_EVERY) % (len(ops) - 1) if number % _KERNEL_EVERY == 0 else 0
         index = number % _SETS
+        if which:
+            stress.delay(session, late)
         num_different += (ops[which](index) != expected[which][index]).any()
         soak.count(names[which], 1)
         if soak.done % max(soak.planned // _READS, 1) == 0:
@@ -55,6 +71,16 @@ def endure(session: BenchSession, soak: Soak, context: TPContext, *, seed: int, 
         max(int(channel.tickets[0]) for channel in (context.gather_channel, context.scatter_channel))
         >> TICKET_UNIT_LOG2
     )
+
+
+def _room_op(session: BenchSession, name: str) -> tuple[Op, torch.Tensor]:
+    """A step of a room's job, forward and backward, as one tensor; what it gave at first."""
+    step = JOBS[name](session.device)
+
+    def op(index: int) -> torch.Tensor:
+        return torch.cat([tensor.detach().reshape(-1).float() for tensor in step()])
+
+    return op, op(0)
 
 
 def _read(num_different: torch.Tensor, soak: Soak) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.files import parse_json, read_regular, replace_file
 from ditron_train.tools.results import Stamp, result_path
 
-__all__ = ["MAX_DRIFT_BYTES", "Soak", "SoakMeter", "write_soak"]
+__all__ = ["MAX_DRIFT_BYTES", "Soak", "SoakMeter", "add_piece", "write_soak"]
 
 MAX_DRIFT_BYTES = 1 << 20
 _WRAP = 2**31
@@ -172,3 +174,26 @@ def write_soak(folder: Path, stamp: Stamp, soak: Soak) -> Path:
                "crossed_the_wrap": soak.crossed_the_wrap, "sentence": soak.sentence()}  # fmt: skip
     path.write_text(json.dumps({"stamp": asdict(stamp), "summary": summary}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def add_piece(path: Path, soak: Soak) -> None:
+    """Adds a long run to a file of the pieces that continue one another, and sums them up.
+
+    Raises:
+        SettingError: The file is another one.
+    """
+    pieces = []
+    if path.exists():
+        try:
+            pieces = list(parse_json(read_regular(path))["pieces"])
+            if not all(isinstance(piece["done"], int) for piece in pieces):
+                raise ValueError("done")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SettingError(f"{path} holds no pieces of a long run: {error!r}") from None
+    drift, crossed = soak.host_drift_bytes, soak.crossed_the_wrap
+    pieces.append({**asdict(soak), "host_drift_bytes": drift, "crossed_the_wrap": crossed})
+    counts = {name: sum(piece[name] for piece in pieces) for name in ("done", "compared", "num_different", "seconds")}
+    drift = sum(piece["host_drift_bytes"] for piece in pieces)
+    content = {"total": {**counts, "host_drift_bytes": drift}, "pieces": pieces}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(content, indent=1) + "\n")

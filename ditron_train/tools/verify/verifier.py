@@ -34,7 +34,7 @@ from ditron_train.tools.verify.cases import (
 from ditron_train.tools.verify.outcome import Outcome, Stress
 from ditron_train.tools.verify.result_table import Report
 from ditron_train.tools.verify.rooms import check_rooms, parse_rooms, verify_rooms
-from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter
+from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter, add_piece
 
 __all__ = ["add_arguments", "run"]
 
@@ -181,7 +181,10 @@ class _Verification:
             self._soak_random(self._soak("random", self.arguments.random))
         if self.arguments.ops:
             soak = self._soak("ops", self.arguments.ops)
-            endure(self.session, soak, self.context, seed=self.arguments.seed, limit_s=self.arguments.seconds)
+            limit_s = self.arguments.seconds
+            endure(self.session, soak, self.context, self.stress, seed=self.arguments.seed, limit_s=limit_s)
+            if self.arguments.results is not None and self.session.rank == 0:
+                add_piece(self.arguments.results, soak)
 
     def finish(self) -> int:
         """Shows everything; the exit status."""

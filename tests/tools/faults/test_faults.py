@@ -31,18 +31,19 @@ ROOT = Path(__file__).parents[3]
 JOBS = {name: (2, 3) for name in MODULES}
 
 
+@pytest.mark.slow
 def test_forty_faults(tmp_path: Path) -> None:
-    """Of all kinds, in all rooms; a run of five hundred is committed."""
+    """Of all kinds, where steps are short; what a run of all rooms found is committed."""
     path = tmp_path / "faults.json"
-    words = ("--faults", "--count", "40", "--seed", "5000", "--at-once", "6", "--results", str(path))
-    words += ("--jobs", "tp,sp,ep,pp,muon,probe")
+    words = ("--faults", "--count", "40", "--seed", "5000", "--at-once", "4", "--results", str(path))
+    words += ("--jobs", "tp,sp,pp,probe")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "ditron_train", "verify", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(path.read_text())
-    assert content["summary"]["faults"] == 40 and content["summary"]["places"] > 30
+    assert content["summary"]["faults"] == 40 and content["summary"]["places"] > 20
     assert content["summary"]["ended"].keys() <= {"raised", "survived"}
     assert all(
         row["kind"] in HARMLESS or row["ended"] == "raised" or row["kind"] == "late" for row in content["faults"]
