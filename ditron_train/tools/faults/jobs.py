@@ -201,6 +201,7 @@ def _capture(device: torch.device) -> Step:
         for _ in range(2):
             graph.replay()
         context.synchronize()
+        assert isinstance(y, torch.Tensor)
         return [y.clone()]
 
     return step
