@@ -89,7 +89,7 @@ def _multiply_add(x_ptr, add_ptr, factor, size, BLOCK: tl.constexpr):
 
 
 @needs_interpreter
-def test_half_products_give_the_weights_of_whole_tile_products(monkeypatch):
+def test_half_products_give_the_weights_of_whole_tile_products(monkeypatch, products_rounded_once):
     """50 steps of a small model by the symmetric kernels and by the same tiles computed whole: equal weights."""
 
     def train():

@@ -84,8 +84,7 @@ def test_addmm_with_a_halved_tail_is_exact(num_programs):
 
 
 @pytest.mark.parametrize("m, n", [(96, 64), (100, 200), (33, 70)])
-def test_half_the_tiles_give_the_bits_of_the_whole_product(m, n):
-    # square tiles only: NumPy's product of a wide tile sums in another order than that of its transpose
+def test_half_the_tiles_give_the_bits_of_the_whole_product(m, n, products_rounded_once):
     x = torch.randn(m, n, generator=torch.Generator().manual_seed(1))
     whole = matmul_nt(x, x, config=SQUARE)
     half = gram(x, config=SQUARE)

@@ -54,7 +54,7 @@ def test_symmetric_addmm_refuses_other_shapes():
 @pytest.mark.parametrize("shape", [(24, 100), (100, 24), (16, 32)])
 @pytest.mark.parametrize("mode", ["strict", pytest.param("force", marks=needs_interpreter)])
 @pytest.mark.parametrize("coefficients, num_steps", [("quintic", 5), ("polar_express", 8), ("simple", 7)])
-def test_the_gram_form_takes_the_same_steps(shape, mode, coefficients, num_steps):
+def test_the_gram_form_takes_the_same_steps(shape, mode, coefficients, num_steps, products_rounded_once):
     options = dict(dtype=torch.float32, num_steps=num_steps, coefficient_type=coefficients, mode=mode)
     grad = spread_matrix(*shape)
     by_gram, by_steps = newton_schulz(grad, form="gram", **options), newton_schulz(grad, **options)

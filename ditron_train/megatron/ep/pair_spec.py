@@ -124,6 +124,11 @@ def fused_pairs_here(
     return chosen
 
 
+def _main_grad_dtype(weight: Any) -> torch.dtype:
+    like = getattr(weight, "main_grad", None)
+    return torch.float32 if like is None else like.dtype
+
+
 class _WrittenOver:
     """Transformer Engine's weight gradients as gradient accumulation fusion has them, in fresh buffers of the type of
     ``main_grad``, as the first microbatch is written over them."""
@@ -170,10 +175,11 @@ class _PairRuns:
         self._order, self._group, self.device = order, group, hidden_states.device
         self._is_compiled = False
         self.pairs: list[Pair] = ["gemm_combine", "dgrad_combine", "beside_wgrad"]
-        own_bits = get_settings().policy == "force" or pairs_of.own_wgrad_has_native_bits(
-            *experts.linear_fc2.weight0.shape
-        )
-        if own_bits:
+        weight = experts.linear_fc2.weight0
+        # Added to 16 bits, cuBLAS's sums were seen to have other bits.
+        is_wide = not experts.linear_fc2.fuse_wgrad_accumulation or _main_grad_dtype(weight) == torch.float32
+        own_bits = is_wide and pairs_of.own_wgrad_has_native_bits(*weight.shape)
+        if own_bits or get_settings().policy == "force":
             self.pairs.append("own_wgrad")
 
     @functools.cached_property
@@ -229,8 +235,7 @@ class _PairRuns:
         gemm, wgrad = TEGemm(splits), TEWgrad(splits)
         if not self._experts.linear_fc2.fuse_wgrad_accumulation:
             return ExpertCall(layout, self._context, self._order, chosen, gemm, wgrad)
-        like = getattr(self._experts.linear_fc2.weight0, "main_grad", None)
-        dtype = torch.float32 if like is None else like.dtype
+        dtype = _main_grad_dtype(self._experts.linear_fc2.weight0)
         return ExpertCall(
             layout, self._context, self._order, chosen, gemm, _WrittenOver(wgrad, dtype), _OwnWrittenOver(dtype)
         )

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
-FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling")
+FP8_RECIPES = ("Float8CurrentScaling",)
 
 _COLUMN_BASE: Any = overlapped_base(TEColumnParallelLinear)
 _NORM_COLUMN_BASE: Any = overlapped_base(TELayerNormColumnParallelLinear)
@@ -140,7 +140,7 @@ def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
     if layer.primary_weights_in_fp8:
         return "the parameters are FP8 (--fp8-param-gather)"
     recipe = FP8GlobalStateManager.get_fp8_recipe()
-    if type(recipe).__name__ not in FP8_RECIPES:
+    if not any(owner.__name__ in FP8_RECIPES for owner in type(recipe).__mro__):  # Megatron has subclasses of some
         return f"FP8 by the recipe {type(recipe).__name__}"
     if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
         return "the forward product has a split accumulator"
