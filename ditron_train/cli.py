@@ -179,11 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments, rest)
     except ModuleNotFoundError as error:
-        if error.name not in _REQUIRED:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _REQUIRED:
             raise
         from ditron_train.runtime.versions import pip_command
 
-        print(f"error: {error.name} is not installed here; {pip_command(error.name)}", file=sys.stderr)
+        print(f"error: {missing} is not installed here; {pip_command(missing)}", file=sys.stderr)
         return 2
 
 
