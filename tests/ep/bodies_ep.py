@@ -259,7 +259,7 @@ def fixed_capacity(steps, factor):
 
 
 def overflowing_capacity():
-    """An even step that fits, then everything to one rank, with room for less: it raises there, or at the next look."""
+    """An even step that fits, then everything to one rank, with room for less: that raises, or the next look does."""
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 1)
     try:
         for experts in (torch.arange(8) % 4, torch.full((8,), 3)):
