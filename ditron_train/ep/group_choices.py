@@ -49,9 +49,14 @@ def choose_group_config(
     Raises:
         SettingError: The table cannot be read, or its entry.
     """
-    size_class = class_of_size(rows)  # rows change from step to step: the class does not
-    found = _of_table(os.environ.get("DITRON_TUNING"), op, num_experts, size_class, n, k, device)
-    return found or default_group_config(op, num_experts, rows, n, k, dtype, target, device)
+    setting = os.environ.get("DITRON_TUNING")
+    own = class_of_size(rows)
+    # Rows change from step to step and differ between ranks: the next class's tile is nearer than the rule's.
+    for size_class in (own, class_of_size(own + 1), class_of_size(2 * own // 3)):
+        found = _of_table(setting, op, num_experts, size_class, n, k, device)
+        if found is not None:
+            return found
+    return default_group_config(op, num_experts, rows, n, k, dtype, target, device)
 
 
 @lru_cache(maxsize=4096)

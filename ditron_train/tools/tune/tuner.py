@@ -114,8 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
                 advance=lambda what: progress.update(task, advance=1, description=what),
                 keep=lambda: _save(table, classes, arguments.table, session),
             )
+        shown = _as_table(classes, session)  # by every rank: the name of a class may be agreed on
         if session.rank == 0:
-            terminal().print(_as_table(classes, session))
+            terminal().print(shown)
             get_logger("tune").info("written: %s (to use it: DITRON_TUNING=%s)", arguments.table, arguments.table)
         return 1 if any(shape_class.differing for shape_class in classes) else 0
 
