@@ -101,13 +101,14 @@ GEMMS = """
     gemm_combine_kernel group_gemm_kernel group_wgrad_kernel addmm_kernel symmetric_kernel
 """.split()
 COMMUNICATION = """
-    push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel receive_kernel arrived_kernel await_kernel
+    push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel gather_wait_one_kernel push_and_fold_kernel
+    receive_kernel arrived_kernel await_kernel
     await_message_kernel notify_kernel agree_kernel push_tokens push_ahead place_arrived return_rows sum_returned
     exchange_counts
 """.split()
 OTHERS = """
-    copy_rows_kernel fold_rows_kernel normalize_kernel momentum_kernel update_kernel list_tiles plan_tiles
-    count_chunks list_entries
+    copy_rows_kernel fold_rows_kernel fold_all_kernel fold_own_rows_kernel normalize_kernel momentum_kernel
+    update_kernel list_tiles plan_tiles count_chunks list_entries scale_kernel handover_kernel
 """.split()
 
 
