@@ -65,15 +65,22 @@ def shares_gpus() -> bool:
 
 
 @pytest.fixture(scope="session")
+def nccl() -> None:
+    """Of tests that need NCCL."""
+    if shared_gpus.backend() != "nccl":
+        pytest.skip("needs NCCL, and more than 2 ranks a GPU for each")
+
+
+@pytest.fixture(scope="session")
 def own_gpus(shares_gpus: bool) -> None:
-    """Of tests that need NCCL, or measure, or ask what runs beside what, or have nothing to do with other ranks."""
+    """Of tests that measure, or ask what runs beside what, or have nothing to do with other ranks."""
     if shares_gpus:
         pytest.skip("needs a GPU for every rank")
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """This rank's GPU, with NCCL (gloo where ranks share GPUs) initialised over all ranks.
+    """This rank's GPU, with NCCL (gloo where more than 2 ranks share GPUs) initialised over all ranks.
 
     As Megatron does without a ``device_id``: with one every group connects when it is made, and each of Megatron's
     forty groups then takes a second to be torn down at exit.
@@ -84,7 +91,7 @@ def device() -> torch.device:
         pytest.skip("needs torchrun (scripts/test_gpu.sh)")
     device = torch.device("cuda", _gpu_of_this_rank())
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if SHARES_GPUS else "nccl", timeout=datetime.timedelta(seconds=120))
+        dist.init_process_group(shared_gpus.backend(), timeout=datetime.timedelta(seconds=120))
     return device
 
 

@@ -1,10 +1,11 @@
-"""More ranks than GPUs: several processes on each GPU, which takes turns between them, and gloo instead of NCCL.
+"""More ranks than GPUs: several processes on each GPU, which takes turns between them.
 
-NCCL refuses two ranks on one GPU, so what the tests compare with moves through host memory here. Movement is movement.
-Of sums the order matters: NCCL's is known from runs with a GPU for every rank, on 2, 4 and 8 GPUs the one that
-``ring_fold`` follows, and ``reduce_scatter_tensor`` adds in it. So a sum that has the bits of these tests has those of
-the *recorded* order; that NCCL adds in it, too, only runs with a GPU for every rank can show (``test_policy``'s
-``test_order_of_nccl_is_revealed``).
+NCCL refuses two ranks on one GPU of one host. With 2 ranks every one poses as a host of its own, for NCCL alone, which
+then joins them by sockets: the tests compare with NCCL itself. With more ranks such a pose would change the order of
+NCCL's sums, so gloo stands in. Movement is movement. Of sums the order matters: NCCL's is known from runs with a GPU
+for every rank, on 4 and 8 GPUs the one that ``ring_fold`` follows, and ``reduce_scatter_tensor`` adds in it. So a sum
+that has the bits of these tests has those of the *recorded* order; that NCCL adds in it, too, only runs with a GPU for
+every rank can show (``test_policy``'s ``test_order_of_nccl_is_revealed``).
 
 Nothing here is about time: a kernel that waits for a rank on the same GPU waits until the GPU turns to that one,
 milliseconds each.
@@ -27,11 +28,26 @@ def is_needed() -> bool:
     return torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
 
 
+def backend() -> str:
+    """What joins the ranks: NCCL, or gloo where NCCL cannot give the sums of one host."""
+    if not is_needed():
+        return "nccl"
+    return "nccl" if os.environ["WORLD_SIZE"] == "2" and not os.environ.get("SHARED_GPUS_GLOO") else "gloo"
+
+
 def set_up() -> None:
     """Before a process group is made, or Megatron imported, which takes its collectives by their values."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch refuses two ranks on one GPU otherwise
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.reduce_scatter_tensor = reduce_scatter_tensor
+    if backend() == "gloo":
+        dist.reduce_scatter_tensor = reduce_scatter_tensor
+        return
+    for name, value in (
+        ("NCCL_HOSTID", f"rank{os.environ['RANK']}"),
+        ("NCCL_NET", "Socket"),
+        ("NCCL_SOCKET_IFNAME", "lo"),
+    ):
+        os.putenv(name, value)  # C code sees it, ``os.environ`` does not: to the package it is one host
 
 
 class _Done:

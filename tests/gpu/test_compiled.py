@@ -27,7 +27,7 @@ def _wherever_bits_are_equal(monkeypatch):
 
 
 @pytest.fixture
-def tensor_parallel(device, own_gpus):
+def tensor_parallel(device, nccl):
     """Megatron's groups: tensor parallel over all ranks."""
     from megatron.core import parallel_state
 
@@ -130,7 +130,7 @@ def test_transformer_layer(tensor_parallel, all_equal, use_te, options, monkeypa
     assert len(answers) == 4 and all(answer.context is not None for answer in answers)
 
 
-def test_messages_that_later_replays_overwrite(device, all_equal, own_gpus):
+def test_messages_that_later_replays_overwrite(device, all_equal, nccl):
     """The first rank sends what a replay has made, and replays at once; the second one receives late."""
     if dist.get_world_size() != 2:
         pytest.skip("has two stages")

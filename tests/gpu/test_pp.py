@@ -443,7 +443,7 @@ def _megatron(stages: int, tensor: int = 1, chunks: int | None = None):
     destroy_groups()
 
 
-@pytest.mark.usefixtures("own_gpus")
+@pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("tensor, data", LAYOUTS)
 @pytest.mark.parametrize("chunks", [None, 2])
 @pytest.mark.parametrize("options", [{}, {"variable": True}, {"forward_only": True}, {"tied": True}], ids=str)
@@ -480,7 +480,7 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, ten
             assert sent > 0 or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
-@pytest.mark.usefixtures("own_gpus")
+@pytest.mark.usefixtures("nccl")
 def test_the_policy_decides_alike_on_all_stages(device, monkeypatch):
     stages = dist.get_world_size()
     if stages < 2:

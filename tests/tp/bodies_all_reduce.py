@@ -66,11 +66,14 @@ def posed(world: int):
 
 
 def poison(context) -> None:
-    """Not a number into all that peers write."""
+    """Not a number into all that peers write, on every rank before any goes on: what a peer pushes comes unasked."""
     for name in ("tp.partials", "tp.pushed", "tp.gathered"):
         num_bytes = context.arena.capacity_bytes(name)
         if num_bytes:
             context.arena.tensor(name, (num_bytes // 4,), torch.float32).local.fill_(float("nan"))
+    if context.is_cuda:
+        torch.cuda.synchronize(context.device)
+    dist.barrier(context.group)
 
 
 def check_gemm_ar(m: int, n: int, k: int, layout: str, way: str, dtype_name: str, repeats: int) -> None:
