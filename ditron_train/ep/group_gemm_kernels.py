@@ -135,20 +135,34 @@ def store_block(desc, acc, i, j, col, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.con
 
 
 @triton.jit
+def _leave_columns(address, acc, row, col, N, K, TO: tl.constexpr, GEMM: tl.constexpr):
+    """A quarter of a tile's columns: a whole tile's addresses and values take more registers than there are."""
+    rows = tl.arange(0, GEMM.BLOCK_M)[:, None]
+    columns = tl.arange(0, GEMM.BLOCK_N // 4)[None, :]
+    at = address + (tl.cast(row, tl.int64) * K + col) + (rows * K + columns)
+    inside = (rows < N - row) & (columns < K - col)
+    if TO == 1:
+        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(address.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _leave_block(w, acc, expert, row, col, N, K, element_type: tl.constexpr, TO: tl.constexpr, GEMM: tl.constexpr):
     """A tile of an expert's weight gradient: written through the descriptor ``w`` (TO is 0), or at the address
     ``w[expert]``, to which it is added in fp32 (1) or which it is written over (2). Nobody else writes there."""
     if TO == 0:
         store_block(w, acc, expert, row, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
     else:
-        rows = (row + tl.arange(0, GEMM.BLOCK_M))[:, None]
-        columns = (col + tl.arange(0, GEMM.BLOCK_N))[None, :]
         address = tl.multiple_of(tl.load(w + expert), 16).to(tl.pointer_type(element_type))
-        at = address + rows.to(tl.int64) * K + columns
-        inside = (rows < N) & (columns < K)
-        if TO == 1:
-            acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, acc.to(element_type), mask=inside)
+        halves = tl.permute(tl.reshape(acc, (GEMM.BLOCK_M, 2, GEMM.BLOCK_N // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        for index in tl.static_range(2):
+            half = left if index == 0 else right
+            quarters = tl.permute(tl.reshape(half, (GEMM.BLOCK_M, 2, GEMM.BLOCK_N // 4)), (0, 2, 1))
+            first, second = tl.split(quarters)
+            start = col + index * GEMM.BLOCK_N // 2
+            _leave_columns(address, first, row, start, N, K, TO, GEMM)
+            _leave_columns(address, second, row, start + GEMM.BLOCK_N // 4, N, K, TO, GEMM)
 
 
 @triton.jit
