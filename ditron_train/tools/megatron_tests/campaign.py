@@ -23,8 +23,6 @@ from ditron_train.tools.megatron_tests.table import Row, row_of, write_table
 from ditron_train.tools.results import RESULTS
 from ditron_train.tools.stamp import collect_stamp
 
-__all__ = ["add_arguments", "run"]
-
 _POLICIES = ("strict", "bits", "force")
 _logger = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from ditron_train.tools.megatron_tests.plugin import JOB, Job
 from ditron_train.tools.megatron_tests.records import Suite, read_suite, stop_mark
 
-__all__ = ["Launcher", "NATIVE"]
-
 #: The mode in which nothing is switched on; the others are policies.
 NATIVE = "native"
 _PLUGIN = "ditron_train.tools.megatron_tests.plugin"
