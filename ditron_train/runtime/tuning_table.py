@@ -203,6 +203,23 @@ def active_table(device: str) -> TuningTable | None:
     return _tables[key]
 
 
+def tuned_count(device: str, op: str, world_size: int, shape: str, name: str) -> int | None:
+    """The number that the active table's entry of a shape class holds as ``name``; None where nothing was measured.
+
+    Raises:
+        SettingError: As ``active_table``, or the entry has no such number.
+    """
+    table = active_table(device)
+    entry = None if table is None else table.find(op, world_size, shape)
+    if entry is None:
+        return None
+    count = entry.get(name)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        where = f"{world_size} ranks, {op}, {shape}"
+        raise SettingError(f"the tuning table's entry of {where} cannot be read: {name} is {count!r}")
+    return count
+
+
 def _load(setting: str | None, device: str) -> TuningTable | None:
     if setting == "off":
         return None
