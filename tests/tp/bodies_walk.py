@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from types import FrameType
@@ -43,7 +44,7 @@ def walks_of_input(mode: str) -> list[list[str]]:
             while below is not None and below.f_code is not walks_of_input.__code__:
                 file = _file(below)
                 stack += [file] if file is not None and file not in stack[-1:] else []
-                below = below.f_back
+                below = _caller(below)
             walks.append(stack[::-1])
 
     sys.setprofile(watch)
@@ -52,6 +53,15 @@ def walks_of_input(mode: str) -> list[list[str]]:
     finally:
         sys.setprofile(None)
     return walks
+
+
+def _caller(frame: FrameType) -> FrameType | None:
+    """Who called; of a callback that a caller further up wrote, that one."""
+    caller = frame.f_back
+    if frame.f_code.co_flags & inspect.CO_NESTED:
+        while caller is not None and caller.f_code.co_filename != frame.f_code.co_filename:
+            caller = caller.f_back
+    return caller
 
 
 def _file(frame: FrameType) -> str | None:
