@@ -15,11 +15,10 @@ sys.path.insert(0, str(ROOT))
 
 def wanted_documents() -> dict[Path, str]:
     """Every document with a generated part, as it should be."""
+    from documents.published import published_part
+    from documents.results import RESULTS_PAGE, render, render_results, result_parts
+    from documents.validation import document_part
     from reference import PARTS
-
-    from ditron_train.tools.bench.document import RESULTS_PAGE, render, render_results, result_parts
-    from ditron_train.tools.predict.published import published_part
-    from ditron_train.tools.predict.validation import document_part
 
     results = result_parts(ROOT)
     of_readme = {name: results[name] for name in ("gains", "trained")}
@@ -33,10 +32,10 @@ def wanted_documents() -> dict[Path, str]:
 
 def draw_pictures() -> None:
     """The pictures of all results."""
-    from ditron_train.tools.bench.document import picture_path, roofline_path
-    from ditron_train.tools.bench.pictures import draw_speedups
-    from ditron_train.tools.bench.roofline import draw_roofline, has_roofline
     from ditron_train.tools.results import TRAINING, measurement_files, read_results
+    from documents.pictures import draw_speedups
+    from documents.results import picture_path, roofline_path
+    from documents.roofline import draw_roofline, has_roofline
 
     for path in measurement_files(ROOT):
         if path.stem == TRAINING:  # a picture of one bar each says nothing

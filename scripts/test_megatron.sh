@@ -6,4 +6,4 @@ set -euo pipefail
 source "$(dirname "$0")/common.sh"
 prepare test
 cd "$ROOT"
-exec "$PY" -m ditron_train.tools.megatron_tests "$@"
+PYTHONPATH="$ROOT/scripts:$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$PY" -m megatron_tests "$@"

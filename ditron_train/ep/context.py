@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ import torch.distributed as dist
 
 from ditron_train.ep.arguments import LayoutSizes, RowBuffers, TokenBuffers
 from ditron_train.ep.layout import Layout, LayoutShape, Room
-from ditron_train.runtime.device import is_capturing, is_interpreter, kernel_target, with_index
+from ditron_train.runtime.device import device_name, is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.tuning_table import class_of_size, tuned_count
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.op_context import OpContext
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
@@ -32,7 +34,7 @@ class MoveConfig:
     """Launch constants of the two kernels that move tokens. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs, one a multiprocessor, that push over the links.
+        num_senders: Programs, one a multiprocessor, that push over the links where no table says how many.
         num_programs: All programs of a launch: those above ``num_senders`` place what arrives.
         num_warps: Warps of a program: with 32 the kernels would have to spill registers.
         push_elements: Elements of a tile on its way to the experts.
@@ -48,6 +50,12 @@ class MoveConfig:
     return_elements: int = 32768
     sum_elements: int = 8192
     item_tokens: int = 8
+
+
+def move_class(num_experts: int, topk: int, hidden: int) -> str:
+    """The class of dispatches, or combines, that share a choice in a tuning table. Tokens differ between ranks, which
+    have to choose alike: they are not in it."""
+    return f"{num_experts} experts top {topk} {class_of_size(hidden)}"
 
 
 @dataclass
@@ -86,6 +94,7 @@ class EPContext(OpContext):
     Attributes:
         counts: Orders the exchanges of counts.
         num_moves: How often ``enter_move`` was called.
+        tried_senders: What ``senders`` says while ``tune`` tries it.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> None:
@@ -106,6 +115,8 @@ class EPContext(OpContext):
             self.move.num_senders = self.senders_beside = 1
         self._calls, self.counts = _moves_of(self.arena), CallOrder(self.device)
         self.num_moves = 0
+        self.tried_senders: int | None = None
+        self._senders: dict[tuple[str | None, str, int], int] = {}
         name = f"ep_e{num_experts}_k{topk}"
         fields = ("hidden", "dtype", "num_experts", "topk", "kind", "row_capacity")
         flags = self.world_size * self.shape.num_chunks
@@ -125,6 +136,19 @@ class EPContext(OpContext):
         """Constants of the kernels that make a layout."""
         values = [getattr(self.shape, name.lower()) for name in LayoutSizes._fields[:-1]]
         return LayoutSizes._make([*values, self.target])
+
+    def senders(self, op: str, hidden: int) -> int:
+        """Programs that push over the links in a ``dispatch`` or ``combine``: as a tuning table says, else
+        ``move.num_senders``."""
+        if self.tried_senders is not None:
+            return self.tried_senders
+        key = (os.environ.get("DITRON_TUNING"), op, hidden)
+        if key not in self._senders:
+            name = move_class(self.shape.num_experts, self.shape.topk, hidden)
+            found = tuned_count(device_name(self.device), op, self.world_size, name, "senders")
+            most = max(self.move.num_programs // 2, 1)
+            self._senders[key] = self.move.num_senders if found is None else min(found, most)
+        return self._senders[key]
 
     @property
     def moves(self) -> CallOrder:

@@ -119,7 +119,7 @@ def move_sizes(
         rows,
         columns,
         context.target,
-        context.move.num_senders,
+        context.senders("dispatch", hidden),
         is_shared,
     )
 

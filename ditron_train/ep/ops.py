@@ -95,7 +95,7 @@ def _place_ahead(
     channel, tables, hidden, move = context.dispatch_channel, layout.tables, x.shape[1], context.move
     sizes = move_sizes(context, hidden, move.push_elements, zero_probs=zero_probs)
     inbox = Inbox(tables.recv_offsets, buffers.tokens, buffers.entries, channel.signals.local, channel.control)
-    num_programs, dtypes = max(move.num_programs - move.num_senders, 1), (x.dtype, placed.probs.dtype)
+    num_programs, dtypes = max(move.num_programs - sizes.NUM_SENDERS, 1), (x.dtype, placed.probs.dtype)
     launch(context, place_arrived, num_programs, {"MOVE": sizes}, move.num_warps, *dtypes)(
         x, placed, inbox, tables.limits, layout.num_tokens, hidden
     )
@@ -136,7 +136,7 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     sizes = move_sizes(context, hidden, move.push_elements)
     given = pointers(context, channel, hidden, x.dtype, Kind.DISPATCH)
     sizes_of_call = (pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room)
-    launch(context, push_ahead, move.num_senders, {"MOVE": sizes}, move.num_warps, x.dtype)(
+    launch(context, push_ahead, sizes.NUM_SENDERS, {"MOVE": sizes}, move.num_warps, x.dtype)(
         x, pending.destinations, buffers, given, tables.limits, *sizes_of_call, stream=stream
     )
     pending.ahead = SentAhead(x, slot_room, entry_room)
@@ -176,7 +176,9 @@ class PendingCombine:
         """Returns the rows: on the side stream, by a few programs, or here, where the others add up what arrives."""
         layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
         move, tables, kind = context.move, layout.tables, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE
-        num_programs, num_senders = (context.senders_beside,) * 2 if beside else (move.num_programs, move.num_senders)
+        num_programs, num_senders = (context.senders_beside,) * 2
+        if not beside:
+            num_programs, num_senders = move.num_programs, context.senders("combine", y.shape[1])
         shared = context.target == "interpreter" and not beside
         sizes = self._sizes._replace(NUM_SENDERS=num_senders, SHARED=shared)
         dtypes = (y.dtype, self._row_grads.dtype, self._prob_grads.dtype)

@@ -27,8 +27,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["SPECS", "NEWTON_SCHULZ", "ProductMode", "StepCall", "plan_products"]
-
 ProductMode = Literal["strict", "force", "native"]
 
 _MIN_ROWS = 512  # below, launches take longer than the products
@@ -191,15 +189,12 @@ class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
         """See `OpSpec`: none."""
 
     def device(self, call: StepCall) -> torch.device:
-        """See `OpSpec`."""
         return call.device
 
     def key(self, call: StepCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
         return call.m, call.n, call.dtype, with_index(call.device).index, call.transposed
 
     def why_not(self, call: StepCall) -> str | None:
-        """See `OpSpec`."""
         if call.device.type != "cuda" or is_interpreter():
             return "no GPU: whole products of torch"
         if not _has_kernels(call.m, call.n, call.dtype) and call.m * call.n > MAX_GRAPH_ELEMENTS:
@@ -223,7 +218,6 @@ class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
         return Decision(True, context.reason, None, None, None)
 
     def words(self, call: StepCall, context: ProductPlan) -> str:
-        """See `OpSpec`."""
         return f"{self.name} {call.m}x{call.n} {str(call.dtype).removeprefix('torch.')}"
 
     def inputs(self, call: StepCall) -> Sequence[torch.Tensor]:
@@ -235,7 +229,6 @@ class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
         return lambda x: [newton_schulz_step(x, *_COEFFICIENTS, _NATIVE)]
 
     def fused(self, call: StepCall, context: ProductPlan) -> Function:
-        """See `OpSpec`."""
         return lambda x: [newton_schulz_step(x, *_COEFFICIENTS, context)]
 
 

@@ -24,16 +24,6 @@ from ditron_train.optim.reference import (
 from ditron_train.policy import Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.device import is_interpreter
 
-__all__ = [
-    "MUON_STEP",
-    "ORTHOGONALIZE",
-    "SPECS",
-    "matrix_shape",
-    "newton_schulz_flops",
-    "step_shape",
-    "symmetry_ceiling",
-]
-
 _RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
 _SIZES = (1024, 2048, 4096, 8192, 16384)
 _QKV = (512, 128, 128)  # rows of q, k and v in a group: 4 heads of 128 share one key and value head
@@ -109,15 +99,12 @@ class OrthogonalizeSpec(OpSpec[MatrixCall, object]):
         return self
 
     def inputs(self, call: MatrixCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return (call.matrix,)
 
     def megatron(self, call: MatrixCall) -> Function:
-        """See `OpSpec`."""
         return lambda matrix: [reference_newton_schulz(matrix)]
 
     def fused(self, call: MatrixCall, context: object) -> Function:
-        """See `OpSpec`."""
         return lambda matrix: [orthogonalize(matrix)]
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
@@ -132,19 +119,15 @@ class OrthogonalizeSpec(OpSpec[MatrixCall, object]):
         return [*table, *(matrix_shape(*entry) for entry in (_MODEL_MATRICES if on_gpu else ()))]
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
         return [matrix_shape("custom", *sizes) for sizes in model.matrices.values()] if world_size == 1 else []
 
     def sample(self, shape: Shape, place: Place, seed: int) -> MatrixCall:
-        """See `OpSpec`."""
         return MatrixCall(_normal(tuple(shape.sizes.values()), place.device, seed), place.group)
 
     def most_repetitions(self, shape: Shape, world_size: int) -> int:
-        """See `OpSpec`."""
         return _most(newton_schulz_flops(shape.sizes["m"], shape.sizes["n"]))
 
     def columns(self, call: MatrixCall, context: object, times_us: Mapping[str, float]) -> dict[str, Any]:
-        """See `OpSpec`."""
         rows, columns = call.matrix.shape
         return {
             "dtype": torch.bfloat16,
@@ -153,7 +136,6 @@ class OrthogonalizeSpec(OpSpec[MatrixCall, object]):
         }
 
     def peers(self, call: MatrixCall, context: object) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`."""
         return {} if is_interpreter() else {"torch.compile": lambda: _compiled()(call.matrix)}
 
 
@@ -225,7 +207,6 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
         return call.gradients
 
     def megatron(self, call: StepCall) -> Function:
-        """See `OpSpec`."""
         layer = call.shape.options["layer"]
         qkv, qkv_rows = _qkv(layer), layer[0][0]
 
@@ -245,7 +226,6 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
         return step
 
     def fused(self, call: StepCall, context: Muon) -> Function:
-        """See `OpSpec`."""
 
         def step(*gradients: torch.Tensor) -> list[torch.Tensor]:
             context.step()
@@ -254,17 +234,14 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
         return step
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`."""
         if not on_gpu:
             return [step_shape("tiny", _TINY, 2)]
         return [step_shape("LLaMA-8B", _ATTENTION + _FFN, 8), step_shape("Mixtral-8x7B", _ATTENTION + 8 * _FFN, 2)]
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
         return [step_shape("custom", list(model.matrices.values()), 1)]
 
     def sample(self, shape: Shape, place: Place, seed: int) -> StepCall:
-        """See `OpSpec`."""
         sizes = shape.options["layer"] * shape.sizes["num_layers"]
         first = 10_000 * seed
         params = [torch.nn.Parameter(_normal(one, place.device, first + index)) for index, one in enumerate(sizes)]
@@ -277,11 +254,9 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
         return StepCall(shape, params, native, momenta, shards, gradients, place.group)
 
     def most_repetitions(self, shape: Shape, world_size: int) -> int:
-        """See `OpSpec`."""
         return _most(_step_flops(shape) / world_size)
 
     def columns(self, call: StepCall, context: Muon, times_us: Mapping[str, float]) -> dict[str, Any]:
-        """See `OpSpec`."""
         return {"dtype": torch.float32, "tflops": _step_flops(call.shape) / times_us["ditron"] / 1e6}
 
 

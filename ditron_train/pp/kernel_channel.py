@@ -19,8 +19,6 @@ from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import KIND_TIMEOUT, RECORD_KIND, RECORD_PEER, RECORD_STATE
 
-__all__ = ["KernelChannel", "await_flag", "current_or_none", "launch"]
-
 _BLOCK_BYTES = 4 * BLOCK_WORDS
 _WORDS_APART = 32  # counters on cache lines of their own
 
@@ -92,12 +90,10 @@ class KernelChannel(PipelineChannel):
             self._launch_push(scratch, source, 0, scratch, 0, 0, current_or_none(self))
 
     def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
-        """See ``PipelineChannel``."""
         address = self.address(self.arena.rank, index)
         await_flag(self, address, epoch, peer=peer, chunk=chunk, stream=stream, target=self._target)
 
     def notify(self, rank: int, index: int, epoch: int, stream: torch.cuda.Stream | None) -> None:
-        """See ``PipelineChannel``."""
         launch(notify_kernel, stream, self.address(rank, index), cyclic_difference(epoch, 0), TARGET=self._target)
 
     def push(

@@ -16,16 +16,6 @@ from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import RECORD_CHUNK, RECORD_PEER
 
-__all__ = [
-    "HEADER_BYTES",
-    "SLOT_HEADER_BYTES",
-    "NvshmemChannel",
-    "NvshmemSlots",
-    "NvshmemPuts",
-    "Puts",
-    "make_nvshmem_arena",
-]
-
 _NAME = "pp/nvshmem_slots"
 SLOT_HEADER_BYTES = 256  # room for the header, and the data behind it aligned
 HEADER_BYTES = 8 * HEADER_LANES
@@ -168,7 +158,6 @@ class NvshmemChannel(Channel):
         return self._headers.data_ptr() + row * HEADER_BYTES
 
     def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
-        """See ``PipelineChannel.wait_for``."""
         await_flag(self, self._address(index), epoch, peer=peer, chunk=chunk, stream=stream, target=self._target)
 
     def wait_for_message(
@@ -203,7 +192,6 @@ class NvshmemChannel(Channel):
             self.check()
 
     def notify(self, rank: int, index: int, epoch: int, stream: torch.cuda.Stream | None) -> None:
-        """See ``PipelineChannel.notify``."""
         self._puts.signal(rank, self._address(index), epoch & 0xFFFFFFFF, stream)
 
     def push(

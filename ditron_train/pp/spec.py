@@ -17,8 +17,6 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import make_values
 
-__all__ = ["SPECS", "MESSAGE", "MessageCall", "limited_groups", "message_shapes", "start_fused", "start_natively"]
-
 _ENGINE_GBPS = 390.0  # one copy engine's pushes over NVLink on an H200
 _CTAS = (1, 2, 4, 8)
 _UNIT_BYTES = 512
@@ -100,23 +98,18 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
     name, log_name, row = "pp send_recv", "pp", "send_recv"
 
     def group(self, call: MessageCall) -> dist.ProcessGroup:
-        """See `OpSpec`."""
         return call.context.group
 
     def device(self, call: MessageCall) -> torch.device:
-        """See `OpSpec`."""
         return call.context.device
 
     def key(self, call: MessageCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
         return call.num_bytes, get_settings().policy
 
     def context(self, call: MessageCall) -> PipelineContext:
-        """See `OpSpec`."""
         return call.context
 
     def decide(self, call: MessageCall, context: PipelineContext) -> Decision:
-        """See `OpSpec`."""
         if not call.is_alike:
             return Decision(True, "stages know different sizes", None, None, None)
         if context.device.type == "cuda":
@@ -126,11 +119,9 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
         return super().decide(call, context)
 
     def where(self, call: MessageCall) -> str:
-        """See `OpSpec`."""
         return f"messages of {call.num_bytes} bytes: "
 
     def words(self, call: MessageCall, context: PipelineContext) -> str:
-        """See `OpSpec`."""
         return f"{self.name} {call.num_bytes} bytes"
 
     def inputs(self, call: MessageCall) -> Sequence[torch.Tensor]:
@@ -142,7 +133,6 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
         return (words.mul_(2 * context.rank + 37).view(torch.uint8)[: call.num_bytes],)
 
     def megatron(self, call: MessageCall) -> Function:
-        """See `OpSpec`."""
         return self._by_nccl(call, call.context.group)
 
     def _by_nccl(self, call: MessageCall, group: dist.ProcessGroup) -> Function:
@@ -175,7 +165,6 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
         ]
 
     def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
-        """See `OpSpec`."""
         return message_shapes(64e6 if on_gpu else 4096)[0]
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
@@ -183,7 +172,6 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
         return message_shapes(2 * model.tokens * model.hidden)
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
         if world_size % 2:
             return f"messages in pairs take an even number of ranks, not {world_size}"
         return None
@@ -199,7 +187,6 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
         return call if shape.model == "ring" else call._replace(sends=is_first, receives=not is_first)
 
     def cost(self, call: MessageCall, context: PipelineContext) -> Cost:
-        """See `OpSpec`."""
         return Cost(call.num_bytes, 0.0)
 
     def columns(self, call: MessageCall, context: PipelineContext, times_us: Mapping[str, float]) -> dict[str, Any]:

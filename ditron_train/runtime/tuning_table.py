@@ -25,19 +25,6 @@ from ditron_train.runtime.files import parse_json, read_regular, save_text
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
-__all__ = [
-    "TuningTable",
-    "active_table",
-    "check_table",
-    "class_of_size",
-    "forget_tables",
-    "named_table",
-    "parse_table",
-    "read_table",
-    "shape_class",
-    "shipped_name",
-]
-
 _FORMAT = "ditron_train tuning 1"
 
 Entry = dict[str, Any]
@@ -214,6 +201,23 @@ def active_table(device: str) -> TuningTable | None:
     if key not in _tables:
         _tables[key] = _load(setting, device)
     return _tables[key]
+
+
+def tuned_count(device: str, op: str, world_size: int, shape: str, name: str) -> int | None:
+    """The number that the active table's entry of a shape class holds as ``name``; None where nothing was measured.
+
+    Raises:
+        SettingError: As ``active_table``, or the entry has no such number.
+    """
+    table = active_table(device)
+    entry = None if table is None else table.find(op, world_size, shape)
+    if entry is None:
+        return None
+    count = entry.get(name)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        where = f"{world_size} ranks, {op}, {shape}"
+        raise SettingError(f"the tuning table's entry of {where} cannot be read: {name} is {count!r}")
+    return count
 
 
 def _load(setting: str | None, device: str) -> TuningTable | None:

@@ -21,9 +21,9 @@ from ditron_train.gemm.configs import (
 )
 from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.tuning_table import active_table, shape_class
+from ditron_train.runtime.tuning_table import active_table, class_of_size, shape_class, tuned_count
 from ditron_train.sp.context import SPContext
-from ditron_train.sp.transfer_sizes import NUM_PUSH, PULL_GROUP_M, receive_programs
+from ditron_train.sp.transfer_sizes import EXCHANGE_PROGRAMS, NUM_PUSH, PULL_GROUP_M, receive_programs
 
 __all__ = [
     "Product",
@@ -32,6 +32,8 @@ __all__ = [
     "choice_entry",
     "choose",
     "default_choice",
+    "exchange_class",
+    "exchange_programs",
     "tiles",
     "transfers",
 ]
@@ -99,6 +101,22 @@ def choose(product: Product, context: SPContext) -> ProjectionChoice:
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         where = f"{context.world_size} ranks, {product.table_op}, {product.shape_class}"
         raise SettingError(f"the tuning table's entry of {where} cannot be read: {error!r}") from None
+
+
+def exchange_class(m: int, num_columns: int) -> str:
+    """The class of an exchange without a GEMM: rows of one rank, and columns of all heads."""
+    return f"{class_of_size(m)}x{class_of_size(num_columns)}"
+
+
+def exchange_programs(op: str, m: int, num_columns: int, context: SPContext) -> int:
+    """Programs of a ``to_heads`` or ``to_sequence`` that push, and as many that take apart what arrives.
+
+    Raises:
+        SettingError: The table cannot be read, or its entry.
+    """
+    name = exchange_class(m, num_columns)
+    found = tuned_count(device_name(context.device), op, context.world_size, name, "programs")
+    return EXCHANGE_PROGRAMS if found is None else min(found, max(context.num_sms // 2, 1))
 
 
 def transfers(base: ProjectionChoice, context: SPContext) -> list[ProjectionChoice]:

@@ -15,7 +15,7 @@ import torch
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.sp.choices import Product, ProjectionChoice, choose
+from ditron_train.sp.choices import Product, ProjectionChoice, choose, exchange_programs
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.prepared import (
@@ -276,17 +276,18 @@ def _exchange(
     parts: Sequence[torch.Tensor],
     towards_heads: bool,
     row_table: torch.Tensor | None,
+    programs: int | None,
 ) -> tuple[torch.Tensor, ...]:
     context.enter(name, parts[0].shape, parts[0].dtype)
     world = context.world_size
-    key = (name, layout, _kind_of(row_table), *_kinds_of(parts))
+    key = (name, layout, programs, _kind_of(row_table), *_kinds_of(parts))
     prepared = context.prepared.get(key)
     if prepared is None:
         _check_parts(name, context, layout, parts, row_table, whole_sequence=not towards_heads)
         m = parts[0].shape[:-2].numel() // (1 if towards_heads else world)
-        prepared = PreparedExchange(
-            context, layout, m, parts[0].dtype, towards_heads=towards_heads, packed=row_table is not None
-        )
+        options = dict(towards_heads=towards_heads, packed=row_table is not None)
+        programs = programs or exchange_programs(name, m, world * layout.num_columns, context)
+        prepared = PreparedExchange(context, layout, m, parts[0].dtype, **options, programs=programs)
         context.prepared[key] = prepared
     lead = parts[0].shape[:-2]
     return prepared(parts, (lead[0] * world if towards_heads else lead[0] // world, *lead[1:]), row_table)
@@ -294,7 +295,12 @@ def _exchange(
 
 @outside_compile
 def to_heads(
-    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
+    parts: Sequence[torch.Tensor],
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    row_table: torch.Tensor | None = None,
+    programs: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The exchange before attention: all heads of this rank's chunks become this rank's heads of the whole sequence.
 
@@ -304,6 +310,7 @@ def to_heads(
         context: The group's context.
         layout: Columns of one rank.
         row_table: As ``gemm_a2a``.
+        programs: That move data; by the shape where None. They do not change bits.
 
     Returns:
         One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -311,12 +318,17 @@ def to_heads(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    return _exchange("to_heads", context, layout, parts, True, row_table)
+    return _exchange("to_heads", context, layout, parts, True, row_table, programs)
 
 
 @outside_compile
 def to_sequence(
-    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
+    parts: Sequence[torch.Tensor],
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    row_table: torch.Tensor | None = None,
+    programs: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The inverse of ``to_heads``, the exchange after attention.
 
@@ -325,6 +337,7 @@ def to_sequence(
         context: The group's context.
         layout: Columns of one rank.
         row_table: As ``gemm_a2a``.
+        programs: As ``to_heads``.
 
     Returns:
         One tensor a part, [s / world, ..., world * heads of a rank, head size].
@@ -332,4 +345,4 @@ def to_sequence(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    return _exchange("to_sequence", context, layout, parts, False, row_table)
+    return _exchange("to_sequence", context, layout, parts, False, row_table, programs)

@@ -28,12 +28,20 @@ class PreparedExchange:
     """``to_heads`` or ``to_sequence`` of one shape: a push, and beside it the kernel that takes apart what arrives."""
 
     def __init__(
-        self, context: SPContext, layout: HeadsLayout, m: int, dtype: torch.dtype, *, towards_heads: bool, packed: bool
+        self,
+        context: SPContext,
+        layout: HeadsLayout,
+        m: int,
+        dtype: torch.dtype,
+        *,
+        towards_heads: bool,
+        packed: bool,
+        programs: int,
     ) -> None:
         operation = TO_HEADS if towards_heads else TO_SEQUENCE
         self._transfer = transfer = Transfer(context, operation, layout, m, dtype, packed=packed)
-        self._push = transfer.copy_kernel(push_kernel, transfer_sizes.EXCHANGE_PROGRAMS)
-        self._receive = Receiver(transfer, transfer_sizes.EXCHANGE_PROGRAMS)
+        self._push = transfer.copy_kernel(push_kernel, programs)
+        self._receive = Receiver(transfer, programs)
 
     def __call__(
         self, parts: Sequence[torch.Tensor], lead: Sequence[int], table: torch.Tensor | None

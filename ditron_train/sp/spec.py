@@ -28,9 +28,9 @@ from ditron_train.sp.context import SPContext, get_sp_context
 from ditron_train.sp.functions import output_projection, qkv_projection
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
-from ditron_train.sp.ops import a2a_gemm, gemm_a2a
+from ditron_train.sp.ops import WeightLayout, a2a_gemm, gemm_a2a
 
-__all__ = ["SPECS", "ProjectionCall", "attention_shapes"]
+__all__ = ["BEHIND", "FRONT", "SPECS", "ProjectionCall", "ProjectionSpec", "Side", "attention_shapes"]
 
 _LONG_FLOP = 8e12  # of one GEMM: some 10 ms, which vary less
 _MOST_OF_LONG = 5
@@ -88,7 +88,7 @@ def attention_shapes(world_size: int, on_gpu: bool) -> list[Shape]:
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """In front of the attention or behind it: what the four ops differ in.
 
     Attributes:
@@ -101,19 +101,22 @@ class _Side:
     first_backward_seed: int
 
 
-_FRONT, _BEHIND = _Side(True, 1, 5), _Side(False, 3, 11)
+FRONT, BEHIND = Side(True, 1, 5), Side(False, 3, 11)
 
 
 class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
-    """One projection and its exchange, forward or backward."""
+    """One projection and its exchange, forward or backward; with ``weight_layout`` ``nn`` the data gradient that the
+    other projection's backward runs, which ``tune`` takes by itself."""
 
     search_rounds = 2
     num_sets = 1  # one alone is larger than the L2 cache, and the longest fill the memory
 
-    def __init__(self, row: str, side: _Side, *, backward: bool = False) -> None:
-        self.name, self.row, self._side = f"sp {row}", row, side
+    def __init__(self, op: str, side: Side, *, backward: bool = False, weight_layout: WeightLayout = "nt") -> None:
+        self.row, self.has_rows = op, weight_layout == "nt"
+        self.name = f"sp {op}" if self.has_rows else f"sp {op} {weight_layout}"
+        self.side, self._weight_layout = side, weight_layout
         self._is_backward = backward
-        self.table_op = None if backward else f"{row} nt"
+        self.table_op = None if backward else f"{op} {weight_layout}"
         self.measured = "backward" if backward else "forward"
 
     def context(self, call: ProjectionCall) -> SPContext:
@@ -130,12 +133,16 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
 
     def megatron(self, call: ProjectionCall) -> Function:
         """See `OpSpec`."""
-        exchange, layout = call.exchange, call.layout
-        if self._side.towards_heads:
+        exchange, layout, factor = call.exchange, call.layout, self._factor
+        if self.side.towards_heads:
             return lambda x, weight: exchange_natively(
-                exchange, True, *exchange.split(torch.matmul(x, weight.t()), layout)
+                exchange, True, *exchange.split(torch.matmul(x, factor(weight)), layout)
             )
-        return lambda x, weight: [torch.matmul(exchange_natively(exchange, False, x)[0].flatten(2), weight.t())]
+        return lambda x, weight: [torch.matmul(exchange_natively(exchange, False, x)[0].flatten(2), factor(weight))]
+
+    def _factor(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` as [K, N]."""
+        return weight.t() if self._weight_layout == "nt" else weight
 
     def megatron_backward(self, call: ProjectionCall) -> Function | None:
         """See `OpSpec`: dgrad with its exchange, and wgrad."""
@@ -153,18 +160,16 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
             grad_gathered = torch.matmul(grad, weight).view(*grad.shape[:2], -1, x.shape[-1])
             return [*exchange.to_heads([grad_gathered]), grad.flatten(0, 1).t().matmul(gathered.flatten(0, 1))]
 
-        return of_front if self._side.towards_heads else behind
+        return of_front if self.side.towards_heads else behind
 
     def fused(self, call: ProjectionCall, context: SPContext) -> Function:
         """See `OpSpec`."""
         options: dict[str, Any] = dict(context=context, layout=call.layout)
-        if self._side.towards_heads:
-            front = qkv_projection if self._is_backward else gemm_a2a
-            return lambda x, weight: list(front(x, weight, **options))
-        if self._is_backward:
-            return lambda x, weight: [output_projection(x, weight, **options)]
-        behind: Callable[..., Any] = a2a_gemm
-        return lambda x, weight: [behind((x,), weight, **options)]
+        if not self._is_backward:
+            return self.fused_as(call, context, None)
+        if self.side.towards_heads:
+            return lambda x, weight: list(qkv_projection(x, weight, **options))
+        return lambda x, weight: [output_projection(x, weight, **options)]
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
         """See `OpSpec`."""
@@ -194,13 +199,15 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         if why is not None:
             raise SettingError(why)
         world, (seqlen, heads, groups, head_size) = place.world_size, _sizes(shape)
-        hidden, side = heads * head_size, self._side
+        hidden, side = heads * head_size, self.side
         first = 20 * seed + (side.first_backward_seed if self._is_backward else side.first_seed)
 
         def values(offset: int, *size: int) -> torch.Tensor:
             return make_values(size, place.dtype, place.device, seed=first + offset, rank=place.rank)
 
         exchange = AllToAlls(place.group, place.device)
+        if self._weight_layout == "nn":
+            return self._data_gradient(shape, exchange, values)
         if side.towards_heads:
             layout = qkv_layout(heads, groups, head_size, world)
             x, weight = values(0, seqlen // world, 1, hidden), values(1, world * layout.num_columns, hidden)
@@ -217,35 +224,49 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
             return call
         return call._replace(gradients=tuple(values(2 + part, *size) for part, size in enumerate(results)))
 
+    def _data_gradient(self, shape: Shape, exchange: AllToAlls, values: Callable[..., torch.Tensor]) -> ProjectionCall:
+        """Of the output projection, whose result goes to heads, or of QKV's, whose gradient comes from them: in one
+        part, which moves as many bytes."""
+        world, (seqlen, heads, groups, head_size) = exchange.world_size, _sizes(shape)
+        hidden, num_heads = heads * head_size, heads if self.side.towards_heads else heads + 2 * groups
+        layout, columns = output_layout(num_heads, head_size, world), num_heads * head_size
+        if self.side.towards_heads:
+            x, weight, gathered = values(0, seqlen // world, 1, hidden), values(1, hidden, columns), None
+        else:
+            x, weight = values(0, seqlen, 1, num_heads // world, head_size), values(1, columns, hidden)
+            gathered = exchange.to_sequence([x])[0].flatten(2)
+        return ProjectionCall(x, weight, layout, exchange, exchange.group, gathered=gathered)
+
     def cost(self, call: ProjectionCall, context: SPContext) -> Cost | None:
         """See `OpSpec`: what a rank sends to all is the product, or what is multiplied."""
         if self._is_backward:
             return None
         m, n, k = self._product(call)
-        elements = m * (n if self._side.towards_heads else k)
+        elements = m * (n if self.side.towards_heads else k)
         wire_bytes = elements * call.x.element_size() * (context.world_size - 1) / context.world_size
         return Cost(wire_bytes, 2.0 * m * n * k)
 
     def _product(self, call: ProjectionCall) -> tuple[int, int, int]:
         """M, N and K of the forward pass on this rank."""
         rows = call.x.shape[:2].numel()
-        return rows if self._side.towards_heads else rows // call.exchange.world_size, *call.weight.shape
+        k, n = self._factor(call.weight).shape
+        return rows if self.side.towards_heads else rows // call.exchange.world_size, n, k
 
     def parts(self, call: ProjectionCall, context: SPContext) -> Mapping[str, Callable[[], object]]:
         """See `OpSpec`."""
         if self._is_backward:
             return {}
-        x, weight, exchange = call.x, call.weight, call.exchange
-        if self._side.towards_heads:
-            parts = exchange.split(torch.matmul(x, weight.t()), call.layout)
-            return {"gemm": lambda: torch.matmul(x, weight.t()), "comm": lambda: exchange.to_heads(parts)}
+        x, factor, exchange = call.x, self._factor(call.weight), call.exchange
+        if self.side.towards_heads:
+            parts = exchange.split(torch.matmul(x, factor), call.layout)
+            return {"gemm": lambda: torch.matmul(x, factor), "comm": lambda: exchange.to_heads(parts)}
         gathered = call.gathered
         assert gathered is not None, "of every sample"
-        return {"gemm": lambda: torch.matmul(gathered, weight.t()), "comm": lambda: exchange.to_sequence([x])}
+        return {"gemm": lambda: torch.matmul(gathered, factor), "comm": lambda: exchange.to_sequence([x])}
 
     def peers(self, call: ProjectionCall, context: SPContext) -> Mapping[str, Callable[[], object]]:
         """See `OpSpec`."""
-        if self._is_backward or not self._side.towards_heads:
+        if self._is_backward or not self.side.towards_heads or not self.has_rows:
             return {}
         x, weight, exchange = call.x, call.weight, call.exchange
         return {"one all-to-all": lambda: exchange.one_to_heads(torch.matmul(x, weight.t()), call.layout)}
@@ -261,9 +282,10 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         """The product that is measured, as tuning tables take it: of a backward pass the data gradient's."""
         m, n, k = self._product(call)
         if self._is_backward:
-            op: ProjectionOp = "a2a_gemm" if self._side.towards_heads else "gemm_a2a"
+            op: ProjectionOp = "a2a_gemm" if self.side.towards_heads else "gemm_a2a"
             return Product(op, "nn", m, k, n, call.x.dtype)
-        return Product("gemm_a2a" if self._side.towards_heads else "a2a_gemm", "nt", m, n, k, call.x.dtype)
+        op = "gemm_a2a" if self.side.towards_heads else "a2a_gemm"
+        return Product(op, self._weight_layout, m, n, k, call.x.dtype)
 
     def tuned_shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
         """See `OpSpec`: one layer; the longest fill the memory."""
@@ -282,10 +304,12 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         default = default_choice(self._tuned(call), context)
         return [default, *transfers(default, context)]
 
-    def fused_as(self, call: ProjectionCall, context: SPContext, candidate: ProjectionChoice) -> Function:
-        """See `OpSpec`."""
-        options: dict[str, Any] = dict(context=context, layout=call.layout, choice=candidate)
-        if self._side.towards_heads:
+    def fused_as(self, call: ProjectionCall, context: SPContext, candidate: ProjectionChoice | None) -> Function:
+        """See `OpSpec`; None: what the op chooses itself."""
+        options: dict[str, Any] = dict(
+            context=context, layout=call.layout, choice=candidate, weight_layout=self._weight_layout
+        )
+        if self.side.towards_heads:
             return lambda x, weight: list(gemm_a2a(x, weight, **options))
         behind: Callable[..., Any] = a2a_gemm
         return lambda x, weight: [behind((x,), weight, **options)]
@@ -297,8 +321,10 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
 
 
 SPECS: Sequence[OpSpec[Any, Any]] = (
-    ProjectionSpec("gemm_a2a", _FRONT),
-    ProjectionSpec("a2a_gemm", _BEHIND),
-    ProjectionSpec("qkv_projection", _FRONT, backward=True),
-    ProjectionSpec("output_projection", _BEHIND, backward=True),
+    ProjectionSpec("gemm_a2a", FRONT),
+    ProjectionSpec("a2a_gemm", BEHIND),
+    ProjectionSpec("gemm_a2a", FRONT, weight_layout="nn"),
+    ProjectionSpec("a2a_gemm", BEHIND, weight_layout="nn"),
+    ProjectionSpec("qkv_projection", FRONT, backward=True),
+    ProjectionSpec("output_projection", BEHIND, backward=True),
 )

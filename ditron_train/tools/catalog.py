@@ -18,7 +18,7 @@ __all__ = ["ROOMS", "add_spec", "megatron_groups", "remove_spec", "specs_of"]
 #: Modules whose ``SPECS`` make up a room; those that need megatron-core count where it is installed.
 ROOMS: dict[str, tuple[str, ...]] = {
     "tp": ("ditron_train.tp.spec", "ditron_train.megatron.tp.routing"),
-    "sp": ("ditron_train.sp.spec", "ditron_train.megatron.sp.spec"),
+    "sp": ("ditron_train.sp.spec", "ditron_train.sp.exchange_spec", "ditron_train.megatron.sp.spec"),
     "ep": (
         "ditron_train.megatron.ep.movement_spec",
         "ditron_train.ep.spec",

@@ -30,7 +30,7 @@ class OpCalls:
     """Calls of one op at one shape, on several sets of random values that are used in turn.
 
     Attributes:
-        spec: Of the op.
+        spec, shape: Of the op.
         calls: As many as are never found in the L2 cache.
         why_no_row: `OpSpec.why_no_row` of the first one.
         context: Of the fused path.
@@ -50,6 +50,7 @@ class OpCalls:
         first = spec.sample(shape, place, 0)
         count = spec.num_sets or session.num_input_sets(sum(tensor.nbytes for tensor in spec.inputs(first)))
         self.why_no_row = spec.why_no_row(first)
+        self.shape = shape
         self.spec, self.calls = spec, [first, *(spec.sample(shape, place, seed) for seed in range(1, count))]
         self.context = spec.context(first)
         self._backward: dict[bool, Callable[[int], list[torch.Tensor]]] = {}

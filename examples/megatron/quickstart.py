@@ -233,7 +233,7 @@ def main() -> int:
 
     import ditron_train.megatron as ditron
     from ditron_train.cpu import megatron_shim as megatron_cpu
-    from ditron_train.tools.megatron_tests.fused_calls import FusedCalls
+    from ditron_train.tools.fused_calls import FusedCalls
 
     console = Console(quiet=dist.get_rank() != 0)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

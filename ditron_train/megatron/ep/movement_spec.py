@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from ditron_train.ep import EPContext, combine
+from ditron_train.ep.context import move_class
 from ditron_train.ep.spec import MoeSpec, routing_of
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape
@@ -171,7 +172,39 @@ class _MoveSpec(MoeSpec[TokensCall, EPContext]):
 
     def comm_sms(self, call: TokensCall, context: EPContext) -> int:
         """See `OpSpec`."""
-        return 0 if context.target == "interpreter" else context.move.num_senders
+        return 0 if context.target == "interpreter" else context.senders(self.row, call.tokens.shape[1])
+
+    def tuned_shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
+        """See `OpSpec`: one layer; more would fill the memory."""
+        return self.shapes(world_size, on_gpu)[:1]
+
+    def shape_class(self, call: TokensCall) -> str:
+        """See `OpSpec`."""
+        config = call.pair.ditron.config
+        return move_class(config.num_moe_experts, config.moe_router_topk, call.tokens.shape[1])
+
+    def candidates(self, call: TokensCall, context: EPContext, ranked: Sequence[Any]) -> Sequence[int]:
+        """See `OpSpec`: how many programs push; in the interpreter there is one."""
+        if ranked:
+            return []
+        counts = () if context.target == "interpreter" else (4, 8, 12, 16, 24, 32)
+        return list(dict.fromkeys([context.move.num_senders, *counts]))
+
+    def fused_as(self, call: TokensCall, context: EPContext, candidate: int) -> Function:
+        """See `OpSpec`."""
+
+        def function(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+            context.tried_senders = candidate
+            try:
+                return self.fused(call, context)(*inputs)
+            finally:
+                context.tried_senders = None
+
+        return function
+
+    def entry(self, call: TokensCall, candidate: int, *, is_native: bool) -> dict[str, Any]:
+        """See `OpSpec`."""
+        return {"senders": candidate, "native": is_native}
 
     def _moved_bytes(self, call: TokensCall, hidden: int) -> tuple[float, float, float]:
         """Bytes of distinct (token, rank) rows on the busiest link; the most that one rank has of them, its own
@@ -190,7 +223,7 @@ class _MoveSpec(MoeSpec[TokensCall, EPContext]):
 class DispatchSpec(_MoveSpec):
     """Tokens to the experts' rows: rows, tokens per expert, probabilities."""
 
-    name, row = "ep dispatch", "dispatch"
+    name, row, table_op = "ep dispatch", "dispatch", "dispatch"
 
     def sample(self, shape: Shape, place: Place, seed: int) -> TokensCall:
         """See `OpSpec`."""
@@ -217,7 +250,7 @@ class DispatchSpec(_MoveSpec):
 class CombineSpec(_MoveSpec):
     """The experts' rows back to tokens."""
 
-    name, row = "ep combine", "combine"
+    name, row, table_op = "ep combine", "combine", "combine"
 
     def sample(self, shape: Shape, place: Place, seed: int) -> TokensCall:
         """See `OpSpec`: the rows that Megatron's dispatcher gives."""

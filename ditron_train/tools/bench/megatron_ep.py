@@ -118,4 +118,6 @@ def layer_rows(session: BenchSession, layer: Shape) -> Iterator[Row]:
 
 def _comm_sms(layer: Any) -> int:
     context = layer.token_dispatcher.ep_context
-    return 0 if context is None or context.target == "interpreter" else context.move.num_senders
+    if context is None or context.target == "interpreter":
+        return 0
+    return context.senders("dispatch", layer.config.hidden_size)

@@ -31,14 +31,19 @@ from ditron_train.optim.cost_model import muon_step, newton_schulz
 from ditron_train.policy import ModelSizes
 from ditron_train.pp.cost_model import beside_message, pipeline_step, sent
 from ditron_train.runtime.profiles import Profile
-from ditron_train.sp.cost_model import AttentionSizes, output_backward, output_forward, qkv_backward, qkv_forward
+from ditron_train.sp.cost_model import (
+    AttentionSizes,
+    exchanged_us,
+    output_backward,
+    output_forward,
+    qkv_backward,
+    qkv_forward,
+)
 from ditron_train.tools.predict.layers import Groups, layer_parts, local_layer_us, total
 from ditron_train.tools.predict.step import committed_step
 from ditron_train.tools.results import TRAINING_STEP, Row
 from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, op_estimate
 from ditron_train.tp.problem import Problem
-
-__all__ = ["estimate_of"]
 
 Modelled = Callable[[Row, Profile], Estimate]
 _CHANNELS = 128
@@ -97,6 +102,15 @@ def _projection(row: Row, profile: Profile) -> Estimate:
         "output_projection": output_backward,
     }
     return named[row.op](_attention_sizes(row), one_node(row.world_size), profile.machine, profile.rates)
+
+
+def _heads(row: Row, profile: Profile) -> Estimate:
+    """An exchange alone: of q, k and v, or of the attended values."""
+    sizes, itemsize = _attention_sizes(row), 2
+    heads = sizes.heads + (2 * sizes.groups if row.op == "to_heads" else 0)
+    num_bytes = sizes.tokens * heads * sizes.channels * itemsize
+    exchange_us = exchanged_us(num_bytes, 3 if row.op == "to_heads" else 1, one_node(row.world_size), profile.rates)
+    return Estimate(exchange_us, exchange_us, 0.0, exchange_us)
 
 
 def _attention_layer(row: Row, profile: Profile) -> Estimate:
@@ -229,6 +243,8 @@ _BY_OP: dict[str, Modelled] = {
     "a2a_gemm": _projection,
     "qkv_projection": _projection,
     "output_projection": _projection,
+    "to_heads": _heads,
+    "to_sequence": _heads,
     "attention_layer": _attention_layer,
     "dispatch": _movement,
     "combine": _movement,

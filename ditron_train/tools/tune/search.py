@@ -19,8 +19,6 @@ from ditron_train.tools.op_rows import OpCalls
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender, measure
 
-__all__ = ["Result", "ShapeClass", "Turns", "search", "trials_of"]
-
 _WORTH = 0.99  # of the default's time; what gains less may be noise, and the default it stays
 _COMPILER_THREADS = 8
 _PARTS = ("gemm", "comm", "link")
@@ -114,7 +112,8 @@ def trials_of(session: BenchSession, spec: OpSpec[Any, Any], shapes: Sequence[Sh
     """The shapes of one op by class."""
     classes: dict[str, list[OpCalls]] = {}
     for shape in shapes:
-        calls = OpCalls(session, spec, shape)
+        with spec.surroundings(shape):
+            calls = OpCalls(session, spec, shape)
         classes.setdefault(spec.shape_class(calls.calls[0]), []).append(calls)
     return [ShapeClass(spec, trials) for trials in classes.values()]
 
@@ -142,8 +141,9 @@ def search(
         ]
         _compile_all([(trial, one) for _, trial, _, candidates in planned for one in candidates], session)
         for shape_class, trial, result, candidates in planned:
-            kept = [one for one in candidates if _has_native_bits(shape_class, trial, one, session)]
-            _time(trial, result, kept, turns, session, first=number == 0)
+            with trial.spec.surroundings(trial.shape):
+                kept = [one for one in candidates if _has_native_bits(shape_class, trial, one, session)]
+                _time(trial, result, kept, turns, session, first=number == 0)
             advance(shape_class.name)
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)

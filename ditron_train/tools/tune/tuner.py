@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from ditron_train.runtime.tuning_table import TuningTable, parse_table, read_tab
 from ditron_train.runtime.versions import find_versions
 from ditron_train.symm.exchange import exchange
 from ditron_train.tools.arguments import add_shape_argument
-from ditron_train.tools.catalog import ROOMS, specs_of
+from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
 from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
@@ -40,8 +41,6 @@ from ditron_train.tools.tune.search import ShapeClass, Turns, search, trials_of
 from ditron_train.tools.verify.cases import add_model_arguments, model_sizes
 from ditron_train.tp.context import get_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, GemmSpec, local_shapes
-
-__all__ = ["add_arguments", "run"]
 
 _ROW_BYTES = 16  # rows of symmetric memory are whole so many bytes
 _NOT_BY_DEFAULT = ("gemm_rs nn", "gemm_ar nn")  # they run where a weight is frozen, or no copy engine can be driven
@@ -100,9 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
         SettingError: The output exists and is no table of this device, or cannot be written; or a shape does not
             divide over the ranks.
     """
-    with bench_session("tune", arguments) as session:
+    with bench_session("tune", arguments) as session, ExitStack() as stack:
         table = _agreed_table(arguments.table, session)
-        classes = [one for spec, shapes in _planned(arguments, session) for one in trials_of(session, spec, shapes)]
+        planned = _planned(arguments, session)
+        for groups in {spec.groups: None for spec, _ in planned if spec.groups is not None}:
+            stack.enter_context(megatron_groups(groups, session))
+        classes = [one for spec, shapes in planned for one in trials_of(session, spec, shapes)]
         num_steps = sum(one.spec.search_rounds * len(one.trials) for one in classes)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), disable=session.rank != 0) as progress:

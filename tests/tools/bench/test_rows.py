@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from ditron_train.megatron.plugin.arguments import available_features
-from ditron_train.tools.bench.document import picture_path, render, render_results, result_parts
-from ditron_train.tools.bench.pictures import draw_speedups
 from ditron_train.tools.results import RESULTS, TRAINING, Row, Stamp, read_results, result_path, write_results
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import markdown_table, model_words, show_rows
+from documents.pictures import draw_speedups
+from documents.results import picture_path, render, render_results, result_parts
 
 ROOT = Path(__file__).parents[3]
 FULL = Row(

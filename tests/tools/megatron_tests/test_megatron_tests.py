@@ -17,11 +17,12 @@ pytest.importorskip("megatron.core")
 
 import ditron_train
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.megatron_tests import campaign, fused_calls, launches, plugin
-from ditron_train.tools.megatron_tests.launches import NATIVE, Launcher
-from ditron_train.tools.megatron_tests.records import Notes, Suite, read_suite, stop_mark
-from ditron_train.tools.megatron_tests.suites import SUITES, fit_expert_sizes, fit_sizes, paths_of
-from ditron_train.tools.megatron_tests.table import row_of
+from ditron_train.tools import fused_calls
+from megatron_tests import campaign, launches, plugin
+from megatron_tests.launches import NATIVE, Launcher
+from megatron_tests.records import Notes, Suite, read_suite, stop_mark
+from megatron_tests.suites import SUITES, fit_expert_sizes, fit_sizes, paths_of
+from megatron_tests.table import row_of
 
 _CONFTEST = """
 import os

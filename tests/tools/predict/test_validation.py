@@ -11,10 +11,10 @@ import pytest
 from ditron_train.costs import Estimate
 from ditron_train.runtime.profiles import profile_named
 from ditron_train.tools.predict.fit import fit_profile, halves
-from ditron_train.tools.predict.published import published_figures
 from ditron_train.tools.predict.rows import estimate_of
-from ditron_train.tools.predict.validation import FAR, Checked, check_rows, reason_of
 from ditron_train.tools.results import TRAINING_STEP, measurement_files, read_results
+from documents.published import published_figures
+from documents.validation import FAR, Checked, check_rows, reason_of
 
 ROOT = Path(__file__).parents[3]
 H200 = profile_named("h200")

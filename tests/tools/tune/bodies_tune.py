@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
+from ditron_train.ep import get_ep_context
 from ditron_train.ep.group_choices import choose_group_config
 from ditron_train.ep.spec import GroupGemmSpec
 from ditron_train.policy import OpSpec, Place, results
@@ -98,7 +101,7 @@ def use_choices(path: str) -> dict[str, tuple[int, int, bool]]:
     """By op: columns of the tile without a table and with it, and whether the op then has Megatron's bits."""
     place, found = Place(dist.group.WORLD, torch.device("cpu"), torch.float32), {}
     for room, row in (("sp", "gemm_a2a"), ("sp", "a2a_gemm"), ("ep", "group_gemm"), ("ep", "group_wgrad")):
-        (spec,) = (one for one in specs_of(room) if one.row == row)
+        (spec,) = (one for one in specs_of(room) if one.row == row and one.has_rows)
         call = spec.sample(spec.tuned_shapes(place.world_size, False)[0], place, 0)
         context = spec.context(call)
         columns = []
@@ -113,6 +116,22 @@ def use_choices(path: str) -> dict[str, tuple[int, int, bool]]:
         del os.environ["DITRON_TUNING"]
         forget_tables()
     return found
+
+
+def use_counts(path: str) -> list[tuple[int, int]]:
+    """Programs of an exchange, and senders of a dispatch and a combine, without a table and with it."""
+    posed = SimpleNamespace(device=torch.device("cpu"), world_size=dist.get_world_size(), num_sms=132)
+    context = get_ep_context(dist.group.WORLD, posed.device, 8, 2)
+    context.move = replace(context.move, num_senders=16, num_programs=posed.num_sms)
+    found = []
+    for table in ("off", path):
+        os.environ["DITRON_TUNING"] = table
+        forget_tables()
+        counts = [sp_choices.exchange_programs(op, 32, 256, posed) for op in ("to_heads", "to_sequence")]
+        found.append([*counts, *(context.senders(op, 32) for op in ("dispatch", "combine"))])
+    del os.environ["DITRON_TUNING"]
+    forget_tables()
+    return list(zip(*found, strict=True))
 
 
 def chosen_for(spec: OpSpec, call: object, context: object) -> object:

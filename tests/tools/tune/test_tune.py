@@ -6,9 +6,12 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from bodies_tune import tune_once, tune_with_posed_times, tune_with_wrong_bits, use_choices, use_table  # noqa: E402
+import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from bodies_tune import tune_once, tune_with_posed_times, tune_with_wrong_bits, use_choices, use_counts, use_table  # noqa: E402
+
+from ditron_train.runtime.errors import SettingError  # noqa: E402
 from ditron_train.runtime.tuning_table import read_table  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
@@ -54,6 +57,38 @@ def test_projections_and_the_experts_gemms_run_as_the_table_says(tmp_path: Path)
     for found in run_workers(2, use_choices, str(path)):
         assert set(found) == {op.split()[0] for op in ops}
         assert all(tuned == default // 2 and has_bits for default, tuned, has_bits in found.values()), found
+
+
+def test_movement_runs_as_the_table_says(tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    ops = ("gemm_a2a nn", "a2a_gemm nn", "to_heads", "to_sequence", "dispatch", "combine")
+    words = [word for op in ops for word in ("--op", op)]
+    assert run_workers(2, tune_once, str(path), *words) == [0, 0]
+    content = json.loads(path.read_text())
+    choices = content["choices"]["2 ranks"]
+    assert {op: list(classes) for op, classes in choices.items()} == {
+        "gemm_a2a nn": ["32x128x128"],
+        "a2a_gemm nn": ["32x128x256"],
+        "to_heads": ["32x256"],
+        "to_sequence": ["32x128"],
+        "dispatch": ["8 experts top 2 32"],
+        "combine": ["8 experts top 2 32"],
+    }
+    assert (
+        choices["to_heads"]["32x256"]["programs"] == 32 and choices["dispatch"]["8 experts top 2 32"]["senders"] == 1
+    )
+
+    choices["to_heads"]["32x256"]["programs"] = 7
+    choices["to_sequence"]["32x256"] = {"programs": 999}
+    choices["dispatch"]["8 experts top 2 32"]["senders"] = 9
+    choices["combine"]["8 experts top 2 32"]["senders"] = 11
+    path.write_text(json.dumps(content))
+    for found in run_workers(2, use_counts, str(path)):
+        assert found == [(32, 7), (32, 66), (16, 9), (16, 11)]
+    choices["to_heads"]["32x256"]["programs"] = "many"
+    path.write_text(json.dumps(content))
+    with pytest.raises(SettingError, match="cannot be read: programs is 'many'"):
+        run_workers(2, use_counts, str(path))
 
 
 def test_candidates_with_other_bits_are_thrown_out(tmp_path: Path) -> None:

@@ -13,18 +13,6 @@ from ditron_train.tools.predict.fit import halves, row_errors
 from ditron_train.tools.predict.rows import estimate_of
 from ditron_train.tools.results import TRAINING_STEP, Row, measurement_files, read_results
 
-__all__ = [
-    "FAR",
-    "Checked",
-    "check_rows",
-    "document_part",
-    "far_lines",
-    "reason_of",
-    "step_lines",
-    "summary_lines",
-    "table_lines",
-]
-
 #: Beyond this a row needs a reason.
 FAR = 0.15
 

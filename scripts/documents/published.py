@@ -15,8 +15,6 @@ from ditron_train.data import load_workloads
 from ditron_train.runtime.profiles import Profile, profile_named
 from ditron_train.runtime.rates import NetworkRates
 
-__all__ = ["Published", "published_figures", "published_part"]
-
 _PER_NODE = 8
 _PROFILES = {"h800": "h800", "hopper96": "h20"}
 _ITEMSIZE = 2

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ditron_train.runtime.files import replace_file
-from ditron_train.tools.megatron_tests.records import Suite
 from ditron_train.tools.results import MEGATRON_TESTS, Stamp, result_path
-
-__all__ = ["Row", "row_of", "write_table"]
+from megatron_tests.records import Suite
 
 
 @dataclass(frozen=True)

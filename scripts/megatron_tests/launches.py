@@ -12,17 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ditron_train.tools.megatron_tests.plugin import JOB, Job
-from ditron_train.tools.megatron_tests.records import Suite, read_suite, stop_mark
-
-__all__ = ["Launcher", "NATIVE"]
+from megatron_tests.plugin import JOB, Job
+from megatron_tests.records import Suite, read_suite, stop_mark
 
 #: The mode in which nothing is switched on; the others are policies.
 NATIVE = "native"
-_PLUGIN = "ditron_train.tools.megatron_tests.plugin"
+_PLUGIN = "megatron_tests.plugin"
 _LEAST_SECONDS = 20.0  # in which a launch gets nowhere
 _END_SECONDS = 45.0  # torchrun kills what has not ended 30 s after it was told to
-_REPOSITORY = Path(__file__).resolve().parents[3]
+_SCRIPTS = Path(__file__).resolve().parents[1]
 _logger = logging.getLogger(__name__)
 
 
@@ -107,7 +105,8 @@ class Launcher:
         return read_suite(folder)
 
     def _environment(self, mode: str, job_file: Path) -> Mapping[str, str]:
-        path = os.pathsep.join([str(self.checkout.resolve()), str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        folders = (self.checkout.resolve(), _SCRIPTS.parent, _SCRIPTS, os.environ.get("PYTHONPATH", ""))
+        path = os.pathsep.join(map(str, folders))
         defaults = {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "DITRON_TIMEOUT_S": "60",

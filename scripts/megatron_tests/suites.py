@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["SUITES", "fit_expert_sizes", "fit_sizes", "paths_of"]
-
 _TRANSFORMER = (
     "attention", "attention_no_rope", "attention_packed_seq", "core_attention", "mlp", "multi_latent_attention",
     "multi_token_prediction", "spec_customization", "submodule_callables", "transformer_block",

@@ -22,11 +22,9 @@ from typing import Any
 
 import pytest
 
-from ditron_train.tools.megatron_tests.fused_calls import FusedCalls
-from ditron_train.tools.megatron_tests.records import Notes
-from ditron_train.tools.megatron_tests.suites import fit_expert_sizes, fit_sizes
-
-__all__ = ["JOB", "Job"]
+from ditron_train.tools.fused_calls import FusedCalls
+from megatron_tests.records import Notes
+from megatron_tests.suites import fit_expert_sizes, fit_sizes
 
 JOB = "MEGATRON_TESTS_JOB"
 _DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Notes", "Outcome", "Suite", "read_suite", "stop_mark"]
-
 Outcome = Literal["passed", "failed", "skipped", "crashed", "hung"]
 _WORST: tuple[Outcome, ...] = ("crashed", "hung", "failed", "passed", "skipped")
 

@@ -16,14 +16,12 @@ from pathlib import Path
 import torch
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.megatron_tests.launches import NATIVE, Launcher
-from ditron_train.tools.megatron_tests.records import Suite, read_suite
-from ditron_train.tools.megatron_tests.suites import SUITES, paths_of
-from ditron_train.tools.megatron_tests.table import Row, row_of, write_table
 from ditron_train.tools.results import RESULTS
 from ditron_train.tools.stamp import collect_stamp
-
-__all__ = ["add_arguments", "run"]
+from megatron_tests.launches import NATIVE, Launcher
+from megatron_tests.records import Suite, read_suite
+from megatron_tests.suites import SUITES, paths_of
+from megatron_tests.table import Row, row_of, write_table
 
 _POLICIES = ("strict", "bits", "force")
 _logger = logging.getLogger(__name__)

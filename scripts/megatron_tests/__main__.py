@@ -1,12 +1,12 @@
-"""``python -m ditron_train.tools.megatron_tests``."""
+"""``bash scripts/test_megatron.sh``."""
 
 import argparse
 import logging
 import sys
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.megatron_tests.campaign import __doc__ as description
-from ditron_train.tools.megatron_tests.campaign import add_arguments, run
+from megatron_tests.campaign import __doc__ as description
+from megatron_tests.campaign import add_arguments, run
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FusedCalls"]
-
 #: What decides at a call whether ours runs: module, name in it, feature. Not None: ours.
 _DECISIONS = (
     ("ditron_train.megatron.tp.layers", "route", "tp"),
