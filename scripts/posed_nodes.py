@@ -25,6 +25,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _DEVICE = "eth0"  # a node's link
 _PORT = 29541  # of the first node's own namespace
+_QUEUE_BYTES = 8 << 20  # in front of a link: a sender waits, nothing is dropped
 _HOLD = "echo ready; read _"  # a namespace lives as long as the pipe of the process that holds it
 
 
@@ -56,8 +57,8 @@ def why_not() -> str | None:
 
 
 def _bucket(device: str, rate_mbit: float, verb: str = "add") -> str:
-    burst_bytes = max(64 << 10, int(rate_mbit * 1e6 / 8 / 100))  # of 10 ms
-    return f"tc qdisc {verb} dev {device} root tbf rate {rate_mbit:g}mbit burst {burst_bytes} latency 200ms"
+    burst_bytes = max(16 << 10, int(rate_mbit * 1e6 / 8 / 100))  # of 10 ms
+    return f"tc qdisc {verb} dev {device} root tbf rate {rate_mbit:g}mbit burst {burst_bytes} limit {_QUEUE_BYTES}"
 
 
 class PosedNodes:
@@ -138,10 +139,6 @@ class PosedNodes:
         """Changes the rate of a node's link, in both directions."""
         self._in_hub(_bucket(f"link{node}", rate_mbit, "change"))
         self._run([*self._inside(self._nodes[node], "net"), "sh", "-c", _bucket(_DEVICE, rate_mbit, "change")])
-
-    def cut(self, node: int) -> None:
-        """Nothing reaches or leaves the node any more."""
-        self._in_hub(f"ip link set link{node} down")
 
     def run(self, ranks: int, arguments: Sequence[str], env: Mapping[str, str]) -> int:
         """Runs a script by one torchrun agent a node; the largest exit status."""

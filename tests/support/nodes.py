@@ -47,7 +47,7 @@ class NodesPool(WorkerPool):
     """Live processes on posed nodes, which are neighbours in one gloo group.
 
     Attributes:
-        nodes: To slow down or cut off.
+        nodes: To slow down.
     """
 
     def __init__(self, num_nodes: int, ranks: int, env: Mapping[str, str] | None, rate_mbit: float) -> None:
@@ -96,7 +96,7 @@ def run_on_nodes(
 def nodes_pool(
     num_nodes: int, ranks: int, *, env: Mapping[str, str] | None = None, rate_mbit: float = RATE_MBIT
 ) -> Iterator[NodesPool]:
-    """Fresh processes, whose nodes the caller may slow down or cut off meanwhile."""
+    """Fresh processes, whose nodes the caller may slow down meanwhile."""
     with NodesPool(num_nodes, ranks, env, rate_mbit) as pool:
         yield pool
 
