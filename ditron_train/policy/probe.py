@@ -19,7 +19,7 @@ __all__ = ["Observation", "Run", "compares", "comparing_on_cpu", "probe", "same_
 #: Forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
 
-_WARM_UPS, _REPEATS = 2, 4
+_WARM_UPS, _REPEATS, _CPU_REPEATS = 2, 4, 2
 
 
 _on_cpu = False
@@ -67,12 +67,12 @@ def times_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> list[f
     """
     times = []
     if device.type != "cuda":
-        for _ in range(_WARM_UPS + _REPEATS):
+        for _ in range(_CPU_REPEATS):  # of each of two measurements; the comparison has warmed it up
             dist.barrier(group)
             begun_s = time.perf_counter()
             run()
             times.append((time.perf_counter() - begun_s) * 1e6)
-        return times[_WARM_UPS:]
+        return times
     device_hold = DeviceHold()
     barrier = torch.zeros(1, device=device)
     for repeat in range(_WARM_UPS + _REPEATS):

@@ -21,7 +21,7 @@ from ditron_train.runtime.flight_recorder import note_error
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.channel import check_all
-from ditron_train.symm.exchange import exchange, store_of
+from ditron_train.symm.exchange import exchange, first_missing, store_of
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
@@ -215,9 +215,9 @@ class _RollCall:
             self._store.add("number", 1)
             while not self.is_over():
                 if self._store.add("number", 0) >= self._world_size or time.monotonic() > deadline_s:
-                    ranks = range(self._world_size)
-                    absent = [peer for peer in ranks if not self._store.check([f"here/{peer}"])]
-                    found = absent[0] if absent else (self._rank + self._local_size) % self._world_size
+                    found = first_missing(self._store, [f"here/{peer}" for peer in range(self._world_size)])
+                    if found is None:
+                        found = (self._rank + self._local_size) % self._world_size
                     self._store.compare_set("missing", "", str(found))
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_POLL_S)

@@ -123,13 +123,13 @@ def moe_layer(rails):
 
     os.environ["DITRON_EP_RAILS"] = rails
     gate.forget("ep")
-    options = {"params_dtype": torch.float32, "num_moe_experts": 8, "moe_router_topk": 8}
+    options = {"params_dtype": torch.float32, "num_moe_experts": 8, "moe_router_topk": 8, "hidden_size": 256}
     torch.use_deterministic_algorithms(True)
     try:
         with workers.groups(**workers.sizes_of(options)), comparing_on_cpu():
             native, ours = workers.build(options, False), workers.build(options, True)
             generator = torch.Generator().manual_seed(dist.get_rank())
-            x, grad = (torch.randn(24, 1, workers.BASE["hidden_size"], generator=generator) for _ in range(2))
+            x, grad = (torch.randn(16, 1, options["hidden_size"], generator=generator) for _ in range(2))
             workers.assert_equal(workers.run_layer(native, x, grad), workers.run_layer(ours, x, grad))
             dispatcher = ours.token_dispatcher
             return dispatcher.ep_context is not None, dispatcher._native_because

