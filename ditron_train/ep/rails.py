@@ -26,9 +26,7 @@ from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.symm.exchange import exchange
-from ditron_train.symm.groups import make_group
-from ditron_train.symm.transport import node_of_process
+from ditron_train.symm.nodes import NodeGroups, node_groups
 
 __all__ = ["PendingRailLayout", "RailContext", "RailLayout", "begin_layout", "combine", "dispatch", "get_rail_context"]
 
@@ -39,21 +37,20 @@ class RailContext:
 
     Attributes:
         inner: Context of this rank's node, with the node's experts.
-        rail: Process group of the ranks with this rank's place in their nodes; None on the nodes' own.
-        node_group: Process group of this rank's node.
-        num_nodes: Nodes of the group.
-        local_size: Ranks of a node.
+        nodes: The groups of a node and of a rail.
         num_experts: Experts over all nodes.
         topk: Experts of a token at most.
     """
 
     inner: EPContext
-    rail: dist.ProcessGroup
-    node_group: dist.ProcessGroup
-    num_nodes: int
-    local_size: int
+    nodes: NodeGroups
     num_experts: int
     topk: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the group."""
+        return self.nodes.num_nodes
 
     @property
     def target(self) -> str:
@@ -61,8 +58,9 @@ class RailContext:
         return self.inner.target
 
     def check(self) -> None:
-        """As ``EPContext.check``."""
-        self.inner.check()
+        """As ``EPContext.check``; names the rank that is missing from the whole group."""
+        with self.nodes.naming("expert parallel"):
+            self.inner.check()
 
 
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], RailContext | None] = GroupCache()
@@ -85,24 +83,17 @@ def get_rail_context(
 
 
 def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> RailContext | None:
-    names = exchange(group, node_of_process())
-    nodes = list(dict.fromkeys(names))
-    if len(nodes) == 1:
+    nodes = node_groups(group)
+    if nodes is None:
         return None
-    local_size = len(names) // len(nodes)
-    if names != [node for node in nodes for _ in range(local_size)]:
-        raise NotSupportedError("expert parallel: the group's ranks are not equal blocks of neighbours on its nodes")
-    if num_experts % len(names):
+    world_size = dist.get_world_size(group)
+    if num_experts % world_size:
         raise NotSupportedError(
-            f"expert parallel: {num_experts} experts do not divide by the group's {len(names)} ranks"
+            f"expert parallel: {num_experts} experts do not divide by the group's {world_size} ranks"
         )
-    node, local = divmod(dist.get_rank(group), local_size)
-
-    node_group = make_group(group, list(range(node * local_size, (node + 1) * local_size)), "ditron_ep_node")
-    rail = make_group(group, list(range(local, len(names), local_size)), "ditron_ep_rail")
-    inner_experts = num_experts // len(nodes)
-    inner = get_ep_context(node_group, device, inner_experts, min(topk, inner_experts))
-    return RailContext(inner, rail, node_group, len(nodes), local_size, num_experts, topk)
+    inner_experts = num_experts // nodes.num_nodes
+    inner = get_ep_context(nodes.node_group, device, inner_experts, min(topk, inner_experts))
+    return RailContext(inner, nodes, num_experts, topk)
 
 
 @dataclass
@@ -139,15 +130,6 @@ class RailLayout:
     experts: torch.Tensor
 
 
-def _exchange(
-    rows: torch.Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Rows of every node of the rail, in the order of nodes."""
-    out = torch.empty(sum(out_splits), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-    dist.all_to_all_single(out, rows.contiguous(), out_splits, in_splits, group=group)
-    return out
-
-
 @dataclass
 class PendingRailLayout:
     """The arguments of a layout; ``finish`` does the work, which needs the host anyway."""
@@ -164,17 +146,21 @@ class PendingRailLayout:
         Raises:
             As ``planning.PendingLayout.finish``.
         """
+        with self.context.nodes.naming("expert parallel layout"):
+            return self._finished()
+
+    def _finished(self) -> RailLayout:
         context, routed = self.context, self.routing_map
         num_tokens, device = routed.shape[0], routed.device
         by_node = routed.unflatten(1, (context.num_nodes, -1)).transpose(0, 1)  # [nodes, tokens, experts of a node]
         visits = by_node.any(2)
         counts = torch.stack([visits.sum(1), by_node.sum((1, 2))], dim=1)  # tokens and rows for each node
-        theirs = _exchange(counts, [1] * context.num_nodes, [1] * context.num_nodes, context.rail)
+        theirs = context.nodes.exchange_along_rail(counts, for_host=True)
         (sent, awaited), (received, returned) = counts.t().tolist(), theirs.t().tolist()
         node, token = visits.nonzero(as_tuple=True)
         probs = self.probs.detach().unflatten(1, (context.num_nodes, -1)).transpose(0, 1)
-        visitor_map = _exchange(by_node[node, token].to(torch.uint8), received, sent, context.rail).bool()
-        visitor_probs = _exchange(probs[node, token], received, sent, context.rail)
+        visitor_map = context.nodes.exchange_along_rail(by_node[node, token].to(torch.uint8), received, sent).bool()
+        visitor_probs = context.nodes.exchange_along_rail(probs[node, token], received, sent)
         pending = planning.begin_layout(visitor_map, visitor_probs, self.hidden, self.dtype, context.inner)
         segments = self._segments(visitor_map, received)
         inner = pending.finish()
@@ -204,8 +190,8 @@ class PendingRailLayout:
         """[local experts of this rank, local ranks, nodes] rows from each (local rank, node)."""
         context = self.context
         mine = torch.stack([block.sum(0) for block in visitor_map.split(received)])  # [nodes, experts of the node]
-        every = [torch.empty_like(mine) for _ in range(context.local_size)]
-        dist.all_gather(every, mine, group=context.node_group)
+        every = [torch.empty_like(mine) for _ in range(context.nodes.local_size)]
+        context.nodes.wait(dist.all_gather(every, mine, group=context.nodes.node_group, async_op=True))
         local = context.inner.shape.experts_per_rank
         first = context.inner.rank * local
         return torch.stack(every).permute(2, 0, 1)[first : first + local].cpu().numpy()
@@ -253,7 +239,14 @@ def dispatch(
     zero_probs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``ops.dispatch``."""
-    visitors = _exchange(x.index_select(0, layout.send_index), layout.received, layout.sent, context.rail)
+    with context.nodes.naming("expert parallel dispatch"):
+        return _dispatch(x, layout, context, probs_dtype, zero_probs)
+
+
+def _dispatch(
+    x: torch.Tensor, layout: RailLayout, context: RailContext, probs_dtype: torch.dtype, zero_probs: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    visitors = context.nodes.exchange_along_rail(x.index_select(0, layout.send_index), layout.received, layout.sent)
     rows, row_probs = ops.dispatch(
         visitors, layout.inner, context.inner, probs_dtype=probs_dtype, zero_probs=zero_probs
     )
@@ -271,6 +264,18 @@ def combine(
     probs_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``ops.combine``: rows return to the visitors' places, cross to the tokens' ranks and are added up there."""
+    with context.nodes.naming("expert parallel combine"):
+        return _combine(y, layout, context, order, row_grads, probs_dtype)
+
+
+def _combine(
+    y: torch.Tensor,
+    layout: RailLayout,
+    context: RailContext,
+    order: SumOrder,
+    row_grads: torch.Tensor | None,
+    probs_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     inner, topk = layout.inner, context.inner.shape.topk
     flat = replace(  # every place of a visitor stands for a token with one expert: returned, not added up
         inner,
@@ -283,12 +288,12 @@ def combine(
     places, place_grads = ops.combine(
         y.index_select(0, layout.inner_order), flat, context.inner, order="ascending", row_grads=grads
     )
-    rows = _exchange(places.index_select(0, layout.places), layout.awaited, layout.returned, context.rail)
+    rows = context.nodes.exchange_along_rail(places.index_select(0, layout.places), layout.awaited, layout.returned)
     out = _add_up(rows, layout.row_index, order)
     if place_grads is None:
         return out, None
     of_place = place_grads.gather(1, flat.expert_ids.clamp(min=0).long())[:, 0].index_select(0, layout.places)
-    awaited = _exchange(of_place, layout.awaited, layout.returned, context.rail)
+    awaited = context.nodes.exchange_along_rail(of_place, layout.awaited, layout.returned)
     held = layout.row_index >= 0
     values = torch.where(held, awaited[layout.row_index.clamp(min=0)] if len(awaited) else 0.0, 0.0).to(probs_dtype)
     prob_grads = torch.zeros(layout.num_tokens, context.num_experts, dtype=probs_dtype, device=y.device)

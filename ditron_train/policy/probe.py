@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,27 @@ from ditron_train.runtime.device_hold import DeviceHold
 #: Forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
 
-_WARM_UPS, _REPEATS = 2, 4
+_WARM_UPS, _REPEATS, _CPU_REPEATS = 2, 4, 2
+
+
+_on_cpu = False
+
+
+@contextmanager
+def comparing_on_cpu() -> Iterator[None]:
+    """For posed nodes: what runs on the CPU, in the interpreter, is compared and timed there, too, by the host's
+    clock."""
+    global _on_cpu
+    before, _on_cpu = _on_cpu, True
+    try:
+        yield
+    finally:
+        _on_cpu = before
+
+
+def compares(device: torch.device) -> bool:
+    """Whether a probe compares and times there."""
+    return device.type == "cuda" or _on_cpu
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,13 @@ def times_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> list[f
     barrier on the device has the ranks begin together.
     """
     times = []
+    if device.type != "cuda":
+        for _ in range(_CPU_REPEATS):  # of each of two measurements; the comparison has warmed it up
+            dist.barrier(group)
+            begun_s = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - begun_s) * 1e6)
+        return times
     device_hold = DeviceHold()
     barrier = torch.zeros(1, device=device)
     for repeat in range(_WARM_UPS + _REPEATS):
@@ -77,7 +106,8 @@ def same_bits(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -
 
 def _compare(native: Run, ours: Run, device: torch.device) -> bool:
     found = ours()
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return same_bits(native(), found)
 
 
@@ -100,7 +130,7 @@ def probe(
     Raises:
         Whatever `ours` raises, on every rank alike.
     """
-    if device.type != "cuda":
+    if not compares(device):
         ours()
         return Observation(None, None, None)
     equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
@@ -109,5 +139,6 @@ def probe(
     worst = torch.tensor([float(not equal), *times], dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     different, native_us, ditron_us = worst.tolist()
-    torch.cuda.empty_cache()  # a probe's tensors have sizes that training may never ask for again
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # a probe's tensors have sizes that training may never ask for again
     return Observation(different == 0.0, *((native_us, ditron_us) if timed else (None, None)))

@@ -202,11 +202,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "ep_rails",
         "DITRON_EP_RAILS",
-        _one_of("on", "off"),
-        "off",
-        "on, off",
-        "Expert parallel over several nodes: on: a token crosses to a node once, along its rail, and is fanned out "
-        "inside (tried on posed nodes only). off: natively.",
+        _one_of("auto", "on", "off"),
+        "auto",
+        "auto, on, off",
+        "Expert parallel over several nodes. A token crosses to a node once, along its rail, and is fanned out inside "
+        "(tried on posed nodes only). auto: where the policy finds it quicker than natively. on: where its bits are "
+        "native's. off: natively.",
     ),
     Setting(
         "wgrad",

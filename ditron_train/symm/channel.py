@@ -317,10 +317,10 @@ class Channel:
 
 
 @outside_compile
-def check_all() -> None:
-    """``check``s every live channel of this process whose arena is open."""
+def check_all(group_name: str | None = None) -> None:
+    """``check``s every live channel of this process whose arena is open; of one group, if named."""
     for channel in list(_channels):
-        if not channel.arena.closed:
+        if not channel.arena.closed and group_name in (None, channel.arena.group_name):
             channel.check()
 
 

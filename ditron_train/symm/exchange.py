@@ -31,7 +31,7 @@ from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.plain import from_plain, to_plain
 
-__all__ = ["exchange", "on_all_ranks", "store_of"]
+__all__ = ["exchange", "first_missing", "on_all_ranks", "store_of"]
 
 _LEAST_TIMEOUT_S = 30.0  # whatever DITRON_TIMEOUT_S says: ranks come here from imports and compilation
 _POLL_S = 0.001  # at first; twice as long each time, up to
@@ -78,19 +78,23 @@ class _Meeting:
     rank's meeting.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        members = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
-        self._members = dist.PrefixStore(
-            f"ditron_train exchange {members}", distributed_c10d._get_process_group_store(group)
-        )
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str) -> None:
+        members = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
+        self._members = dist.PrefixStore(f"ditron_train exchange {members}", store)
+        self._rank, self._world_size = rank, len(ranks)
         self._num_before = int(self._members.compare_set("groups that met", "", "0"))
         self.store = dist.PrefixStore(str(self._num_before), self._members)
-        self._name = getattr(group, "group_name", "") or f"of {self._world_size}"
+        self._name = name or f"of {self._world_size}"
         self._mark = secrets.token_hex(8)
         self.store.set(f"meeting of {self._rank}", self._mark)
         self._has_met = False
         self._number = 0
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> _Meeting:
+        """The meeting of a group's ranks in its own part of the store."""
+        store, ranks = distributed_c10d._get_process_group_store(group), dist.get_process_group_ranks(group)
+        return cls(store, dist.get_rank(group), ranks, getattr(group, "group_name", ""))
 
     def exchange(self, value: object) -> list[Any]:
         """``value`` of every rank, by group rank."""
@@ -117,16 +121,24 @@ class _Meeting:
             timeout_s = max(get_settings().timeout_s, _LEAST_TIMEOUT_S)
             if self._wait(begun_s + timeout_s):
                 return _read_outcome(self.store.get(f"{self._number}/outcome"))
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            if not missing:  # the last one is about to settle it, or has died before it could
+            if not self._is_asker() and self._wait(time.monotonic() + _UNPUBLISHED_S):
+                return _read_outcome(self.store.get(f"{self._number}/outcome"))
+            missing = first_missing(self.store, keys)
+            if missing is None:  # the last one is about to settle it, or has died before it could
                 return self._settle_with_all(keys)
-            return self._settle(_GivenUp(self._rank, self._mark, missing[0], timeout_s))
+            return self._settle(_GivenUp(self._rank, self._mark, missing, timeout_s))
         except (
             BaseException
         ):  # an interrupt: the others are neither to wait for this rank nor to take what it said for an answer
             with suppress(RuntimeError):
                 self._settle(_GivenUp(self._rank, self._mark, self._rank, round(time.monotonic() - begun_s, 1)))
             raise
+
+    def _is_asker(self) -> bool:
+        """Whether this rank, the first whose deadline has passed, is to look for the one that is missing: all others
+        would ask the store the same, within a moment."""
+        name: Any = str(self._rank)
+        return self.store.compare_set(f"{self._number}/asker", "", name) == name.encode()
 
     def _is_settled(self) -> bool:
         return self.store.check([f"{self._number}/outcome"])
@@ -189,6 +201,17 @@ class _Meeting:
         )
 
 
+def first_missing(store: dist.Store, keys: list[str]) -> int | None:
+    """Which of ``keys`` is the first that is not there, or None; each look-up halves what is left."""
+    if not keys or store.check(keys):
+        return None
+    low, high = 0, len(keys)  # all before `low` are there, one before `high` is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if store.check(keys[low:middle]) else (low, middle)
+    return low
+
+
 _meetings: GroupCache[dist.ProcessGroup, _Meeting] = GroupCache()
 
 
@@ -223,7 +246,7 @@ def _meeting_of(group: dist.ProcessGroup) -> _Meeting:
         check_member(group)
         # Opens this rank's file: a rank that dies from here on has left one, and what the others raise is in theirs.
         records_of(group.group_name, dist.get_process_group_ranks(group))
-        _meetings[group] = _Meeting(group)
+        _meetings[group] = _Meeting.of(group)
     return _meetings[group]
 
 

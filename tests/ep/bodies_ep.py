@@ -362,7 +362,9 @@ def expert_functions(tokens_by_rank, dtype, order):
 def error_of_scattered_nodes():
     """What ranks of two posed nodes get that take turns instead of forming blocks."""
     from ditron_train.runtime.errors import NotSupportedError
+    from ditron_train.symm.nodes import forget_nodes
 
+    forget_nodes()
     os.environ["NCCL_HOSTID"] = str(dist.get_rank() % 2)
     try:
         get_rail_context(dist.group.WORLD, torch.device("cpu"), 8, 2)
@@ -370,6 +372,7 @@ def error_of_scattered_nodes():
         return str(error)
     finally:
         del os.environ["NCCL_HOSTID"]
+        forget_nodes()
     return None
 
 

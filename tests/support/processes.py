@@ -108,8 +108,14 @@ def _worker_env(rank: int, world_size: int, directory: str, extra: Mapping[str, 
 class WorkerPool:
     """`world_size` live processes in one gloo group. A context manager; not thread-safe."""
 
-    def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:
-        """Start the processes; `env` is set in them before they join their group."""
+    def __init__(
+        self,
+        world_size: int,
+        env: Mapping[str, str] | None = None,
+        env_of: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    ) -> None:
+        """Start the processes; `env`, and what `env_of` says of a rank, is set in them before they join their
+        group."""
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
@@ -117,7 +123,7 @@ class WorkerPool:
         self.workers: list[_Worker] = []
         try:
             for rank in range(world_size):
-                self.workers.append(_Worker(rank, world_size, self.directory, env or {}))
+                self.workers.append(_Worker(rank, world_size, self.directory, {**(env or {}), **env_of(rank)}))
             ready = self._collect(time.monotonic() + HANG_S, None, starting=True)
             _raise_first(ready, "start", HANG_S)
         except BaseException:
@@ -163,6 +169,14 @@ class WorkerPool:
         if not all(outcome.ok for outcome in outcomes):
             self.close()
         return outcomes
+
+    def values(
+        self, fn: Callable[..., Any], args: Sequence[Any], timeout_s: float, env: Mapping[str, str] | None = None
+    ) -> list[Any]:
+        """The same, but what each rank returned; raises what the first rank raised."""
+        outcomes = self.run(fn, args, timeout_s, env)
+        _raise_first(outcomes, fn.__qualname__, timeout_s)
+        return [outcome.value for outcome in outcomes]
 
     def _collect(
         self, deadline: float, stop_after_error_s: float | None, starting: bool = False
@@ -268,9 +282,7 @@ def run_workers(
         if pool is not None:
             pool.close()
         pool = _pools[world_size] = WorkerPool(world_size)
-    outcomes = pool.run(fn, args, timeout_s, env)
-    _raise_first(outcomes, fn.__qualname__, timeout_s)
-    return [outcome.value for outcome in outcomes]
+    return pool.values(fn, args, timeout_s, env)
 
 
 def run_workers_once(

@@ -9,6 +9,7 @@ functions through a pipe of its own, runs them and answers. All exit when their 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -149,12 +150,28 @@ def _become_worker(pipe: int, log: int, environment: Mapping[str, str], path: Se
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
+        if "DITRON_TEST_NODE" in environment:
+            _enter_namespaces(int(environment["DITRON_TEST_NODE"]))
         _serve(Connection(pipe), parent_pid)
         os._exit(0)  # no collective teardown: a peer may be gone already
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _enter_namespaces(holder: int) -> None:
+    """Goes over to the network, host name and ``/dev/shm`` of a posed node (``tests.support.nodes``)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    kinds = ("user", "net", "uts", "mnt")
+    opened = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+    folder = os.getcwd()
+    for kind, descriptor in zip(kinds, opened):
+        mine, theirs = (os.stat(f"/proc/{process}/ns/{kind}").st_ino for process in ("self", holder))
+        if mine != theirs and libc.setns(descriptor, 0):  # into one's own user namespace nobody may
+            raise OSError(ctypes.get_errno(), f"setns of {kind}")
+        os.close(descriptor)
+    os.chdir(folder)
 
 
 def _import_all(modules: Sequence[str]) -> None:

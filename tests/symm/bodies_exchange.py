@@ -94,7 +94,7 @@ def groups_of_different_sizes() -> tuple[int, str]:
 def groups_of_one_name() -> list[list[str]]:
     """As if a group had been destroyed and another been given its name, and with it its part of the store."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    return [module._Meeting(group).exchange(text) for text in ("old", "new")]
+    return [module._Meeting.of(group).exchange(text) for text in ("old", "new")]
 
 
 def groups_of_one_name_and_other_ranks() -> list[list[str]]:
@@ -108,7 +108,7 @@ def groups_of_one_name_and_other_ranks() -> list[list[str]]:
     distributed_c10d._get_process_group_store = lambda group: part
     try:
         groups = [("old", pair), ("new", everyone)] if dist.get_rank() < 2 else [("new", everyone)]
-        return [module._Meeting(group).exchange(text) for text, group in groups]
+        return [module._Meeting.of(group).exchange(text) for text, group in groups]
     finally:
         distributed_c10d._get_process_group_store = find_store
 
@@ -118,12 +118,12 @@ def a_group_that_never_met() -> tuple[list[str], list[list[str]]]:
     group, last = dist.new_group(list(range(dist.get_world_size()))), dist.get_world_size() - 1
     words = []
     if dist.get_rank() != last:
-        before = module._Meeting(group)
+        before = module._Meeting.of(group)
         words = [_timeout_of(lambda: before.exchange("old"))[1] for _ in range(2)]
     dist.barrier()
     if dist.get_rank() == 0:
         time.sleep(0.2)  # those that are here earlier find what it said in the first group
-    meeting = module._Meeting(group)
+    meeting = module._Meeting.of(group)
     return words, [meeting.exchange(text) for text in ("new", "newer")]
 
 
@@ -131,7 +131,7 @@ def a_rank_is_interrupted() -> tuple[str, float, list[str]]:
     """What the others hear when one rank leaves an exchange before the last has come, how soon, and the next
     exchange."""
     group, rank, words = dist.new_group(list(range(dist.get_world_size()))), dist.get_rank(), "no error"
-    meeting, start_s = module._Meeting(group), time.monotonic()
+    meeting, start_s = module._Meeting.of(group), time.monotonic()
     if rank == 0:
         meeting._wait = lambda deadline_s: signal.raise_signal(signal.SIGINT)
     if rank == 2:
@@ -148,7 +148,7 @@ def a_rank_is_interrupted() -> tuple[str, float, list[str]]:
 def the_last_is_slow_to_publish() -> tuple[list[str], list[str]]:
     """The deadline passes when all have come and the last of them has not published what they said yet."""
     meeting, settle = (
-        module._Meeting(dist.new_group(list(range(dist.get_world_size())))),
+        module._Meeting.of(dist.new_group(list(range(dist.get_world_size())))),
         module._Meeting._settle_with_all,
     )
 
@@ -171,7 +171,7 @@ def the_last_is_slow_to_publish() -> tuple[list[str], list[str]]:
 
 def one_gives_up_when_the_last_comes() -> str:
     """The first gives up just after the last has looked for an outcome and found none."""
-    meeting, rank = module._Meeting(dist.new_group(list(range(dist.get_world_size())))), dist.get_rank()
+    meeting, rank = module._Meeting.of(dist.new_group(list(range(dist.get_world_size())))), dist.get_rank()
     if rank == 0:
         meeting._wait = lambda deadline_s: meeting.store.wait(["1/1"])  # returns None: the deadline has passed
     if rank == 2:
@@ -196,7 +196,7 @@ class _Answers:
 
 def keys_that_a_waiting_rank_looks_up() -> tuple[int, int]:
     """How many checks the first of the ranks made until the last had come, and how many keys they were for."""
-    meeting, asked = module._Meeting(dist.new_group(list(range(dist.get_world_size())))), []
+    meeting, asked = module._Meeting.of(dist.new_group(list(range(dist.get_world_size())))), []
     if dist.get_rank() == 0:
         check, meeting.store = meeting.store.check, _Answers(meeting.store)
         meeting.store.check = lambda keys: asked.append(len(keys)) or check(keys)
@@ -216,7 +216,7 @@ def over_a_tcp_store() -> tuple[list[bool], str, list[str]]:
     part = dist.PrefixStore("part/", store)
     distributed_c10d._get_process_group_store = lambda group: part
     try:
-        meeting, right, words = module._Meeting(group), [], "no error"
+        meeting, right, words = module._Meeting.of(group), [], "no error"
         for turn in range(12):
             time.sleep(0.05 * (turn % world == rank))
             values = [bytes([0, 255, turn, peer]) * 1000 for peer in range(world)]
@@ -243,7 +243,7 @@ def somebody_writes_to_the_store(word: bytes) -> list[str]:
     group, rank, heard = dist.new_group(list(range(dist.get_world_size()))), dist.get_rank(), []
     for key in ("1/1", "1/outcome"):
         dist.barrier()
-        meeting = module._Meeting(group)
+        meeting = module._Meeting.of(group)
         dist.barrier()
         if rank == 1 and key == "1/1":
             meeting.store.set(key, word)

@@ -1,5 +1,5 @@
 """Why a dispatcher of tokens runs natively (part of feature ``ep``): by its configuration, by a call's tensors, in a
-capture."""
+capture, for want of a context."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from ditron_train.ep import EPContext, RailContext, get_ep_context, get_rail_context
 from ditron_train.ep.launch import DTYPES
 from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
 from ditron_train.runtime.device import is_interpreter
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["why_not_captured", "why_not_config", "why_not_tensors"]
+__all__ = ["context_of_layer", "why_not_captured", "why_not_config", "why_not_tensors"]
 
 
 def why_not_config(dispatcher: Any) -> str | None:
@@ -68,3 +70,30 @@ def why_not_captured(*, is_decided: bool, is_sized: bool, slices: int) -> str | 
     if not is_sized or slices > 1:
         return "a CUDA graph is being captured, which the host sync for its sizes does not allow"
     return None
+
+
+def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailContext:
+    """The context of a dispatcher's group (collective at its first use): by peer memory where that reaches all ranks,
+    else, or where ``DITRON_EP_RAILS=on``, by rails.
+
+    Raises:
+        ArenaError, NotSupportedError: It cannot be had, on every rank alike.
+    """
+    config, over_nodes = dispatcher.config, None
+    arguments = (dispatcher.ep_group, device, dispatcher.num_experts, config.moe_router_topk)
+    rails = get_settings().ep_rails
+    if rails == "on":
+        over_nodes = get_rail_context(*arguments)
+    if over_nodes is None:
+        try:
+            return get_ep_context(*arguments)
+        except (ArenaError, NotSupportedError):
+            over_nodes = get_rail_context(*arguments) if rails == "auto" else None
+            if over_nodes is None:
+                raise
+    for option in ("moe_pad_expert_input_to_capacity", "overlap_moe_expert_parallel_comm"):
+        if getattr(config, option):
+            raise NotSupportedError(f"{option} is on in a group that spans nodes")
+    if dispatcher.tp_size > 1:
+        raise NotSupportedError("experts are split over tensor parallel ranks in a group that spans nodes")
+    return over_nodes

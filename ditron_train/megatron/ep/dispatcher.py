@@ -6,6 +6,7 @@ parameters and checkpoints stay as they are. What is not covered runs the inheri
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,24 +27,24 @@ from ditron_train.ep import (
     combine_rows,
     dispatch_ahead,
     dispatch_tokens,
-    get_ep_context,
-    get_rail_context,
     index_add_order,
     rails,
 )
 from ditron_train.ep.expert_functions import pairs_of_native_bits
-from ditron_train.megatron.ep.coverage import why_not_captured, why_not_config, why_not_tensors
+from ditron_train.megatron.ep.coverage import context_of_layer, why_not_captured, why_not_config, why_not_tensors
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
 from ditron_train.megatron.ep.pair_spec import fused_pairs_here
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_few_rows
 from ditron_train.policy import gate, log_native
+from ditron_train.policy.probe import compares
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.settings import get_settings, under_policy
+from ditron_train.symm.nodes import spans_nodes
 
 __all__ = ["DitronMoEAlltoAllTokenDispatcher"]
 
@@ -195,31 +196,19 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 self._native_because = f"index_add_ of {hidden_states.dtype} adds in an order of its own here"
         if self._native_because is None:
             try:
-                if self._asks_policy and device.type == "cuda":  # on the CPU there are no times to compare
+                if self._asks_policy and compares(device):
                     self._native_because = self._ask_policy(hidden_states, routing_map, probs)
                 if self._native_because is not None:
                     self._log_native()
                     return None
-                return self._make_context(device)
+                context = context_of_layer(self, device)
+                if isinstance(context, RailContext):
+                    self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
+                return context
             except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
                 self._native_because = str(error)
         self._log_native()
         return None
-
-    def _make_context(self, device: torch.device) -> EPContext | RailContext:
-        arguments = (self.ep_group, device, self.num_experts, self.config.moe_router_topk)
-        if get_settings().ep_rails == "off":
-            return get_ep_context(*arguments)
-        over_nodes = get_rail_context(*arguments)
-        if over_nodes is None:
-            return get_ep_context(*arguments)
-        for option in ("moe_pad_expert_input_to_capacity", "overlap_moe_expert_parallel_comm"):
-            if getattr(self.config, option):
-                raise NotSupportedError(f"{option} is on in a group that spans nodes")
-        if self.tp_size > 1:
-            raise NotSupportedError("experts are split over tensor parallel ranks in a group that spans nodes")
-        self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
-        return over_nodes
 
     def _ask_policy(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> str | None:
         """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher."""
@@ -235,7 +224,10 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
         pad_factor = self.moe_expert_capacity_factor if self.drop_and_pad else None
         call = MovementCall(make, hidden_states, routing_map, probs, topk, fused, group, pad_factor)
-        return gate.answer_for(MOVEMENT, call).reason
+        settings = get_settings()
+        is_told = settings.ep_rails == "on" and settings.policy == "strict" and spans_nodes(group)
+        with under_policy("bits") if is_told else contextlib.nullcontext():
+            return gate.answer_for(MOVEMENT, call).reason
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor

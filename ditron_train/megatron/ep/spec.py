@@ -22,6 +22,7 @@ from ditron_train.ep import EPContext, fewest_rows_before
 from ditron_train.ep import expert_functions as pairs_of
 from ditron_train.policy import Function, OpSpec, Trial
 from ditron_train.runtime.logs import log_once
+from ditron_train.symm.nodes import num_nodes
 
 __all__ = ["SPECS", "MOVEMENT", "MovementCall", "random_inputs", "warns_of_few_rows"]
 
@@ -168,6 +169,7 @@ class MovementSpec(OpSpec[MovementCall, Any]):
                 return _forward_backward(native, given)
 
         words = f"ep {num_tokens} tokens x {own.shape[1]}, top-{topk} of {probs.shape[1]}, {own.dtype}"
+        words += f", over {num_nodes(group)} nodes" * (num_nodes(group) > 1)
         words += ", fused" * call.is_fused + ("" if capacity is None else f", padded to {capacity}")
         fused, fused_given = (functools.partial(_forward_backward, ours, data) for data in (even, given))
         return Trial(words, megatron, fused, also=[(megatron_given, fused_given)])

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import all_to_all
 
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.sp import (
@@ -29,31 +29,15 @@ from ditron_train.sp import (
     to_sequence,
 )
 from ditron_train.sp.layouts import global_rows
-from ditron_train.symm.exchange import exchange, on_all_ranks
-from ditron_train.symm.groups import make_group
-from ditron_train.symm.transport import node_of_process
+from ditron_train.symm import nodes as symm_nodes
+from ditron_train.symm.exchange import on_all_ranks
+from ditron_train.symm.nodes import NodeGroups, node_groups
 
-__all__ = ["NodesContext", "forget_nodes", "get_nodes_context", "spans_nodes"]
+__all__ = ["NodesContext", "forget_nodes", "get_nodes_context"]
 
 _Result = TypeVar("_Result")
 
-_nodes_of: GroupCache[dist.ProcessGroup, list[int]] = GroupCache()
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesContext] = GroupCache()
-
-
-def _node_of_each_rank(group: dist.ProcessGroup) -> list[int]:
-    """Number of the node of each rank, by group rank (collective the first time). A torchrun agent counts as a
-    node."""
-    if group not in _nodes_of:
-        names = exchange(group, node_of_process())
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        _nodes_of[group] = [numbers[name] for name in names]
-    return _nodes_of[group]
-
-
-def spans_nodes(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of ``group`` lie on more than one node (collective the first time)."""
-    return len(set(_node_of_each_rank(group))) > 1
 
 
 def get_nodes_context(group: dist.ProcessGroup, device: torch.device) -> NodesContext:
@@ -73,7 +57,21 @@ def get_nodes_context(group: dist.ProcessGroup, device: torch.device) -> NodesCo
 def forget_nodes() -> None:
     """Let go of the contexts."""
     _contexts.clear()
-    _nodes_of.clear()
+    symm_nodes.forget_nodes()
+
+
+class _AlongRail(torch.autograd.Function):
+    """All-to-all of equal shares [nodes, ...] along a rail; its backward is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, nodes: NodeGroups) -> torch.Tensor:
+        ctx.nodes = nodes
+        return nodes.exchange_along_rail(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        refuse_second_derivatives("an exchange along rails")
+        return ctx.nodes.exchange_along_rail(grad), None
 
 
 class NodesContext:
@@ -84,20 +82,13 @@ class NodesContext:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        nodes = _node_of_each_rank(group)
-        self._group, self.world_size, self.rank = group, len(nodes), dist.get_rank(group)
-        self._num_nodes = max(nodes) + 1
-        self._per_node, rest = divmod(self.world_size, self._num_nodes)
-        if rest or nodes != [rank // self._per_node for rank in range(self.world_size)] or self._per_node == 1:
-            raise NotSupportedError(
-                f"ranks lie on nodes {nodes}: exchanges by rails need equal nodes of 2 or more neighbours"
-            )
-        node, local = divmod(self.rank, self._per_node)
-        ranks = range(self.world_size)
-        self._node_group = make_group(
-            group, [rank for rank in ranks if rank // self._per_node == node], "ditron_sp_node"
-        )
-        self._rail = make_group(group, [rank for rank in ranks if rank % self._per_node == local], "ditron_sp_rail")
+        nodes = node_groups(group)
+        assert nodes is not None, "of a group that spans nodes"
+        self._group, self.world_size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._nodes, self._num_nodes, self._per_node = nodes, nodes.num_nodes, nodes.local_size
+        if self._per_node == 1:
+            raise NotSupportedError("one rank a node: exchanges by rails need nodes of 2 ranks or more")
+        self._node_group = nodes.node_group
         self.node: SPContext = self._on_all_nodes("making a context", lambda: get_sp_context(self._node_group, device))
         self._tables: dict[int, torch.Tensor] = {}
         self._reserved: set[tuple[HeadsLayout, int, torch.dtype]] = set()
@@ -162,13 +153,14 @@ class NodesContext:
         self._reserve(layout, lead.numel(), parts[0].dtype)
         columns = [part.shape[-2] * part.shape[-1] // nodes for part in parts]
         packed = torch.cat([part.reshape(*lead, nodes, -1) for part in parts], dim=-1).movedim(-2, 0).contiguous()
-        arrived = all_to_all(self._rail, packed).flatten(0, 1)
+        arrived = _AlongRail.apply(packed, self._nodes).flatten(0, 1)
         parts = [
             one.unflatten(-1, (-1, head_dim))
             for one, head_dim in zip(arrived.split(columns, dim=-1), layout.head_dims)
         ]
         table = self._table(lead.numel(), row_table)
-        return heads_exchange(parts, context=self.node, layout=layout, row_table=table)
+        with self._nodes.naming("an exchange of heads"):
+            return heads_exchange(parts, context=self.node, layout=layout, row_table=table)
 
     def to_sequence(self, attended: torch.Tensor, layout: HeadsLayout, row_table: torch.Tensor | None) -> torch.Tensor:
         """As ``sp.sequence_exchange`` of one part: [s, ..., heads / W, d] -> [s / W, ..., heads, d];
@@ -176,6 +168,7 @@ class NodesContext:
         nodes, num_rows = self._num_nodes, attended.shape[:-2].numel() // self.world_size
         self._reserve(layout, num_rows, attended.dtype)
         table = self._table(num_rows, row_table)
-        (gathered,) = sequence_exchange((attended,), context=self.node, layout=layout, row_table=table)
-        arrived = all_to_all(self._rail, gathered.unflatten(0, (nodes, -1)).contiguous())
+        with self._nodes.naming("an exchange of rows"):
+            (gathered,) = sequence_exchange((attended,), context=self.node, layout=layout, row_table=table)
+        arrived = _AlongRail.apply(gathered.unflatten(0, (nodes, -1)), self._nodes)
         return arrived.movedim(0, -3).flatten(-3, -2)

@@ -18,11 +18,12 @@ from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_b
 from ditron_train.megatron.shared.te_products import product_pairs
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
-from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context, spans_nodes
+from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
 from ditron_train.policy import Decision, Function, OpSpec, Run, gate
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection
+from ditron_train.symm.nodes import spans_nodes
 
 __all__ = ["SPECS", "EXCHANGE", "OUTPUT", "PROJECTIONS", "route_exchange", "route_output", "route_projections"]
 

@@ -1,0 +1,138 @@
+"""What ranks of posed nodes run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
+from ditron_train.symm import SymmetricArena
+from ditron_train.symm.exchange import exchange
+from ditron_train.symm.groups import make_group
+from ditron_train.symm.transport import is_one_node, node_of_process
+from tests.support.patience import Lateness
+
+
+def places():
+    """Names of the nodes of all ranks, and whether the job takes itself for one of one node."""
+    return [name for name, _, _ in exchange(dist.group.WORLD, node_of_process())], is_one_node()
+
+
+def shared_memory(ranks_per_node):
+    """What a node's ranks hand each other through memory; and what all ranks get that ask for it together."""
+    rank, num = dist.get_rank(), dist.get_world_size()
+    node = rank // ranks_per_node * ranks_per_node
+    group = make_group(dist.group.WORLD, list(range(node, node + ranks_per_node)), "node")
+    arena = SymmetricArena(group, torch.device("cpu"))
+    box = arena.tensor("box", (num,), torch.int32)
+    for peer in range(ranks_per_node):
+        box.peer(peer)[rank] = rank + 1
+    arena.quiesce()
+    found = box.local.tolist()
+    arena.close()
+    try:
+        SymmetricArena(dist.group.WORLD, torch.device("cpu")).tensor("box", (num,), torch.int32)
+    except ArenaError as error:
+        return found, str(error)
+    return found, None
+
+
+def rates(num_bytes):
+    """MB/s from rank 0 to rank 1 of its node, and to the first rank of the last node."""
+    rank, far = dist.get_rank(), dist.get_world_size() - int(os.environ["LOCAL_WORLD_SIZE"])
+    data, found = torch.ones(num_bytes, dtype=torch.uint8), []
+    for peer in (1, far):
+        for _ in range(2):
+            dist.barrier()
+            begun_s = time.perf_counter()
+            if rank == 0:
+                dist.send(data, peer)
+            elif rank == peer:
+                dist.recv(data, 0)
+            dist.barrier()
+            taken_s = time.perf_counter() - begun_s
+        found.append(num_bytes / taken_s / 1e6)
+    return found
+
+
+def peer_fails(op, fault, failing, timeout_s):
+    """What a rank gets, when, of a second call of ``op`` in which the ranks ``failing`` die or are late; rank numbers
+    in the whole group."""
+    os.environ["DITRON_TIMEOUT_S"] = str(timeout_s)
+    call = {"ep": _ep_call, "sp": _sp_call}[op]()
+    call()
+    dist.barrier()
+    if dist.get_rank() in failing:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2 * timeout_s + 3)
+    errors, begun_s = [], time.monotonic()
+    with Lateness() as lateness:
+        for _ in range(2):  # a late rank finds what the others sent before they gave up
+            try:
+                call()
+            except PeerTimeoutError as error:
+                errors.append((error, time.monotonic() - begun_s - lateness.seconds))
+    first, taken_s = errors[0]
+    return type(first).__name__, {error.missing_rank for error, _ in errors}, first.waiting_rank, taken_s, len(errors)
+
+
+def _ep_call():
+    """Dispatch and combine over nodes by rails."""
+    from ditron_train.ep import get_rail_context, rails
+
+    context = get_rail_context(dist.group.WORLD, torch.device("cpu"), 8, 2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, scores = torch.randn(12, 16, generator=generator), torch.rand(12, 8, generator=generator)
+    routed = torch.zeros(12, 8, dtype=torch.bool).scatter_(1, scores.topk(2).indices, True)
+
+    def call():
+        layout = rails.begin_layout(routed, scores * routed, 16, torch.float32, context).finish()
+        rows, _ = rails.dispatch(x, layout, context)
+        rails.combine(rows, layout, context, order="ascending")
+
+    return call
+
+
+def _sp_call():
+    """Ulysses' exchanges over nodes by rails."""
+    from ditron_train.megatron.sp.nodes import get_nodes_context
+    from ditron_train.sp import qkv_layout
+
+    world = dist.get_world_size()
+    context = get_nodes_context(dist.group.WORLD, torch.device("cpu"))
+    layout = qkv_layout(2 * world, world, 8, world)
+    parts = [torch.randn(4, 1, heads, 8) for heads in (2 * world, world, world)]
+    return lambda: context.to_heads(parts, layout, None)
+
+
+def moe_layer(rails):
+    """Whether megatron-core's MoE layer moves its tokens by rails under ``DITRON_EP_RAILS=rails``, with times compared
+    on the CPU, too, and why not; its bits are native's."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+    import ep_workers as workers
+
+    from ditron_train.policy import gate
+    from ditron_train.policy.probe import comparing_on_cpu
+
+    os.environ["DITRON_EP_RAILS"] = rails
+    gate.forget("ep")
+    options = {"params_dtype": torch.float32, "num_moe_experts": 8, "moe_router_topk": 8, "hidden_size": 256}
+    torch.use_deterministic_algorithms(True)
+    try:
+        with workers.groups(**workers.sizes_of(options)), comparing_on_cpu():
+            native, ours = workers.build(options, False), workers.build(options, True)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            x, grad = (torch.randn(16, 1, options["hidden_size"], generator=generator) for _ in range(2))
+            workers.assert_equal(workers.run_layer(native, x, grad), workers.run_layer(ours, x, grad))
+            dispatcher = ours.token_dispatcher
+            return dispatcher.ep_context is not None, dispatcher._native_because
+    finally:
+        torch.use_deterministic_algorithms(False)
+        del os.environ["DITRON_EP_RAILS"]
