@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.flight_recorder import records_of
+
 __all__ = ["LayerShards", "newton_schulz_cost", "shard_by_cost"]
 
 
@@ -72,10 +74,12 @@ class LayerShards:
         self.num_rounds = max((len(shard) for shard in self._shards), default=0)
         self._next_round = 0
         self._pending: list[dist.Work] = []
+        self._records = records_of(group.group_name, dist.get_process_group_ranks(group))
 
     def send_round(self) -> None:
         """Enqueues the next round: the own tensor of this round must be final on the current stream."""
         assert self._next_round < self.num_rounds
+        self._records.record("muon.send_round", self._next_round)  # torch's collectives name nobody who is missing
         for source, shard in zip(self._sources, self._shards):
             if self._next_round < len(shard):
                 tensor = self._tensors[shard[self._next_round]]
