@@ -22,6 +22,7 @@ from ditron_train.tools.faults.fault import Fault, strike
 from ditron_train.tools.faults.jobs import JOBS, QUICKSTART, run_quickstart
 from ditron_train.tools.faults.judge import Ending, Outcome, judge
 from ditron_train.tools.faults.places import Places
+from ditron_train.tools.gpu_of_rank import share_gpus
 
 __all__ = ["NATIVE_TIMEOUT_S", "run_one"]
 
@@ -55,7 +56,9 @@ def run_one(fault: Fault, start_calls: int, folder: Path, device_type: str) -> O
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     if device_type == "cpu":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # its watchdog would write for a minute before it ends a rank
     ranks = ForkedRanks(fault.world_size, partial(_live, fault, start_calls, folder, device_type), folder, environment)
     try:
         is_in_time = _watch(fault, ranks, folder)
@@ -160,9 +163,9 @@ def _join(folder: Path, device_type: str, rank: int, world_size: int) -> torch.d
     store = dist.FileStore(str(folder / "store"), world_size)
     options: dict[str, Any] = dict(store=store, rank=rank, world_size=world_size)
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", timeout=timedelta(seconds=60), **options)
-        return torch.device("cuda", rank)
+        backend = share_gpus(rank, world_size)
+        dist.init_process_group(backend, timeout=timedelta(seconds=NATIVE_TIMEOUT_S), **options)
+        return torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=NATIVE_TIMEOUT_S), **options)
     return torch.device("cpu")
