@@ -221,9 +221,7 @@ def _check_untried() -> None:
 
 
 @contextmanager
-def bench_session(
-    name: str, arguments: argparse.Namespace, *, may_share_gpus: bool = False
-) -> Iterator[BenchSession]:
+def bench_session(name: str, arguments: argparse.Namespace, *, may_share_gpus: bool = False) -> Iterator[BenchSession]:
     """Joins the process group for the time of a benchmark.
 
     ``may_share_gpus``: whether more processes than GPUs may take turns on them, where no time is measured.

@@ -61,7 +61,7 @@ def run_one(fault: Fault, start_calls: int, folder: Path, device_type: str) -> O
         environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # its watchdog would write for a minute before it ends a rank
     ranks = ForkedRanks(fault.world_size, partial(_live, fault, start_calls, folder, device_type), folder, environment)
     try:
-        is_in_time = _watch(fault, ranks, folder)
+        is_in_time, queued_s = _watch(fault, ranks, folder)
     finally:
         is_alive = [one.status is None for one in ranks.ranks]
         orphans = ranks.kill()
@@ -73,7 +73,7 @@ def run_one(fault: Fault, start_calls: int, folder: Path, device_type: str) -> O
     endings = [
         Ending(one.rank, one.status, is_alive[one.rank],
                None if fired is None or one.ended_s is None else one.ended_s - fired["time_s"],
-               _read(folder / f"report{one.rank}.json"), one.said())
+               _read(folder / f"report{one.rank}.json"), one.said(), one.queued_s - queued_s[one.rank])
         for one in ranks.ranks
     ]  # fmt: skip
     return judge(
@@ -95,17 +95,20 @@ def _is_of(name: str, pids: set[str], has_disks: bool) -> bool:
     return has_disks or name.removeprefix("ditron-").removeprefix("pp-").split("-")[0] in pids
 
 
-def _watch(fault: Fault, ranks: ForkedRanks, folder: Path) -> bool:
-    """Waits for the ends of all ranks but one that is stopped; False where they do not come."""
+def _watch(fault: Fault, ranks: ForkedRanks, folder: Path) -> tuple[bool, list[float]]:
+    """Waits for the ends of all ranks but one that is stopped: whether they come, and how long each had been queued
+    for a core when the fault came."""
     fired = folder / "fired.json"
     awaited = [one for one in ranks.ranks if fault.kind != "SIGSTOP" or one.rank != fault.rank]
 
     def has_ended() -> bool:
         return all(one.status is not None for one in awaited)
 
-    if not ranks.wait(lambda: has_ended() or fired.exists(), time.time() + _START_S):
-        return False
-    return ranks.wait(has_ended, time.time() + _END_S + (3.0 * fault.timeout_s if fault.kind == "late" else 0.0))
+    has_begun = ranks.wait(lambda: has_ended() or fired.exists(), time.time() + _START_S)
+    ranks.look_at_queues()
+    queued_s = [one.queued_s for one in ranks.ranks]
+    until_s = time.time() + _END_S + (3.0 * fault.timeout_s if fault.kind == "late" else 0.0)
+    return has_begun and ranks.wait(has_ended, until_s), queued_s
 
 
 def _read(path: Path) -> dict[str, Any] | None:
