@@ -1,7 +1,7 @@
 """The files that CI may install, by their hashes: ``hashes.txt``. Only the standard library is needed.
 
     python scripts/package_hashes.py NAME==VERSION ...      prints requirements with hashes
-    python scripts/package_hashes.py                        writes it anew: six minutes, pip 23.3 or newer
+    python scripts/package_hashes.py                        writes it anew: pip 23.3 and the Pythons, six minutes
 
 It holds what the versions of ``constraints.txt`` ask for on Linux on x86-64, for every Python that is supported: with
 torch's CPU build where an index here has one, with its CUDA build, and beside it the tritons of
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -75,15 +76,17 @@ def _key(item: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _resolve(wanted: Iterable[str], python: str, glibc: int, *options: str) -> list[Any] | None:
-    """What pip would install on another machine; None where it finds nothing."""
+    """What pip would install on another machine; None where it finds nothing. It runs by that Python, since what is
+    asked for there depends on the one that asks."""
     tags = [f"manylinux_2_{minor}_x86_64" for minor in range(glibc, 4, -1)]
     tags += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--target", folder,
-             "--only-binary=:all:", "--implementation", "cp", "--python-version", python,
-             *(word for tag in tags for word in ("--platform", tag)), "--report", str(report), *options, *wanted],
+            [sys.executable, "-m", "pip", "--python", str(shutil.which(f"python{python}")), "install", "--quiet",
+             "--dry-run", "--ignore-installed", "--target", folder, "--only-binary=:all:", "--implementation", "cp",
+             "--python-version", python, *(word for tag in tags for word in ("--platform", tag)),
+             "--report", str(report), *options, *wanted],
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode != 0:
