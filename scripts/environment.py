@@ -6,6 +6,8 @@ Only the standard library is needed. A torch or triton that the calling interpre
 never replaced: the new environment then sees the outer one behind its own packages. What is missing is installed with
 the versions of ``constraints.txt``; what is there already and in the supported range stays. Of torch and triton, where
 one is there the other is its partner (``PAIRS``). ``TORCH=2.15.0`` names another version of torch to install.
+
+For ``ci`` pip takes no file but those of ``hashes.txt``.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "scripts")]
+import package_hashes  # noqa: E402
+
 # torch and the triton that its CUDA build asks for; CPU builds ask for none, and constraints.txt has the pair tried.
 PAIRS = (("2.11.0", "3.6.0"), ("2.12.1", "3.7.1"), ("2.13.0", "3.7.1"), ("2.14.1", "3.8.0"), ("2.15.0", "3.9.0"))
 CUDA_TORCH = "2.11.0"  # the newest of them that ran on GPUs
@@ -50,6 +56,8 @@ BASE = (*CORE, "packaging", "rich", "megatron-core", "matplotlib", "setuptools")
 TEST = (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil")
 LINT = ("ruff", "mypy")  # in no other version than the one pinned: what they say differs between versions
 PURPOSES = {"quickstart": BASE, "bench": BASE, "test": TEST, "ci": (*TEST, *LINT)}
+HASHED = ("ci",)
+known_hashes: dict[tuple[str, str], list[str]] = {}  # by name and version; empty where pip may take any file
 # Run inside the environment: which of the modules named on the command line are there, and which version.
 _LOOK = """
 import importlib.util, json, sys
@@ -82,20 +90,25 @@ class NoNetwork(SetupError):
     """No package index answers: another version would not be found either."""
 
 
+class WrongHash(SetupError):
+    """An index gives another file than the one that is known: no other version is tried either."""
+
+
 def has_gpu() -> bool:
     """Whether an NVIDIA driver with at least one GPU answers here."""
     tool = shutil.which("nvidia-smi")
     return tool is not None and "GPU 0" in subprocess.run([tool, "-L"], capture_output=True, text=True).stdout
 
 
-def read_pins() -> dict[str, str]:
-    """Returns the versions of ``constraints.txt`` by name, for this Python: a later line overrules an earlier one."""
-    pins = {}
+def read_pins(python: tuple[int, ...] | None = None) -> dict[str, str]:
+    """Returns the versions of ``constraints.txt`` by name, for this Python or another: a later line overrules an
+    earlier one."""
+    python, pins = python or sys.version_info[:2], {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         pin, _, marker = line.partition("; python_version < ")
         if not line or line.startswith("#"):
             continue
-        if not marker or sys.version_info[:2] < tuple(int(part) for part in marker.strip("\"'").split(".")):
+        if not marker or python < tuple(int(part) for part in marker.strip("\"'").split(".")):
             name, version = pin.split("==")
             pins[name] = version
     return pins
@@ -183,7 +196,7 @@ def _install_core(python: Path, names: list[str], pins: dict[str, str], gpu: boo
         try:
             _install_group(python, names, {**pins, "torch": version})
             return version
-        except NoNetwork:
+        except (NoNetwork, WrongHash):
             raise
         except SetupError as error:
             print(error, file=sys.stderr)
@@ -224,25 +237,42 @@ def _install_group(python: Path, names: list[str], pins: dict[str, str]) -> None
 
 def _pip(python: Path, arguments: list[str]) -> None:
     _say("installing " + " ".join(word for word in arguments if "==" in word or word in MODULES))
+    if not known_hashes:
+        _run_pip(python, arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:  # pip takes hashes of files alone that name all that is installed
+        report, files, pins = (Path(folder, name) for name in ("report.json", "files.txt", "pins.txt"))
+        named = {word.split("==")[0] for word in (*arguments, *read_pins())}
+        others = (one for one in package_hashes.versions(known_hashes).items() if one[0] not in named)
+        pins.write_text("".join(f"{name}=={version}\n" for name, version in others))
+        _run_pip(python, ["--dry-run", "--report", str(report), "-c", str(pins), *arguments])
+        try:
+            files.write_text(package_hashes.requirements(json.loads(report.read_text()), known_hashes))
+        except LookupError as error:
+            raise WrongHash(str(error.args[0])) from None
+        _run_pip(python, ["--no-deps", "--require-hashes", "-r", str(files)])
+
+
+def _run_pip(python: Path, arguments: list[str]) -> None:
     command = [str(python), "-m", "pip"]
     if subprocess.run([*command, "--version"], capture_output=True).returncode != 0:
         command = [sys.executable, "-m", "pip", "--python", str(python)]
     command += ["install", "--quiet", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        index_answers = re.search(r"from versions: (?!none)", done.stderr)
-        if (
-            "Retry(total=0" in done.stderr and not index_answers
-        ):  # pip goes on, and blames versions that it has not seen
-            reasons = re.findall(r"(?:\[Errno -?\d+\] |')([A-Z][^'\[\]]+)'\)", done.stderr)
-            why = f" ({reasons[-1]})" if reasons else ""
-            raise NoNetwork(
-                f"pip reaches no package index{why}, and {' '.join(word for word in arguments if '==' in word)} is "
-                "missing here. PIP_FIND_LINKS=/folder/of/wheels names wheels, PYTHON=... a Python that can import "
-                "torch and triton"
-            )
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
-        raise SetupError(f"pip could not install {' '.join(arguments)}:\n{tail}")
+    if done.returncode == 0:
+        return
+    index_answers = re.search(r"from versions: (?!none)", done.stderr)
+    if "Retry(total=0" in done.stderr and not index_answers:  # pip goes on, and blames versions that it has not seen
+        reasons = re.findall(r"(?:\[Errno -?\d+\] |')([A-Z][^'\[\]]+)'\)", done.stderr)
+        why = f" ({reasons[-1]})" if reasons else ""
+        raise NoNetwork(
+            f"pip reaches no package index{why}, and {' '.join(word for word in arguments if '==' in word)} is "
+            "missing here. PIP_FIND_LINKS=/folder/of/wheels names wheels, PYTHON=... a Python that can import "
+            "torch and triton"
+        )
+    tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
+    kind = WrongHash if "DO NOT MATCH THE HASHES" in done.stderr else SetupError
+    raise kind(f"pip could not install {' '.join(arguments)}:\n{tail}")
 
 
 def check(python: Path, pins: dict[str, str], gpu: bool) -> None:
@@ -276,6 +306,8 @@ def main() -> int:
     os.environ.pop("PIP_USER", None)  # pip refuses --user inside an environment
     try:
         check_interpreter()
+        if arguments.purpose in HASHED:
+            known_hashes.update(package_hashes.read())
         python, pins, gpu = make_venv(arguments.folder.absolute()), read_pins(), has_gpu()
         link_outside(python)
         wanted = [*PURPOSES[arguments.purpose], *(["cuda-bindings"] if gpu else [])]

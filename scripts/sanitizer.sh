@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # compute-sanitizer over small calls of every room's kernels, on one GPU, which two ranks share: memcheck everywhere, racecheck of the
-# kernels that wait for nobody.
+# kernels that wait for nobody (it counts accesses to shared memory, and each of their programs works alone).
 #   bash scripts/sanitizer.sh FOLDER        writes FOLDER/sanitizer.json; exit status 1 where anything was reported or did not run
+#   LIMIT_S bounds each of its two rounds (70)
 set -uo pipefail
 folder=${1:?names the folder of the summary}
 python=${PY:-python3}
@@ -14,52 +15,60 @@ mkdir -p "$folder"
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} DITRON_TIMEOUT_S=300 DITRON_POSTMORTEM=off CUDA_DEVICE_MAX_CONNECTIONS=1
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} UB_SKIPMC=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
 ops=$root/tests/gpu/sanitized_ops.py
-# sanitize NAME TOOL ARGUMENTS...: one process
-sanitize() {
+limit=${LIMIT_S:-70}
+# run NAME TOOL ARGUMENTS...: one process; TOOL is plain, memcheck or racecheck
+run() {
   local name=$1 kind=$2
   shift 2
-  timeout "${LIMIT_S:-70}" "$tool" --tool "$kind" --target-processes all --print-limit 20 --error-exitcode 0 \
-    "$python" -W ignore "$ops" "$@" >"$work/$name.log" 2>&1
+  local checked=("$tool" --tool "$kind" --target-processes all --print-limit 20 --error-exitcode 0)
+  [ "$kind" != plain ] || checked=()
+  timeout -k 5 "$limit" "${checked[@]}" "$python" -W ignore "$ops" "$@" >"$work/$name.log" 2>&1
   echo "$?" >"$work/$name.status"
 }
-# Compiled once without the tool, and shown to run by itself.
+# pair NAME TOOL ARGUMENTS...: two ranks, in the background
 pair() {
-  export DITRON_SANITIZER_STORE=$work/store.$1
-  local rank
+  local name=$1 rank
   for rank in 0 1; do
-    if [ "$1" = plain ]; then
-      RANK=$rank WORLD_SIZE=2 LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 timeout 60 "$python" -W ignore "$ops" peers >"$work/plain.$rank.log" 2>&1 &
-    else
-      RANK=$rank WORLD_SIZE=2 LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 sanitize "peers.$rank" memcheck peers &
-    fi
+    DITRON_SANITIZER_STORE=$work/store.$name RANK=$rank WORLD_SIZE=2 LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 \
+      run "$name.$rank" "${@:2}" &
   done
-  wait
 }
-"$python" -W ignore "$ops" alone >"$work/plain.log" 2>&1
-pair plain
-sanitize alone memcheck alone &
-sanitize alone.races racecheck alone &
+# Compiled once without the tool, and shown to run by itself.
+run plain.alone plain alone &
+pair plain.peers plain peers
+DITRON_PP_PATH=kernel pair plain.pp_kernels plain peers pp
 wait
-pair memcheck
-"$python" - "$work" "$folder/sanitizer.json" <<'PYTHON'
-import json, pathlib, re, sys
-work, out = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-runs = {}
+run alone memcheck alone &
+run alone.races racecheck alone &
+pair peers memcheck peers
+DITRON_PP_PATH=kernel pair pp_kernels memcheck peers pp
+wait
+"$python" - "$work" "$folder/sanitizer.json" "$root/ditron_train" <<'PYTHON'
+import ast, json, pathlib, re, sys
+work, out, package = map(pathlib.Path, sys.argv[1:])
+defined = {
+    node.name for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
+}
+runs, checked_kernels = {}, set()
 for log in sorted(work.glob("*.log")):
-    text = log.read_text(errors="replace")
+    text, is_plain = log.read_text(errors="replace"), log.stem.startswith("plain")
     summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
-    status = work / f"{log.stem}.status"
+    kernels = " ".join(re.findall(r"^kernels (.*)", text, re.M)).split()
     runs[log.stem] = {
         "ran": re.findall(r"^ran (\S+)", text, re.M),
-        "status": int(status.read_text()) if status.exists() else None,
+        "status": int((work / f"{log.stem}.status").read_text()),
         "reported": sum(map(int, summaries)) if summaries else None,
-        "first": [line for line in text.splitlines() if line.startswith("=========")][:25] if summaries != ["0"] else [],
-        "said": text.splitlines()[-6:],
+        "first": [line for line in text.splitlines() if line.startswith("=========")][:40] if summaries != ["0"] else [],
+        "said": text.splitlines()[-12:],
     }
+    checked_kernels |= set() if is_plain else set(kernels)
 checked = {name: run for name, run in runs.items() if not name.startswith("plain")}
-is_clean = all(run["reported"] == 0 and run["ran"] for run in checked.values())
-out.write_text(json.dumps({"clean": is_clean, "runs": runs}, indent=1) + "\n")
+is_clean = all(run["reported"] == 0 and run["ran"] and run["status"] == 0 for run in checked.values())
+left = sorted(name for name in defined - checked_kernels if name.endswith("_kernel"))
+out.write_text(json.dumps({"clean": is_clean, "kernels": sorted(checked_kernels), "not_run": left, "runs": runs}, indent=1) + "\n")
 for name, run in runs.items():
     print(f"{name}: ran {', '.join(run['ran']) or 'nothing'}; reported {run['reported']}; exit {run['status']}")
+print(f"{len(checked_kernels)} kernels ran under a tool; not run: {', '.join(left) or 'none'}")
 sys.exit(not is_clean)
 PYTHON

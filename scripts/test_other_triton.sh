@@ -16,7 +16,10 @@ site=${TRITONS:-$ROOT/.tritons}/$triton-$tag
 
 if [ ! -e "$site/complete" ]; then
   rm -rf "$site"
-  if ! said=$("$PY" -m pip install --quiet --no-deps --target "$site" "triton==$triton" 2>&1); then
+  mkdir -p "$site"
+  "$PY" "$ROOT/scripts/package_hashes.py" "triton==$triton" >"$site/files.txt" || exit 1
+  if ! said=$("$PY" -m pip install --quiet --no-deps --require-hashes --target "$site" -r "$site/files.txt" 2>&1); then
+    ! grep -q "DO NOT MATCH THE HASHES" <<<"$said" || die "triton $triton is another file than hashes.txt knows: $said"
     echo "triton $triton is not tested: $(tail -n 1 <<<"$said")"
     exit 0
   fi

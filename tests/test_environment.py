@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
@@ -251,3 +253,98 @@ def test_lint_tools_come_in_the_pinned_version_alone(environment: ModuleType) ->
     for name in ("ruff", "mypy"):
         assert environment.missing(wanted, {**there, name: f"{pins[name]}.1"}, pins) == [name]
     assert environment.missing(wanted, {**there, "rich": "1.0", "setuptools": "65.5"}, pins) == ["setuptools"]
+
+
+def _wheel(folder: Path, name: str, needs: str = "") -> str:
+    """A package without content, in version 1; its hash."""
+    info = f"{name}-1.dist-info"
+    files = {
+        f"{name}.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+        + (f"Requires-Dist: {needs}\n" * bool(needs)),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    path = folder / f"{name}-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for member, content in files.items():
+            wheel.writestr(member, content)
+        wheel.writestr(f"{info}/RECORD", "".join(f"{member},,\n" for member in [*files, f"{info}/RECORD"]))
+    return f"sha256:{sha256(path.read_bytes()).hexdigest()}"
+
+
+@pytest.fixture
+def two_packages(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, dict[tuple[str, str], list[str]]]:
+    """An empty environment, and the hashes of two packages, one of which asks for the other; pip has no others."""
+    environment.venv.EnvBuilder(with_pip=False, symlinks=True).create(tmp_path / "env")
+    (tmp_path / "wheels").mkdir()
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path / "wheels"),
+        "PIP_CONFIG_FILE": os.devnull,
+    }.items():
+        monkeypatch.setenv(name, value)
+    hashes = {
+        ("outer", "1"): [_wheel(tmp_path / "wheels", "outer", "inner")],
+        ("inner", "1"): [_wheel(tmp_path / "wheels", "inner")],
+    }
+    return tmp_path / "env" / "bin" / "python", hashes
+
+
+def test_known_files_are_installed_with_what_they_ask_for(environment: ModuleType, two_packages: tuple) -> None:
+    python, hashes = two_packages
+    environment.known_hashes.update(hashes)
+    environment._pip(python, ["outer==1"])
+    assert subprocess.run([python, "-c", "import outer, inner"]).returncode == 0
+
+
+@pytest.mark.parametrize("changed", ["outer", "inner"])
+def test_a_changed_file_is_refused(environment: ModuleType, two_packages: tuple, changed: str) -> None:
+    """Of what is asked for by name, and of what that asks for; nothing is installed."""
+    python, hashes = two_packages
+    environment.known_hashes.update({**hashes, (changed, "1"): ["sha256:" + "0" * 64]})
+    with pytest.raises(environment.WrongHash, match=r"(?s)DO NOT MATCH THE HASHES|Expected sha256 0000"):
+        environment._pip(python, ["outer==1"])
+    assert subprocess.run([python, "-c", "import outer"], capture_output=True).returncode != 0
+
+
+def test_a_file_without_a_hash_is_refused(environment: ModuleType, two_packages: tuple) -> None:
+    python, hashes = two_packages
+    environment.known_hashes.update({("outer", "1"): hashes["outer", "1"]})
+    with pytest.raises(environment.WrongHash, match=r"inner==1 has no hash in hashes.txt"):
+        environment._pip(python, ["outer==1"])
+
+
+def test_a_wrong_hash_of_torch_tries_no_other_build(environment: ModuleType, tmp_path: Path) -> None:
+    def pip(python: Path, arguments: list[str]) -> None:
+        raise environment.WrongHash("torch is another file")
+
+    environment._pip = pip
+    (tmp_path / "bin").mkdir()
+    with pytest.raises(environment.WrongHash):
+        environment.install(tmp_path / "bin" / "python", ["torch", "triton"], environment.read_pins(), gpu=False)
+
+
+@pytest.mark.parametrize("python", [(3, 10), (3, 11), (3, 12), (3, 13)])
+def test_every_constraint_has_hashes(environment: ModuleType, monkeypatch, python: tuple[int, int]) -> None:
+    """Those of CI, and the tritons beside them; of torch the CPU build or the CUDA build."""
+    monkeypatch.setattr(environment.package_hashes.sys, "version_info", (*python, 1))
+    known = environment.package_hashes.read()
+    pins = environment.read_pins()
+    assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for hashes in known.values() for one in hashes)
+    assert {(name, pins[name]) for name in environment.PURPOSES["ci"] if name != "torch"} <= known.keys()
+    assert {("torch", f"{pins['torch']}+cpu"), ("torch", environment.CUDA_TORCH)} <= known.keys()
+    assert set(environment.package_hashes._alone()) <= {f"{name}=={version}" for name, version in known}
+    assert len(environment.package_hashes.versions(known)) > 30
+
+
+def test_only_ci_asks_for_hashes(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users may have indexes of their own, with builds of their own."""
+    monkeypatch.setattr(
+        environment, "make_venv", lambda folder: (_ for _ in ()).throw(environment.SetupError("later"))
+    )
+    for purpose in environment.PURPOSES:
+        environment.known_hashes.clear()
+        monkeypatch.setattr(sys, "argv", ["environment.py", str(tmp_path), purpose])
+        assert environment.main() == 1 and bool(environment.known_hashes) == (purpose == "ci")

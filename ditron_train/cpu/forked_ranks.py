@@ -31,6 +31,7 @@ class RankProcess:
         log: What it prints.
         status: Exit code, or the negative number of the signal that ended it; None while it runs.
         ended_s: When it was seen to have ended, by ``time.time()``.
+        queued_s: How long, until then, it was ready to run and no core took it.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class RankProcess:
     log: Path
     status: int | None = None
     ended_s: float | None = None
+    queued_s: float = 0.0
 
     def said(self) -> str:
         """What it has printed."""
@@ -92,12 +94,25 @@ class ForkedRanks:
             os.kill(pid, signal.SIGKILL)
         return orphans
 
-    def _reap(self) -> None:
+    def look_at_queues(self) -> None:
+        """Brings ``queued_s`` of those that run up to date."""
         for one in self.ranks:
             if one.status is None:
-                pid, status = os.waitpid(one.pid, os.WNOHANG)
-                if pid:
-                    one.status, one.ended_s = os.waitstatus_to_exitcode(status), time.time()
+                one.queued_s = _queued_s(one.pid)
+
+    def _reap(self) -> None:
+        for one in self.ranks:
+            if one.status is None and os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                one.queued_s = _queued_s(one.pid)  # as long as it is a zombie
+                one.status, one.ended_s = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1]), time.time()
+
+
+def _queued_s(pid: int) -> float:
+    """How long the first thread of a process has been ready without a core; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _live(body: Callable[[], None], log: Path, environment: Mapping[str, str]) -> None:

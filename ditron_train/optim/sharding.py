@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.flight_recorder import records_of
+
+
 
 def newton_schulz_cost(num_rows: int, num_columns: int, num_steps: int = 5) -> float:
     """Cost of a step of one matrix in units of its multiply-adds: the products and, for small ones, the passes over
@@ -70,10 +73,12 @@ class LayerShards:
         self.num_rounds = max((len(shard) for shard in self._shards), default=0)
         self._next_round = 0
         self._pending: list[dist.Work] = []
+        self._records = records_of(group.group_name, dist.get_process_group_ranks(group))
 
     def send_round(self) -> None:
         """Enqueues the next round: the own tensor of this round must be final on the current stream."""
         assert self._next_round < self.num_rounds
+        self._records.record("muon.send_round", self._next_round)  # torch's collectives name nobody who is missing
         for source, shard in zip(self._sources, self._shards):
             if self._next_round < len(shard):
                 tensor = self._tensors[shard[self._next_round]]

@@ -24,6 +24,8 @@ _FORMAT = "ditron_train profile 1"
 _NETWORKS = "networks.json"
 #: Whose rates stand for a kind of device that no profile was made on.
 _BY_TARGET = {"sm_80": "nvidia-a100", "sm_90": "nvidia-h200", "sm_100": "nvidia-b200", "hip": "amd-mi300x"}
+_TARGETS = ("interpreter", *_BY_TARGET)
+_LEAST, _MOST, _MOST_SMS = 1e-9, 1e15, 100_000
 _INTERPRETER = MachineRates(
     gemm_tflops=0.001, link_gbps=1, nccl_gbps=1, nccl_latency_us=500, memory_gbps=4, push_sm_gbps=1
 )
@@ -81,15 +83,26 @@ def _parse(text: str, name: str) -> Profile:
         unknown = set(content["rates"]) - {one.name for one in fields(MachineRates)}
         if unknown:
             raise ValueError(f"no rates are called {', '.join(sorted(unknown))}")
-        rates = MachineRates(**{key: float(value) for key, value in content["rates"].items()})
-        if not all(0 < value < float("inf") for value in asdict(rates).values()):
-            raise ValueError("every rate has to be above 0")
-        machine = Machine(content["device"], content["target"], int(content["num_sms"]))
-        return Profile(
-            machine, rates, float(content["memory_gib"]), content.get("about", ""), content.get("made_with", {})
-        )
+        rates = MachineRates(**{key: _number(key, value) for key, value in content["rates"].items()})
+        about, made_with = content.get("about", ""), content.get("made_with", {})
+        if not all(isinstance(one, str) for one in (content["device"], about, *made_with, *made_with.values())):
+            raise ValueError("its device, what it is about and what it was made with have to be texts")
+        if content["target"] not in _TARGETS:
+            raise ValueError(f"its target has to be one of {', '.join(_TARGETS)}")
+        num_sms = content["num_sms"]
+        if type(num_sms) is not int or not 0 < num_sms <= _MOST_SMS:
+            raise ValueError(f"num_sms has to be a whole number from 1 to {_MOST_SMS}")
+        machine = Machine(content["device"], content["target"], num_sms)
+        return Profile(machine, rates, _number("memory_gib", content["memory_gib"]), about, made_with)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SettingError(f"{name} is no profile of a device: {error}") from None
+
+
+def _number(name: str, value: Any) -> float:
+    """A rate that estimates can be divided by."""
+    if type(value) not in (int, float) or not _LEAST <= value <= _MOST:
+        raise ValueError(f"{name} has to be a number from {_LEAST:g} to {_MOST:g}")
+    return float(value)
 
 
 def _folder() -> Any:
@@ -166,6 +179,6 @@ def network_named(name: str) -> NetworkRates:
     if name in known:
         return NetworkRates(**known[name])
     try:
-        return NetworkRates(float(name))
+        return NetworkRates(_number("GB/s of one GPU", float(name)))
     except ValueError:
         raise SettingError(f"no network is called {name}: {', '.join(known)}, or GB/s of one GPU") from None

@@ -20,6 +20,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.values import make_values
 from ditron_train.runtime.versions import check_versions
 from ditron_train.tools.arguments import check_counts, check_folder
+from ditron_train.tools.gpu_of_rank import share_gpus
 from ditron_train.tools.results import Pass, Row, write_results
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
@@ -193,21 +194,20 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _join() -> None:
+def _join(*, may_share_gpus: bool) -> None:
     """Joins torchrun's job, or makes one of a single rank."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
     timeout = timedelta(seconds=_TIMEOUT_S)
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        if local_rank >= torch.cuda.device_count():
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if local_rank >= torch.cuda.device_count() and not may_share_gpus:
             raise DitronError(
                 f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} here; start fewer processes"
             )
-        torch.cuda.set_device(local_rank)
-        dist.init_process_group(
-            "nccl", timeout=timeout
-        )  # no device_id: groups connect at their first use, as Megatron's do
+        # no device_id: groups connect at their first use, as Megatron's do
+        dist.init_process_group(share_gpus(local_rank, num_local), timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)
 
@@ -221,8 +221,10 @@ def _check_untried() -> None:
 
 
 @contextmanager
-def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSession]:
+def bench_session(name: str, arguments: argparse.Namespace, *, may_share_gpus: bool = False) -> Iterator[BenchSession]:
     """Joins the process group for the time of a benchmark.
+
+    ``may_share_gpus``: whether more processes than GPUs may take turns on them, where no time is measured.
 
     Raises:
         VersionError: A library is outside its supported range.
@@ -247,7 +249,7 @@ def bench_session(name: str, arguments: argparse.Namespace) -> Iterator[BenchSes
         interpreter.install()
     joined = not dist.is_initialized()
     if joined:
-        _join()
+        _join(may_share_gpus=may_share_gpus)
     try:
         _check_untried()
         yield BenchSession(name, arguments)

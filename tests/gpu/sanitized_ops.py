@@ -1,9 +1,10 @@
 """Small calls of every room's ops, for compute-sanitizer: started by ``scripts/sanitizer.sh``, two ranks on one GPU.
 
-    sanitized_ops.py peers      ops of all rooms, forward and backward (RANK and WORLD_SIZE as torchrun sets them)
-    sanitized_ops.py alone      kernels of one process: GEMMs and the products of Newton-Schulz
+    sanitized_ops.py peers [JOB ...]      ops of all rooms, forward and backward (RANK and WORLD_SIZE as torchrun sets
+                                          them)
+    sanitized_ops.py alone                kernels of one process: GEMMs of one matrix and of experts, a step of Muon
 
-It prints what has run, one line a job.
+It prints what has run, one line a job, then the kernels that were launched.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,45 +22,139 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
 import shared_gpus  # noqa: E402
 
-_ROOMS = ("tp", "sp", "ep", "pp")
+_ROOMS = ("tp", "sp", "ep", "pp", "muon", "fused")
+_OF_CATALOG = ("tp", "sp", "pp")
+_MOST_WAYS = 5  # of moving data, of an op
 
 
 def _peers() -> None:
-    from ditron_train.tools.faults.jobs import JOBS
-
     shared_gpus.set_up()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = datetime.timedelta(seconds=150)
     store = dist.FileStore(os.environ["DITRON_SANITIZER_STORE"], world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    for name in sys.argv[2:] or _ROOMS:
-        step = JOBS[name](torch.device("cuda", 0))
-        first = [tensor.clone() for tensor in step()]
-        again = step()
-        torch.cuda.synchronize()
-        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), name
+    device = torch.device("cuda", 0)
+    for name in sys.argv[2:] or (*_ROOMS, *(f"ways of {room}" for room in _OF_CATALOG)):
+        if name.startswith("ways of "):
+            for op in _every_way(name.removeprefix("ways of "), device):
+                torch.cuda.synchronize()
+                print(f"ran {op}", flush=True)
+            continue
+        _run(name, device)
         print(f"ran {name}", flush=True)
 
 
+def _run(name: str, device: torch.device) -> None:
+    """A step twice, with the same bits."""
+    from ditron_train.tools.faults.jobs import JOBS
+
+    step = _fused(device) if name == "fused" else JOBS[name](device)
+    first = [tensor.clone() for tensor in step()]
+    again = step()
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), name
+
+
+def _every_way(room: str, device: torch.device) -> Iterator[str]:
+    """The ops of a room at a small shape, as they run untuned and by each way of moving data that ``tune`` tries."""
+    from ditron_train.policy import Place, results
+    from ditron_train.tools.catalog import specs_of
+
+    place = Place(dist.group.WORLD, device, torch.bfloat16)
+    for spec in specs_of(room):
+        shapes = spec.shapes(place.world_size, False)
+        if spec.name.endswith(" nn") or not shapes:
+            continue
+        call = spec.sample(shapes[0], place, 1)
+        context = spec.context(call)
+        results(spec, call, context)
+        yield spec.name.replace(" ", "-")
+        for number, way in enumerate(spec.candidates(call, context, ())[:_MOST_WAYS]):
+            spec.fused_as(call, context, way)(*spec.inputs(call))
+            yield f"{spec.name.replace(' ', '-')}-{number}"
+
+
+def _fused(device: torch.device):
+    """Tokens that travel ahead of the host, grouped GEMMs, and the one that combines."""
+    from ditron_train.ep import begin_layout, dispatch, dispatch_ahead, fused, get_ep_context
+    from ditron_train.ep.group_gemm import group_gemm, group_wgrad
+
+    world, tokens, hidden, ffn = dist.get_world_size(), 64, 256, 128
+    context = get_ep_context(dist.group.WORLD, device, 2 * world, 2)
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=generator)
+
+    x, weights, back = normal(tokens, hidden), [normal(ffn, hidden) for _ in "ab"], [normal(hidden, ffn) for _ in "ab"]
+    scores = torch.rand(tokens, 2 * world, device=device, generator=generator)
+    routed = torch.zeros(scores.shape, dtype=torch.bool, device=device).scatter_(1, scores.topk(2).indices, True)
+
+    def step() -> list[torch.Tensor]:
+        pending = begin_layout(routed, scores * routed, hidden, x.dtype, context)
+        dispatch_ahead(x, pending)
+        layout = pending.finish()
+        rows, _ = dispatch(x, layout, context)
+        tiles = fused.layout_tiles(layout)
+        y = group_gemm(rows, weights, tiles)
+        out, _ = fused.gemm_combine(y, layout, context, back, order="descending")
+        wgrad = group_wgrad(y, rows, tiles)
+        context.check()
+        return [out.clone(), wgrad.clone()]
+
+    return step
+
+
 def _alone() -> None:
+    from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
     from ditron_train.gemm import matmul_nn, matmul_nt, matmul_tn
+    from ditron_train.optim import Muon
     from ditron_train.optim.products import addmm, gram, scaled_square
 
-    x = torch.randn(256, 320, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(192, 320, device="cuda", dtype=torch.bfloat16)
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def step_of_muon() -> None:
+        matrices = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((256, 256), (256, 384))]
+        for matrix in matrices:
+            matrix.grad = torch.randn_like(matrix)
+        Muon(matrices).step()
+
+    x, weight, counts = normal(256, 320), normal(192, 320), torch.tensor([100, 0, 156], device="cuda")
+    experts, tiles = [normal(192, 320) for _ in counts], row_tiles(counts, 256)
     for name, run in {
         "matmul_nt": lambda: matmul_nt(x, weight),
         "matmul_nn": lambda: matmul_nn(x, weight.t().contiguous()),
         "matmul_tn": lambda: matmul_tn(x.t().contiguous(), weight.t().contiguous()),
+        "group_gemm": lambda: group_gemm(x, experts, tiles),
+        "group_dgrad": lambda: group_gemm(normal(256, 192), experts, tiles, transpose=False),
+        "group_wgrad": lambda: group_wgrad(normal(256, 192), x, tiles),
         "gram": lambda: gram(x),
         "scaled_square": lambda: scaled_square(gram(x), 1.0, 2.0),
         "addmm": lambda: addmm(x, gram(x), x, alpha=1.0, beta=2.0),
+        "muon": step_of_muon,
     }.items():
         run()
         torch.cuda.synchronize()
         print(f"ran {name}", flush=True)
 
 
+def _launched() -> set[str]:
+    """Names of this package's kernels that were compiled in this process, to be launched."""
+    import triton
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("ditron_train.")]
+    found = {one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)}
+    return {one.__name__ for one in found if any(cache[0] for cache in one.device_caches.values())}
+
+
 if __name__ == "__main__":
     torch.cuda.set_device(0)
-    _peers() if sys.argv[1] == "peers" else _alone()
+    try:
+        _peers() if sys.argv[1] == "peers" else _alone()
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # the peer is told by its deadline
+    finally:
+        print("kernels", *sorted(_launched()), flush=True)

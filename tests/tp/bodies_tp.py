@@ -22,12 +22,14 @@ from ditron_train.tp import (
     ag_gemm,
     all_gather,
     column_linear,
+    gemm_ar,
     gemm_rs,
     get_tp_context,
     prepared_ag_gemm,
     prepared_gemm_rs,
     row_linear,
     start_all_gather,
+    start_all_reduce,
     start_reduce_scatter,
 )
 from ditron_train.tp import chunked_gemm_rs as chunked_ops
@@ -609,11 +611,13 @@ def nothing_on_one_rank(op: str, is_known: bool) -> str:
         "gemm_rs store": lambda x: gemm_rs(x, integers((16, 32), 2), context=context, scatter="store"),
         "all_gather": lambda x: all_gather(x, context=context),
         "reduce_scatter": lambda x: start_reduce_scatter(x, context=context).wait(),
+        "gemm_ar": lambda x: gemm_ar(x, integers((16, 32), 2), context=context),
+        "all_reduce": lambda x: start_all_reduce(x, context=context).wait(),
     }
     call, rows = calls[op], integers((16 * world, 32), 1)
     if is_known:
         call(rows)
-    if "reduce" not in op and op != "all_gather":  # these refuse nothing on all ranks, too
+    if "gemm" in op:  # these refuse nothing on all ranks, too
         call(rows[:0])
     try:
         call(rows[:0] if rank == world - 1 else rows)

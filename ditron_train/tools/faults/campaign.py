@@ -35,6 +35,7 @@ from ditron_train.tools.tables import terminal
 __all__ = ["add_arguments", "read_rows", "run"]
 
 _TIMEOUT_S = 2.0
+_SHARING = 2.0  # deadlines of ranks that take turns on a GPU
 _POLL_S = 0.02
 _ATTEMPTS = 4
 _MOST_AT_ONCE = 64
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         SettingError: A count, a name or a file that cannot be.
         NotSupportedError: No GPUs where they are asked for, or a CPU without Triton's interpreter.
     """
+    # Ranks are forked from here: counting GPUs by CUDA itself would keep CUDA from all of them.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     device_type = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     jobs = _check(arguments, device_type)
     earlier = read_rows(arguments.results) if arguments.results is not None and arguments.results.exists() else []
@@ -72,6 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     campaign = _Campaign(arguments, device_type, jobs, earlier)
     try:
         campaign.run()
+    except KeyboardInterrupt:
+        campaign.end()
+        campaign.finish()  # what is known so far
+        raise
     finally:
         campaign.end()
     return campaign.finish()
@@ -87,9 +94,9 @@ def _check(arguments: argparse.Namespace, device_type: str) -> dict[str, tuple[i
         raise NotSupportedError("verify --faults needs Linux")
     num_ranks = 3
     if device_type == "cuda":
-        num_ranks = min(torch.cuda.device_count(), 3) if torch.cuda.is_available() else 0
-        if num_ranks < 2:
-            raise NotSupportedError("verify --faults --device cuda needs 2 GPUs")
+        if not torch.cuda.is_available():
+            raise NotSupportedError("verify --faults --device cuda: no GPU here")
+        num_ranks = min(max(torch.cuda.device_count(), 2), 3)  # two share a single GPU
     else:
         from ditron_train.runtime.device import is_interpreter
 
@@ -158,7 +165,8 @@ class _Campaign:
         earlier: list[dict[str, Any]],
     ) -> None:
         self._arguments, self._device_type, self._jobs = arguments, device_type, jobs
-        self._timeout_s = _TIMEOUT_S
+        shares_gpus = device_type == "cuda" and torch.cuda.device_count() == 1
+        self._timeout_s = _TIMEOUT_S * (_SHARING if shares_gpus else 1.0)
         self._at_once = arguments.at_once or (1 if device_type == "cuda" else 4)
         self._folder = Path(tempfile.mkdtemp(prefix="ditron_faults_"))
         self._running: list[_Running] = []
@@ -233,8 +241,8 @@ class _Campaign:
 
     def end(self) -> None:
         """Nothing of the campaign runs on."""
-        for one in self._running:
-            os.killpg(one.pid, signal.SIGTERM)
+        while self._running:
+            os.killpg(self._running.pop().pid, signal.SIGTERM)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def finish(self) -> int:

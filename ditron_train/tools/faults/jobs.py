@@ -130,6 +130,9 @@ def _pp(device: torch.device) -> Step:
             for handle in handles.values():
                 handle.wait()
             found.append(handles[received].tensor.clone())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        context.check()  # a wait that gave up on the device says so here
         return found
 
     return step

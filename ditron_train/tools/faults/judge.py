@@ -33,6 +33,7 @@ class Ending:
         after_s: Seconds from the fault to its end.
         report: What it wrote behind its last step; None where it never came there.
         said: What it printed.
+        queued_s: Seconds from the fault to its end in which it was ready to run and no core took it.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Ending:
     after_s: float | None
     report: dict[str, Any] | None
     said: str
+    queued_s: float = 0.0
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Outcome:
         place: Where it struck.
         ended: ``raised`` (the survivors did), ``survived`` (with right results) or ``wrong``.
         after_s: From the fault to the end of the last survivor.
+        queued_s: For how long of it survivors had to wait for a core of this machine, in all.
         named: What the postmortem says.
         calls: Function calls of the phase ``start``.
         wrong: What is not as it should be; empty where all is well.
@@ -62,6 +65,7 @@ class Outcome:
     place: str
     ended: str
     after_s: float | None = None
+    queued_s: float = 0.0
     named: str = ""
     calls: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -71,7 +75,7 @@ class Outcome:
         """Plain data, short where all is well."""
         after_s = None if self.after_s is None else round(self.after_s, 2)
         content = {**self.fault.to_json(), "place": self.place, "ended": self.ended, "after_s": after_s}
-        content["at"] = round(self.fault.at, 4)
+        content.update(at=round(self.fault.at, 4), queued_s=round(self.queued_s, 2))
         return {**content, "named": self.named, "wrong": self.wrong, "said": self.said} if self.wrong else content
 
 
@@ -134,12 +138,14 @@ def _judge_survivors(
     by_rank = {file.rank: file for file in files}
     survivors = [one for one in endings if one.rank != fault.rank]
     outcome.after_s = max((one.after_s or 0.0 for one in survivors), default=None)
+    outcome.queued_s = sum(one.queued_s for one in survivors)  # each of them may wait for another
     for one in survivors:
         if one.status == 0:
             outcome.wrong.append(f"rank {one.rank} ended with 0")
         limit_s = _deadline_s(fault, one, by_rank.get(one.rank), native_timeout_s) + GRACE_S
-        if one.after_s is not None and one.after_s > limit_s:
-            outcome.wrong.append(f"rank {one.rank} ended after {one.after_s:.1f} s, allowed are {limit_s:g}")
+        if one.after_s is not None and one.after_s > limit_s + outcome.queued_s:
+            queued = f" and {outcome.queued_s:.1f} without a core" if outcome.queued_s else ""
+            outcome.wrong.append(f"rank {one.rank} ended after {one.after_s:.1f} s, allowed are {limit_s:g}{queued}")
     divergence = find_divergence(files) if files else None
     if divergence is not None:
         outcome.named = divergence.text

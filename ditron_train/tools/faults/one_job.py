@@ -22,6 +22,7 @@ from ditron_train.tools.faults.fault import Fault, strike
 from ditron_train.tools.faults.jobs import JOBS, QUICKSTART, run_quickstart
 from ditron_train.tools.faults.judge import Ending, Outcome, judge
 from ditron_train.tools.faults.places import Places
+from ditron_train.tools.gpu_of_rank import share_gpus
 
 __all__ = ["NATIVE_TIMEOUT_S", "run_one"]
 
@@ -55,10 +56,12 @@ def run_one(fault: Fault, start_calls: int, folder: Path, device_type: str) -> O
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     if device_type == "cpu":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # its watchdog would write for a minute before it ends a rank
     ranks = ForkedRanks(fault.world_size, partial(_live, fault, start_calls, folder, device_type), folder, environment)
     try:
-        is_in_time = _watch(fault, ranks, folder)
+        is_in_time, queued_s = _watch(fault, ranks, folder)
     finally:
         is_alive = [one.status is None for one in ranks.ranks]
         orphans = ranks.kill()
@@ -70,7 +73,7 @@ def run_one(fault: Fault, start_calls: int, folder: Path, device_type: str) -> O
     endings = [
         Ending(one.rank, one.status, is_alive[one.rank],
                None if fired is None or one.ended_s is None else one.ended_s - fired["time_s"],
-               _read(folder / f"report{one.rank}.json"), one.said())
+               _read(folder / f"report{one.rank}.json"), one.said(), one.queued_s - queued_s[one.rank])
         for one in ranks.ranks
     ]  # fmt: skip
     return judge(
@@ -92,17 +95,20 @@ def _is_of(name: str, pids: set[str], has_disks: bool) -> bool:
     return has_disks or name.removeprefix("ditron-").removeprefix("pp-").split("-")[0] in pids
 
 
-def _watch(fault: Fault, ranks: ForkedRanks, folder: Path) -> bool:
-    """Waits for the ends of all ranks but one that is stopped; False where they do not come."""
+def _watch(fault: Fault, ranks: ForkedRanks, folder: Path) -> tuple[bool, list[float]]:
+    """Waits for the ends of all ranks but one that is stopped: whether they come, and how long each had been queued
+    for a core when the fault came."""
     fired = folder / "fired.json"
     awaited = [one for one in ranks.ranks if fault.kind != "SIGSTOP" or one.rank != fault.rank]
 
     def has_ended() -> bool:
         return all(one.status is not None for one in awaited)
 
-    if not ranks.wait(lambda: has_ended() or fired.exists(), time.time() + _START_S):
-        return False
-    return ranks.wait(has_ended, time.time() + _END_S + (3.0 * fault.timeout_s if fault.kind == "late" else 0.0))
+    has_begun = ranks.wait(lambda: has_ended() or fired.exists(), time.time() + _START_S)
+    ranks.look_at_queues()
+    queued_s = [one.queued_s for one in ranks.ranks]
+    until_s = time.time() + _END_S + (3.0 * fault.timeout_s if fault.kind == "late" else 0.0)
+    return has_begun and ranks.wait(has_ended, until_s), queued_s
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -160,9 +166,9 @@ def _join(folder: Path, device_type: str, rank: int, world_size: int) -> torch.d
     store = dist.FileStore(str(folder / "store"), world_size)
     options: dict[str, Any] = dict(store=store, rank=rank, world_size=world_size)
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", timeout=timedelta(seconds=60), **options)
-        return torch.device("cuda", rank)
+        backend = share_gpus(rank, world_size)
+        dist.init_process_group(backend, timeout=timedelta(seconds=NATIVE_TIMEOUT_S), **options)
+        return torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=NATIVE_TIMEOUT_S), **options)
     return torch.device("cpu")

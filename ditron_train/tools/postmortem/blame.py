@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from ditron_train.runtime.flight_recorder import CAPACITY
 from ditron_train.tools.postmortem.files import Call, Group, RankFile
 
+
 _TOLD_BY_PEERS = ("MismatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
-_WORDS_OF_PEERS = ("closed by peer", "reset by peer", "Broken pipe", "NCCL error", "[gloo]", "gloo/transport")
+_WORDS_OF_PEERS = (
+    "closed by peer", "reset by peer", "Broken pipe", "NCCL error", "[gloo]", "gloo/transport", "pair closure",
+)  # fmt: skip
 
 Files = dict[int, RankFile]
 
@@ -92,6 +95,16 @@ def is_excused(file: RankFile) -> bool:
     return wait is None or wait.missing != file.rank  # a rank that came too late is told that it was missed
 
 
+def was_held_up(file: RankFile, by_ns: int) -> bool:
+    """Whether the rank was, at that time, in a collective that is not ours and never came out of it: it made no call
+    after that, and what it raised says that a peer failed, not which."""
+    return _is_told_by_peers(file) and not any(call.time_ns > by_ns for call in file.calls)
+
+
+def _is_told_by_peers(file: RankFile) -> bool:
+    return file.error is not None and file.error["missing_rank"] is None and not _has_own_error(file)
+
+
 def stuck_in(rank: int, files: Files) -> tuple[Call, tuple[int, ...]] | None:
     """The last call of a rank that left no word, and who never came to it; None where all came."""
     file = files.get(rank)
@@ -118,9 +131,20 @@ def root_of(wait: Wait, files: Files) -> int:
 def _waited_for(rank: int, by_ns: int, files: Files) -> Iterator[int]:
     """For whom a rank was waiting at that time."""
     file = files.get(rank)
-    wait = _wait_of(file) if file is not None else None
+    if file is None:
+        return
+    wait = _wait_of(file)
     if wait is not None and wait.began_ns < by_ns:
         yield wait.missing
-    stuck = stuck_in(rank, files)
-    if stuck is not None and stuck[0].time_ns < by_ns:
-        yield from stuck[1]
+    if file.state == "running" or _is_told_by_peers(file):  # it did not say for whom
+        yield from _not_come_to_the_call_of(file, by_ns, files)
+
+
+def _not_come_to_the_call_of(file: RankFile, by_ns: int, files: Files) -> Iterator[int]:
+    """Who had not come, at that time, to the call that the rank was in."""
+    made = [call for call in file.calls if call.time_ns < by_ns]
+    if not made or not made[-1].compared:
+        return
+    for peer, calls in calls_on(made[-1].group, files).items():
+        if max((number for number, call in calls.items() if call.time_ns < by_ns), default=0) < made[-1].number:
+            yield peer

@@ -23,6 +23,7 @@ from ditron_train.tools.postmortem.blame import (
     root_of,
     stuck_in,
     waits_given_up,
+    was_held_up,
 )
 from ditron_train.tools.postmortem.files import Call, Group, RankFile
 
@@ -155,6 +156,11 @@ def _missing(wait: Wait, files: dict[int, RankFile], behind: Sequence[Divergence
     if place is not None:
         return place
     file = files.get(rank)
+    silent = [other.rank for other in files.values() if other.state == "running"]
+    if file is not None and silent and was_held_up(file, wait.time_ns):
+        text = f"{_names(silent)} ended without a word (killed, or still running), while rank {rank} was in a " \
+               f"collective of others and rank {wait.rank} waited for that one"  # fmt: skip
+        return Divergence("silent", tuple(silent), None, None, wait.time_ns, {}, text)
     if file is None:
         what = "left no records here"
     elif file.calls and file.calls[-1].time_ns > wait.time_ns:

@@ -121,21 +121,24 @@ class SoakMeter:
         self._device = device
         self._limit_s = limit_s
         self._start_s = time.monotonic()
-        self._next_sample = max(soak.planned // 10, 1)
+        self._agreed_share = 0.0  # of the time that there is, by rank 0's clock
+        self._next_sample = 0.1
 
     def time_is_up(self) -> bool:
         """Whether to stop, the same on every rank (collective now and then where there is a limit)."""
         self._soak.seconds = self._seconds()
         if self._limit_s is None or self._soak.done % self._AGREE_EVERY:
             return False
-        flag = torch.tensor([int(self._seconds() > self._limit_s)], device=self._device)
-        dist.broadcast(flag, src=0)
-        return bool(flag.item())
+        share = torch.tensor([self._seconds() / self._limit_s], device=self._device)
+        dist.broadcast(share, src=0)
+        self._agreed_share = float(share.item())
+        return self._agreed_share > 1.0
 
     def sample(self) -> None:
-        """Reads memory, if it is time to."""
-        if self._soak.done >= self._next_sample:
-            self._next_sample += max(self._soak.planned // _SAMPLES, 1)
+        """Reads memory, if it is time to: by the share of ops that are done, or of the time that is over."""
+        share = max(self._soak.done / self._soak.planned, self._agreed_share)
+        if share >= self._next_sample:
+            self._next_sample = max(self._next_sample, share) + 1.0 / _SAMPLES
             self._read()
 
     def finish(self, last_epoch: int) -> None:

@@ -7,7 +7,8 @@ import argparse
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -96,10 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     rooms = _check(arguments)
     if arguments.faults:
         return campaign.run(arguments)
-    try:
-        from ditron_train.tools.bench.megatron_tp import megatron_world
-    except ImportError as error:
-        raise _missing(error) from None
+    in_megatron_s_world = _megatron_s_world(arguments, rooms)
     if arguments.plan is not None:
         load_plan(arguments.plan)  # raises for one that cannot be used, before anything is launched
         os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
@@ -108,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     get_logger("policy").setLevel(
         logging.WARNING
     )  # what becomes ours stands in the table; of random shapes that is thousands
-    with bench_session("verify", arguments) as session:
+    with bench_session("verify", arguments, may_share_gpus=_is_of_ops_alone(arguments, rooms)) as session:
         on_gpu = session.device.type == "cuda"
         model = model_sizes(arguments, on_gpu)
         if arguments.ops and session.world_size < 2:
@@ -116,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_rooms(rooms, model, session.world_size)
         report = Report(session, arguments)
         try:
-            with megatron_world(session):
+            with in_megatron_s_world(session):
                 verification = _Verification(session, arguments, model, report)
                 verification.compare()
             verify_rooms(rooms, model, report, verification.stress, arguments.seed, session)
@@ -124,6 +122,23 @@ def run(arguments: argparse.Namespace) -> int:
             report.finish()  # what was compared until then
             raise
         return verification.finish()
+
+
+def _is_of_ops_alone(arguments: argparse.Namespace, rooms: Sequence[str]) -> bool:
+    """Whether nothing is compared with Megatron, and nothing timed: ``--ops`` and nothing else."""
+    return bool(arguments.ops) and not (arguments.random or rooms or arguments.column or arguments.row)
+
+
+def _megatron_s_world(
+    arguments: argparse.Namespace, rooms: Sequence[str]
+) -> Callable[[BenchSession], AbstractContextManager[None]]:
+    if _is_of_ops_alone(arguments, rooms):
+        return lambda session: nullcontext()
+    try:
+        from ditron_train.tools.bench.megatron_tp import megatron_world
+    except ImportError as error:
+        raise _missing(error) from None
+    return megatron_world
 
 
 def _missing(error: ImportError) -> Exception:
@@ -171,9 +186,10 @@ class _Verification:
 
     def compare(self) -> None:
         """The linear layers, one after the other, and the long runs."""
-        from ditron_train.tools.verify.compare import compare
         from ditron_train.tools.verify.repeated_ops import endure
 
+        if self.named:
+            from ditron_train.tools.verify.compare import compare  # needs megatron-core
         for number, case in enumerate(self._progress(self.named, len(self.named))):
             seed = self.arguments.seed + 100 * number
             self.report.add_outcome(compare(self.session, case, self.stress, seed=seed, timed=True))

@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, os.path.dirname(__file__))
 import bodies_faults as bodies  # noqa: E402
 
+from ditron_train.cpu.forked_ranks import ForkedRanks  # noqa: E402
 from ditron_train.runtime.errors import SettingError  # noqa: E402
 from ditron_train.schedule.orders import arrival_order  # noqa: E402
 from ditron_train.tools.faults import campaign  # noqa: E402
@@ -85,6 +86,8 @@ def _verdict(tmp_path: Path, fault: Fault = FAULT, survivor: Ending | None = Non
         ({"segments": ["ditron-1-ab"]}, ["shared memory was left"]),
         ({"survivor": Ending(1, 0, False, 1.1, None, "PeerTimeoutError")}, ["ended with 0"]),
         ({"survivor": Ending(1, 1, False, 6.1, None, "PeerTimeoutError")}, ["after 6.1 s, allowed are 6"]),
+        ({"survivor": Ending(1, 1, False, 6.5, None, "PeerTimeoutError", 1.0)}, []),  # a second without a core
+        ({"survivor": Ending(1, 1, False, 7.1, None, "PeerTimeoutError", 1.0)}, ["after 7.1 s, allowed are 6 and 1"]),
         ({"survivor": Ending(1, 1, False, 1.1, {"equal": False, "calls": 1}, "PeerTimeoutError")}, ["other results"]),
         ({"fault": Fault(1, "tp", "step", "SIGKILL", 2, 1, 0.5, 1.0)}, ["rank 1 is not named"]),
     ],
@@ -169,3 +172,18 @@ def test_a_rank_that_ends_early_is_named_where_the_others_see_a_closed_connectio
 
 def test_a_failed_wait_of_one_channel_ends_the_waits_of_the_others() -> None:
     assert all("counts" in op for op in run_workers(2, bodies.layout_times_out))
+
+
+def test_time_without_a_core_is_measured(tmp_path: Path) -> None:
+    """More processes that compute than there are cores: each waits for its turn."""
+
+    def compute(rank: int) -> None:
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            pass
+
+    cores = len(os.sched_getaffinity(0))
+    ranks = ForkedRanks(3 * cores, compute, tmp_path, {})
+    assert ranks.wait(lambda: all(one.status is not None for one in ranks.ranks), time.time() + 60.0)
+    assert not ranks.kill() and [one.status for one in ranks.ranks] == [0] * 3 * cores
+    assert sum(one.queued_s for one in ranks.ranks) > 0.5 * cores

@@ -18,9 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ditron_train.costs import cublas_us, one_node, pass_us, ring_us, send_us
 from ditron_train.policy.plan import fingerprint, load_plan
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.flight_recorder import CAPACITY, HEADER_BYTES, MAGIC, SLOT
+from ditron_train.runtime.profiles import profile_named, read_profile
 from ditron_train.runtime.tuning_table import parse_table
 from ditron_train.symm.plain import from_plain, to_plain
 from ditron_train.tools.compare.steps import differences, read_job
@@ -105,6 +107,16 @@ def _read_plan(path: Path) -> None:
     assert isinstance(plan.path, Path)
 
 
+def _read_profile(path: Path) -> None:
+    """Whatever is taken for a profile can be estimated with, and written again."""
+    profile = read_profile(path)
+    rates = profile.rates
+    times = (cublas_us(256, 512, 128, profile.machine, rates), ring_us(1e6, one_node(4), rates), pass_us(1e6, rates),
+             send_us(1e6, rates, ranks=2, both_ways=True))  # fmt: skip
+    assert all(0 < time < float("inf") for time in times)
+    assert json.loads(profile.to_text())["device"] == profile.machine.device
+
+
 def _small(path: str, rows: str) -> Any:
     content = json.loads((ROOT / path).read_text())
     content[rows] = content[rows][:2]
@@ -130,6 +142,7 @@ FAULTS = {"faults": [{"seed": 1, "job": "tp", "kind": "late", "place": "x", "end
 READERS: dict[str, tuple[Callable[[], Any], Callable[[Path], Any]]] = {
     "plan": (_plan, _read_plan),
     "tuning table": (_table, lambda path: parse_table(path.read_text(errors="replace"), "table")),
+    "profile": (lambda: json.loads(profile_named("h200").to_text()), _read_profile),
     "results": (lambda: _small("benchmarks/results/H200x1/muon.json", "rows"), read_results),
     "trace": (lambda: TRACE, read_chrome_trace),
     "faults": (lambda: FAULTS, read_rows),

@@ -80,3 +80,13 @@ def rank_comes_too_late(late_rank: int, seconds: float) -> None:
         time.sleep(seconds)
         gathers([4, 4])
     gathers([4])
+
+
+def send_matrices(number: int) -> int:
+    """One rank's matrices to all, in rounds; how many rounds."""
+    from ditron_train.optim import LayerShards
+
+    shards = [[index for index in range(number) if index % 2 == rank] for rank in range(2)]
+    rounds = LayerShards([torch.ones(4, 4) for _ in range(number)], shards, dist.group.WORLD)
+    rounds.run(lambda index: None)
+    return rounds.num_rounds

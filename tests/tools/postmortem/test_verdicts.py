@@ -70,3 +70,51 @@ def test_an_error_that_peers_caused_is_no_rank_s_own() -> None:
     dead = RankFile(1, 2, "host", 1, "running", None, calls, (WORLD,))
     found = find_divergence([RankFile(0, 2, "host", 1, "raised", error, calls, (WORLD,)), dead])
     assert found.ranks == (1,)
+
+
+def _told(rank: int, calls: int, text: str, at_s: float) -> RankFile:
+    """A rank that was in a collective of torch's, whose words name nobody."""
+    error = {"kind": "RuntimeError", "text": text, "time_ns": int(at_s * 1e9), "group": None, "missing_rank": None,
+             "waited_s": None}  # fmt: skip
+    return RankFile(rank, 3, "host", 1, "raised", error, _waiting(rank, calls, 0, 0).calls, (WORLD,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Application timeout caused pair closure",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms",
+        "Connection closed by peer [127.0.0.1]:4242",
+    ],
+)
+def test_words_of_torch_s_collectives_are_no_rank_s_own(text: str) -> None:
+    """A rank that stopped in a step of Muon: both survivors were in torch's broadcasts."""
+    stopped = RankFile(1, 3, "host", 1, "running", None, _waiting(1, 3, 0, 0).calls, (WORLD,))
+    assert find_divergence([_told(0, 4, text, 24.0), stopped, _told(2, 4, text, 24.1)]).ranks == (1,)
+
+
+@pytest.mark.parametrize("calls_of_stopped", [3, 4])
+def test_who_waited_in_a_collective_of_torch_s_leads_to_the_stopped_one(calls_of_stopped: int) -> None:
+    """Rank 0 is in torch's collective of call 4; rank 2 had all that it needed of it, and waits for rank 0 in call 5.
+    Rank 1 stopped before its call 4 was recorded, or behind that."""
+    stopped = RankFile(1, 3, "host", 1, "running", None, _waiting(1, calls_of_stopped, 0, 0).calls, (WORLD,))
+    held_up = _told(0, 4, "[gloo] Timed out waiting 20000ms", 24.0)
+    assert find_divergence([held_up, stopped, _waiting(2, 5, 10.0, 0)]).ranks == (1,)
+
+
+def test_who_waited_in_a_collective_of_torch_s_leads_to_the_late_one() -> None:
+    """As above, but rank 1 comes back, makes call 4 after rank 2 has given up, and finds its peers gone."""
+    late = _waiting(1, 4, 0, 0)
+    calls = (*late.calls[:3], Call(WORLD, 4, 12 * 10**9, True, "sum"))
+    error = {**late.error, "kind": "RuntimeError", "text": "Connection closed by peer", "missing_rank": None,
+             "time_ns": 13 * 10**9}  # fmt: skip
+    late = RankFile(1, 3, "host", 1, "raised", error, calls, (WORLD,))
+    held_up = _told(0, 4, "[gloo] Connection closed by peer", 12.5)
+    assert find_divergence([held_up, late, _waiting(2, 5, 10.0, 0)]).ranks == (1,)
+
+
+def test_rounds_of_muon_are_recorded(tmp_path: Path) -> None:
+    """So that a rank that stops in a step of Muon is behind the others."""
+    env = {"DITRON_POSTMORTEM": str(tmp_path)}
+    assert run_workers_once(2, bodies.send_matrices, 3, timeout_s=60, env=env)[0].value == 2  # one of the two has two
+    assert [call.text for call in read_folder(tmp_path)[1].calls] == ["muon.send_round 0", "muon.send_round 1"]

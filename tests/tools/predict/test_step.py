@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,11 +137,26 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, content: str) -> None:
         read_profile(tmp_path / "mine.json")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"num_sms": 0}, {"num_sms": -132}, {"num_sms": True}, {"num_sms": 10**400}, {"target": "sm_10"}, {"device": 5},
+     {"memory_gib": float("nan")}, {"memory_gib": 10**400}, {"about": None}, {"made_with": {"torch": 2}},
+     {"rates": {"link_gbps": 10**400}}, {"rates": {"gemm_tflops": 1e-320}}],
+)  # fmt: skip
+def test_a_profile_that_nothing_can_be_estimated_with_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    content = json.loads(H200.to_text())
+    rates = {**content["rates"], **change.pop("rates", {})}
+    (tmp_path / "mine.json").write_text(json.dumps({**content, **change, "rates": rates}))
+    with pytest.raises(SettingError, match="mine.json is no profile"):
+        read_profile(tmp_path / "mine.json")
+
+
 def test_unknown_names_say_what_there_is() -> None:
     with pytest.raises(SettingError, match="nvidia-h200"):
         profile_named("h2000")
-    with pytest.raises(SettingError, match="ib-400"):
-        network_named("pigeons")
+    for name in ("pigeons", "nan", "inf", "-1", "0"):
+        with pytest.raises(SettingError, match="ib-400"):
+            network_named(name)
     assert network_named("12.5").gpu_gbps == 12.5
 
 
