@@ -12,7 +12,12 @@ from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["why_not_captured", "why_not_config", "why_not_tensors"]
+__all__ = ["why_not_captured", "why_not_config", "why_not_kind", "why_not_tensors"]
+
+
+def why_not_kind(kind: str) -> str | None:
+    """Why a ``moe_token_dispatcher_type`` is Megatron's, or None."""
+    return None if kind == "alltoall" else f"moe_token_dispatcher_type is {kind!r} (alltoall is covered)"
 
 
 def why_not_config(dispatcher: Any) -> str | None:

@@ -9,9 +9,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from ditron_train.megatron.ep.coverage import why_not_kind
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
-from ditron_train.policy import gate
-from ditron_train.runtime.logs import log_once
+from ditron_train.policy import gate, log_native
 
 __all__ = ["DitronMoELayer", "class_map", "stop"]
 
@@ -51,8 +51,7 @@ class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
         if isinstance(self.token_dispatcher, DitronMoEAlltoAllTokenDispatcher):
             self.token_dispatcher.meet_experts(self._modules)
         else:
-            kind = config.moe_token_dispatcher_type
-            log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")
+            log_native("ep", why_not_kind(config.moe_token_dispatcher_type) or "the dispatcher is another's")
 
 
 def class_map() -> dict[type, type]:
