@@ -23,20 +23,21 @@ from ditron_train.ep import expert_functions as pairs_of
 from ditron_train.policy import Function, OpSpec, Trial
 from ditron_train.runtime.logs import log_once
 
-__all__ = ["SPECS", "MOVEMENT", "MovementCall", "random_inputs", "warns_of_few_rows"]
+__all__ = ["SPECS", "MOVEMENT", "MovementCall", "MovementSpec", "deterministic", "random_inputs", "warns_of_few_rows"]
 
 
 @contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
+    """PyTorch's deterministic mode, in which Megatron's sums repeat themselves."""
     before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.aredeterministic_algorithms_enabled(),
+        torch.isdeterministic_algorithms_warn_only_enabled(),
     )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.usedeterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.usedeterministic_algorithms(before, warn_only=warn_only)
 
 
 def random_inputs(
@@ -154,7 +155,7 @@ class MovementSpec(OpSpec[MovementCall, Any]):
             own = own.view(-1, own.shape[-1])
             given = (own, *routing, even[3][: len(own)])
         native, ours = call.make(True), call.make(False)
-        repeats = contextlib.nullcontext if call.is_fused else _deterministic
+        repeats = contextlib.nullcontext if call.is_fused else deterministic
         num_calls = 0
 
         def megatron() -> list[torch.Tensor]:
