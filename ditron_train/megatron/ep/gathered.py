@@ -25,6 +25,7 @@ from ditron_train.ep.gathered import GatheredLayout, place, sum_to_tokens
 from ditron_train.ep.group_gemm import RowTiles, group_gemm, group_wgrad
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.ops import StartedGather, reduce_scatter_rows, start_all_gather
@@ -65,6 +66,19 @@ class GatheredCall:
         if self.into is not None:
             return self.into(grad, rows, self.layout.tiles, 0)
         return group_wgrad(grad, rows, self.layout.tiles).unbind(0)
+
+
+def _check(name: str, x: torch.Tensor, num_rows: int, weights: Sequence[torch.Tensor], call: GatheredCall) -> None:
+    """Refuses what no rank can run, before anything is signalled."""
+    if x.dim() != 2 or x.shape[0] != num_rows or x.device != call.context.device:
+        raise NotSupportedError(f"{name}: needs [{num_rows}, columns] on {call.context.device}, got {tuple(x.shape)}")
+    if call.layout.world_size != call.context.world_size:
+        raise NotSupportedError(f"{name}: a routing of {call.layout.world_size} ranks")
+    if weights and len(weights) != call.layout.num_experts:
+        raise NotSupportedError(f"{name}: {len(weights)} weights for {call.layout.num_experts} experts")
+    wrong = [tuple(w.shape) for w in weights if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype != x.dtype]
+    if wrong:
+        raise NotSupportedError(f"{name}: weights {wrong[0]} for rows of {x.shape[1]} x {x.dtype}")
 
 
 class _Product:
@@ -202,6 +216,7 @@ class _LinearScatter(torch.autograd.Function):
 @outside_compile
 def gather_to_rows(x: torch.Tensor, call: GatheredCall) -> torch.Tensor:
     """``x`` [tokens, hidden] of all ranks at this rank's experts: [num_rows, hidden], by expert, source and token."""
+    _check("gather_to_rows", x, call.layout.num_tokens, (), call)
     return _GatherToRows.apply(x, call)
 
 
@@ -209,16 +224,19 @@ def gather_to_rows(x: torch.Tensor, call: GatheredCall) -> torch.Tensor:
 def scatter_rows(rows: torch.Tensor, call: GatheredCall) -> torch.Tensor:
     """The experts' results [num_rows, hidden], added up over a token's experts on this rank and then over ranks:
     [tokens, hidden]."""
+    _check("scatter_rows", rows, call.layout.num_rows, (), call)
     return _ScatterRows.apply(rows, call)
 
 
 @outside_compile
 def gather_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], call: GatheredCall) -> torch.Tensor:
     """``gather_to_rows`` with the experts' first linear layer ([N, hidden] each): [num_rows, N]."""
+    _check("gather_linear", x, call.layout.num_tokens, weights, call)
     return _GatherLinear.apply(x, call, *weights)
 
 
 @outside_compile
 def linear_scatter(h: torch.Tensor, weights: Sequence[torch.Tensor], call: GatheredCall) -> torch.Tensor:
     """The experts' second linear layer ([hidden, K] each) of ``h`` [num_rows, K] with ``scatter_rows``."""
+    _check("linear_scatter", h, call.layout.num_rows, weights, call)
     return _LinearScatter.apply(h, call, *weights)

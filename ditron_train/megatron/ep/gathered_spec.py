@@ -3,6 +3,7 @@ two linear layers with the gather and the reduce-scatter beside their grouped GE
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ditron_train.ep.gathered import GatheredLayout
 from ditron_train.ep.orders import SumOrder, index_add_order
 from ditron_train.ep.spec import MoeSpec, native_products, routing_of
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
+from ditron_train.megatron.ep.movement_spec import repeating
 from ditron_train.megatron.ep.spec import MovementCall, MovementSpec, deterministic
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape, Trial
 from ditron_train.runtime.errors import NotSupportedError
@@ -136,18 +138,27 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
             summed = reduce_scatter_to_sequence_parallel_region(sums.to(call.sum_dtype), group=call.group)
             return [summed.to(x.dtype)]
 
-        if is_fused:
-            return function
+        return function
 
-        def repeatable(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-            with deterministic():
-                return function(*tensors)
+    def trial(self, call: ExpertsCall, context: TPContext) -> Trial:
+        """See `OpSpec`: without fused permutation Megatron's path is compared, at its first call, in deterministic
+        mode, and timed in the mode that is in force."""
+        trial = super().trial(call, context)
+        if call.is_fused:
+            return trial
+        num_calls = 0
 
-        return repeatable
+        def megatron() -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            with deterministic() if num_calls == 1 else contextlib.nullcontext():
+                return trial.megatron()
+
+        return replace(trial, megatron=megatron)
 
     def surroundings(self, shape: Shape) -> Any:
-        """See `OpSpec`: without Transformer Engine's permutation gradients repeat in deterministic mode alone."""
-        return super().surroundings(shape) if HAVE_TE else deterministic()
+        """See `OpSpec`."""
+        return repeating(shape)
 
     def fused(self, call: ExpertsCall, context: TPContext) -> Function:
         """See `OpSpec`."""

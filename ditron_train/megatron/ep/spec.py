@@ -30,14 +30,14 @@ __all__ = ["SPECS", "MOVEMENT", "MovementCall", "MovementSpec", "deterministic",
 def deterministic() -> Iterator[None]:
     """PyTorch's deterministic mode, in which Megatron's sums repeat themselves."""
     before, warn_only = (
-        torch.aredeterministic_algorithms_enabled(),
-        torch.isdeterministic_algorithms_warn_only_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    torch.usedeterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.usedeterministic_algorithms(before, warn_only=warn_only)
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def random_inputs(
