@@ -38,6 +38,12 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what works on this machine, what does not, and the fix")
     doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.add_argument(
+        "--job",
+        metavar='"ARGUMENTS"',
+        help="instead of this machine: which layers of the job that pretrain_gpt.py's own arguments describe become "
+        "fast, which stay native and why; needs no GPU",
+    )
     doctor.set_defaults(function=_doctor)
 
     from ditron_train.tools.bench import available_benches
@@ -83,11 +89,29 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from ditron_train.tools.doctor import examine, show
 
     _refuse(rest)
+    if arguments.job is not None:
+        return _doctor_job(arguments)
     if not arguments.json:
         importlib.import_module("torch")  # for people: one line, which is what to do first
     report = examine()
     print(report.to_json()) if arguments.json else show(report)
     return 0 if report.healthy else 1
+
+
+def _doctor_job(arguments: argparse.Namespace) -> int:
+    warnings.simplefilter("ignore")  # of libraries that miss what a laptop does not have
+    try:
+        from ditron_train.tools.doctor.job import examine_job, show_job
+
+        report = examine_job(arguments.job)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        from ditron_train.runtime.versions import pip_command
+
+        raise _UsageError(f"--job needs megatron-core; {pip_command('megatron-core')}") from None
+    print(report.to_json()) if arguments.json else show_job(report)
+    return 0
 
 
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

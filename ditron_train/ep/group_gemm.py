@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,7 +24,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["RowTiles", "are_whole", "group_gemm", "group_wgrad", "group_wgrad_into", "row_tiles"]
+__all__ = ["RowTiles", "are_whole", "group_gemm", "group_wgrad", "group_wgrad_into", "host_tiles", "row_tiles"]
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40
@@ -138,6 +139,35 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
 
 
+def host_tiles(spans: Sequence[np.ndarray], num_rows: int, num_experts: int, device: torch.device) -> list[RowTiles]:
+    """Row tiles of parts of the rows, for products that are computed part by part.
+
+    Args:
+        spans: Of each part int [spans, 3]: expert, first row and end row.
+        num_rows: Rows of all experts together.
+        num_experts: Experts.
+        device: Where the rows are.
+    """
+    block_m = _block_m(kernel_target(device))
+    listed = []
+    for span in spans:
+        first = [np.arange(start, end, block_m) for _, start, end in span]
+        sizes = [len(one) for one in first]
+        tiles = np.zeros((sum(sizes), _TILE_WORDS), dtype=np.int32)
+        tiles[:, 0], tiles[:, 2] = np.repeat(span[:, 0], sizes), np.repeat(span[:, 2], sizes)
+        tiles[:, 1] = np.concatenate([*first, np.empty(0, dtype=np.int64)])
+        listed.append(tiles)
+    max_tiles = max(-(-max(map(len, listed)) // _LIST_BLOCK), 1) * _LIST_BLOCK
+    words = np.zeros((len(listed), _TILE_WORDS * (max_tiles + 1) + num_experts + _SLACK_WORDS), dtype=np.int32)
+    for line, tiles in zip(words, listed):
+        line[0] = len(tiles)
+        line[_TILE_WORDS : _TILE_WORDS * (len(tiles) + 1)] = tiles.ravel()
+    table = torch.from_numpy(words)
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    return [RowTiles(one, num_rows, num_experts, block_m, max_tiles) for one in table]
+
+
 def are_whole(columns: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether rows of so many elements are whole 16 bytes each, as descriptors want them."""
     return not any(width * dtype.itemsize % _ALIGNMENT_BYTES for width in columns)
@@ -182,8 +212,11 @@ def gemm_operands(
     *,
     transpose: bool,
     config: GemmConfig | None = None,
+    into: torch.Tensor | None = None,
 ) -> GemmOperands:
     """Checks the operands of ``group_gemm`` and describes them; allocates the result ``y`` [num_rows, N].
+
+    ``into``: [block_m + num_rows, N] that the result is the end of, where a call before allocated it.
 
     Raises:
         NotSupportedError: Shapes, types, strides or a device that are not covered.
@@ -200,7 +233,10 @@ def gemm_operands(
         raise NotSupportedError(f"{name}: rows of {tuple(x.shape)} for weights of {tuple(first.shape)}")
     target = _check(name, x, tiles, (n, k))
     x = x.contiguous()
-    padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
+    padded = into
+    if padded is None:
+        padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
+    assert padded.shape == (tiles.block_m + tiles.num_rows, n), "of the same rows and columns"
     reach = _reach(weights)
     if reach is None:  # allocations too far apart, or not aligned to each other: copies side by side
         weights = torch.stack(tuple(weights)).unbind(0)
@@ -240,6 +276,7 @@ def group_gemm(
     *,
     transpose: bool = True,
     config: GemmConfig | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[r] = x[r] @ weights[e(r)].T (``transpose``: forward), or x[r] @ weights[e(r)] (dgrad).
 
@@ -249,6 +286,7 @@ def group_gemm(
         tiles: Of the rows.
         transpose: Whether weights are stored [N, K].
         config: Tile sizes; by the shape where None.
+        into: Of a result that is computed part by part (``host_tiles``): its memory [block_m + num_rows, N].
 
     Returns:
         [num_rows, N].
@@ -256,7 +294,7 @@ def group_gemm(
     Raises:
         NotSupportedError: Shapes, types, strides or a device that are not covered.
     """
-    operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose, config=config)
+    operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose, config=config, into=into)
     if 0 in operands.y.shape:
         return operands.y
     chosen, b = operands.config, operands.b

@@ -33,6 +33,7 @@ __all__ = [
     "layers_of_model",
     "moe_layer",
     "moe_layers",
+    "native_products",
     "products_of_native_bits",
     "routing_of",
     "why_not_layer",
@@ -249,7 +250,7 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
             return torch.empty(size, dtype=place.dtype, device=device).normal_(generator=generator)
 
         x, grad, weights = values(sum(counts), k), values(sum(counts), n), [values(n, k) for _ in counts]
-        native = _native_products(counts, n, k, place.dtype, device)[self.product]
+        native = native_products(counts, n, k, place.dtype, device)[self.product]
         fewest = _fewest_rows(total, device)
         return GroupCall(x, grad, weights, torch.tensor(counts, device=device), counts, fewest, native, place.group)
 
@@ -334,10 +335,11 @@ def products_of_native_bits(fewest_rows: int | None, n: int, k: int) -> tuple[Pr
     return ("wgrad",) if own_wgrad_has_native_bits(n, k) else ()
 
 
-def _native_products(
+def native_products(
     counts: list[int], n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable]:
-    """Forward, dgrad and wgrad as the native layer runs them, written into outputs of their own."""
+    """Forward, dgrad and wgrad of experts ``[n, k]`` as the native layer runs them: functions of (rows, gradient,
+    weights), written into outputs of their own."""
     rows = sum(counts)
     y, dx = (torch.empty(rows, columns, dtype=dtype, device=device) for columns in (n, k))
     dw = [torch.empty(n, k, dtype=dtype, device=device) for _ in counts]

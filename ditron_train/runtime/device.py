@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -13,6 +15,7 @@ from ditron_train.runtime.nvidia_driver import driver_version
 
 __all__ = [
     "HOPPER_AND_NEWER",
+    "assuming_gpu",
     "device_name",
     "driver_version",
     "is_capturing",
@@ -56,6 +59,19 @@ def with_index(device: torch.device | str) -> torch.device:
     return device
 
 
+_assumed: list[str] = []
+
+
+@contextlib.contextmanager
+def assuming_gpu(target: str) -> Iterator[None]:
+    """Inside, GPUs count as ones of this ``kernel_target``: questions about a job can be asked where there is none."""
+    _assumed.append(target)
+    try:
+        yield
+    finally:
+        _assumed.pop()
+
+
 @cache
 def _cuda_target(index: int) -> str:
     if torch.version.hip:
@@ -81,7 +97,7 @@ def kernel_target(device: torch.device) -> str:
     """
     device = with_index(device)
     if device.type == "cuda":
-        return _cuda_target(device.index)
+        return _assumed[-1] if _assumed else _cuda_target(device.index)
     if device.type == "cpu" and is_interpreter():
         return "interpreter"
     if device.type == "cpu":

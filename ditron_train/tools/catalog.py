@@ -24,6 +24,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "ditron_train.ep.spec",
         "ditron_train.megatron.ep.spec",
         "ditron_train.megatron.ep.pair_spec",
+        "ditron_train.megatron.ep.gathered_spec",
     ),
     "pp": ("ditron_train.pp.spec",),
     "muon": ("ditron_train.optim.spec", "ditron_train.optim.plans"),

@@ -7,7 +7,7 @@ call of a new shape, and give the bits of NCCL plus cuBLAS wherever cuBLAS does 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -39,6 +39,7 @@ __all__ = [
     "all_gather",
     "gemm_ar",
     "gemm_rs",
+    "reduce_scatter_rows",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",
@@ -307,6 +308,52 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     prepared = context.prepare(ReduceScatterCall, partial.shape, partial.dtype, partial.device)
     shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
     return StartedSum(prepared, partial.contiguous(), shape, stream)
+
+
+@outside_compile
+def reduce_scatter_rows(
+    like: torch.Tensor,
+    produce: Callable[[torch.Tensor, int], None],
+    *,
+    context: TPContext,
+    behind: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """The reduce-scatter of partial sums that are made rank by rank: copy engines send the rows of one while those of
+    the next are made.
+
+    Args:
+        like: [s, ..., N] of the partial sums' shape, type and device, contiguous; it is overwritten by them.
+        produce: ``(rows, owner)``: enqueues what writes the rows of ``owner`` [s / world, ..., N] on the current
+            stream; called once for each rank, this one last.
+        context: The group's context.
+        behind: Enqueues what is to run under the last transfer.
+
+    Returns:
+        [s / world, ..., N]: the sum over ranks, in NCCL's ring order.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``start_reduce_scatter``.
+    """
+    context.enter("reduce_scatter", like.shape, like.dtype)
+    _check_can_copy("reduce_scatter", context)
+    prepared: PreparedScatter = context.prepare(ReduceScatterCall, like.shape, like.dtype, like.device)
+    out = like.new_empty(like.shape[0] // context.world_size, *like.shape[1:])
+    partial, starts = like.view(like.shape[0], -1), prepared.partition.starts
+    prepared.begin()
+    try:
+        for position, owner in enumerate([*prepared.peers, context.rank]):
+            rows = slice(starts[owner], starts[owner + 1])
+            produce(partial[rows], owner)
+            if owner != context.rank:
+                context.fork()
+                prepared.send(partial, position, rows, signals=True)
+        if behind is not None:
+            behind()
+    except BaseException:  # no memory, a kernel that does not compile
+        prepared.give_up()
+        raise
+    prepared.finish(partial, out)
+    return out
 
 
 @outside_compile

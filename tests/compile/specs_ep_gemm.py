@@ -56,6 +56,31 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100"), to=0):
 
 SPECS = [
     KernelSpec(
+        name="ep_place_tokens",
+        kernel="ditron_train.ep.gathered_kernels:place_tokens",
+        signature={"tokens": "*bf16", "rows": "*bf16", "row_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
+        constexprs={"NUM_EXPERTS": 16, "BLOCK_T": 8, "BLOCK_H": 1024},
+        num_warps=8,
+        aligned=("tokens", "rows", "hidden"),
+    ),
+    *(
+        KernelSpec(
+            name=f"ep_sum_rows_{name}",
+            kernel="ditron_train.ep.gathered_kernels:sum_rows",
+            signature={"rows": "*bf16", "out": out, "row_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
+            constexprs={
+                "NUM_EXPERTS": 16,
+                "DESCENDING": fused,
+                "ROUND_EACH": not fused,
+                "BLOCK_T": 8,
+                "BLOCK_H": 1024,
+            },
+            num_warps=8,
+            aligned=("rows", "out", "hidden"),
+        )
+        for name, out, fused in (("descending", "*fp32", True), ("rounded", "*bf16", False))
+    ),
+    KernelSpec(
         name="ep_list_tiles",
         kernel="ditron_train.ep.group_gemm_kernels:list_tiles",
         signature={"tokens_per_expert": "*i64", "tiles": "*i32", "max_tiles": "i32", "num_rows": "i32"},

@@ -420,3 +420,27 @@ def combined_schedule(num_microbatches, **options):
         torch.use_deterministic_algorithms(False)
     wrong = [index for index, (a, b) in enumerate(zip(*results)) if not torch.equal(a, b)]
     return wrong, [(d.ep_context is not None, d._pairs == frozenset()) for d in dispatchers]
+
+
+def gathered_layers_agree(options, num_tokens, dtype, steps=2):
+    """Steps of a layer with the allgather dispatcher, native and ours; whether ours moved the tokens."""
+    from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher
+
+    options = {
+        "moe_token_dispatcher_type": "allgather", "params_dtype": dtype, "bf16": dtype == torch.bfloat16, **options,
+    }  # fmt: skip
+    hidden = options.get("hidden_size", BASE["hidden_size"])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with groups(**sizes_of(options)):
+            native, ours = build(options, False), build(options, True)
+            assert type(ours.token_dispatcher) is DitronMoEAllGatherTokenDispatcher
+            moved = []
+            for step in range(steps):
+                generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+                x, grad = (torch.randn(num_tokens, 1, hidden, generator=generator).to(dtype) for _ in range(2))
+                assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
+                moved.append(ours.token_dispatcher.ep_context is not None)
+            return moved, ours.token_dispatcher._native_because
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -231,12 +231,12 @@ def falls_back(case: Case, change: dict[str, Any]) -> int:
         from ditron_train.megatron.pp import communicator as pp
 
         reason = change.pop("reason")
-        original = pp._reason_for_native
-        pp._reason_for_native = lambda group, config: reason
+        original = pp.why_not_group
+        pp.why_not_group = lambda group, config: reason
         try:
             ours = train(case)
         finally:
-            pp._reason_for_native = original
+            pp.why_not_group = original
         assert type(schedules.P2PCommunicator.__new__(schedules.P2PCommunicator, None)) is pp.DitronP2PCommunicator
         assert all(torch.equal(expected, seen) for expected, seen in zip(native, ours))
         return messages_of_ours()

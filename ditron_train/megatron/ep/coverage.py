@@ -14,7 +14,22 @@ from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["context_of_layer", "why_not_captured", "why_not_config", "why_not_tensors"]
+#: Of a dispatcher that the policy compares with ours.
+COMPARED = "it is what ours is compared with"
+
+
+def why_not_kind(kind: str) -> str | None:
+    """Why a ``moe_token_dispatcher_type`` is Megatron's, or None."""
+    if kind in ("alltoall", "allgather"):
+        return None
+    return f"moe_token_dispatcher_type is {kind!r} (alltoall and allgather are covered)"
+
+
+def why_not_gathered(dispatcher: Any) -> str | None:
+    """Why a configuration of the allgather dispatcher runs natively, or None."""
+    if dispatcher.tp_size * dispatcher.ep_size == 1:
+        return "one rank holds all experts"
+    return why_not_dispatcher(dispatcher)
 
 
 def why_not_config(dispatcher: Any) -> str | None:
@@ -45,8 +60,13 @@ def why_not_config(dispatcher: Any) -> str | None:
     return None
 
 
-def why_not_tensors(hidden_states: torch.Tensor, probs: torch.Tensor, expert_capacity: int | None) -> str | None:
-    """Why tokens and probabilities of these types, so many of them, are not covered, or None."""
+def why_not_tensors(
+    hidden_states: torch.Tensor, probs: torch.Tensor, expert_capacity: int | None, *, gathered: bool = False
+) -> str | None:
+    """Why tokens and probabilities of these types, so many of them, are not covered, or None. ``gathered``: they go to
+    all ranks, and results are added up in the type of the probabilities."""
+    if gathered and (0 in hidden_states.shape or hidden_states.shape[-1] * hidden_states.element_size() % 16):
+        return f"tokens {tuple(hidden_states.shape)} of {hidden_states.dtype} are none, or not of whole 16 bytes"
     if expert_capacity is not None and expert_capacity > len(probs):
         return f"{len(probs)} tokens do not fill an expert's capacity of {expert_capacity}"
     if hidden_states.device.type == "cpu" and not is_interpreter():

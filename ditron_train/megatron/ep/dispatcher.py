@@ -31,7 +31,13 @@ from ditron_train.ep import (
     rails,
 )
 from ditron_train.ep.expert_functions import pairs_of_native_bits
-from ditron_train.megatron.ep.coverage import context_of_layer, why_not_captured, why_not_config, why_not_tensors
+from ditron_train.megatron.ep.coverage import (
+    COMPARED,
+    context_of_layer,
+    why_not_captured,
+    why_not_config,
+    why_not_tensors,
+)
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
 from ditron_train.megatron.ep.pair_spec import fused_pairs_here
@@ -47,8 +53,6 @@ from ditron_train.runtime.settings import get_settings, under_policy
 from ditron_train.symm.nodes import spans_nodes
 
 __all__ = ["DitronMoEAlltoAllTokenDispatcher"]
-
-_COMPARED = "it is what ours is compared with"
 
 
 @outside_compile
@@ -148,7 +152,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
 
     def _log_native(self) -> None:
-        if self._native_because not in (None, _COMPARED):
+        if self._native_because not in (None, COMPARED):
             log_once(f"native ep {self._native_because}", f"ep: native dispatcher, {self._native_because}")
 
     def _context_for(
@@ -218,7 +222,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         def make(native: bool) -> DitronMoEAlltoAllTokenDispatcher:
             dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments)
             dispatcher._asks_policy = False
-            dispatcher._native_because = _COMPARED if native else None
+            dispatcher._native_because = COMPARED if native else None
             return dispatcher
 
         group = self.ep_group if self.tp_size == 1 else self.tp_ep_group

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.group_gemm import RowTiles, group_wgrad_into
 from ditron_train.megatron.compat import activate_experts, why_not_experts
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
 from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
@@ -153,7 +154,10 @@ def own_wgrad_into(linear: Any) -> OwnMainGradWgrad | None:
     return into
 
 
-def _call_of(linear: Any, call: ExpertCall) -> ExpertCall:
+_Call = TypeVar("_Call", ExpertCall, GatheredCall)
+
+
+def _call_of(linear: Any, call: _Call) -> _Call:
     """``call`` with the weight gradients of one layer's pass."""
     if call.gemm is None:
         return dataclasses.replace(call, into=own_wgrad_into(linear))
@@ -177,6 +181,8 @@ class DitronTEGroupedMLP(TEGroupedMLP):
         permuted_probs: torch.Tensor,
         **kwargs: Any,  # of newer versions: buffers of dispatchers that are not ours
     ) -> Any:
+        if isinstance(tokens_per_expert, GatheredCall):
+            return self._forward_gathered(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         if not isinstance(tokens_per_expert, ExpertCall):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, **kwargs)
         first, second = (_call_of(linear, tokens_per_expert) for linear in (self.linear_fc1, self.linear_fc2))
@@ -187,6 +193,17 @@ class DitronTEGroupedMLP(TEGroupedMLP):
             y, row_probs = linear(permuted_local_hidden_states)
         h = activate_experts(self, y, row_probs.unsqueeze(-1))
         with calling(self.linear_fc2, lambda x: linear_combine(x, _weights_of(self.linear_fc2), second)) as linear:
+            return linear(h), None
+
+    def _forward_gathered(self, x: torch.Tensor, call: GatheredCall, probs: torch.Tensor) -> Any:
+        """The same between a gather and a reduce-scatter."""
+        call.gemm = TEGemm(call.layout.tokens_per_expert.tolist())
+        first, second = (_call_of(linear, call) for linear in (self.linear_fc1, self.linear_fc2))
+        second.started = None  # it gathers in backward alone
+        with calling(self.linear_fc1, lambda x: gather_linear(x, _weights_of(self.linear_fc1), first)) as linear:
+            y = linear(x)
+        h = activate_experts(self, y, probs.unsqueeze(-1))
+        with calling(self.linear_fc2, lambda x: linear_scatter(x, _weights_of(self.linear_fc2), second)) as linear:
             return linear(h), None
 
 

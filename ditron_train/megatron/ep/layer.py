@@ -7,13 +7,19 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
+from ditron_train.megatron.ep.coverage import why_not_kind
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
-from ditron_train.policy import gate
-from ditron_train.runtime.logs import log_once
+from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher
+from ditron_train.policy import gate, log_native
 
 __all__ = ["DitronMoELayer", "class_map", "stop"]
+
+_DISPATCHERS: dict[type, type] = {
+    MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
+    MoEAllGatherTokenDispatcher: DitronMoEAllGatherTokenDispatcher,
+}
 
 
 class _InPlaceOfMoELayer(type(MoELayer)):  # type: ignore[misc]
@@ -42,25 +48,22 @@ class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
     ) -> None:
         pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
         super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
-        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
-            self.token_dispatcher = DitronMoEAlltoAllTokenDispatcher(
+        ours = _DISPATCHERS.get(type(self.token_dispatcher))
+        if ours is not None:
+            self.token_dispatcher = ours(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
             )
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
-        if isinstance(self.token_dispatcher, DitronMoEAlltoAllTokenDispatcher):
+        if isinstance(self.token_dispatcher, tuple(_DISPATCHERS.values())):
             self.token_dispatcher.meet_experts(self._modules)
         else:
-            kind = config.moe_token_dispatcher_type
-            log_once(f"native ep {kind}", f"ep: native, moe_token_dispatcher_type is {kind!r} (alltoall is covered)")
+            log_native("ep", why_not_kind(config.moe_token_dispatcher_type) or "the dispatcher is another's")
 
 
 def class_map() -> dict[type, type]:
     """The native classes and ours; Transformer Engine's grouped layers are among them where it is installed."""
-    classes: dict[type, type] = {
-        MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
-        MoELayer: DitronMoELayer,
-    }
+    classes: dict[type, type] = {**_DISPATCHERS, MoELayer: DitronMoELayer}
     if HAVE_TE:
         from ditron_train.megatron.ep import te_experts
 

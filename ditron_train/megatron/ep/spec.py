@@ -24,11 +24,12 @@ from ditron_train.policy import Function, OpSpec, Trial
 from ditron_train.runtime.logs import log_once
 from ditron_train.symm.nodes import num_nodes
 
-__all__ = ["SPECS", "MOVEMENT", "MovementCall", "random_inputs", "warns_of_few_rows"]
+__all__ = ["SPECS", "MOVEMENT", "MovementCall", "MovementSpec", "deterministic", "random_inputs", "warns_of_few_rows"]
 
 
 @contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
+    """PyTorch's deterministic mode, in which Megatron's sums repeat themselves."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -155,7 +156,7 @@ class MovementSpec(OpSpec[MovementCall, Any]):
             own = own.view(-1, own.shape[-1])
             given = (own, *routing, even[3][: len(own)])
         native, ours = call.make(True), call.make(False)
-        repeats = contextlib.nullcontext if call.is_fused else _deterministic
+        repeats = contextlib.nullcontext if call.is_fused else deterministic
         num_calls = 0
 
         def megatron() -> list[torch.Tensor]:

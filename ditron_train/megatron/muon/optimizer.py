@@ -27,6 +27,7 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 
+
 _BATCH_BELOW = 1024  # sides of matrices that the opt-in "batched" steps together
 _SMALL_ELEMENTS = 1 << 20  # tensors below travel together: a collective of their own would cost more than their bytes
 _NATIVE = compat.muon_module().TensorParallelMuon
@@ -58,6 +59,15 @@ def stop() -> None:
     """Takes back what `start` set; `patching.undo_all` takes back the classes."""
     if _had_emerging_optimizers:
         compat.availability_owner().HAVE_EMERGING_OPTIMIZERS = _had_emerging_optimizers.pop()
+
+
+def why_not_muon(mode: str, coefficient_type: str) -> str | None:
+    """Why Megatron's own optimizer steps the matrices, or None."""
+    if mode == "distributed":
+        return "--muon-tp-mode distributed is another algorithm"
+    if coefficient_type not in _NATIVE_COEFFICIENTS:
+        return f"coefficients {coefficient_type!r} are emerging_optimizers' own"
+    return None
 
 
 class _OrNative(type):
@@ -123,10 +133,9 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
     ) -> None:
         if num_ns_steps < 1:
             raise ValueError(f"num_ns_steps must be at least 1, got {num_ns_steps}")
-        if mode == "distributed":
-            raise NotSupportedError("--muon-tp-mode distributed is another algorithm")
-        if coefficient_type not in _NATIVE_COEFFICIENTS:
-            raise NotSupportedError(f"coefficients {coefficient_type!r} are emerging_optimizers' own")
+        reason = why_not_muon(mode, coefficient_type)
+        if reason is not None:
+            raise NotSupportedError(reason)
         self.pg_collection = pg_collection
         opt_ins = get_settings().muon_opt_ins or ()
         if opt_ins:

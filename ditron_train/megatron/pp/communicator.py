@@ -33,6 +33,7 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
 
+
 #: Groups whose context could not be made, and why; the same on every rank of the group.
 _refused: GroupCache[dist.ProcessGroup, str] = GroupCache()
 
@@ -48,7 +49,7 @@ def _uses_other_streams(config: Any) -> bool:
     return any(getattr(config, flag, False) for flag in flags)
 
 
-def _reason_for_native(group: dist.ProcessGroup, config: Any) -> str | None:
+def why_not_group(group: dist.ProcessGroup, config: Any) -> str | None:
     """Why this group and configuration are not covered; a function of what all of its ranks see alike."""
     if group.size() < 2:
         return "one stage"
@@ -176,7 +177,7 @@ class DitronP2PCommunicator(P2PCommunicator):
                 return context
         messages = [message for message in (expected, *sent) if message is not None]
         num_bytes = max((_num_bytes(message) for message in messages), default=0)
-        self._reason = _reason_for_native(self.pp_group, self.config)
+        self._reason = why_not_group(self.pp_group, self.config)
         if self._reason is None:
             try:
                 context = get_pipeline_context(

@@ -77,11 +77,14 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
 
     def why_not(self, call: UlyssesCall) -> str | None:
         """See `OpSpec`."""
+        reason = self.why_not_tensors(call)
+        return reason or ("the group spans nodes" if call.weights and spans_nodes(call.group) else None)
+
+    def why_not_tensors(self, call: UlyssesCall) -> str | None:
+        """As ``why_not``, of the tensors alone."""
         reason = _why_not_device(call.like)
         if reason is not None or not call.weights:
             return reason
-        if spans_nodes(call.group):
-            return "the group spans nodes"
         if torch.is_autocast_enabled(call.like.device.type):
             return "autocast is on"
         if any(weight.dtype != call.like.dtype for weight in call.weights):

@@ -15,6 +15,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from ditron_train.megatron.sp.attention_exchange import LeftInHeads, config_of_one_rank, exchanged, shape_of
+from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_te_attention
 from ditron_train.megatron.sp.exchange import Exchange
 from ditron_train.megatron.sp.packed import table_of, why_not_packed
 from ditron_train.megatron.sp.spec import route_exchange
@@ -71,8 +72,9 @@ class DitronTEDotProductAttention(TEDotProductAttention):
 
     @staticmethod
     def _config_of_one_rank(config: Any, world_size: int, cp_comm_type: str | None) -> Any:
-        if cp_comm_type != "a2a":
-            raise NotSupportedError(f"--cp-comm-type is {cp_comm_type or 'p2p'} (a2a is covered)")
+        reason = why_not_comm_type(cp_comm_type)
+        if reason is not None:
+            raise NotSupportedError(reason)
         return config_of_one_rank(config, world_size)
 
     @property
@@ -81,16 +83,9 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         return bool(self._whole) and self._why_not() is None
 
     def _why_not(self) -> str | None:
-        config = self.config
         if self.cp_group is not self.exchange_group:  # it stays until another batch brings a group
             return "a batch before this one has changed the context parallel group"
-        if config.fp8 or getattr(config, "fp4", None) or config.softmax_type != "vanilla":
-            return "FP8 or a softmax offset is on"
-        if config.qk_clip or config.log_max_attention_logit:
-            return "the largest attention logits are collected"
-        if config.attention_dropout > 0 and self.training:
-            return "attention dropout is on"
-        return None
+        return why_not_te_attention(self.config, self.training)
 
     def attend(
         self,

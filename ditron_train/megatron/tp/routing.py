@@ -9,17 +9,22 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.megatron.tp.reduced_spec import COLUMN_AR, ROW_AR
-from ditron_train.megatron.tp.spec import COLUMN, ROW, Kind, LinearCall
+from ditron_train.megatron.tp.spec import COLUMN, ROW, Kind, LinearCall, LinearSpec
 from ditron_train.policy import OpSpec, gate
 from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import column_linear, row_linear
 
-__all__ = ["SPECS", "linear_of", "route"]
+__all__ = ["SPECS", "linear_of", "route", "spec_of"]
 
 SPECS: Sequence[OpSpec[Any, Any]] = (COLUMN, ROW, COLUMN_AR, ROW_AR)
 
-_SPECS = {("column", True): COLUMN, ("row", True): ROW, ("column", False): COLUMN_AR, ("row", False): ROW_AR}
+_SPECS: dict[tuple[Kind, bool], LinearSpec] = {
+    ("column", True): COLUMN,
+    ("row", True): ROW,
+    ("column", False): COLUMN_AR,
+    ("row", False): ROW_AR,
+}
 _LINEARS: dict[tuple[Kind, bool], Callable[..., torch.Tensor]] = {
     ("column", True): column_linear,
     ("row", True): row_linear,
@@ -44,7 +49,12 @@ def route(
         x, weight, group, is_frozen: As of `LinearCall`; without sequence parallelism ``x`` holds all tokens.
         sequence_parallel: Whether activations outside the layer are split along the sequence.
     """
-    return gate.context_for(_SPECS[kind, sequence_parallel], LinearCall(x, weight, group, is_frozen))
+    return gate.context_for(spec_of(kind, sequence_parallel), LinearCall(x, weight, group, is_frozen))
+
+
+def spec_of(kind: Kind, sequence_parallel: bool) -> LinearSpec:
+    """How such a layer is declared for the policy."""
+    return _SPECS[kind, bool(sequence_parallel)]
 
 
 def linear_of(kind: Kind, sequence_parallel: bool) -> Callable[..., torch.Tensor]:

@@ -21,10 +21,10 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module._common import apply_normalization
 
-from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.te_wgrad import wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
+from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_options, why_not_recipe
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, why_not_code
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -32,7 +32,6 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
 __all__ = [
-    "FP8_RECIPES",
     "DitronTEColumnParallelLinear",
     "DitronTELayerNormColumnParallelLinear",
     "DitronTERowParallelLinear",
@@ -43,21 +42,9 @@ __all__ = [
     "why_not_fp8",
 ]
 
-#: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
-FP8_RECIPES = ("Float8CurrentScaling",)
-
 _COLUMN_BASE: Any = overlapped_base(TEColumnParallelLinear)
 _NORM_COLUMN_BASE: Any = overlapped_base(TELayerNormColumnParallelLinear)
 _ROW_BASE: Any = overlapped_base(TERowParallelLinear)
-
-_USERBUFFERS = (
-    "ub_overlap_rs_fprop",
-    "ub_overlap_ag_dgrad",
-    "ub_overlap_ag_fprop",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_dgrad",
-    "ub_bulk_wgrad",
-)
 
 
 @outside_compile
@@ -110,38 +97,23 @@ def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
 
 
 def _why_not_options(layer: Any, x: torch.Tensor) -> str | None:
-    if layer.parallel_mode is None:
-        return "its communication is another's (--moe-shared-expert-overlap)"
-    if layer.te_quant_params is not None:
-        return "the layer has quantization parameters"
-    if any(getattr(layer, name, False) for name in _USERBUFFERS):
-        return "--tp-comm-overlap (userbuffers) is on"
-    if any(parameter.dtype != x.dtype for parameter in layer.parameters()):
-        return "the parameters have another type than the input"
-    if not layer.sequence_parallel and layer.tp_size > 1 and getattr(layer, "symmetric_ar_type", None) is not None:
-        return "its all-reduce is another's (symmetric_ar_type)"
-    if getattr(layer, "return_layernorm_output", False):
-        return "the layer returns what it has normalised, too"
-    if layer.wgrad_store.delay_wgrad_compute():
-        return "the weight gradient is delayed"
-    if layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add:
-        return "the bias is added inside the GEMM, with one rounding less"
-    if is_cpu_offload_enabled():
-        return "activations are offloaded to the CPU"
-    if is_in_onnx_export_mode() or layer.is_debug_iter() or layer.fsdp_group is not None:
-        return "ONNX export, debugging or FSDP scattering is on"
-    return why_not_weight(layer.weight)
+    reason = why_not_options(layer, x)
+    if reason is None and is_cpu_offload_enabled():
+        reason = OFFLOADED
+    if reason is None and (is_in_onnx_export_mode() or layer.is_debug_iter() or layer.fsdp_group is not None):
+        reason = "ONNX export, debugging or FSDP scattering is on"
+    return reason
 
 
 def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
     """As ``why_not_covered``, where the layer computes in FP8."""
     if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
         return "FP8 is calibrated or captured"
-    if layer.primary_weights_in_fp8:
-        return "the parameters are FP8 (--fp8-param-gather)"
     recipe = FP8GlobalStateManager.get_fp8_recipe()
-    if not any(owner.__name__ in FP8_RECIPES for owner in type(recipe).__mro__):  # Megatron has subclasses of some
-        return f"FP8 by the recipe {type(recipe).__name__}"
+    # Megatron has subclasses of some recipes.
+    reason = why_not_recipe([one.__name__ for one in type(recipe).__mro__], layer.primary_weights_in_fp8)
+    if reason is not None:
+        return reason
     if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
         return "the forward product has a split accumulator"
     if torch.is_autocast_enabled(x.device.type):

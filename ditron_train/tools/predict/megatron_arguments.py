@@ -12,6 +12,7 @@ from typing import Any
 from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
 
+
 _NUMBERS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "seq_length", "micro_batch_size", "global_batch_size", "vocab_size", "padded_vocab_size",
@@ -95,7 +96,7 @@ class Job:
         return self.global_batch // (self.data_parallel(world_size) * self.model.micro_batch_size)
 
 
-def _tokens_by_name(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+def words_by_name(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Arguments with their values; what stands in front of the first is the script and its launcher."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
@@ -127,7 +128,7 @@ def parse_job(words: Sequence[str]) -> Job:
     """
     known: dict[str, Any] = dict(_DEFAULTS)
     said, flags, ignored = {}, set(), []
-    for name, values in _tokens_by_name(words):
+    for name, values in words_by_name(words):
         if name in _NUMBERS:
             known[name] = _number(name, values)
         elif name in _WORDS and values:

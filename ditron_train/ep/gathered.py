@@ -1,0 +1,145 @@
+"""Gathered experts: where the rows of a group's tokens lie at one rank's experts, and what is done with them source by
+source, as tokens arrive and as sums leave. Who gathers and scatters is the caller's (``megatron/ep/gathered.py``).
+
+The native order that bits need: rows by local expert, then source rank, then token.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+
+from ditron_train.ep.gathered_kernels import place_tokens, sum_rows
+from ditron_train.ep.group_gemm import RowTiles, host_tiles, row_tiles
+from ditron_train.ep.launch import DTYPES
+from ditron_train.ep.orders import SumOrder
+from ditron_train.gemm.ops import on_device
+from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.sizes import next_power_of_2
+
+__all__ = ["GatheredLayout", "place", "sum_to_tokens"]
+
+_TILE_ELEMENTS = 8192
+_MOST_COLUMNS = 1024
+
+
+class GatheredLayout:
+    """One routing of all tokens of a group to this rank's experts. Making it waits for the device, as native does.
+
+    Args:
+        local_map: bool [world_size * tokens, local experts], the tokens of all ranks in order of the ranks.
+        world_size: Ranks, which have as many tokens each.
+
+    Attributes:
+        counts: int64 [world_size, local experts] on the CPU: rows of each source and expert.
+        tokens_per_expert: int64 [local experts] on the CPU.
+        num_rows: Of all experts.
+        row_of_token: int32 [world_size * tokens, local experts]: row of a token at an expert, or -1.
+    """
+
+    def __init__(self, local_map: torch.Tensor, world_size: int) -> None:
+        num_tokens, num_experts = local_map.shape
+        if num_tokens % world_size or num_experts < 1:
+            raise NotSupportedError(f"gathered experts: {tuple(local_map.shape)} of {world_size} ranks")
+        self.num_tokens, self.world_size, self.num_experts = num_tokens // world_size, world_size, num_experts
+        by_expert = local_map.t().contiguous()
+        ends = by_expert.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, num_tokens)
+        self.row_of_token = torch.where(by_expert, ends - 1, -1).t().contiguous()
+        self.counts = local_map.view(world_size, self.num_tokens, num_experts).sum(1).cpu()
+        self.tokens_per_expert = self.counts.sum(0)
+        self.num_rows = int(self.tokens_per_expert.sum())
+
+    def tokens_of(self, source: int) -> slice:
+        """The tokens of a rank among all."""
+        return slice(source * self.num_tokens, (source + 1) * self.num_tokens)
+
+    @cached_property
+    def tiles(self) -> RowTiles:
+        """Row tiles of all experts."""
+        return row_tiles(self.tokens_per_expert.to(self.row_of_token.device), self.num_rows)
+
+    @cached_property
+    def tiles_of_sources(self) -> list[RowTiles]:
+        """Row tiles of the rows of each source rank."""
+        counts = self.counts.numpy().T  # [expert, source]
+        ends = np.cumsum(counts.ravel()).reshape(counts.shape)
+        spans = [
+            np.stack([np.arange(self.num_experts), ends[:, source] - counts[:, source], ends[:, source]], axis=1)
+            for source in range(self.world_size)
+        ]
+        return host_tiles(spans, self.num_rows, self.num_experts, self.row_of_token.device)
+
+    @property
+    def fewest_rows(self) -> int:
+        """Rows of the expert that has fewest, of those that have some."""
+        some = self.tokens_per_expert[self.tokens_per_expert > 0]
+        return int(some.min()) if some.numel() else np.iinfo(np.int32).max
+
+
+@lru_cache(maxsize=256)
+def _launch(
+    kernel: object, num_programs: int, constants: tuple[tuple[str, int], ...], dtypes: tuple[torch.dtype, ...]
+) -> KernelLaunch:
+    return KernelLaunch(kernel, num_programs, dict(constants), num_warps=8)
+
+
+def _check(name: str, rows: torch.Tensor, layout: GatheredLayout) -> None:
+    if rows.dim() != 2 or rows.shape[0] != layout.num_rows or not rows.is_contiguous():
+        raise NotSupportedError(f"{name}: needs contiguous [{layout.num_rows}, hidden], got {tuple(rows.shape)}")
+    if rows.dtype not in DTYPES:
+        raise NotSupportedError(f"{name}: {rows.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+
+
+def _run(kernel: object, layout: GatheredLayout, source: int, hidden: int, tensors: tuple, **flags: bool) -> None:
+    first = tensors[0]
+    if layout.num_rows == 0 and kernel is place_tokens:
+        return
+    columns = min(next_power_of_2(hidden), _MOST_COLUMNS)
+    block_t = max(_TILE_ELEMENTS // columns, 1)
+    constants = {"NUM_EXPERTS": layout.num_experts, **flags, "BLOCK_T": block_t, "BLOCK_H": columns}
+    is_cuda = kernel_target(first.device) != "interpreter"
+    num_programs = min(2 * num_sms(first.device), -(-layout.num_tokens // block_t)) if is_cuda else 1
+    launch = _launch(kernel, num_programs, tuple(constants.items()), tuple(one.dtype for one in tensors))
+    with on_device(first.device):
+        launch(*tensors, layout.row_of_token[layout.tokens_of(source)], layout.num_tokens, hidden)
+
+
+def place(tokens: torch.Tensor, rows: torch.Tensor, layout: GatheredLayout, source: int) -> None:
+    """Copies the tokens of one rank to their rows at the local experts.
+
+        for t, e in local_map[source].nonzero(): rows[row_of_token[source, t, e]] = tokens[t]
+
+    Args:
+        tokens: [tokens, hidden] of rank ``source``.
+        rows: [num_rows, hidden], written.
+
+    Raises:
+        NotSupportedError: Shapes, types or strides that are not covered.
+    """
+    _check("place", rows, layout)
+    if tokens.shape != (layout.num_tokens, rows.shape[1]) or tokens.dtype != rows.dtype:
+        raise NotSupportedError(f"place: {tuple(tokens.shape)} {tokens.dtype} into {tuple(rows.shape)} {rows.dtype}")
+    _run(place_tokens, layout, source, rows.shape[1], (tokens.contiguous(), rows))
+
+
+def sum_to_tokens(rows: torch.Tensor, out: torch.Tensor, layout: GatheredLayout, source: int, order: SumOrder) -> None:
+    """Adds up the rows of each token of one rank, over the local experts.
+
+        out[t] = sum over e of rows[row_of_token[source, t, e]], in ``order``
+
+    Args:
+        rows: [num_rows, hidden].
+        out: [tokens, hidden], written; of the rows' type or a wider one.
+
+    Raises:
+        NotSupportedError: Shapes, types or strides that are not covered.
+    """
+    _check("sum_to_tokens", rows, layout)
+    if out.shape != (layout.num_tokens, rows.shape[1]) or not out.is_contiguous():
+        raise NotSupportedError(f"sum_to_tokens: {tuple(rows.shape)} into {tuple(out.shape)}")
+    flags = {"DESCENDING": order == "descending", "ROUND_EACH": order == "ascending_rounded"}
+    _run(sum_rows, layout, source, rows.shape[1], (rows, out), **flags)

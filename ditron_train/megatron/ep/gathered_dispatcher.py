@@ -1,0 +1,184 @@
+"""megatron-core's allgather token dispatcher with the gather and the reduce-scatter overlapped (feature ``ep``).
+
+A subclass of the native dispatcher with the same method split. What is not covered runs the inherited methods: same
+bits, one log line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+from ditron_train.ep import SumOrder, index_add_order
+from ditron_train.ep.gathered import GatheredLayout
+from ditron_train.megatron.ep.coverage import COMPARED, why_not_gathered, why_not_tensors
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, scatter_rows
+from ditron_train.megatron.ep.gathered_experts import fewest_suit, fuses_here
+from ditron_train.megatron.ep.gathered_spec import GATHERED
+from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
+from ditron_train.megatron.ep.spec import MovementCall
+from ditron_train.policy import gate, log_native
+from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.tp.context import TPContext, get_tp_context
+from ditron_train.tp.ops import StartedGather, start_all_gather
+
+__all__ = ["DitronMoEAllGatherTokenDispatcher"]
+
+
+@outside_compile
+class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
+    """``MoEAllGatherTokenDispatcher`` whose tokens travel while the routing is exchanged and rows are placed, and
+    whose results leave rank by rank as they are added up.
+
+    Where the experts' GEMMs go beside, ``dispatch_postprocess`` hands over tokens and a ``GatheredCall``, and the
+    experts return tokens.
+    """
+
+    def __init__(
+        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
+    ) -> None:
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+        self._arguments = (num_local_experts, local_expert_indices, config, pg_collection)
+        self._native_because: str | None = why_not_gathered(self)
+        self._asks_policy = True
+        self._gathered_context: TPContext | None = None
+        self._order: SumOrder | None = None
+        self._started: StartedGather | None = None
+        self._call: GatheredCall | None = None
+        self._fuses: bool | None = None
+        self._is_fused = False
+        self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
+        watch_schedule_nodes()
+        self._log_native()
+
+    @property
+    def ep_context(self) -> TPContext | None:
+        """Where the tokens of the last call moved, None on Megatron's path."""
+        return self._gathered_context
+
+    def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
+        """Learns whose rows are gathered: the layer's own mapping, which says at every call what its experts are."""
+        self._layer_modules = modules
+
+    def _log_native(self) -> None:
+        if self._native_because not in (None, COMPARED):
+            log_native("ep", self._native_because)
+
+    def _context_for(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> TPContext | None:
+        """The context of this call, or None for the native path; the same answer on every rank of the group."""
+        if in_schedule_node():
+            log_native("ep", "a schedule plan runs the layer in pieces, with overlap_moe_expert_parallel_comm off")
+            return None
+        if self._native_because is None and is_capturing(hidden_states.device):
+            log_native("ep", "a CUDA graph is being captured, which the host sync for its sizes does not allow")
+            return None
+        if self._native_because is None:
+            try:
+                self._native_because = self._why_not(hidden_states, probs)
+                if self._native_because is None:
+                    return get_tp_context(self.tp_ep_group, hidden_states.device)
+            except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+                self._native_because = str(error)
+            self._log_native()
+        return None
+
+    def _why_not(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
+        reason = why_not_tensors(hidden_states, probs, None, gathered=True)
+        device = hidden_states.device
+        if reason is None and self._order is None:
+            fused = self.config.moe_permute_fusion
+            self._order = "descending" if fused else index_add_order(hidden_states.dtype, device)
+            if self._order is None:
+                reason = f"index_add_ of {hidden_states.dtype} adds in an order of its own here"
+        if reason is None and self._asks_policy and device.type == "cuda":  # on the CPU there are no times to compare
+            reason = self._ask_policy(hidden_states, probs)
+        return reason
+
+    def _ask_policy(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
+        """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher."""
+        self._asks_policy = False
+
+        def make(native: bool) -> DitronMoEAllGatherTokenDispatcher:
+            dispatcher = DitronMoEAllGatherTokenDispatcher(*self._arguments)
+            dispatcher._asks_policy, dispatcher._fuses = False, False
+            dispatcher._native_because = COMPARED if native else None
+            return dispatcher
+
+        fused, topk = self.config.moe_permute_fusion, self.config.moe_router_topk
+        call = MovementCall(make, hidden_states, self.routing_map, probs, topk, fused, self.tp_ep_group)
+        return gate.answer_for(GATHERED, call).reason
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._call = None
+        context = self._gathered_context = self._context_for(hidden_states, probs)
+        if context is None:
+            return super().token_dispatch(hidden_states, probs)
+        own_map, is_first = self.routing_map, self._fuses is None
+        try:
+            if is_first:  # what is tried for it cannot run while tokens are on their way
+                self._gather_routing()
+                self._fuses = self._asks_for_gemms(hidden_states, probs, context)
+            self._started = start_all_gather(hidden_states, context=context, in_turn=True)
+        except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+            self._native_because, self._gathered_context, self.routing_map = str(error), None, own_map
+            self._log_native()
+            return super().token_dispatch(hidden_states, probs)
+        if not is_first:
+            self._gather_routing()
+        return hidden_states, gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
+
+    def _gather_routing(self) -> None:
+        with torch.no_grad():
+            self.routing_map = gather_from_sequence_parallel_region(self.routing_map, group=self.tp_ep_group)
+
+    def _local(self, of_experts: torch.Tensor) -> torch.Tensor:
+        return of_experts[:, self.local_expert_indices[0] : self.local_expert_indices[-1] + 1]
+
+    def _asks_for_gemms(self, hidden_states: torch.Tensor, probs: torch.Tensor, context: TPContext) -> bool:
+        """Whether the experts' GEMMs are to run beside the movement."""
+        experts, local_map = self._layer_modules.get("experts"), self._local(self.routing_map).contiguous()
+        assert self._order is not None, "the context was asked for"
+        return fuses_here(
+            experts,
+            hidden_states,
+            local_map,
+            context,
+            self._order,
+            sum_dtype=probs.dtype,
+            is_fused=self.config.moe_permute_fusion,
+        )
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        if self._gathered_context is None:
+            return super().dispatch_postprocess(hidden_states, probs)
+        self.local_map = self._local(self.routing_map).contiguous()
+        self.local_probs = self._local(probs).T.contiguous().masked_select(self.local_map.T.contiguous())
+        layout = GatheredLayout(self.local_map, self._gathered_context.world_size)
+        started, self._started, self.routing_map = self._started, None, None
+        assert self._order is not None, "the context was asked for"
+        call = self._call = GatheredCall(layout, self._gathered_context, self._order, probs.dtype, started)
+        # Ranks may differ in this: what they send is alike.
+        self._is_fused = bool(self._fuses) and fewest_suit(self._layer_modules.get("experts"), layout)
+        if self._is_fused:
+            return hidden_states, call, self.local_probs
+        return gather_to_rows(hidden_states, call), layout.tokens_per_expert, self.local_probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._gathered_context is None:
+            return super().combine_preprocess(hidden_states)
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._gathered_context is None:
+            return super().token_combine(hidden_states)
+        call, self._call = self._call, None
+        assert call is not None, "dispatched before"
+        return hidden_states if self._is_fused else scatter_rows(hidden_states, call)

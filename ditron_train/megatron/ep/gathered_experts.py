@@ -1,0 +1,69 @@
+"""Whether the GEMMs of gathered experts run beside the gather and the reduce-scatter (part of feature ``ep``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+
+from ditron_train.ep.expert_functions import FEWEST_ROWS
+from ditron_train.ep.gathered import GatheredLayout
+from ditron_train.ep.group_gemm import are_whole
+from ditron_train.ep.orders import SumOrder
+from ditron_train.megatron.ep.experts import why_not_called, why_not_fused
+from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, ExpertsCall
+from ditron_train.policy import gate
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
+from ditron_train.tp.context import TPContext
+
+__all__ = ["fewest_suit", "fuses_here"]
+
+
+def fuses_here(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    local_map: torch.Tensor,
+    context: TPContext,
+    order: SumOrder,
+    *,
+    sum_dtype: torch.dtype,
+    is_fused: bool,
+) -> bool:
+    """Whether a layer's GEMMs are to run beside its movement (collective the first time).
+
+    Args:
+        experts: The layer's.
+        hidden_states: The first step's tokens.
+        local_map: Of all ranks' tokens to the local experts.
+        context: Of all ranks that hold experts.
+        order: In which a token's rows are added up.
+        sum_dtype: In which results are added up over ranks.
+        is_fused: Whether ``moe_permute_fusion`` is on.
+    """
+    if not (HAVE_TE and experts is not None and hidden_states.is_cuda):
+        return False
+    reason = why_not_fused(experts, hidden_states.device)
+    if reason is None:
+        weights = [
+            [getattr(linear, f"weight{index}").detach() for index in range(linear.num_gemms)]
+            for linear in (experts.linear_fc1, experts.linear_fc2)
+        ]
+        if not all(are_whole(one[0].shape, hidden_states.dtype) for one in weights):
+            reason = "rows of weights are not whole 16 bytes"
+    if reason is not None:
+        log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")
+        return False
+    with torch.no_grad():
+        x = hidden_states.detach()
+        grad = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(1))
+        seen = ExpertsCall(x, *weights, local_map, context.group, order, sum_dtype, is_fused, grad)
+        return gate.context_for(GATHERED_EXPERTS, seen) is not None
+
+
+def fewest_suit(experts: Any, layout: GatheredLayout) -> bool:
+    """Whether the GEMMs of this call add up as native's do; an adapter may have come since the layer was built."""
+    if why_not_called(experts) is not None:
+        return False
+    return get_settings().policy == "force" or layout.fewest_rows >= FEWEST_ROWS

@@ -1,0 +1,222 @@
+"""Gathered experts declared for the policy and the tools: the movement of tokens around any experts, and the experts'
+two linear layers with the gather and the reduce-scatter beside their grouped GEMMs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
+
+from ditron_train.ep.expert_functions import FEWEST_ROWS
+from ditron_train.ep.gathered import GatheredLayout
+from ditron_train.ep.orders import SumOrder, index_add_order
+from ditron_train.ep.spec import MoeSpec, native_products, routing_of
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
+from ditron_train.megatron.ep.movement_spec import repeating
+from ditron_train.megatron.ep.spec import MovementCall, MovementSpec, deterministic
+from ditron_train.policy import Cost, Function, OpSpec, Place, Shape, Trial
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.tp.context import TPContext, get_tp_context
+
+__all__ = ["GATHERED", "GATHERED_EXPERTS", "SPECS", "ExpertsCall"]
+
+
+class GatheredSpec(MovementSpec):
+    """Gather and reduce-scatter, forward and backward, around experts that scale their rows."""
+
+    name, row = "ep gather_scatter", "gather_scatter"
+
+    def trial(self, call: MovementCall, context: Any) -> Trial:
+        """See `OpSpec`; NCCL adds up gradients in the tokens' type."""
+        dtype = call.hidden_states.dtype
+        trial = super().trial(call, context)
+        return replace(trial, words=f"{trial.words}, gathered", summed=None if dtype == torch.float32 else dtype)
+
+
+class ExpertsCall(NamedTuple):
+    """One pass of gathered experts without an activation: of the first layer's columns the second takes the first.
+
+    Attributes:
+        x: [tokens, hidden] of this rank.
+        firsts, seconds: [N, hidden] and [hidden, K] of each local expert, K at most N.
+        local_map: bool [world_size * tokens, local experts].
+        group: All ranks that hold experts.
+        order: In which a token's rows are added up.
+        sum_dtype: In which results are added up over ranks.
+        is_fused: Whether ``moe_permute_fusion`` is on.
+        grad: Of the result.
+    """
+
+    x: torch.Tensor
+    firsts: list[torch.Tensor]
+    seconds: list[torch.Tensor]
+    local_map: torch.Tensor
+    group: dist.ProcessGroup
+    order: SumOrder
+    sum_dtype: torch.dtype
+    is_fused: bool
+    grad: torch.Tensor
+
+
+class _NativeProducts(torch.autograd.Function):
+    """The linear layers of experts as native layers run them: Transformer Engine's grouped GEMM, or one product an
+    expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, counts: list[int], *weights: torch.Tensor) -> torch.Tensor:
+        ctx.products = native_products(counts, *weights[0].shape, x.dtype, x.device)
+        ctx.save_for_backward(x, *weights)
+        return ctx.products["forward"](x, None, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        return (ctx.products["dgrad"](x, grad, weights), None, *ctx.products["wgrad"](x, grad, weights))
+
+
+class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
+    """AG-GroupGEMM and GroupGEMM-RS, forward and backward."""
+
+    name, row, measured, groups = "ep gathered_experts", "gathered_experts", "forward_backward", "expert"
+
+    def key(self, call: ExpertsCall) -> tuple[Hashable, ...]:
+        """See `OpSpec`; how many rows an expert has is another number at every step."""
+        kinds = (tuple(call.x.shape), *(tuple(one[0].shape) for one in (call.firsts, call.seconds)))
+        return (*kinds, len(call.firsts), call.x.dtype, call.sum_dtype, call.order, call.is_fused, call.x.device)
+
+    def why_not(self, call: ExpertsCall) -> str | None:
+        """See `OpSpec`."""
+        wrong = [one for one in (*call.firsts, *call.seconds) if one.dtype != call.x.dtype or not one.is_contiguous()]
+        return "weights are not contiguous, or of another type than the tokens" if wrong else None
+
+    def context(self, call: ExpertsCall) -> TPContext:
+        """See `OpSpec`."""
+        return get_tp_context(call.group, call.x.device)
+
+    def summed_dtype(self, call: ExpertsCall) -> torch.dtype | None:
+        """See `OpSpec`."""
+        return None if call.x.dtype == torch.float32 else call.x.dtype
+
+    def words(self, call: ExpertsCall, context: TPContext) -> str:
+        """See `OpSpec`."""
+        sizes = " ".join(
+            "x".join(map(str, one)) for one in (call.x.shape, call.firsts[0].shape, call.seconds[0].shape)
+        )
+        return f"{self.name} {sizes} {len(call.firsts)} experts, {call.x.dtype}, {call.order}, {call.sum_dtype}"
+
+    def inputs(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
+        """See `OpSpec`."""
+        return call.x, *call.firsts, *call.seconds
+
+    def grads(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
+        """See `OpSpec`."""
+        return (call.grad,)
+
+    def megatron(self, call: ExpertsCall) -> Function:
+        """See `OpSpec`: the allgather dispatcher's steps."""
+        num, rows_of, is_fused = len(call.firsts), call.local_map, call.is_fused
+
+        def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
+            counts = rows_of.sum(0).tolist()
+            tokens = gather_from_sequence_parallel_region(x, group=call.group)
+            rows, _, places = permute(tokens, rows_of, num_out_tokens=sum(counts), fused=is_fused)
+            y = _NativeProducts.apply(rows, counts, *weights[:num])
+            h = y[:, : weights[num].shape[1]].contiguous()
+            z = _NativeProducts.apply(h, counts, *weights[num:])
+            sums = unpermute(z, places, restore_shape=tokens.shape, routing_map=rows_of, fused=is_fused)
+            summed = reduce_scatter_to_sequence_parallel_region(sums.to(call.sum_dtype), group=call.group)
+            return [summed.to(x.dtype)]
+
+        return function
+
+    def trial(self, call: ExpertsCall, context: TPContext) -> Trial:
+        """See `OpSpec`: without fused permutation Megatron's path is compared, at its first call, in deterministic
+        mode, and timed in the mode that is in force."""
+        trial = super().trial(call, context)
+        if call.is_fused:
+            return trial
+        num_calls = 0
+
+        def megatron() -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            with deterministic() if num_calls == 1 else contextlib.nullcontext():
+                return trial.megatron()
+
+        return replace(trial, megatron=megatron)
+
+    def surroundings(self, shape: Shape) -> Any:
+        """See `OpSpec`."""
+        return repeating(shape)
+
+    def fused(self, call: ExpertsCall, context: TPContext) -> Function:
+        """See `OpSpec`."""
+        num = len(call.firsts)
+
+        def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
+            layout = GatheredLayout(call.local_map, context.world_size)
+            one = GatheredCall(layout, context, call.order, call.sum_dtype)
+            if HAVE_TE and x.is_cuda:
+                from ditron_train.megatron.ep.experts import TEWgrad
+
+                one.wgrad = TEWgrad(layout.tokens_per_expert.tolist())
+            y = gather_linear(x, weights[:num], one)
+            h = y[:, : weights[num].shape[1]].contiguous()
+            return [linear_scatter(h, weights[num:], replace(one))]
+
+        return function
+
+    def why_no_row(self, call: ExpertsCall) -> str | None:
+        """See `OpSpec`: what a layer leaves native."""
+        counts = call.local_map.sum(0)
+        fewest = torch.where(counts > 0, counts, torch.full_like(counts, 1 << 30)).min()
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=call.group)
+        if call.x.device.type == "cpu" or int(fewest) >= FEWEST_ROWS:
+            return None
+        return f"an expert has {int(fewest)} rows, where a layer leaves its GEMMs native"
+
+    def sample(self, shape: Shape, place: Place, seed: int) -> ExpertsCall:
+        """See `OpSpec` (collective)."""
+        routed, _ = routing_of(shape, place, seed)
+        world, device = place.world_size, place.device
+        maps = routed.new_empty(world * len(routed), routed.shape[1])
+        dist.all_gather_into_tensor(maps.view(torch.uint8), routed.view(torch.uint8), group=place.group)
+        local = maps.view(len(maps), world, -1)[:, place.rank].contiguous()
+        hidden, ffn, num = shape.sizes["hidden"], shape.sizes["ffn_hidden"], local.shape[1]
+        generator = torch.Generator(device).manual_seed(1000 * seed + place.rank)
+
+        def values(*size: int) -> torch.Tensor:
+            if device.type == "cpu":  # small integers: exact in every order of a sum
+                return torch.randint(-2, 3, size, generator=generator).to(place.dtype)
+            return torch.empty(size, dtype=place.dtype, device=device).normal_(generator=generator)
+
+        is_fused = HAVE_TE and not shape.options["deterministic"]
+        order: SumOrder | None = "descending" if is_fused else index_add_order(place.dtype, device)
+        if order is None:
+            raise NotSupportedError(f"index_add_ of {place.dtype} adds in an order of its own here")
+        x, grad = values(len(routed), hidden), values(len(routed), hidden)
+        firsts, seconds = [values(2 * ffn, hidden) for _ in range(num)], [values(hidden, ffn) for _ in range(num)]
+        return ExpertsCall(x, firsts, seconds, local, place.group, order, torch.float32, is_fused, grad)
+
+    def cost(self, call: ExpertsCall, context: TPContext) -> Cost:
+        """See `OpSpec`: tokens go out and sums come back, forward and backward; sums of results in their own type."""
+        elements = call.x.numel() * (context.world_size - 1)
+        size = call.x.element_size()
+        rows = int(call.local_map.sum())
+        features = call.firsts[0].numel() + call.seconds[0].numel()
+        return Cost(elements * (3.0 * size + call.sum_dtype.itemsize), 6.0 * rows * features)
+
+
+GATHERED, GATHERED_EXPERTS = GatheredSpec(), GatheredExpertsSpec()
+SPECS: Sequence[OpSpec[Any, Any]] = (GATHERED, GATHERED_EXPERTS)

@@ -1,0 +1,23 @@
+"""Why an attention runs natively, by its configuration alone (part of feature ``sp``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["why_not_comm_type", "why_not_te_attention"]
+
+
+def why_not_comm_type(cp_comm_type: str | None) -> str | None:
+    """Why context parallelism of this kind is Megatron's, or None."""
+    return None if cp_comm_type == "a2a" else f"--cp-comm-type is {cp_comm_type or 'p2p'} (a2a is covered)"
+
+
+def why_not_te_attention(config: Any, is_training: bool) -> str | None:
+    """Why Transformer Engine's attention makes its exchanges itself, or None."""
+    if config.fp8 or getattr(config, "fp4", None) or config.softmax_type != "vanilla":
+        return "FP8 or a softmax offset is on"
+    if config.qk_clip or config.log_max_attention_logit:
+        return "the largest attention logits are collected"
+    if config.attention_dropout > 0 and is_training:
+        return "attention dropout is on"
+    return None

@@ -1,0 +1,102 @@
+"""Megatron's configuration as its arguments make it: a stand-in with the same fields, for questions about a job.
+
+Megatron's own classes check what they are given and may want GPUs; here every field has its default until an argument
+names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ditron_train.tools.predict.megatron_arguments import words_by_name
+
+__all__ = ["config_of"]
+
+# Arguments that are called otherwise than the fields that they set.
+_FIELD_OF = {
+    "num_experts": "num_moe_experts",
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+    "fp8_param_gather": "fp8_param",
+    "te_precision_config_file": "quant_recipe",
+}
+_OFF = {"disable_bias_linear": "add_bias_linear"}
+# Megatron-LM's defaults where they differ from the configuration's.
+_ARGUMENTS_DEFAULTS = {
+    "gradient_accumulation_fusion": True,
+    "bias_activation_fusion": True,
+    "pipeline_dtype": torch.bfloat16,
+    "muon_tp_mode": "blockwise",
+    "optimizer": "adam",
+    "moe_token_dispatcher_type": "allgather",
+}
+
+
+def _value(words: list[str]) -> Any:
+    """What the words behind an argument say; none: a switch."""
+    if len(words) != 1:
+        return [_value([word]) for word in words] if words else True
+    for read in (int, float):
+        try:
+            return read(words[0])
+        except ValueError:
+            continue
+    return words[0]
+
+
+def config_of(words: Sequence[str]) -> SimpleNamespace:
+    """The configuration that ``pretrain_gpt.py``'s arguments make.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+    """
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    fields = dataclasses.fields(MLATransformerConfig)
+    values = {field.name: None if field.default is dataclasses.MISSING else field.default for field in fields}
+    values.update(_ARGUMENTS_DEFAULTS, multi_latent_attention=False)
+    given = {name: _value(rest) for name, rest in words_by_name(words)}
+    for name, value in given.items():
+        if name in _OFF or (name.startswith("no_") and name[3:] in values):
+            values[_OFF.get(name, name[3:])] = False
+        else:
+            values[_FIELD_OF.get(name, name)] = value
+    _derive(values, given)
+    return SimpleNamespace(**values)
+
+
+def _derive(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """What Megatron-LM and the configuration make of other fields."""
+    values["params_dtype"] = (
+        torch.bfloat16 if given.get("bf16") else torch.float16 if given.get("fp16") else torch.float32
+    )
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    if not given.get("group_query_attention"):
+        values["num_query_groups"] = heads
+    values["kv_channels"] = given.get("kv_channels") or hidden // heads
+    gated = bool(given.get("swiglu") or given.get("quick_geglu"))
+    values["gated_linear_unit"] = gated
+    if given.get("swiglu"):
+        values["activation_func"] = F.silu
+        values["bias_activation_fusion"] = not given.get("no_bias_swiglu_fusion")
+    elif given.get("quick_geglu"):
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        values["activation_func"] = quick_gelu
+    comm_type = values["cp_comm_type"] or "p2p"
+    values["cp_comm_type"] = comm_type[0] if isinstance(comm_type, list) and len(comm_type) == 1 else comm_type
+    for name in ("recompute_modules", "offload_modules"):
+        value = values.get(name) or []
+        values[name] = value if isinstance(value, list) else [value]
+    values["expert_tensor_parallel_size"] = (
+        given.get("expert_tensor_parallel_size") or values["tensor_model_parallel_size"]
+    )
+    chunks = given.get("num_virtual_stages_per_pipeline_rank")
+    values["virtual_pipeline_model_parallel_size"] = chunks
+    values["moe_router_padding_for_quantization"] |= bool(values["moe_router_padding_for_fp8"])

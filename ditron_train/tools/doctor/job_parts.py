@@ -1,0 +1,282 @@
+"""What of a job's layers would run by the fused path, asked of the functions that the layers ask as they run.
+
+No layer is built: they are asked about stand-ins with the attributes of layers, and tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from ditron_train.megatron.ep.coverage import why_not_config, why_not_kind, why_not_tensors
+from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_fused
+from ditron_train.megatron.pp.communicator import why_not_group
+from ditron_train.megatron.sp.attention import DitronSelfAttention
+from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
+from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_te_attention
+from ditron_train.megatron.sp.exchange import AttentionShape
+from ditron_train.megatron.sp.linears import LocalLinears
+from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
+from ditron_train.megatron.tp.routing import spec_of
+from ditron_train.megatron.tp.spec import LinearCall
+from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_options, why_not_recipe
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.tools.predict.megatron_arguments import Job
+
+__all__ = ["Part", "parts_of"]
+
+_DEVICE = torch.device("cuda", 0)
+_RECIPES = {
+    "tensorwise": "Float8CurrentScaling",
+    "delayed": "DelayedScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "blockwise": "Float8BlockScaling",
+}
+_PROBS_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a training step: the feature that accelerates it, its name, and why it is native, or None."""
+
+    feature: str
+    name: str
+    native_because: str | None
+
+
+class _Ranks:
+    """A process group of so many ranks, of which nothing but the number is asked."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+class _Layer(SimpleNamespace):
+    """A layer that feature ``tp`` has replaced."""
+
+
+_MegatronLayer = type("_MegatronLayer", (SimpleNamespace,), {"__module__": "megatron.core.tensor_parallel.layers"})
+
+
+def parts_of(feature: str, job: Job, config: Any) -> list[Part]:
+    """The parts that ``feature`` could accelerate; to be called where tensors have no memory (``FakeTensorMode``) and
+    a GPU is assumed."""
+    found = {"tp": _linears, "sp": _attention, "ep": _experts, "pp": _pipeline, "muon": _optimizer}[feature]
+    return [Part(feature, name, reason) for name, reason in found(job, config)]
+
+
+def _tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=_DEVICE)
+
+
+def _linear_layer(kind: str, config: Any, weight: torch.Tensor, *, adds_bias: bool, is_ours: bool = True) -> Any:
+    """Attributes of a tensor parallel linear layer, local or Transformer Engine's."""
+    size = config.tensor_model_parallel_size
+    return (_Layer if is_ours else _MegatronLayer)(
+        parallel_mode=kind,
+        te_quant_params=config.quant_recipe,
+        ub_overlap_ag_fprop=config.tp_comm_overlap,
+        parameters=lambda: [weight],
+        sequence_parallel=config.sequence_parallel,
+        tp_size=size,
+        tp_group=_Ranks(size),
+        symmetric_ar_type=config.symmetric_ar_type,
+        wgrad_store=SimpleNamespace(delay_wgrad_compute=lambda: config.delay_wgrad_compute),
+        use_bias=adds_bias,
+        apply_bias=adds_bias,
+        gemm_bias_unfused_add=adds_bias and kind == "row",
+        weight=weight,
+        bias=None,
+        skip_bias_add=False,
+        explicit_expert_comm=False,
+        input_is_parallel=True,
+        disable_grad_reduce=False,
+        config=SimpleNamespace(_cpu_offloading_context=None),
+    )
+
+
+def _is_te(config: Any) -> bool:
+    return bool(config.transformer_impl == "transformer_engine")
+
+
+def _matrices(job: Job, config: Any) -> Iterator[tuple[str, Literal["column", "row"], int, int, bool]]:
+    """Name, kind, whole N and K of the tensor parallel layers, and whether they add a bias themselves."""
+    model, hidden = job.model, config.hidden_size
+    if config.multi_latent_attention:
+        heads, q_dim = model.heads, config.qk_head_dim + config.qk_pos_emb_head_dim
+        yield "attention: linear_q_up_proj", "column", heads * q_dim, config.q_lora_rank or hidden, False
+        kv_dim = config.qk_head_dim + config.v_head_dim
+        yield "attention: linear_kv_up_proj", "column", heads * kv_dim, config.kv_lora_rank, False
+        yield "attention: linear_proj", "row", hidden, heads * config.v_head_dim, False
+    else:
+        rows = (model.heads * (2 if config.attention_output_gate else 1) + 2 * model.groups) * model.channels
+        has_bias = bool(config.add_bias_linear or config.add_qkv_bias)
+        yield "attention: linear_qkv", "column", rows, hidden, has_bias
+        yield "attention: linear_proj", "row", hidden, model.heads * model.channels, False
+    gates = 2 if config.gated_linear_unit else 1
+    if model.experts is None or config.moe_layer_freq != 1:
+        yield "MLP: linear_fc1", "column", gates * model.ffn, hidden, False
+        yield "MLP: linear_fc2", "row", hidden, model.ffn, False
+    shared = config.moe_shared_expert_intermediate_size
+    if model.experts is not None and shared:
+        yield "shared experts: linear_fc1", "column", gates * shared, hidden, False
+        yield "shared experts: linear_fc2", "row", hidden, shared, False
+    yield "output_layer", "column", model.vocabulary, hidden, False
+
+
+def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
+    tp, sequence = job.tp, job.model.seq_length // job.cp
+    for name, kind, n, k, adds_bias in _matrices(job, config):
+        own = (n // tp, k) if kind == "column" else (n, k // tp)
+        weight = _tensor(*own, dtype=config.params_dtype)
+        rows = sequence // tp if kind == "column" and config.sequence_parallel else sequence
+        x = _tensor(rows, job.model.micro_batch_size, own[1], dtype=config.params_dtype)
+        reason = None
+        if _is_te(config) and name != "output_layer":
+            layer = _linear_layer(kind, config, weight, adds_bias=adds_bias)
+            if name.startswith("shared") and config.moe_shared_expert_overlap:
+                layer.parallel_mode = None
+            reason = _why_not_te(layer, x, config)
+        yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _Ranks(tp)))
+
+
+def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
+    """As ``te_layers`` ask."""
+    reason = None
+    if config.fp8:
+        reason = why_not_recipe([_RECIPES.get(config.fp8_recipe, config.fp8_recipe)], config.fp8_param)
+        if reason is None and not config.sequence_parallel:
+            reason = "FP8 without --sequence-parallel"
+    return reason or why_not_options(layer, x) or (OFFLOADED if config.cpu_offloading else None)
+
+
+class _Asked(LocalLinears):
+    """Projections that are asked about stand-ins."""
+
+    qkv_kinds, out_kind = (SimpleNamespace,), SimpleNamespace  # type: ignore[assignment]
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
+        if not _is_te(self._config):
+            return None
+        return "the layer computes in FP8" if self._config.fp8 else _why_not_te(layer, x, self._config)
+
+
+def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
+    model, cp, is_te = job.model, job.cp, _is_te(config)
+    reason = why_not_comm_type(config.cp_comm_type)
+    if reason is None:
+        try:
+            config_of_one_rank(config, cp)
+        except NotSupportedError as error:
+            reason = str(error)
+    if reason is None and is_te:
+        reason = why_not_te_attention(config, is_training=True)
+    mla, tp = config.multi_latent_attention, job.tp
+    head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim if mla else model.channels
+    value_dim = config.v_head_dim if mla else model.channels
+    shape = AttentionShape(model.heads // tp, (model.heads if mla else model.groups) // tp, head_dim, value_dim)
+    rows = (model.seq_length // cp, model.micro_batch_size)
+    like = _tensor(*rows, model.heads // tp, head_dim, dtype=config.params_dtype)
+    yield "attention: exchanges", reason or EXCHANGE.why_not_tensors(UlyssesCall(_Ranks(cp), shape, rows, like))
+    if reason is not None:
+        return
+    x = _tensor(rows[0], rows[1], config.hidden_size, dtype=config.params_dtype)
+    qkv, out = (
+        _tensor(*sizes, dtype=config.params_dtype)
+        for sizes in (
+            ((model.heads + 2 * model.groups) * model.channels // tp, config.hidden_size),
+            (config.hidden_size, model.heads * value_dim // tp),
+        )
+    )
+    is_ours = "tp" in job.words.get("ditron", "tp")
+    adds_bias = bool(config.add_bias_linear or config.add_qkv_bias)
+    qkv_layer = _linear_layer("column", config, qkv, adds_bias=adds_bias, is_ours=is_ours)
+    out_layer = _linear_layer("row", config, out, adds_bias=False, is_ours=is_ours)
+    asked = _Asked(config)
+    if mla:
+        fused = "multi-latent attention has its own projections"
+    else:
+        fused = DitronSelfAttention._why_not_fused(_self_attention(config), (), {})
+    reason = fused or asked.why_not(qkv_layer, out_layer, x)
+    call = UlyssesCall(_Ranks(cp), shape, rows, like, (qkv, out))
+    yield "attention: QKV projection with its exchange", reason or PROJECTIONS.why_not_tensors(call)
+    reason = asked.why_not_out(out_layer, x)
+    yield (
+        "attention: output projection with its exchange",
+        reason or OUTPUT.why_not_tensors(call._replace(weights=(out,))),
+    )
+
+
+def _self_attention(config: Any) -> Any:
+    """Attributes of a ``SelfAttention``."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    norm = object() if config.qk_layernorm or config.qk_l2_norm else None
+    offloads = config.offload_modules if config.fine_grained_activation_offloading else ()
+    return SimpleNamespace(
+        config=config,
+        core_attention=SimpleNamespace(takes_packed=_is_te(config)),
+        attn_mask_type=AttnMaskType.causal,
+        world_size=config.tensor_model_parallel_size,
+        q_layernorm=norm,
+        k_layernorm=norm,
+        offload_qkv_linear="qkv_linear" in offloads,
+        offload_core_attention="core_attn" in offloads,
+        offload_attn_proj="attn_proj" in offloads,
+    )
+
+
+def _experts(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
+    if job.model.experts is None:
+        return
+    dispatcher = SimpleNamespace(config=config, ep_size=job.ep)
+    tokens = job.model.seq_length // job.cp * job.model.micro_batch_size
+    tokens //= job.tp if config.sequence_parallel else 1
+    hidden = _tensor(tokens, config.hidden_size, dtype=config.params_dtype)
+    probs = _tensor(
+        tokens, job.model.experts, dtype=_PROBS_DTYPES.get(config.moe_router_dtype or "", config.params_dtype)
+    )
+    reason = why_not_kind(config.moe_token_dispatcher_type) or why_not_config(dispatcher)
+    reason = reason or why_not_tensors(hidden, probs, None)
+    yield "experts: dispatch and combine", reason
+    if reason is None:
+        yield "experts: GEMMs in one kernel with them", _why_not_fused(config)
+
+
+def _why_not_fused(config: Any) -> str | None:
+    if not (_is_te(config) and config.moe_grouped_gemm):
+        return why_not_fused(object.__new__(SequentialMLP), _DEVICE)
+    experts = object.__new__(DitronTEGroupedMLP)
+    offloads = config.offload_modules if config.fine_grained_activation_offloading else ()
+    linear = SimpleNamespace(te_quant_params=config.quant_recipe, weight0=None)
+    vars(experts).update(
+        config=config,
+        linear_fc1=linear,
+        linear_fc2=linear,
+        activation_func=config.activation_func,
+        activation_recompute=config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules,
+        offload_expert_fc1="expert_fc1" in offloads,
+        offload_moe_act="moe_act" in offloads,
+    )
+    return why_not_fused(experts, _DEVICE)
+
+
+def _pipeline(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
+    yield "messages between stages", why_not_group(_Ranks(job.pp), config)
+
+
+def _optimizer(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
+    from ditron_train.megatron.muon.optimizer import why_not_muon
+
+    yield "Newton-Schulz steps of matrices", why_not_muon(config.muon_tp_mode, "quintic")

@@ -1,0 +1,115 @@
+"""Gathered experts on GPUs under torchrun: ``torch.equal`` with megatron-core's allgather dispatcher and MoE layer; of
+the GEMMs beside the movement with cuBLAS or Transformer Engine, gathered and scattered."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+pytest.importorskip("megatron.core")
+
+from ditron_train.ep.spec import moe_layer  # noqa: E402
+from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS  # noqa: E402
+from ditron_train.megatron.ep.movement_spec import moe_config, repeating  # noqa: E402
+from ditron_train.policy import Place, results  # noqa: E402
+from ditron_train.tools.bench.megatron_ep import HAVE_TE, expert_parallel_world, layer_pair  # noqa: E402
+
+NEEDS_TE = pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
+FUSED = [False, pytest.param(True, marks=NEEDS_TE)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(device):
+    if dist.get_world_size() == 1:
+        pytest.skip("needs at least two ranks")
+    with expert_parallel_world():
+        yield device
+        torch.cuda.synchronize()
+        dist.barrier()
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    monkeypatch.setenv("DITRON_POLICY", "force")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def normals(*shape, dtype, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=generator)
+
+
+def run_layer(layer, x, grad):
+    leaf = x.detach().requires_grad_()
+    out, _ = layer(leaf)
+    named = dict(layer.named_parameters())
+    return {"out": out.detach()} | dict(
+        zip(["x", *named], torch.autograd.grad(out, [leaf, *named.values()], grad, allow_unused=True))
+    )
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("local, topk, hidden, tokens", [(4, 2, 512, 1024), (1, 1, 64, 40), (16, 6, 256, 700)])
+def test_layers_have_megatrons_bits(device, local, topk, hidden, tokens, fused):
+    experts = local * dist.get_world_size()
+    config = moe_config(
+        hidden=hidden, ffn_hidden=256, num_experts=experts, topk=topk, dtype=torch.bfloat16, fused=fused,
+        moe_token_dispatcher_type="allgather",
+    )  # fmt: skip
+    layers = layer_pair(config, device)
+    draw = random.Random(dist.get_rank())
+    for step in range(4):
+        seed = 100 * step + dist.get_rank()
+        x, grad = (normals(tokens, 1, hidden, dtype=torch.bfloat16, seed=seed + i) for i in range(2))
+        time.sleep(0.02 * draw.random())  # ranks come one after the other
+        native, ours = (run_layer(layers[name], x, grad) for name in ("native", "ditron"))
+        dispatcher = layers["ditron"].token_dispatcher
+        assert dispatcher.ep_context is not None, dispatcher._native_because
+        dispatcher.ep_context.synchronize()
+        for name, value in native.items():
+            assert (value is None and ours[name] is None) or torch.equal(value, ours[name]), (step, name)
+    if HAVE_TE and topk * tokens * dist.get_world_size() // experts > 400:
+        assert layers["ditron"].token_dispatcher._is_fused
+
+
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=NEEDS_TE)])
+@pytest.mark.parametrize("sizes", [(1024, 512, 512, 4, 2), (2048, 1024, 384, 2, 1), (640, 2048, 1024, 2, 2)])
+def test_products_beside_the_movement_have_the_bits_of_both_one_after_the_other(
+    device, all_equal, sizes, deterministic
+):
+    tokens, hidden, ffn, local, topk = sizes
+    shape = moe_layer("test", tokens, hidden, ffn, local * dist.get_world_size(), topk)
+    shape.options["deterministic"] = deterministic
+    place = Place(dist.group.WORLD, device, torch.bfloat16)
+    with repeating(shape):
+        for seed in range(3):
+            call = GATHERED_EXPERTS.sample(shape, place, seed)
+            if GATHERED_EXPERTS.why_no_row(call) is not None:
+                continue
+            context = GATHERED_EXPERTS.context(call)
+            context.gathered(tokens * dist.get_world_size(), hidden, torch.bfloat16).local.fill_(float("nan"))
+            ours, native = results(GATHERED_EXPERTS, call, context), results(GATHERED_EXPERTS, call)
+            context.synchronize()
+            assert len(ours) == len(native) == 2 + 2 * local
+            wrong = [index for index, (a, b) in enumerate(zip(ours, native)) if not all_equal(a, b)]
+            assert not wrong, wrong
+
+
+def test_the_same_call_gives_the_same_bits_again(device, all_equal):
+    shape = moe_layer("test", 512, 512, 256, 4 * dist.get_world_size(), 2)
+    call = GATHERED_EXPERTS.sample(shape, Place(dist.group.WORLD, device, torch.bfloat16), 5)
+    context, draw = GATHERED_EXPERTS.context(call), random.Random(7 + dist.get_rank())
+    first = [one.clone() for one in results(GATHERED_EXPERTS, call, context)]
+    for _ in range(8):
+        time.sleep(0.01 * draw.random())
+        again = results(GATHERED_EXPERTS, call, context)
+        assert all(all_equal(a, b) for a, b in zip(first, again))
+    context.synchronize()

@@ -1,0 +1,69 @@
+"""What the workers of the gathered experts' tests run, without Megatron's layers."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.ep.gathered import GatheredLayout
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
+from ditron_train.tp.context import get_tp_context
+
+
+def _integers(*size, seed, dtype):
+    return torch.randint(-2, 3, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _expected(all_x, all_grads, firsts, seconds, routed, experts):
+    """By plain products in float64, of all ranks at once: result, its input's gradient, and weights' gradients."""
+    x = torch.cat(all_x).double().requires_grad_()
+    weights = [one.double().requires_grad_() for one in (*firsts, *seconds)]
+    total = 0
+    for expert in range(experts):
+        h = x @ weights[expert].t()
+        z = h[:, : weights[experts].shape[1]] @ weights[experts + expert].t()
+        total = total + torch.where(routed[:, expert, None], z, 0.0)
+    total.backward(torch.cat(all_grads).double())
+    return total.detach(), x.grad, [one.grad for one in weights]
+
+
+def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0, calls=3):
+    """Several calls with new routings on poisoned memory, a rank that is late in each; whether all was exact."""
+    world, rank, dtype = dist.get_world_size(), dist.get_rank(), torch.float32
+    context, experts = get_tp_context(None, torch.device("cpu")), local_experts * dist.get_world_size()
+    empty = torch.empty
+    equal = True
+    for turn in range(calls):
+        generator = torch.Generator().manual_seed(turn)
+        routed = torch.rand(world * num_tokens, experts, generator=generator) < density
+        all_x, all_grads = ([_integers(num_tokens, hidden, seed=9 * turn + r + s, dtype=dtype) for r in range(world)]
+                            for s in (0, 50))  # fmt: skip
+        firsts = [_integers(2 * ffn, hidden, seed=100 + e, dtype=dtype) for e in range(experts)]
+        seconds = [_integers(hidden, ffn, seed=200 + e, dtype=dtype) for e in range(experts)]
+        own = slice(rank * local_experts, (rank + 1) * local_experts)
+        x = all_x[rank].clone().requires_grad_()
+        first, second = ([w.clone().requires_grad_() for w in ws[own]] for ws in (firsts, seconds))
+        layout = GatheredLayout(routed[:, own].contiguous(), world)
+        calls_of_layer = [GatheredCall(layout, context, "ascending", dtype) for _ in range(2)]
+        if rank == turn % world:
+            time.sleep(late_s)
+        context.gathered(world * num_tokens, hidden, dtype).local.fill_(float("nan"))
+        dist.barrier()
+        try:
+            torch.empty = lambda *a, **k: empty(*a, **k).fill_(7) if k.get("dtype", dtype).is_floating_point else empty(*a, **k)  # fmt: skip  # noqa: E501
+            h = gather_linear(x, first, calls_of_layer[0])[:, :ffn].contiguous()
+            if rank == (turn + 1) % world:
+                time.sleep(late_s)
+            out = linear_scatter(h, second, calls_of_layer[1])
+            out.backward(all_grads[rank])
+        finally:
+            torch.empty = empty
+        total, grad_x, grads = _expected(all_x, all_grads, firsts, seconds, routed, experts)
+        mine = slice(rank * num_tokens, (rank + 1) * num_tokens)
+        pairs = [(out.detach(), total[mine]), (x.grad, grad_x[mine])]
+        pairs += list(zip([w.grad for w in first], grads[own]))
+        pairs += list(zip([w.grad for w in second], grads[experts:][own]))
+        equal &= all(torch.equal(one.double(), two) for one, two in pairs)
+    return equal

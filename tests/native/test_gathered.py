@@ -1,0 +1,129 @@
+"""Megatron's MoE layer with the allgather dispatcher on gloo, native and with ``--ditron ep``: forward and every
+gradient, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(Path(__file__).parent))
+from ep_workers import gathered_layers_agree  # noqa: E402
+from gathered_workers import layers_are_exact  # noqa: E402
+
+from ditron_train.cpu import interpreter  # noqa: E402
+from ditron_train.ep.gathered import GatheredLayout, place, sum_to_tokens  # noqa: E402
+from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
+from tests.support.processes import run_workers  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _repaired_interpreter():
+    interpreter.install()
+
+
+SPLIT = {
+    "expert_model_parallel_size": 2,
+    "tensor_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 2,
+    "sequence_parallel": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "num_tokens", "dtype"),
+    [
+        (2, {}, 16, torch.float32),
+        (2, {"num_moe_experts": 8, "moe_router_topk": 3}, 9, torch.bfloat16),
+        (2, {"moe_router_dtype": "fp32"}, 1, torch.bfloat16),
+        (2, {"moe_expert_capacity_factor": 0.6}, 16, torch.bfloat16),
+        (2, {"moe_shared_expert_intermediate_size": 40}, 8, torch.bfloat16),
+        (2, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}, 8, torch.bfloat16),
+        (2, {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_score_function": "sigmoid"}, 12, torch.bfloat16),
+        (
+            2,
+            {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2,
+             "sequence_parallel": True},
+            10, torch.bfloat16,
+        ),
+        (3, {"num_moe_experts": 6}, 7, torch.bfloat16),
+        (4, {"num_moe_experts": 8, "moe_router_topk": 3, "expert_model_parallel_size": 2}, 6, torch.bfloat16),
+    ],
+    ids=["plain", "bf16", "one_token_fp32_probs", "drop", "shared_experts", "recompute", "one_expert", "slices",
+         "three_ranks", "beside_data_parallelism"],
+)  # fmt: skip
+def test_layer_equals_native(ranks, options, num_tokens, dtype):
+    found = run_workers(ranks, gathered_layers_agree, options, num_tokens, dtype, env={"DITRON_POLICY": "force"})
+    assert found == [([True, True], None)] * ranks
+
+
+def test_tokens_whose_rows_are_not_whole_are_native():
+    """20 features of bf16 are 40 bytes."""
+    options = {"hidden_size": 20, "num_attention_heads": 4}
+    found = run_workers(2, gathered_layers_agree, options, 8, torch.bfloat16)
+    assert all(moved == [False, False] and "not of whole 16 bytes" in reason for moved, reason in found)
+
+
+def test_without_memory_the_layer_goes_on_natively():
+    env = {"DITRON_ARENA_BYTES": "20000", "DITRON_POLICY": "force"}
+    found = run_workers(2, gathered_layers_agree, {}, 64, torch.float32, env=env)
+    assert all(moved == [False, False] and "DITRON_ARENA_BYTES" in reason for moved, reason in found)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (2, (5, 8, 8, 3, 0.5)),
+        (2, (70, 40, 24, 2, 0.6)),
+        (2, (6, 8, 8, 2, 0.0)),
+        (3, (4, 16, 8, 1, 1.0)),
+        (4, (9, 8, 8, 2, 0.1)),
+    ],
+    ids=["small", "several_tiles", "no_rows", "one_expert_each", "few_rows"],
+)
+def test_products_beside_the_movement_are_exact(ranks, sizes):
+    """New routings on memory full of other values, each time with other ranks late."""
+    assert run_workers(ranks, layers_are_exact, *sizes, 0.2) == [True] * ranks
+
+
+@pytest.mark.parametrize("order", ["ascending_rounded", "ascending", "descending"])
+def test_rows_are_added_up_in_the_order_that_is_asked_for(order):
+    generator = torch.Generator().manual_seed(3)
+    local_map = torch.rand(12, 5, generator=generator) < 0.7
+    layout = GatheredLayout(local_map, 2)
+    rows = torch.randn(layout.num_rows, 24, generator=generator).bfloat16()
+    for source in range(2):
+        out = torch.full((6, 24), float("nan"), dtype=torch.float32)
+        sum_to_tokens(rows, out, layout, source, order)
+        for token, found in enumerate(out):
+            total = torch.zeros(24)
+            places = layout.row_of_token[6 * source + token]
+            for row in places[places >= 0].tolist()[:: -1 if order == "descending" else 1]:
+                total = total + rows[row].float()
+                total = total.bfloat16().float() if order == "ascending_rounded" else total
+            assert torch.equal(found, total.bfloat16().float())
+
+
+def test_tokens_come_to_their_rows_and_nowhere_else():
+    local_map = torch.tensor([[True, False], [True, True], [False, False], [False, True]])
+    layout = GatheredLayout(local_map, 2)
+    assert layout.counts.tolist() == [[2, 1], [0, 1]] and layout.tokens_per_expert.tolist() == [2, 2]
+    tokens, rows = torch.arange(4.0)[:, None].expand(4, 8).contiguous(), torch.full((4, 8), -1.0)
+    place(tokens[2:], rows, layout, 1)
+    assert rows[:, 0].tolist() == [-1, -1, -1, 3]
+    place(tokens[:2], rows, layout, 0)
+    assert rows[:, 0].tolist() == [0, 1, 1, 3]
+
+
+def test_rows_of_other_shapes_are_refused():
+    layout = GatheredLayout(torch.ones(4, 1, dtype=torch.bool), 2)
+    rows = torch.zeros(4, 8)
+    with pytest.raises(NotSupportedError, match="place"):
+        place(torch.zeros(3, 8), rows, layout, 0)
+    with pytest.raises(NotSupportedError, match="sum_to_tokens"):
+        sum_to_tokens(rows, torch.zeros(2, 7), layout, 0, "ascending")
+    with pytest.raises(NotSupportedError, match="ranks"):
+        GatheredLayout(torch.ones(5, 1, dtype=torch.bool), 2)

@@ -1,0 +1,144 @@
+"""What the doctor says of a job before it runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.doctor.job import examine_job, show_job
+from ditron_train.tools.doctor.job_config import config_of
+
+DENSE = "pretrain_gpt.py --num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --bf16 --swiglu"
+TP = f"{DENSE} --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel"
+SP = f"{DENSE} --disable-bias-linear --context-parallel-size 2 --cp-comm-type a2a --attention-dropout 0 --ditron sp"
+EP = (
+    f"{DENSE} --disable-bias-linear --expert-model-parallel-size 4 --num-experts 8 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --ditron ep"
+)
+QKV, PROJ = "attention: linear_qkv", "attention: linear_proj"
+QKV_A2A, OUT_A2A = "attention: QKV projection with its exchange", "attention: output projection with its exchange"
+MOVED, FUSED = "experts: dispatch and combine", "experts: GEMMs in one kernel with them"
+
+
+def reasons(words: str) -> dict[str, str | None]:
+    return {part.name: part.native_because for part in examine_job(words).parts}
+
+
+@pytest.mark.parametrize("base", [TP, SP, EP, f"{TP} --ditron tp", f"{TP} --transformer-impl local --ditron tp"])
+def test_a_job_of_usual_flags_is_fast_all_over(base: str) -> None:
+    found = reasons(base)
+    assert found and set(found.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("words", "part", "says"),
+    [
+        (f"{TP} --add-qkv-bias", QKV, "the bias is added inside the GEMM"),
+        (f"{TP} --tp-comm-overlap", PROJ, "userbuffers"),
+        (f"{TP} --delay-wgrad-compute", PROJ, "the weight gradient is delayed"),
+        (f"{TP} --fp8-format hybrid", PROJ, "FP8 by the recipe DelayedScaling"),
+        (f"{TP} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", PROJ, "--fp8-param-gather"),
+        (f"{TP} --seq-length 64 --micro-batch-size 1", QKV, "at most 32 features, or tokens a rank"),
+        (f"{SP} --qk-layernorm", QKV_A2A, "q and k are normalised before the exchange"),
+        (f"{SP} --add-qkv-bias", QKV_A2A, "the bias is added inside the GEMM"),
+        (f"{SP},tp --tensor-model-parallel-size 2 --sequence-parallel", OUT_A2A, "overlaps with tensor parallel"),
+        (f"{SP} --attention-dropout 0.1", "attention: exchanges", "attention dropout is on"),
+        (f"{SP} --cp-comm-type p2p", "attention: exchanges", "--cp-comm-type is p2p"),
+        (f"{SP} --num-attention-heads 31 --kv-channels 128", "attention: exchanges", "divisible by CP size"),
+        (f"{EP} --moe-token-dispatcher-type flex", MOVED, "moe_token_dispatcher_type is 'flex'"),
+        (f"{EP} --moe-router-dtype fp64", MOVED, "torch.float64 is not covered"),
+        (f"{EP} --moe-router-padding-for-fp8", MOVED, "moe_router_padding_for_quantization is on"),
+        (f"{EP} --overlap-moe-expert-parallel-comm", MOVED, "beside another microbatch"),
+        (f"{EP} --cuda-graph-impl local", MOVED, "captured in a CUDA graph"),
+        (f"{EP} --recompute-granularity selective --recompute-modules moe_act", FUSED, "moe_act is recomputed"),
+        (f"{EP} --transformer-impl local", FUSED, "SequentialMLP computes expert by expert"),
+        (
+            f"{DENSE} --pipeline-model-parallel-size 2 --cuda-graph-impl local --cuda-graph-scope full_iteration",
+            "messages between stages",
+            "the whole iteration is captured",
+        ),
+        (
+            f"{DENSE} --optimizer muon --muon-tp-mode distributed",
+            "Newton-Schulz steps of matrices",
+            "another algorithm",
+        ),
+    ],
+)
+def test_a_flag_keeps_a_part_native_in_the_words_of_the_log(words: str, part: str, says: str) -> None:
+    assert says in (reasons(words)[part] or "")
+
+
+def test_other_parts_stay_fast_beside_one_that_is_native() -> None:
+    found = reasons(f"{TP} --add-qkv-bias")
+    assert found.pop(QKV) is not None and set(found.values()) == {None}
+    found = reasons(f"{SP} --qk-layernorm")
+    assert found[OUT_A2A] is None and found["attention: exchanges"] is None
+
+
+def test_features_that_have_nothing_to_do_are_named() -> None:
+    report = examine_job(f"{TP} --ditron tp,pp,muon,ep --expert-model-parallel-size 2")
+    assert {part.feature for part in report.parts} == {"tp"}
+    text = " ".join(report.idle)
+    for word in ("pp: nothing to accelerate", "--optimizer is adam", "ep: the model has no such layers"):
+        assert word in text
+
+
+def test_every_layer_of_a_model_with_shared_experts_and_latent_attention_is_asked() -> None:
+    words = (
+        f"{TP} --multi-latent-attention --num-experts 8 --moe-layer-freq ([0]*1+[1]*7) "
+        "--moe-shared-expert-intermediate-size 2048 --moe-shared-expert-overlap --ditron tp"
+    )
+    found = reasons(words.replace("(", "'(").replace(")", ")'"))
+    assert {"attention: linear_q_up_proj", "attention: linear_kv_up_proj", "MLP: linear_fc1", "output_layer"} <= set(
+        found
+    )
+    assert "its communication is another's" in (found["shared experts: linear_fc1"] or "")
+
+
+def test_the_configuration_is_megatrons() -> None:
+    """Field by field, where Megatron builds it without a GPU from the same values."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = config_of(f"{EP} --tensor-model-parallel-size 2 --sequence-parallel".split())
+    simple = {
+        name: value
+        for name, value in vars(config).items()
+        if name in TransformerConfig.__dataclass_fields__ and isinstance(value, (bool, int, float, str))
+    }
+    simple.pop("gradient_accumulation_fusion")  # wants apex
+    real = TransformerConfig(
+        **{**simple, "activation_func": config.activation_func, "params_dtype": config.params_dtype}
+    )
+    different = {name: (value, getattr(real, name)) for name, value in simple.items() if getattr(real, name) != value}
+    assert set(different) <= {"ffn_hidden_size", "moe_ffn_hidden_size", "cuda_graph_scope"}, different
+    assert real.num_moe_experts == 8 and not real.add_bias_linear and real.gated_linear_unit
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--num-layers 2", "--hidden-size"),
+        (f"{DENSE} --ditron speed", "speed"),
+        (f"{DENSE} 'open", "No closing quotation"),
+        (f"{DENSE} --tensor-model-parallel-size 5", "do not divide"),
+    ],
+)
+def test_what_is_no_job_is_refused_in_a_sentence(words: str, says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        examine_job(words)
+
+
+def test_it_prints_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    from ditron_train.cli import main
+
+    assert main(["doctor", "--json", "--job", f"{TP} --ditron tp"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    assert {part["feature"] for part in parts} == {"tp"} and all(part["native_because"] is None for part in parts)
+    console = Console(record=True, width=200)
+    show_job(examine_job(f"{TP} --add-qkv-bias --ditron tp"), console)
+    text = console.export_text()
+    assert "native" in text and "ours" in text and QKV in text
+    assert main(["doctor", "--job", "--num-layers 1"]) == 2
