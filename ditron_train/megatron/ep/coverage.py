@@ -12,7 +12,14 @@ from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["why_not_captured", "why_not_config", "why_not_tensors"]
+__all__ = ["NOT_OVER_NODES", "why_not_captured", "why_not_config", "why_not_tensors"]
+
+#: Options that are native in groups that span nodes.
+NOT_OVER_NODES = (
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_padding_for_quantization",
+    "overlap_moe_expert_parallel_comm",
+)
 
 
 def why_not_config(dispatcher: Any) -> str | None:
@@ -20,8 +27,8 @@ def why_not_config(dispatcher: Any) -> str | None:
     config = dispatcher.config
     if dispatcher.ep_size == 1:
         return "the expert parallel group has one rank"
-    if config.moe_router_padding_for_quantization:
-        return "moe_router_padding_for_quantization is on"
+    if config.moe_router_padding_for_quantization and config.moe_pad_expert_input_to_capacity:
+        return "moe_router_padding_for_quantization and moe_pad_expert_input_to_capacity are both on"
     if config.overlap_moe_expert_parallel_comm:
         if get_settings().policy in ("strict", "fast"):
             return (

@@ -32,7 +32,8 @@ from ditron_train.ep import (
     rails,
 )
 from ditron_train.ep.expert_functions import pairs_of_native_bits
-from ditron_train.megatron.ep.coverage import why_not_captured, why_not_config, why_not_tensors
+from ditron_train.megatron.compat import padded_routing
+from ditron_train.megatron.ep.coverage import NOT_OVER_NODES, why_not_captured, why_not_config, why_not_tensors
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
 from ditron_train.megatron.ep.pair_spec import fused_pairs_here
@@ -213,7 +214,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         over_nodes = get_rail_context(*arguments)
         if over_nodes is None:
             return get_ep_context(*arguments)
-        for option in ("moe_pad_expert_input_to_capacity", "overlap_moe_expert_parallel_comm"):
+        for option in NOT_OVER_NODES:
             if getattr(self.config, option):
                 raise NotSupportedError(f"{option} is on in a group that spans nodes")
         if self.tp_size > 1:
@@ -246,6 +247,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._ep_context is None:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.hidden_shape = hidden_states.shape
+        routing_map, padding = padded_routing(self.config, routing_map)
         self.probs, self.routing_map = probs, routing_map
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
         arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
@@ -253,11 +255,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             if isinstance(self._ep_context, RailContext):
                 self._pending = rails.begin_layout(*arguments)
             else:
-                self._pending = begin_layout(
-                    *arguments,
-                    capacity_factor=self._capacity_factor,
-                    expert_capacity=self._expert_capacity(len(tokens)),
-                )
+                sizes = dict(capacity_factor=self._capacity_factor, expert_capacity=self._expert_capacity(len(tokens)))
+                self._pending = begin_layout(*arguments, **sizes, padding=padding)
                 if self._pairs is not None and not self._apart:
                     dispatch_ahead(tokens, self._pending)
         except ArenaError as error:  # of a fixed capacity; raised by every rank of the expert parallel group alike

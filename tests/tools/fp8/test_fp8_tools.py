@@ -101,7 +101,9 @@ def test_without_transformer_engine(words, capsys, monkeypatch, tmp_path):
     rest = ["torchrun", __file__] if words[0] == "compare" else []
     assert cli.main([*words, "--fp8", "delayed", *rest]) == 2
     said = capsys.readouterr().err
-    assert f"{' '.join(words[:2] if words[0] == 'bench' else words[:1])} --fp8 delayed compares with Transformer" in said
+    assert (
+        f"{' '.join(words[:2] if words[0] == 'bench' else words[:1])} --fp8 delayed compares with Transformer" in said
+    )
     assert "is not installed: pip install" in said
 
 
