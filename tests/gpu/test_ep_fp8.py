@@ -1,5 +1,5 @@
-"""MoE layers with experts in FP8 on Hopper GPUs under torchrun: results, gradients and the state of scales are those of
-megatron-core's dispatcher around Transformer Engine's experts."""
+"""MoE layers with experts in FP8 on Hopper GPUs under torchrun: results, gradients and the state of scales are those
+of megatron-core's dispatcher around Transformer Engine's experts."""
 
 from __future__ import annotations
 

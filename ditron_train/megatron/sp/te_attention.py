@@ -29,7 +29,7 @@ __all__ = ["DitronTEDotProductAttention", "class_map"]
 class DitronTEDotProductAttention(TEDotProductAttention):
     """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
 
-    Built natively, so that what is not covered (FP8, dropout, ...) runs as it did; beside it stands the same
+    Built natively, so that what is not covered (an attention in FP8, dropout, ...) runs as it did; beside it stands the same
     attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
 
     Attributes:
@@ -84,8 +84,10 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         config = self.config
         if self.cp_group is not self.exchange_group:  # it stays until another batch brings a group
             return "a batch before this one has changed the context parallel group"
-        if config.fp8 or getattr(config, "fp4", None) or config.softmax_type != "vanilla":
-            return "FP8 or a softmax offset is on"
+        if config.fp8 and (config.fp8_dot_product_attention or config.fp8_multi_head_attention):
+            return "the attention itself computes in FP8"
+        if getattr(config, "fp4", None) or config.softmax_type != "vanilla":
+            return "FP4 or a softmax offset is on"
         if config.qk_clip or config.log_max_attention_logit:
             return "the largest attention logits are collected"
         if config.attention_dropout > 0 and self.training:
@@ -105,7 +107,11 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         whole = self._whole[0]
         whole.train(self.training)
         mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
-        return whole(query, key, value, None, mask_type, packed_seq_params=packed)
+        _hand_over_fp8(self, whole)
+        try:
+            return whole(query, key, value, None, mask_type, packed_seq_params=packed)
+        finally:
+            _hand_over_fp8(whole, self)
 
     def forward(
         self,
@@ -156,6 +162,27 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         ):
             reason = f"q is {tuple(query.shape)}"
         return reason
+
+
+# An attention that computes in bf16 nevertheless keeps the recipe, and under delayed scaling amaxes, among linear layers
+# in FP8: they are in checkpoints.
+_FP8_STATE = (
+    "fp8",
+    "fp8_calibration",
+    "fp8_parameters",
+    "fp8_initialized",
+    "fp8_meta_tensors_initialized",
+    "fp8_meta",
+    "quantizers",
+)
+
+
+def _hand_over_fp8(of: Any, to: Any) -> None:
+    """What Transformer Engine keeps of FP8 in a module is ``to``'s, too."""
+    if of.config.fp8:
+        for name in _FP8_STATE:
+            if hasattr(of, name):
+                setattr(to, name, getattr(of, name))
 
 
 def class_map() -> dict[type, type]:
