@@ -29,8 +29,9 @@ __all__ = ["DitronTEDotProductAttention", "class_map"]
 class DitronTEDotProductAttention(TEDotProductAttention):
     """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
 
-    Built natively, so that what is not covered (an attention in FP8, dropout, ...) runs as it did; beside it stands the same
-    attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
+    Built natively, so that what is not covered (an attention in FP8, dropout, ...) runs as it did; beside it stands
+    the same attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they
+    were.
 
     Attributes:
         exchange_group: The constructor's context parallel group, where the exchanges are ours; native rewrites its
@@ -164,8 +165,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         return reason
 
 
-# An attention that computes in bf16 nevertheless keeps the recipe, and under delayed scaling amaxes, among linear layers
-# in FP8: they are in checkpoints.
+# An attention that computes in bf16 among linear layers in FP8 keeps the recipe all the same, and under delayed scaling
+# amaxes: they are in checkpoints.
 _FP8_STATE = (
     "fp8",
     "fp8_calibration",
