@@ -165,8 +165,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         return reason
 
 
-# An attention that computes in bf16 among linear layers in FP8 keeps the recipe all the same, and under delayed scaling
-# amaxes: they are in checkpoints.
+# An attention that computes in bf16 among linear layers in FP8 keeps the recipe all the same, and under delayed
+# scaling amaxes: they are in checkpoints.
 _FP8_STATE = (
     "fp8",
     "fp8_calibration",
