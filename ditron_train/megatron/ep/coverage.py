@@ -12,8 +12,6 @@ from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["NOT_OVER_NODES", "why_not_captured", "why_not_config", "why_not_tensors"]
-
 #: Options that are native in groups that span nodes.
 NOT_OVER_NODES = (
     "moe_pad_expert_input_to_capacity",
