@@ -11,6 +11,7 @@ from ditron_train.runtime.device import is_interpreter
 
 __all__ = [
     "Destinations",
+    "ExpertScales",
     "GemmSizes",
     "Inbox",
     "LayoutSizes",
@@ -206,6 +207,14 @@ class SumSizes(NamedTuple):
     NUM_SENDERS: int = 0
     SHARED: bool = False
     TILE_COUNT: int = 1
+
+
+class ExpertScales(NamedTuple):
+    """What the values of FP8 operands are multiplied by, fp32 [experts] each: one number for the rows of an expert,
+    one for its weight."""
+
+    rows: torch.Tensor
+    weights: torch.Tensor
 
 
 class GemmSizes(NamedTuple):

@@ -144,9 +144,10 @@ class HostCounts:
         """[world_size] rows that each rank receives."""
         return self.counts.sum(0).reshape(shape.world_size, shape.experts_per_rank).sum(1)
 
-    def room(self, shape: LayoutShape) -> Room:
-        """What the rank that needs most needs."""
-        return Room(int(self.rows(shape).max()), int(self.dests.sum(0).max()), int(self.tokens.max()) * shape.topk)
+    def room(self, shape: LayoutShape, padding: int = 0) -> Room:
+        """What the rank that needs most needs; ``padding``: places beyond ``topk`` of each token."""
+        places = int(self.tokens.max()) * shape.topk + padding
+        return Room(int(self.rows(shape).max()), int(self.dests.sum(0).max()), places)
 
 
 @dataclass
@@ -161,7 +162,7 @@ class Layout:
         tables: Counts and offsets.
         expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [places].
         token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not
-        looked at. ragged: Whether a token may have any number of experts (padded to capacity), and so as many places.
+        looked at. ragged: Whether a token may have any number of experts (a padded map), and so as many places.
         dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
         send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
         entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.

@@ -136,7 +136,7 @@ def _set_limits(
         tl.store(limits, tl.sum(tl.where(ranks == rank, rows_of, 0), axis=0))
         tl.store(limits + 1, tl.max(rows_of, axis=0))
         tl.store(limits + 2, tl.max(slots_of, axis=0))
-        tl.store(limits + 3, tl.max(tokens_of, axis=0) * S.TOPK)
+        tl.store(limits + 3, tl.max(tokens_of, axis=0) * S.TOPK + tl.cast(place_capacity, tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "row_capacity", "slot_capacity", "place_capacity"])
@@ -167,8 +167,8 @@ def exchange_counts(
     - ``expert_tokens[e]``: rows of each local expert (``SLOTS`` columns),
     - ``sources[s, e]``: how many of them come from rank s,
     - ``limits``: rows here, and what every rank has room for: rows (entries), slots, places. Without HAS_CAPACITY the
-      largest that any rank needs; with it what was allocated, and a rank that needs more records the overflow. Then
-      the epoch of the next dispatch.
+      largest that any rank needs (``place_capacity``: places beyond TOPK of each token); with it what was allocated,
+      and a rank that needs more records the overflow. Then the epoch of the next dispatch.
 
     Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for
     its message (release/acquire at system scope by ``notify`` and ``wait``).

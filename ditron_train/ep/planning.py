@@ -37,7 +37,7 @@ class PendingLayout:
 
     With a capacity there is nothing to wait for: ``room`` holds the sizes. With one of each expert
     ``tokens_per_expert`` does. The epoch of the next dispatch, which the tables hold, was read behind the first
-    ``moves_before`` ops that move rows (None: beside one of them, on another stream).
+    ``moves_before`` ops that move rows (None: beside one of them, on another stream). ``padding``: see there.
     """
 
     context: EPContext
@@ -57,6 +57,7 @@ class PendingLayout:
     ahead: SentAhead | None = None
     begun_on: torch.cuda.Stream | None = None
     moves_before: int | None = None
+    padding: int = 0
 
     @property
     def destinations(self) -> Destinations:
@@ -86,9 +87,9 @@ class PendingLayout:
             context.counts_channel.check()
             assert self.host_messages is not None, "copied where no room is given"
             host = HostCounts.from_messages(self.host_messages.numpy(), shape)
-            if host.widest > shape.topk:
+            if host.widest > shape.topk and self.token_places is None:
                 raise NotSupportedError(f"expert parallel: a token has {host.widest} experts, top-k is {shape.topk}")
-            room = host.room(shape)
+            room = host.room(shape, self.padding)
             sent = (
                 ahead is not None and room.rows <= ahead.entry_room and max(room.slots, room.places) <= ahead.slot_room
             )
@@ -193,12 +194,13 @@ def begin_layout(
     *,
     capacity_factor: float | None = None,
     expert_capacity: int | None = None,
+    padding: int = 0,
 ) -> PendingLayout:
     """Enqueues the counting of a routing map, the exchange of counts and the listing of what is sent.
 
     Args:
         routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row, any number with an
-            ``expert_capacity``. ``num_tokens`` may differ between ranks where there is no capacity.
+            ``expert_capacity`` or ``padding``. ``num_tokens`` may differ between ranks where there is no capacity.
         probs: [num_tokens, num_experts] of bf16, fp16 or fp32.
         hidden: Elements of a token, the same on every rank.
         dtype: Their type.
@@ -208,13 +210,15 @@ def begin_layout(
             check.
         expert_capacity: How many tokens of every rank each expert gets, exactly: the routing map is padded to it.
             Sizes are known without a host sync.
+        padding: How many entries a rank's routing map has at most beyond ``topk`` for each of its tokens, where it is
+            padded to whole multiples of rows an expert; the same on every rank.
 
     Raises:
         NotSupportedError: Shapes, types or devices that do not fit.
     """
     shape = context.shape
     num_tokens, device = routing_map.shape[0], context.device
-    num_places = num_tokens * shape.topk if expert_capacity is None else shape.num_experts * expert_capacity
+    num_places = num_tokens * shape.topk + padding if expert_capacity is None else shape.num_experts * expert_capacity
     _check_routing(routing_map, probs, dtype, context, num_places)
     context.check()
     stream = context.counts.enter()
@@ -227,6 +231,8 @@ def begin_layout(
         token_places = _first_places(routing_map, num_places, device)
     elif capacity_factor is not None:
         room = context.room_for(num_tokens, capacity_factor)
+    elif padding:
+        token_places = _first_places(routing_map, num_places, device)
     chunk_tokens = shape.chunk_tokens(num_tokens, hidden * dtype.itemsize)
     routed = routing_map.contiguous().view(torch.uint8)
     tables = _tables(context)
@@ -234,7 +240,7 @@ def begin_layout(
     launch(context, count_chunks, shape.num_chunks, {"S": context.layout_sizes, "BLOCK_T": block_tokens}, 4)(
         routed, tables.chunk_counts, tables.chunk_dests, tables.chunk_widest, num_tokens, chunk_tokens
     )
-    _exchange(context, tables, num_tokens, hidden, dtype, room)
+    _exchange(context, tables, num_tokens, hidden, dtype, room, padding)
     host: dict[str, Any] = (
         {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
     )
@@ -254,6 +260,7 @@ def begin_layout(
         tokens_per_expert,
         begun_on=stream,
         moves_before=moves_before,
+        padding=padding,
         **host,
     )
 
@@ -303,11 +310,20 @@ def _list_entries(
 
 
 def _exchange(
-    context: EPContext, tables: Tables, num_tokens: int, hidden: int, dtype: torch.dtype, room: Room | None
+    context: EPContext,
+    tables: Tables,
+    num_tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    room: Room | None,
+    padding: int,
 ) -> None:
-    """Launches ``exchange_counts``, which fills the tables."""
-    rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, 0)
-    messages, given = context.messages, pointers(context, context.counts_channel, hidden, dtype, Kind.COUNTS, rows)
+    """Launches ``exchange_counts``, which fills the tables; ranks that pad otherwise have another signature."""
+    rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, padding)
+    messages, given = (
+        context.messages,
+        pointers(context, context.counts_channel, hidden, dtype, Kind.COUNTS, rows or padding),
+    )
     tickets = context.dispatch_channel.tickets
     launch(context, exchange_counts, 1, {"S": context.layout_sizes, "HAS_CAPACITY": room is not None}, 8)(
         tables, messages.local, messages.addresses, given, tickets, num_tokens, rows, slots, places

@@ -42,8 +42,10 @@ def remove_spec(spec: OpSpec[Any, Any]) -> None:
     _added.remove(spec)
 
 
-def specs_of(room: str) -> list[OpSpec[Any, Any]]:
-    """The ops of a room."""
+def specs_of(room: str, fp8: str | None = None) -> list[OpSpec[Any, Any]]:
+    """The ops of a room; ``fp8``: those that it has in a recipe, which needs Transformer Engine."""
+    if fp8 is not None:
+        return _fp8_specs(room, fp8)
     found: list[OpSpec[Any, Any]] = []
     for name in ROOMS.get(room, ()):
         try:
@@ -52,6 +54,16 @@ def specs_of(room: str) -> list[OpSpec[Any, Any]]:
             if (error.name or "").split(".")[0] != "megatron":
                 raise
     return [*found, *(spec for spec in _added if spec.name.split()[0] == room)]
+
+
+def _fp8_specs(room: str, recipe: str) -> list[OpSpec[Any, Any]]:
+    if room != "tp":
+        return []
+    from ditron_train.tools.fp8.layers import Fp8LinearSpec
+    from ditron_train.tools.fp8.products import Fp8GemmSpec
+
+    products: list[OpSpec[Any, Any]] = [Fp8GemmSpec("ag_gemm", recipe), Fp8GemmSpec("gemm_rs", recipe)]
+    return [*products, Fp8LinearSpec("column", recipe), Fp8LinearSpec("row", recipe)]
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +13,18 @@ from ditron_train.runtime.files import parse_json, read_regular, replace_file
 
 __all__ = [
     "MEGATRON_TESTS",
+    "FP8_PREFIX",
     "Pass",
     "RESULTS",
     "Row",
     "Stamp",
     "TRAINING",
     "TRAINING_STEP",
+    "kept_rows",
     "measurement_files",
     "read_results",
     "result_path",
+    "write_beside",
     "write_results",
 ]
 
@@ -31,6 +34,8 @@ TRAINING = "training"
 TRAINING_STEP = "training_step "
 #: The file of Megatron-LM's own tests, whose rows are no measurements.
 MEGATRON_TESTS = "megatron_tests"
+#: What ``dtype`` of an FP8 row begins with; the recipe stands behind it.
+FP8_PREFIX = "fp8_"
 Pass = Literal["forward", "backward", "forward_backward"]
 
 
@@ -43,7 +48,7 @@ class Row:
         direction: Forward, backward or both; ``pass`` in the file.
         model: Which model's shape it is.
         world_size: Ranks of the group.
-        dtype: Of the activations, such as ``bfloat16``.
+        dtype: Of the activations, such as ``bfloat16``, or ``fp8_`` and the recipe.
         shape: Sizes by name (``m``, ``n``, ``k``, or the names of ``workloads.json``); global, before division over
         ranks. native_us: The path that Megatron runs.
         ditron_us: Ours.
@@ -102,6 +107,16 @@ class Row:
     def tells_all(self) -> bool:
         """Whether it says how the measurement can be repeated and what happened: only such rows stand in README."""
         return bool(self.command and self.plan and self.versions and self.trace)
+
+    @property
+    def fp8(self) -> str | None:
+        """The recipe of an FP8 row."""
+        return self.dtype.removeprefix(FP8_PREFIX) if self.dtype.startswith(FP8_PREFIX) else None
+
+    @property
+    def title(self) -> str:
+        """What rows that belong together have in common beside the pass: the op, and the recipe of an FP8 row."""
+        return self.op if self.fp8 is None else f"{self.op} {self.dtype}"
 
     @property
     def speedup(self) -> float:
@@ -222,3 +237,30 @@ def read_results(path: Path) -> tuple[Stamp, list[Row]]:
         return Stamp(**values["stamp"]), [Row.from_json(row) for row in values["rows"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no benchmark results: {error!r}") from error
+
+
+def kept_rows(path: Path, stamp: Stamp, is_replaced: Callable[[Row], bool]) -> list[Row]:
+    """The rows of a file that stay in it beside new ones of ``stamp``: each says its commit where it is another.
+
+    Raises:
+        ValueError: As ``read_results``.
+    """
+    if not path.exists():
+        return []
+    old, rows = read_results(path)
+    commits = ((row, row.commit or old.commit) for row in rows if not is_replaced(row))
+    return [replace(row, commit=None if commit == stamp.commit else commit) for row, commit in commits]
+
+
+def write_beside(folder: Path, bench: str, stamp: Stamp, rows: Iterable[Row], fp8: str | None) -> Path:
+    """As ``write_results``, but rows of other recipes than ``fp8`` (None: of none) stay in the file, unless it cannot
+    be read.
+
+    Raises:
+        OSError: The folder cannot be made or written.
+    """
+    try:
+        kept = kept_rows(result_path(folder, stamp, bench), stamp, lambda row: row.fp8 == fp8)
+    except ValueError:
+        kept = []
+    return write_results(folder, bench, stamp, [*kept, *rows] if fp8 else [*rows, *kept])

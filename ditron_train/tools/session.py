@@ -21,7 +21,7 @@ from ditron_train.runtime.values import make_values
 from ditron_train.runtime.versions import check_versions
 from ditron_train.tools.arguments import check_counts, check_folder
 from ditron_train.tools.gpu_of_rank import share_gpus
-from ditron_train.tools.results import Pass, Row, write_results
+from ditron_train.tools.results import Pass, Row, write_beside
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
 from ditron_train.tools.timing import Contender, Timing, measure, num_input_sets
@@ -51,6 +51,7 @@ class BenchSession:
         world_size: Number of ranks.
         dtype: Of activations where nobody names one: bfloat16; on the CPU float32, which Triton's interpreter has.
         rows: What ``add`` was given; the same on every rank.
+        fp8: The recipe that is measured; rows of other ones stay in the file.
     """
 
     def __init__(self, name: str, arguments: argparse.Namespace, sink: Sink | None = None) -> None:
@@ -62,6 +63,7 @@ class BenchSession:
         self.rows: list[Row] = []
         self._arguments = arguments
         self._sink = sink
+        self.fp8: str | None = getattr(arguments, "fp8", None)
 
     def measure(
         self,
@@ -115,8 +117,9 @@ class BenchSession:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             works = True
-        except (RuntimeError, AttributeError, NotImplementedError, ValueError, AssertionError) as error:
-            get_logger("bench").warning("%s does not run here: %s", what, str(error).splitlines()[0])
+        except (RuntimeError, AttributeError, ImportError, ValueError, AssertionError) as error:
+            reason = str(error).splitlines() or [type(error).__name__]
+            get_logger("bench").warning("%s does not run here: %s", what, reason[0])
             works = False
         return self.agree(works)
 
@@ -129,7 +132,7 @@ class BenchSession:
         timings: Mapping[str, Timing],
         equal: bool,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         **others: Any,
     ) -> Row:
         """A row of ``native`` and ``ditron`` among ``timings``; ``dtype``: the session's where it is not named."""
@@ -183,7 +186,7 @@ class BenchSession:
         if is_shown:
             show_rows(self.rows, stamp)
         if self._arguments.output is not None:
-            path = write_results(self._arguments.output, self.name, stamp, self.rows)
+            path = write_beside(self._arguments.output, self.name, stamp, self.rows, self.fp8)
             if is_shown:
                 get_logger("bench").info("written: %s", path)
 

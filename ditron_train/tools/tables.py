@@ -61,6 +61,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("pass", lambda row: _PASS_NAMES[row.direction]),
     ("model", lambda row: row.model),
     ("shape", _sizes),
+    ("FP8", lambda row: row.fp8 or ""),
     ("native ms", lambda row: _ms(row.native_us)),
     ("ditron ms", lambda row: _ms(row.ditron_us)),
     ("speedup", lambda row: _ratio(row.speedup)),

@@ -31,6 +31,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.symm import close_all_arenas
+from ditron_train.tools.fp8.recipes import fp8_options
 
 __all__ = ["Job", "StepResult", "set_groups", "train"]
 
@@ -63,6 +64,7 @@ class Job:
             backward pass and parameters gathered beside the forward pass.
         same_data: Every data-parallel rank trains on the same samples.
         seed: Of parameters and samples.
+        fp8: Recipe in which Transformer Engine's linear layers and experts compute; None: in `dtype`.
         optimizer: ``adam``, or Megatron's ``muon`` or ``dist_muon`` (Adam for what is no matrix).
     """
 
@@ -86,6 +88,7 @@ class Job:
     same_data: bool = False
     seed: int = 1234
     warmup_steps: int = 0
+    fp8: str | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -144,6 +147,8 @@ def _config(job: Job) -> TransformerConfig:
             expert_model_parallel_size=job.expert_parallel,
             expert_tensor_parallel_size=1,
         )
+    if job.fp8:
+        options.update(fp8_options(job.fp8))
     return TransformerConfig(
         num_layers=job.num_layers,
         hidden_size=job.hidden_size,

@@ -39,6 +39,7 @@ _CPU_TOLERANCE = (
 
 def _arguments() -> argparse.Namespace:
     from ditron_train.megatron import add_ditron_args
+    from ditron_train.tools.fp8.recipes import add_fp8_argument
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -67,6 +68,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--distributed-optimizer", action="store_true", help="Adam sharded over data-parallel ranks; "
                         "gradients reduced and parameters gathered beside the layers")  # fmt: skip
+    add_fp8_argument(parser, "GPUs with Transformer Engine: train in this recipe")
     add_ditron_args(parser)
     arguments = parser.parse_args()
     for name in ("steps", "tp", "pp", "sp", "experts", "ep", "layers", "hidden", "sequence", "batch"):
@@ -124,6 +126,8 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
 
     if arguments.spec == "te" and not (HAVE_TE and on_gpu):
         raise SystemExit("error: --spec te needs Transformer Engine and GPUs")
+    if arguments.fp8 and not (HAVE_TE and on_gpu and arguments.spec != "local"):
+        raise SystemExit(f"error: --fp8 {arguments.fp8} needs GPUs and Transformer Engine's layers (--spec te)")
     small = {"layers": 2, "hidden": 128, "sequence": 128, "batch": 2, "steps": 50}
     large = {"layers": 4, "hidden": 4096, "sequence": 4096, "batch": 2, "steps": 30}
     size = {name: getattr(arguments, name) or value for name, value in (large if on_gpu else small).items()}
@@ -156,6 +160,7 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
         context_parallel=arguments.sp,
         expert_parallel=arguments.ep,
         num_experts=arguments.experts,
+        fp8=arguments.fp8,
     )
     for words, whole, part in (
         (f"{job.hidden_size} features into heads of {head_size}", job.hidden_size, min(head_size, job.hidden_size)),

@@ -20,12 +20,12 @@ def draw_speedups(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = list(dict.fromkeys((row.op, row.direction) for row in rows))
+    panels = list(dict.fromkeys((row.title, row.direction) for row in rows))
     figure = Figure(figsize=(max(6.0, 2.0 + 4.5 * len(panels)), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, panel in zip(axes, panels):
-        chosen = [row for row in rows if (row.op, row.direction) == panel]
+        chosen = [row for row in rows if (row.title, row.direction) == panel]
         _draw_panel(axis, chosen)
         axis.set_title(f"{panel[0]} {panel[1].replace('_', ' + ')}")
     axes[0].set_ylabel("speed over native")

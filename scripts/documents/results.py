@@ -20,7 +20,14 @@ PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
 
 _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
-    "tp": (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward")),
+    "tp": (
+        ("ag_gemm", "forward"),
+        ("gemm_rs", "forward"),
+        ("transformer_layer", "forward_backward"),
+        ("ag_gemm fp8_tensorwise", "forward"),
+        ("gemm_rs fp8_tensorwise", "forward"),
+        ("transformer_layer fp8_tensorwise", "forward_backward"),
+    ),
     "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
     "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward")),
     "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
@@ -82,7 +89,8 @@ def _gains(root: Path) -> str:
         shown, machines, equal = [], [], True
         for op, direction in headlines:
             found = [
-                (stamp, [row for row in rows if (row.op, row.direction) == (op, direction)]) for stamp, rows in results
+                (stamp, [row for row in rows if (row.title, row.direction) == (op, direction)])
+                for stamp, rows in results
             ]
             found = [(stamp, rows) for stamp, rows in found if rows]
             if not found:
@@ -119,8 +127,9 @@ def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
     for features, stamp, row in named:
         times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
         bits = "equal" if row.bitwise_equal else "**DIFFER**"
+        model = row.model if row.fp8 is None else f"{row.model} in FP8 ({row.fp8})"
         lines.append(
-            f"| `{features}` | {row.model}: {model_words(row)} | {stamp.count} x {stamp.device} | {times} | {bits} |"
+            f"| `{features}` | {model}: {model_words(row)} | {stamp.count} x {stamp.device} | {times} | {bits} |"
         )
     return "\n".join(lines)
 
@@ -184,8 +193,8 @@ def _span(speedups: Sequence[float]) -> str:
 def _summary(rows: Sequence[Row]) -> str:
     """Geometric mean and worst case of each op and pass, and whether all bits were equal."""
     lines = []
-    for op, direction in dict.fromkeys((row.op, row.direction) for row in rows):
-        chosen = [row for row in rows if (row.op, row.direction) == (op, direction)]
+    for op, direction in dict.fromkeys((row.title, row.direction) for row in rows):
+        chosen = [row for row in rows if (row.title, row.direction) == (op, direction)]
         speedups = [row.speedup for row in chosen]
         mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
         bits = "bits equal" if all(row.bitwise_equal for row in chosen) else "**BITS DIFFER**"

@@ -8,23 +8,26 @@ def _sizes(m, n, k, transpose_b):
     return {**blocks, "GROUP_M": 8, "SPLIT_STORE": n >= 256, "TRANSPOSE_B": transpose_b}
 
 
-def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
+def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100"), dtype="bf16"):
     split = n >= 256
     half = n // 2 if split else n
     return KernelSpec(
         name=f"ep_group_gemm_{name}",
         kernel="ditron_train.ep.group_gemm_kernels:group_gemm_kernel",
         signature={
-            "a_desc": f"tensordesc<bf16[{m},{k}]>",
-            "b_desc": f"tensordesc<bf16[1,{n},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{n}]>",
-            "half_b_desc": f"tensordesc<bf16[1,{half},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{half}]>",
+            "a_desc": f"tensordesc<{dtype}[{m},{k}]>",
+            "b_desc": f"tensordesc<{dtype}[1,{n},{k}]>" if transpose_b else f"tensordesc<{dtype}[1,{k},{n}]>",
+            "half_b_desc": f"tensordesc<{dtype}[1,{half},{k}]>"
+            if transpose_b
+            else f"tensordesc<{dtype}[1,{k},{half}]>",
             "c_desc": f"tensordesc<bf16[1,{m},{half}]>",
             "places": "*i32",
+            **({} if dtype == "bf16" else {"scales": {"rows": "*fp32", "weights": "*fp32"}}),
             "tiles": "*i32",
             "N": "i32",
             "K": "i32",
         },
-        constexprs={"GEMM": _sizes(m, n, k, transpose_b)},
+        constexprs={"GEMM": _sizes(m, n, k, transpose_b), **({"scales": None} if dtype == "bf16" else {})},
         num_warps=8,
         num_stages=stages,
         targets=targets,
@@ -97,6 +100,8 @@ SPECS = [
             _gemm(f"{layout}_cdna", transpose_b, 128, 128, 64, 2, ("hip",)),
         )
     ),
+    _gemm("fp8_wide", True, 128, 256, 128, 3, ("sm_90",), "fp8e4nv"),
+    _gemm("fp8_square", True, 128, 128, 128, 4, ("sm_90",), "fp8e4nv"),
     _wgrad("wide", 128, 256, 64, 4),
     _wgrad("square", 128, 128, 64, 4),
     _wgrad("added", 128, 128, 64, 4, ("sm_90",), to=1),

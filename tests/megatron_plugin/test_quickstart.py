@@ -105,3 +105,9 @@ def test_sizes_that_do_not_divide(tmp_path):
     words = _run(tmp_path, ["--sequence", "33"])
     assert words == ["error: 33 bytes over TP x SP do not divide"] * 2
     assert _run(tmp_path, ["--steps", "0"]) == [2, 2]
+
+
+def test_fp8_needs_gpus(tmp_path):
+    words = _run(tmp_path, ["--fp8", "tensorwise"])
+    assert words == ["error: --fp8 tensorwise needs GPUs and Transformer Engine's layers (--spec te)"] * 2
+    assert _run(tmp_path, ["--fp8", "mxfp8"]) == [2, 2]

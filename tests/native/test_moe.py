@@ -52,6 +52,12 @@ CASES = {
         (24, 24),
         torch.float32,
     ),
+    "pad_for_quantization": (
+        {"moe_router_padding_for_quantization": True, "num_moe_experts": 8, "moe_router_topk": 3},
+        (40, 57),
+        torch.bfloat16,
+    ),
+    "pad_for_quantization_of_few": ({"moe_router_padding_for_quantization": True}, (3, 20), torch.float32),
     "shared_experts": ({"moe_shared_expert_intermediate_size": 40}, (8, 8), torch.float32),
     "shared_experts_overlapped": (
         {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True},
@@ -119,6 +125,12 @@ SLICED = {
 )
 def test_experts_split_over_tensor_parallel_ranks(options):
     run_workers(4, sliced_layers_agree, {**SLICED, **options}, (8, 5, 1, 9), torch.bfloat16)
+
+
+def test_split_experts_padded_for_quantization():
+    options = {"moe_router_padding_for_quantization": True, "num_moe_experts": 6, "moe_router_topk": 3}
+    env = {"DITRON_POLICY": "force"}
+    run_workers(4, sliced_layers_agree, {**SLICED, **options}, (24, 5, 17, 30), torch.bfloat16, env=env)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["ep4", "ep2_tp2"])

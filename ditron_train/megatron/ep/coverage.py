@@ -16,6 +16,12 @@ from ditron_train.runtime.settings import get_settings
 
 #: Of a dispatcher that the policy compares with ours.
 COMPARED = "it is what ours is compared with"
+#: Options that are native in groups that span nodes.
+_NOT_OVER_NODES = (
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_padding_for_quantization",
+    "overlap_moe_expert_parallel_comm",
+)
 
 
 def why_not_kind(kind: str) -> str | None:
@@ -37,8 +43,8 @@ def why_not_config(dispatcher: Any) -> str | None:
     config = dispatcher.config
     if dispatcher.ep_size == 1:
         return "the expert parallel group has one rank"
-    if config.moe_router_padding_for_quantization:
-        return "moe_router_padding_for_quantization is on"
+    if config.moe_router_padding_for_quantization and config.moe_pad_expert_input_to_capacity:
+        return "moe_router_padding_for_quantization and moe_pad_expert_input_to_capacity are both on"
     if config.overlap_moe_expert_parallel_comm:
         if get_settings().policy in ("strict", "fast"):
             return (
@@ -111,7 +117,7 @@ def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailC
             over_nodes = get_rail_context(*arguments) if rails == "auto" else None
             if over_nodes is None:
                 raise
-    for option in ("moe_pad_expert_input_to_capacity", "overlap_moe_expert_parallel_comm"):
+    for option in _NOT_OVER_NODES:
         if getattr(config, option):
             raise NotSupportedError(f"{option} is on in a group that spans nodes")
     if dispatcher.tp_size > 1:

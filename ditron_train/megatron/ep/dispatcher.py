@@ -31,6 +31,7 @@ from ditron_train.ep import (
     rails,
 )
 from ditron_train.ep.expert_functions import pairs_of_native_bits
+from ditron_train.megatron.compat import padded_routing
 from ditron_train.megatron.ep.coverage import (
     COMPARED,
     context_of_layer,
@@ -242,6 +243,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._ep_context is None:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.hidden_shape = hidden_states.shape
+        routing_map, padding = padded_routing(self.config, routing_map)
         self.probs, self.routing_map = probs, routing_map
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
         arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
@@ -249,11 +251,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             if isinstance(self._ep_context, RailContext):
                 self._pending = rails.begin_layout(*arguments)
             else:
-                self._pending = begin_layout(
-                    *arguments,
-                    capacity_factor=self._capacity_factor,
-                    expert_capacity=self._expert_capacity(len(tokens)),
-                )
+                sizes = dict(capacity_factor=self._capacity_factor, expert_capacity=self._expert_capacity(len(tokens)))
+                self._pending = begin_layout(*arguments, **sizes, padding=padding)
                 if self._pairs is not None and not self._apart:
                     dispatch_ahead(tokens, self._pending)
         except ArenaError as error:  # of a fixed capacity; raised by every rank of the expert parallel group alike

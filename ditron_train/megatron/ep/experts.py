@@ -8,11 +8,14 @@ weight gradients, are Transformer Engine's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -28,7 +31,34 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.transformer_engine import grouped_gemm
 
-__all__ = ["DitronTEGroupedMLP", "TEGemm", "TEWgrad", "own_wgrad_into", "why_not_called", "why_not_fused"]
+__all__ = [
+    "DitronTEGroupedMLP",
+    "TEGemm",
+    "TEWgrad",
+    "experts_group",
+    "own_wgrad_into",
+    "why_not_called",
+    "why_not_fused",
+    "with_experts_of",
+]
+
+
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("ditron_train_experts_group", default=None)
+
+
+@contextlib.contextmanager
+def with_experts_of(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside, layers of experts know the expert parallel group that decides about them."""
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def experts_group() -> dist.ProcessGroup | None:
+    """The group of the experts whose forward runs, or None."""
+    return _group.get()
 
 
 class TEGemm:
@@ -184,7 +214,8 @@ class DitronTEGroupedMLP(TEGroupedMLP):
         if isinstance(tokens_per_expert, GatheredCall):
             return self._forward_gathered(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         if not isinstance(tokens_per_expert, ExpertCall):
-            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, **kwargs)
+            with with_experts_of(self.ep_group):
+                return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, **kwargs)
         first, second = (_call_of(linear, tokens_per_expert) for linear in (self.linear_fc1, self.linear_fc2))
         # As calls of the two layers, whose hooks gather their weights with --overlap-param-gather.
         with calling(

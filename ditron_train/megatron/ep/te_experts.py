@@ -1,4 +1,5 @@
-"""Transformer Engine's grouped experts without a host sync (part of feature ``ep``, with ``DITRON_EP_CAPACITY``).
+"""Transformer Engine's grouped experts without a host sync (part of feature ``ep``, with ``DITRON_EP_CAPACITY``), and
+with all forward products of a layer in FP8 in one kernel.
 
 ``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers.
 With a capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear
@@ -7,18 +8,24 @@ layers run our grouped GEMMs for it. Imported only where Transformer Engine is i
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from megatron.core.transformer.moe.experts import TEGroupedMLP
+from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from ditron_train.ep import Layout
 from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
 from ditron_train.ep.group_gemm import RowTiles, are_whole
 from ditron_train.ep.group_linear import group_linear
-from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, own_wgrad_into, why_not_called
+from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, experts_group, own_wgrad_into, why_not_called
+from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
+from ditron_train.megatron.ep.te_fp8 import grouped_base, multiplying_at_once, why_not_code
+from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 
@@ -29,6 +36,9 @@ __all__ = [
     "class_map",
     "why_not_capacity",
 ]
+
+
+_GROUPED_BASE: Any = grouped_base()
 
 
 class DeviceCounts:
@@ -47,6 +57,43 @@ class DeviceCounts:
         return layout_tiles(self._layout)
 
 
+#: Recipes whose forward products are one kernel.
+FP8_RECIPES = ("Float8CurrentScaling",)
+
+
+def _multiplies_at_once(linear: Any, x: torch.Tensor) -> bool:
+    """Whether the experts of a layer in FP8 are multiplied in one kernel: covered, with the bits of Transformer
+    Engine's calls, and faster."""
+    group = experts_group()
+    if group is None:
+        return False
+    reason = _why_not_fp8(linear)
+    if reason is not None:
+        log_native("ep experts (FP8)", reason)
+        return False
+    call = Fp8ExpertsCall(x.view(-1, x.shape[-1]), linear.weight0, linear.num_gemms, group)
+    return gate.context_for(FP8_EXPERTS, call) is not None
+
+
+def _why_not_fp8(linear: Any) -> str | None:
+    if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
+        return "FP8 is calibrated or captured"
+    if linear.primary_weights_in_fp8:
+        return "the parameters are FP8 (--fp8-param-gather)"
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    if not any(owner.__name__ in FP8_RECIPES for owner in type(recipe).__mro__):
+        return f"products expert by expert in the recipe {type(recipe).__name__}"
+    if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
+        return "the forward product has a split accumulator"
+    if linear.disable_parameter_transpose_cache:
+        return "weights are quantised anew for every microbatch, in other memory"
+    if linear.te_quant_params is not None or linear.use_bias or is_cpu_offload_enabled():
+        return "the layer has quantization parameters or a bias, or activations are offloaded"
+    if torch.is_autocast_enabled(linear.weight0.device.type):
+        return "autocast is on"
+    return why_not_code()
+
+
 @outside_compile
 class _TakesDeviceCounts:
     """Mixed into a grouped linear layer: our grouped GEMM for ``DeviceCounts``, the inherited one for a list."""
@@ -55,16 +102,18 @@ class _TakesDeviceCounts:
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(m_splits, DeviceCounts):
-            return super().forward(x, m_splits)  # type: ignore[misc]
+            at_once = FP8GlobalStateManager.is_fp8_enabled() and _multiplies_at_once(self, x)
+            with multiplying_at_once() if at_once else contextlib.nullcontext():
+                return super().forward(x, m_splits)  # type: ignore[misc]
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         return group_linear(x, weights, m_splits.tiles, own_wgrad_into(self)), None
 
 
-class DitronTEColumnParallelGroupedLinear(_TakesDeviceCounts, TEColumnParallelGroupedLinear):
+class DitronTEColumnParallelGroupedLinear(_TakesDeviceCounts, TEColumnParallelGroupedLinear, _GROUPED_BASE):
     """First linear layer of the experts."""
 
 
-class DitronTERowParallelGroupedLinear(_TakesDeviceCounts, TERowParallelGroupedLinear):
+class DitronTERowParallelGroupedLinear(_TakesDeviceCounts, TERowParallelGroupedLinear, _GROUPED_BASE):
     """Second linear layer of the experts."""
 
 

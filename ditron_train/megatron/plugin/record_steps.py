@@ -69,6 +69,13 @@ def _text(value: Any) -> str | None:
     return None if value is None else float(value).hex()
 
 
+def _dtype(arguments: Any) -> str:
+    """Of activations: of parameters, or the FP8 recipe as rows of results name it."""
+    if getattr(arguments, "fp8", None):  # --fp8-format
+        return f"fp8_{getattr(arguments, 'fp8_recipe', 'delayed')}"
+    return str(getattr(arguments, "params_dtype", ""))
+
+
 class StepRecorder:
     """Appends one line a step to this rank's file.
 
@@ -112,7 +119,7 @@ class StepRecorder:
             sizes = {name: size for name, size in sizes.items() if not name.startswith("moe_")}
         self._write(
             world_size=world_size, features=list(features), train_iters=self._last,
-            dtype=str(getattr(arguments, "params_dtype", "")),
+            dtype=_dtype(arguments),
             sizes={name: size for name, size in sizes.items() if isinstance(size, int)},
             trace=None if trace is None else {"step": self._traced, "rank": trace.rank},
             stamp=collect_provenance(device, world_size) if rank == 0 else None,

@@ -14,8 +14,10 @@ def why_not_comm_type(cp_comm_type: str | None) -> str | None:
 
 def why_not_te_attention(config: Any, is_training: bool) -> str | None:
     """Why Transformer Engine's attention makes its exchanges itself, or None."""
-    if config.fp8 or getattr(config, "fp4", None) or config.softmax_type != "vanilla":
-        return "FP8 or a softmax offset is on"
+    if config.fp8 and (config.fp8_dot_product_attention or config.fp8_multi_head_attention):
+        return "the attention itself computes in FP8"
+    if getattr(config, "fp4", None) or config.softmax_type != "vanilla":
+        return "FP4 or a softmax offset is on"
     if config.qk_clip or config.log_max_attention_logit:
         return "the largest attention logits are collected"
     if config.attention_dropout > 0 and is_training:

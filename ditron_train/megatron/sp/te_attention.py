@@ -30,8 +30,9 @@ __all__ = ["DitronTEDotProductAttention", "class_map"]
 class DitronTEDotProductAttention(TEDotProductAttention):
     """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
 
-    Built natively, so that what is not covered (FP8, dropout, ...) runs as it did; beside it stands the same
-    attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they were.
+    Built natively, so that what is not covered (an attention in FP8, dropout, ...) runs as it did; beside it stands
+    the same attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they
+    were.
 
     Attributes:
         exchange_group: The constructor's context parallel group, where the exchanges are ours; native rewrites its
@@ -100,7 +101,11 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         whole = self._whole[0]
         whole.train(self.training)
         mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
-        return whole(query, key, value, None, mask_type, packed_seq_params=packed)
+        _hand_over_fp8(self, whole)
+        try:
+            return whole(query, key, value, None, mask_type, packed_seq_params=packed)
+        finally:
+            _hand_over_fp8(whole, self)
 
     def forward(
         self,
@@ -151,6 +156,27 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         ):
             reason = f"q is {tuple(query.shape)}"
         return reason
+
+
+# An attention that computes in bf16 among linear layers in FP8 keeps the recipe all the same, and under delayed
+# scaling amaxes: they are in checkpoints.
+_FP8_STATE = (
+    "fp8",
+    "fp8_calibration",
+    "fp8_parameters",
+    "fp8_initialized",
+    "fp8_meta_tensors_initialized",
+    "fp8_meta",
+    "quantizers",
+)
+
+
+def _hand_over_fp8(of: Any, to: Any) -> None:
+    """What Transformer Engine keeps of FP8 in a module is ``to``'s, too."""
+    if of.config.fp8:
+        for name in _FP8_STATE:
+            if hasattr(of, name):
+                setattr(to, name, getattr(of, name))
 
 
 def class_map() -> dict[type, type]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
-import types
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cache
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.megatron.tp import te_passes
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -28,8 +27,6 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
 __all__ = ["overlapped_base", "overlapping", "why_not_code"]
-
-_Function = types.FunctionType
 
 
 class _Layer(NamedTuple):
@@ -51,25 +48,6 @@ def overlapping(kind: Kind, context: TPContext) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
-
-
-def _with_names(function: Any, names: dict[str, Any]) -> Any:
-    """The same code, in which global ``names`` are others; without what decorates it."""
-    function = inspect.unwrap(function)
-    names = {**function.__globals__, **names}
-    copied = _Function(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-def _called(function: Any) -> set[str]:
-    """Every name that the code of ``function`` asks for, in functions inside it, too."""
-    found, codes = set(), [inspect.unwrap(function).__code__]
-    while codes:
-        code = codes.pop()
-        found.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return found
 
 
 def _native_layer(layer_class: type) -> type | None:
@@ -97,7 +75,7 @@ def why_not_code(layer_class: type) -> str | None:
         function.backward: {*te_passes.STAND_INS, "TransformerEngineBaseModule"},
         base.grad_output_preprocess: {"gather_along_first_dim"},
     }
-    missing = sorted(name for code, names in wanted.items() for name in names - _called(code))
+    missing = sorted(name for code, names in wanted.items() for name in names - called(code))
     return f"this version of Transformer Engine does not call {', '.join(missing)}" if missing else None
 
 
@@ -105,9 +83,9 @@ def _function_of(native: type) -> type:
     """Transformer Engine's autograd function of a layer with the functions of the pass: a subclass."""
     module = importlib.import_module(native.__module__)
     function, base = getattr(module, f"_{native.__name__}"), module.TransformerEngineBaseModule
-    preprocess = _with_names(base.grad_output_preprocess, te_passes.STAND_INS)
+    preprocess = with_names(base.grad_output_preprocess, te_passes.STAND_INS)
     names = {**te_passes.STAND_INS, "TransformerEngineBaseModule": _Namespace(base, preprocess)}
-    run_forward, run_backward = (_with_names(code, names) for code in (function.forward, function.backward))
+    run_forward, run_backward = (with_names(code, names) for code in (function.forward, function.backward))
 
     class Overlapped(function):  # type: ignore[misc, valid-type]
         """Forward and backward are the code of the native one."""
@@ -144,7 +122,7 @@ class _Namespace:
 @cache
 def _forward_of(native: type) -> Any:
     """The forward of a layer of Transformer Engine with ours for its autograd function."""
-    return _with_names(native.forward, {f"_{native.__name__}": _function_of(native)})  # type: ignore[attr-defined]
+    return with_names(native.forward, {f"_{native.__name__}": _function_of(native)})  # type: ignore[attr-defined]
 
 
 def overlapped_base(layer_class: type) -> type:

@@ -19,6 +19,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.tools.catalog import megatron_groups, specs_of
+from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import add_row, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave PyTorch's deterministic mode out, tried at the first model",
     )
+    add_fp8_argument(parser, "the layer with its experts in this recipe, beside the rows in bf16 of the same file")
     parser.add_argument(
         "--zipf", type=float, default=1.0, metavar="S", help="exponent of the skewed routing (default %(default)s)"
     )
@@ -80,16 +82,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         SettingError: An unknown model, sizes that cannot be, or a single rank, which dispatches nothing.
-        NotSupportedError: megatron-core is not installed.
+        NotSupportedError: megatron-core is not installed; FP8 without Transformer Engine.
     """
+    check_fp8(arguments.fp8, "bench ep")
     try:
         import megatron.core  # noqa: F401
     except ImportError:
         raise NotSupportedError(f"bench ep needs megatron-core: {pip_command('megatron-core')}") from None
     from ditron_train.tools.bench.megatron_ep import HAVE_TE, layer_rows
 
-    parts = {name: specs for name, specs in _parts().items() if name in (arguments.part or _parts())}
-    specs = [spec for of_part in parts.values() for spec in of_part]
+    of_part = _parts() if arguments.fp8 is None else {"layer": []}
+    parts = {name: specs for name, specs in of_part.items() if name in (arguments.part or of_part)}
+    specs = [spec for some in parts.values() for spec in some]
     with bench_session("ep", arguments) as session, megatron_groups("expert", session):
         if session.world_size < 2:
             raise SettingError("bench ep takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train bench ep")
@@ -100,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         for layer in _layers(arguments, session):
             for spec, shape in _of_layer(specs, layer):
                 add_row(session, spec, shape)
-            for row in layer_rows(session, layer) if "layer" in parts else ():
+            for row in layer_rows(session, layer, arguments.fp8) if "layer" in parts else ():
                 session.add(row)
             session.save()
             if session.device.type == "cuda":

@@ -21,7 +21,8 @@ from ditron_train.megatron.ep.movement_spec import moe_config, repeating
 from ditron_train.policy import Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import under_policy
-from ditron_train.tools.results import Pass, Row
+from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
+from ditron_train.tools.results import FP8_PREFIX, Pass, Row
 from ditron_train.tools.session import BenchSession
 
 __all__ = ["HAVE_TE", "expert_parallel_world", "layer_pair", "layer_rows", "moe_contenders"]
@@ -53,15 +54,17 @@ def layer_pair(config: TransformerConfig, device: torch.device) -> dict[str, tor
 class _MoeLayers:
     """A MoE layer, native and with ``ep``, forward, and forward and backward, on the same values."""
 
-    def __init__(self, session: BenchSession, layer: Shape) -> None:
+    def __init__(self, session: BenchSession, layer: Shape, fp8: str | None = None) -> None:
         sizes = layer.sizes
         names = ("hidden", "ffn_hidden", "num_experts", "topk")
+        recipe: dict[str, Any] = fp8_options(fp8)
         config = moe_config(
             **{name: sizes[name] for name in names},
             dtype=session.dtype,
             fused=False if layer.options["deterministic"] else None,
+            **recipe,
         )
-        self.layers = layer_pair(config, session.device)
+        self.config, self.layers = config, layer_pair(config, session.device)
         generator = torch.Generator(session.device).manual_seed(session.rank)
         shape = (sizes["tokens_per_rank"], 1, sizes["hidden"])
         self._x, self._grad = (
@@ -77,19 +80,22 @@ class _MoeLayers:
                 one.route = lambda hidden_states, padding_mask=None: (probs, routed)  # type: ignore[assignment]
 
     def forward(self, name: str) -> list[torch.Tensor]:
-        with torch.no_grad():
+        with torch.no_grad(), fp8_context(self.config):
             return [self.layers[name](self._x)[0]]
 
     def forward_backward(self, name: str) -> list[torch.Tensor]:
         leaf = self._x.detach().requires_grad_()
-        y, _ = self.layers[name](leaf)
+        with fp8_context(self.config):
+            y, _ = self.layers[name](leaf)
         named = self.layers[name].named_parameters()
         parameters = [parameter for key, parameter in named if not (self._is_routed and key.startswith("router"))]
         return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self._grad)]
 
 
 @contextmanager
-def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
+def moe_contenders(
+    session: BenchSession, fp8: str | None = None
+) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
     """Forward and backward of one MoE layer, ``native`` and ``ditron``, on the same values."""
     on_gpu = session.device.type == "cuda"
     sizes = (8192, 7168, 2048, 128, 8) if on_gpu else (24, 32, 48, 4 * session.world_size, 2)
@@ -97,14 +103,14 @@ def moe_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], 
     if layer.sizes["num_experts"] % session.world_size:
         raise SettingError(str(why_not_layer(layer, session.world_size)))
     with expert_parallel_world(), repeating(layer), under_policy("strict"):
-        pair = _MoeLayers(session, layer)
+        pair = _MoeLayers(session, layer, fp8)
         yield {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
 
 
-def layer_rows(session: BenchSession, layer: Shape) -> Iterator[Row]:
+def layer_rows(session: BenchSession, layer: Shape, fp8: str | None = None) -> Iterator[Row]:
     """The whole layer, forward, and forward and backward, as a user gets it."""
     with repeating(layer), under_policy("strict"):
-        pair = _MoeLayers(session, layer)
+        pair, dtype = _MoeLayers(session, layer, fp8), None if fp8 is None else FP8_PREFIX + fp8
         direction: Pass
         for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
             ours, native = body("ditron"), body("native")
@@ -113,7 +119,8 @@ def layer_rows(session: BenchSession, layer: Shape) -> Iterator[Row]:
             timings = session.measure({name: lambda i, n=name, run=body: run(n) for name in pair.layers})
             comm_sms = _comm_sms(pair.layers["ditron"])
             sizes = dict(layer.sizes)
-            yield session.row("moe_layer", direction, layer.model, sizes, timings, equal, comm_sms=comm_sms)
+            options: dict[str, Any] = dict(comm_sms=comm_sms, dtype=dtype)
+            yield session.row("moe_layer", direction, layer.model, sizes, timings, equal, **options)
 
 
 def _comm_sms(layer: Any) -> int:

@@ -21,7 +21,8 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.device import num_sms as num_sms_of
 from ditron_train.sp import transfer_sizes as tuning
-from ditron_train.tools.results import Pass, Row
+from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
+from ditron_train.tools.results import FP8_PREFIX, Pass, Row
 from ditron_train.tools.session import BenchSession
 
 __all__ = ["attention_contenders", "attention_rows"]
@@ -58,7 +59,7 @@ def _attention(deterministic: bool) -> Iterator[None]:
             os.environ[_DETERMINISM] = before
 
 
-def _build(session: BenchSession, ours: bool) -> torch.nn.Module:
+def _build(session: BenchSession, ours: bool, fp8: str | None) -> torch.nn.Module:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8192,
@@ -74,6 +75,7 @@ def _build(session: BenchSession, ours: bool) -> torch.nn.Module:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         gradient_accumulation_fusion=False,
+        **fp8_options(fp8),
     )
     spec = get_gpt_layer_with_transformer_engine_spec().submodules.self_attention
     megatron_cpu.seed(1234)
@@ -83,10 +85,10 @@ def _build(session: BenchSession, ours: bool) -> torch.nn.Module:
     return layer.cuda(session.device).to(torch.bfloat16)
 
 
-def _pair(session: BenchSession, deterministic: bool) -> dict[str, torch.nn.Module]:
+def _pair(session: BenchSession, deterministic: bool, fp8: str | None = None) -> dict[str, torch.nn.Module]:
     """Native and ours, with the same weights."""
     with _attention(deterministic):
-        layers = {"native": _build(session, False), "ditron": _build(session, True)}
+        layers = {"native": _build(session, False, fp8), "ditron": _build(session, True, fp8)}
     layers["ditron"].load_state_dict(layers["native"].state_dict())
     return layers
 
@@ -119,7 +121,7 @@ class _WithoutExchanges:
         self, layers: dict[str, Any], values: Callable[..., torch.Tensor], length: int, world_size: int
     ) -> None:
         self._native, self._attend = layers["native"], layers["ditron"].core_attention.attend
-        self.parameters = self._native.parameters
+        self.parameters, self.config = self._native.parameters, self._native.config
         self._parts = [values(length, 1, heads // world_size, 128) for heads in (64, 8, 8)]
         self._gathered = values(length // world_size, 1, 8192)
         self._grad_mixed = values(length // world_size, 1, 10240)
@@ -131,7 +133,7 @@ class _WithoutExchanges:
         return self._native.linear_proj(gathered)
 
 
-def attention_rows(session: BenchSession) -> Iterator[Row]:
+def attention_rows(session: BenchSession, fp8: str | None = None) -> Iterator[Row]:
     """Forward, and forward + backward, of the layer at each length that fits.
 
     Bits are compared with deterministic attention (its backward takes memory that grows with the square of the length:
@@ -139,11 +141,11 @@ def attention_rows(session: BenchSession) -> Iterator[Row]:
     is the time of the same layer without any exchange.
     """
     with _world(session):
-        exact, fast = _pair(session, True), _pair(session, False)
+        exact, fast = _pair(session, True, fp8), _pair(session, False, fp8)
         for length in _LENGTHS:
             if length > _MOST_ROWS * session.world_size:
                 continue
-            yield from _rows_of(session, exact, fast, length)
+            yield from _rows_of(session, exact, fast, length, fp8)
 
 
 def _comm_sms(session: BenchSession, m: int) -> int:
@@ -167,27 +169,38 @@ class _Passes:
     def values(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._session.device, dtype=torch.bfloat16).normal_(generator=self._generator)
 
+    @staticmethod
+    def _fp8(layer: Any) -> contextlib.AbstractContextManager[Any]:
+        return fp8_context(layer.config)
+
     def forward(self, layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
-        with torch.no_grad():
+        with torch.no_grad(), self._fp8(layer):
             return [layer(self.x, attention_mask=None)[0]]
 
     def forward_backward(self, layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
         leaf = self.x.detach().requires_grad_()
-        y, _ = layer(leaf, attention_mask=None)
+        with self._fp8(layer):
+            y, _ = layer(leaf, attention_mask=None)
         return [y.detach(), *torch.autograd.grad(y, [leaf, *layer.parameters()], self.grad)]
 
 
 @contextlib.contextmanager
-def attention_contenders(session: BenchSession) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
+def attention_contenders(
+    session: BenchSession, fp8: str | None = None
+) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
     """Forward and backward of the layer, ``native`` and ``ditron``, on the same values."""
     with _world(session):
         passes = _Passes(session, _TRACED_LENGTH)
-        layers = _pair(session, False)
+        layers = _pair(session, False, fp8)
         yield {name: lambda index, one=layer: passes.forward_backward(one) for name, layer in layers.items()}
 
 
 def _rows_of(
-    session: BenchSession, exact: dict[str, torch.nn.Module], fast: dict[str, torch.nn.Module], length: int
+    session: BenchSession,
+    exact: dict[str, torch.nn.Module],
+    fast: dict[str, torch.nn.Module],
+    length: int,
+    fp8: str | None,
 ) -> Iterator[Row]:
     passes = _Passes(session, length)
     direction: Pass
@@ -209,7 +222,7 @@ def _rows_of(
             "attention_layer", direction, "64 heads, 8 groups",
             {"seqlen": length, "hidden": 8192, "heads": 64, "groups": 8},
             timings, equal,
-            dtype=torch.bfloat16,
+            dtype=torch.bfloat16 if fp8 is None else FP8_PREFIX + fp8,
             comm_sms=_comm_sms(session, passes.x.shape[0]),
             limit_us=timings["limit"].median_us,
         )  # fmt: skip

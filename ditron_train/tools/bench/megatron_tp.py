@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,9 @@ from megatron.core.transformer.spec_utils import build_module
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply
 from ditron_train.megatron.tp.spec import native_column, native_row
-from ditron_train.tools.results import Pass, Row
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
+from ditron_train.tools.results import FP8_PREFIX, Pass, Row
 from ditron_train.tools.session import BenchSession
 
 __all__ = ["LAYER_SHAPE", "layer_contenders", "layer_rows", "megatron_world", "native_linear"]
@@ -52,7 +55,7 @@ def native_linear(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tenso
     return partial(native, group=parallel_state.get_tensor_model_parallel_group())
 
 
-def _layer_config(world_size: int) -> TransformerConfig:
+def _layer_config(world_size: int, fp8: str | None, **options: Any) -> TransformerConfig:
     return TransformerConfig(
         num_layers=1,
         **_LLAMA_70B,
@@ -71,29 +74,29 @@ def _layer_config(world_size: int) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
+        **fp8_options(fp8),
+        **options,
     )
 
 
-def _build_layer(spec: Any, session: BenchSession) -> torch.nn.Module:
+def _build_layer(spec: Any, session: BenchSession, config: TransformerConfig) -> torch.nn.Module:
     megatron_cpu.seed(1234)
-    layer = build_module(spec, config=_layer_config(session.world_size), layer_number=1).cuda(session.device)
+    layer = build_module(spec, config=config, layer_number=1).cuda(session.device)
     return layer.to(torch.bfloat16)
 
 
 class _LayerPair:
     """The same LLaMA-70B layer natively and with ours, TE's spec where TE is installed, and its inputs."""
 
-    def __init__(self, session: BenchSession) -> None:
+    def __init__(self, session: BenchSession, fp8: str | None = None) -> None:
+        self._session, self._fp8, self._config = session, fp8, _layer_config(session.world_size, fp8)
         if HAVE_TE:
             spec = get_gpt_layer_with_transformer_engine_spec()
         else:
             spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-        self.layers = {"native": _build_layer(spec, session), "ditron": _build_layer(apply(spec, ("tp",)), session)}
-        with torch.no_grad():
-            for ours, native in zip(
-                self.layers["ditron"].parameters(), self.layers["native"].parameters(), strict=True
-            ):
-                ours.copy_(native)
+        specs = {"native": spec, "ditron": apply(spec, ("tp",))}
+        self.layers = {name: _build_layer(one, session, self._config) for name, one in specs.items()}
+        self._copy_parameters("ditron")
         self.tokens = LAYER_SHAPE["tokens"]
         shape = (self.tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
         self.x, self.grad = session.values(shape, torch.bfloat16, 1), session.values(shape, torch.bfloat16, 2)
@@ -102,30 +105,65 @@ class _LayerPair:
             ones = torch.ones(1, 1, self.tokens, self.tokens, dtype=torch.bool, device=session.device)
             self.mask = ones.triu_(1)
 
-    def forward(self, name: str) -> list[torch.Tensor]:
+    def _copy_parameters(self, name: str) -> None:
         with torch.no_grad():
+            for own, native in zip(self.layers[name].parameters(), self.layers["native"].parameters(), strict=True):
+                own.copy_(native)
+
+    def add_userbuffers(self) -> None:
+        """The layer with ``--tp-comm-overlap``, without multicast.
+
+        Raises:
+            NotSupportedError, ImportError, RuntimeError: It cannot be had here.
+        """
+        if self._fp8 == "blockwise":
+            raise NotSupportedError("userbuffers know no blocks of scales")
+        from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
+
+        os.environ["UB_SKIPMC"] = "1"
+        modes = [UserBufferQuantizationMode.FP8 if self._fp8 else UserBufferQuantizationMode.NONE]
+        sizes, world_size = [self.tokens, _LLAMA_70B["hidden_size"]], self._session.world_size
+        options = dict(dtype=torch.bfloat16, ub_cfgs={}, bootstrap_backend="nccl")
+        initialize_ub(sizes, world_size, quantization_modes=modes, **options)
+        config = _layer_config(world_size, self._fp8, tp_comm_overlap=True)
+        spec = get_gpt_layer_with_transformer_engine_spec()
+        self.layers["userbuffers"] = _build_layer(spec, self._session, config)
+        self._copy_parameters("userbuffers")
+
+    def forward(self, name: str) -> list[torch.Tensor]:
+        with torch.no_grad(), fp8_context(self._config):
             return [self.layers[name](self.x, attention_mask=self.mask)[0]]
 
     def forward_backward(self, name: str) -> list[torch.Tensor]:
         leaf = self.x.detach().requires_grad_()
-        y, _ = self.layers[name](leaf, attention_mask=self.mask)
+        with fp8_context(self._config):
+            y, _ = self.layers[name](leaf, attention_mask=self.mask)
         parameters = list(self.layers[name].parameters())
         return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self.grad)]
 
 
-def layer_contenders(session: BenchSession) -> dict[str, Callable[[int], list[torch.Tensor]]]:
+def layer_contenders(session: BenchSession, fp8: str | None = None) -> dict[str, Callable[[int], list[torch.Tensor]]]:
     """Forward and backward of one LLaMA-70B layer, ``native`` and ``ditron``, on the same values."""
-    pair = _LayerPair(session)
+    pair = _LayerPair(session, fp8)
     return {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
 
 
-def layer_rows(session: BenchSession) -> Iterator[Row]:
-    """One LLaMA-70B transformer layer: forward, then forward and backward."""
-    pair = _LayerPair(session)
+def layer_rows(session: BenchSession, fp8: str | None = None) -> Iterator[Row]:
+    """One LLaMA-70B transformer layer: forward, then forward and backward; in a recipe beside userbuffers."""
+    pair = _LayerPair(session, fp8)
+    if fp8 is not None and not session.attempt("userbuffers' layer", lambda index: pair.add_userbuffers()):
+        pair.layers.pop("userbuffers", None)
+    dtype = torch.bfloat16 if fp8 is None else FP8_PREFIX + fp8
     direction: Pass
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         equal = session.equal(body("ditron"), body("native"))
-        timings = session.measure({name: lambda index, n=name, run=body: run(n) for name in pair.layers})
-        yield session.row(
-            "transformer_layer", direction, "LLaMA3.1-70B", LAYER_SHAPE, timings, equal, dtype=torch.bfloat16
-        )
+        contenders = {name: lambda index, n=name, run=body: run(n) for name in pair.layers}
+        peer = contenders.get("userbuffers")
+        if peer is not None and not session.attempt(f"userbuffers' layer, {direction}", peer):
+            del contenders["userbuffers"], pair.layers["userbuffers"]
+        timings = session.measure(contenders)
+        others: dict[str, Any] = {}
+        if "userbuffers" in timings:
+            others = dict(peer="userbuffers", peer_us=timings["userbuffers"].median_us)
+        options = dict(dtype=dtype, **others)
+        yield session.row("transformer_layer", direction, "LLaMA3.1-70B", LAYER_SHAPE, timings, equal, **options)

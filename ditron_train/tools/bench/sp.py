@@ -14,6 +14,7 @@ from ditron_train.policy import OpSpec
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import add_common_arguments
 from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import add_row, parts_of, planned_rows
 from ditron_train.tools.session import BenchSession, bench_session
 
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="instead of workloads.json's (may be repeated; default without a GPU: 64 16 8 8)",
     )
+    add_fp8_argument(parser, "the layer in this recipe, beside the rows in bf16 of the same file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,19 +46,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         SettingError: A shape does not divide over the ranks.
+        NotSupportedError: FP8 without Transformer Engine.
     """
+    check_fp8(arguments.fp8, "bench sp")
+    of_part = _parts() if arguments.fp8 is None else {"layer": []}
     with bench_session("sp", arguments) as session:
-        parts = {name: specs for name, specs in _parts().items() if name in (arguments.part or _parts())}
+        parts = {name: specs for name, specs in of_part.items() if name in (arguments.part or of_part)}
         planned = planned_rows([spec for specs in parts.values() for spec in specs], arguments, session)
         if "layer" in parts and session.device.type == "cuda":
-            _layer_rows(session)
+            _layer_rows(session, arguments.fp8)
         for spec, shape in planned:
             add_row(session, spec, shape)
             session.save()
         return session.finish()
 
 
-def _layer_rows(session: BenchSession) -> None:
+def _layer_rows(session: BenchSession, fp8: str | None) -> None:
     try:
         from megatron.core.extensions.transformer_engine import HAVE_TE
     except ImportError:
@@ -68,6 +73,6 @@ def _layer_rows(session: BenchSession) -> None:
         return
     from ditron_train.tools.bench.megatron_sp import attention_rows
 
-    for row in attention_rows(session):
+    for row in attention_rows(session, fp8):
         session.add(row)
         session.save()

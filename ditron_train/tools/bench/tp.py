@@ -2,7 +2,7 @@
 
 Native is what Megatron runs (NCCL, then cuBLAS or the reverse; for the backward megatron-core's own function), the
 peer is PyTorch's async-TP. All of them, the GEMM alone and the collective alone are measured in one run on the same
-inputs.
+inputs. With ``--fp8`` native is Transformer Engine in that recipe, and userbuffers are a peer of the layer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from ditron_train.policy import OpSpec, Shape
+from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
 from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import OpCalls, add_row, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
@@ -27,9 +29,12 @@ from ditron_train.tp.spec import GemmSpec, linear_shapes
 __all__ = ["add_arguments", "run"]
 
 
-def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
-    """Ops by ``--part``; a layer has no spec."""
-    return {**parts_of(specs_of("tp")), "layer": []}
+def _parts(fp8: str | None = None) -> dict[str, list[OpSpec[Any, Any]]]:
+    """Ops by ``--part``; a layer has no spec. In FP8 the linear layers are measured forward and backward."""
+    parts = parts_of(specs_of("tp", fp8))
+    if fp8 is not None:
+        parts["backward"] = parts.pop("column_linear") + parts.pop("row_linear")
+    return {**parts, "layer": []}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,16 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "global sizes instead of workloads.json's (may be repeated; default without a GPU: 256 256 256)"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
+    add_fp8_argument(
+        parser, "rows of Transformer Engine's layers in this recipe, beside those in bf16 of the same file"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for; returns 1 where bits differ.
 
     Raises:
-        SettingError: No shape is left, or one does not divide over the ranks.
+        SettingError: No shape is left, one does not divide over the ranks, or --dtype beside --fp8.
+        NotSupportedError: FP8 without Transformer Engine.
     """
+    fp8: str | None = arguments.fp8
+    check_fp8(fp8, "bench tp")
+    if fp8 is not None and arguments.dtype:
+        raise SettingError("--dtype is of rows without --fp8")
     with bench_session("tp", arguments) as session:
-        parts = {name: specs for name, specs in _parts().items() if name in (arguments.part or _parts())}
+        parts = {name: specs for name, specs in _parts(fp8).items() if name in (arguments.part or _parts(fp8))}
         on_gpu = session.device.type == "cuda"
         models = [shape.model for shape in linear_shapes("ag_gemm", session.world_size, True)]
         planned = {
@@ -114,5 +127,5 @@ def _megatron_rows(
 
     with megatron_world(session):
         _rows(session, specs, planned, arguments)
-        for row in layer_rows(session) if with_layer else ():
+        for row in layer_rows(session, arguments.fp8) if with_layer else ():
             session.add(row)

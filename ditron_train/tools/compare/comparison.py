@@ -20,11 +20,12 @@ from ditron_train.megatron.plugin.arguments import WGRAD, parse_features
 from ditron_train.megatron.plugin.record_trace import steps_of_warmup, trace_path
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import check_folder
-from ditron_train.tools.compare.launch import run_job, with_launcher
+from ditron_train.tools.compare.launch import run_job, with_fp8, with_launcher
 from ditron_train.tools.compare.row import Story, write_row
 from ditron_train.tools.compare.side_by_side import show
 from ditron_train.tools.compare.steps import Job, Runs, differences, read_job
 from ditron_train.tools.compare.traces import StepTrace, is_traced, read_step_trace, show_traces, trace_table
+from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ditron", type=_features, metavar="NAME[,NAME]", help="what to accelerate, as at the launcher"
     )
+    add_fp8_argument(parser, "adds Megatron's --fp8-format and --fp8-recipe to the command")
     parser.add_argument(
         "--notes",
         type=Path,
@@ -135,8 +137,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingError("--skip has to be 0 or more")
     if arguments.trace_rank < 0:
         raise SettingError("--trace-rank has to be 0 or more")
-    if arguments.notes and (arguments.ditron or arguments.command):
-        raise SettingError("--notes trains nothing: leave out --ditron and the command")
+    if arguments.notes and (arguments.ditron or arguments.command or arguments.fp8):
+        raise SettingError("--notes trains nothing: leave out --ditron, --fp8 and the command")
+    check_fp8(arguments.fp8, "compare")
     if arguments.ditron == WGRAD:
         raise SettingError("--ditron wgrad is on natively, too: name what to compare beside it")
     if not arguments.notes:
@@ -174,7 +177,8 @@ def _check_alike(native: Job, ours: Job) -> None:
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    return with_launcher(arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command)
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    return with_fp8(with_launcher(words), arguments.fp8)
 
 
 def _train_all(arguments: argparse.Namespace) -> Runs:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.fp8.recipes import fp8_format
 
-__all__ = ["run_job", "with_launcher"]
+__all__ = ["run_job", "with_fp8", "with_launcher"]
 
 LAUNCHER = "ditron_train.megatron.run"
 _END_S = 60.0  # that a job which is interrupted gets to end by itself; torchrun kills what has not ended after 30 s
@@ -40,6 +41,21 @@ def with_launcher(words: Sequence[str]) -> list[str]:
     if LAUNCHER in words[:place]:
         return words
     return [*words[:place], "-m", LAUNCHER, *words[place:]]
+
+
+def with_fp8(words: Sequence[str], recipe: str | None) -> list[str]:
+    """``words`` with Megatron's arguments for a recipe behind them; as they are without one.
+
+    Raises:
+        SettingError: They name a recipe or a format themselves.
+    """
+    if recipe is None:
+        return list(words)
+    options = {"--fp8-format": fp8_format(recipe), "--fp8-recipe": recipe}
+    named = [option for option in options if any(word.split("=")[0] == option for word in words)]
+    if named:
+        raise SettingError(f"{' and '.join(named)} in the command: leave out --fp8 {recipe}, or these")
+    return [*words, *(text for option in options.items() for text in option)]
 
 
 def run_job(words: Sequence[str], log: Path, watch: Callable[[], None]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from statistics import mean
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.compare.side_by_side import clocks_mhz, spread_of
 from ditron_train.tools.compare.steps import Job, Runs
-from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, read_results, result_path, write_results
+from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, kept_rows, result_path, write_results
 
 __all__ = ["Story", "write_row"]
 
@@ -69,8 +69,8 @@ def _without_places(words: Sequence[str]) -> str:
 def write_row(
     folder: Path, model: str, runs: Runs, skip: int, story: Story | None = None, *, is_equal: bool
 ) -> Path | None:
-    """Adds the row ``training_step`` to ``training.json``; one of the same model and features is replaced, others keep
-    their commit.
+    """Adds the row ``training_step`` to ``training.json``; one of the same model, features and recipe is replaced,
+    others keep their commit.
 
     Its stamp is of the machine that trained, which need not be this one. What the file's stamp says of a newer row's
     libraries does not hold for older ones, so each row has its own.
@@ -99,12 +99,8 @@ def write_row(
         clocks_mhz=None if clocks is None else dict(zip(("native", "ditron"), (round(mhz, 1) for mhz in clocks))),
     )  # fmt: skip
     path = result_path(folder, stamp, TRAINING)
-    kept: list[Row] = []
-    if path.exists():
-        try:
-            old, rows = read_results(path)
-        except ValueError as error:
-            raise SettingError(str(error)) from None
-        commits = ((r, r.commit or old.commit) for r in rows if (r.op, r.model) != (row.op, row.model))
-        kept = [replace(r, commit=None if commit == stamp.commit else commit) for r, commit in commits]
+    try:
+        kept = kept_rows(path, stamp, lambda old: (old.title, old.model) == (row.title, row.model))
+    except ValueError as error:
+        raise SettingError(str(error)) from None
     return write_results(folder, TRAINING, stamp, [*kept, row])

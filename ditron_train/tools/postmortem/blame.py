@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from ditron_train.runtime.flight_recorder import CAPACITY
 from ditron_train.tools.postmortem.files import Call, Group, RankFile
 
-
 _TOLD_BY_PEERS = ("MismatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _WORDS_OF_PEERS = (
     "closed by peer", "reset by peer", "Broken pipe", "NCCL error", "[gloo]", "gloo/transport", "pair closure",

@@ -262,7 +262,9 @@ _BY_OP: dict[str, Modelled] = {
 
 
 def estimate_of(row: Row, profile: Profile) -> Estimate | None:
-    """What the model says of a row; None of an op that it does not know."""
+    """What the model says of a row; None of an op that it does not know, and of FP8."""
+    if row.fp8 is not None:
+        return None
     if row.op.startswith(TRAINING_STEP):
         return committed_step(row, profile)
     modelled = _BY_OP.get(row.op)

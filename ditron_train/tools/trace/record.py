@@ -36,17 +36,20 @@ _HEAD_START_CYCLES = 40_000_000  # about 20 ms of the GPU's clock: what a layer'
 Contenders = Mapping[str, Callable[[int], object]]
 
 
-def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path) -> int:
+def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path, fp8: str | None = None) -> int:
     """Writes ``<op>-native.json``, ``<op>-ditron.json`` (Perfetto and chrome://tracing read them) and ``<op>.png``.
 
-    Rank 0 is recorded while all ranks run. Collective; returns the exit status.
+    Rank 0 is recorded while all ranks run. Collective; returns the exit status. In a recipe ``fp8`` it is part of the
+    files' names.
 
     Raises:
-        SettingError: A shape that does not divide over the ranks or that the op does not take, or a folder that cannot
-            be written.
+        SettingError: A shape that does not divide over the ranks or that the op does not take, a folder that cannot
+            be written, or an op that is not in FP8.
         NotSupportedError: What the op needs (a GPU, megatron-core, Transformer Engine) is not there.
     """
-    spec = _specs().get(op)
+    spec = _specs(fp8).get(op)
+    if fp8 is not None and spec is None and op not in _FP8_LAYERS:
+        raise SettingError(f"--fp8 {fp8}: {op} is not in FP8; {', '.join([*_specs(fp8), *_FP8_LAYERS])} are")
     if shape is not None and not (spec and takes_shape(spec)):
         raise SettingError(f"--shape is of ag_gemm and gemm_rs; {op} has one of its own")
     check_folder(folder)
@@ -54,12 +57,14 @@ def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path) -> int:
         make: Callable[..., Any]
         if spec is None:
             make, needs = _LAYERS[op]
+            make = partial(make, fp8=fp8) if fp8 is not None else make
         else:
             make, needs = partial(_spec_op, spec=spec), ()
         for need in needs:
             need(session, op)
         with make(session, op=op, shape=shape) as (title, contenders):
-            return _record(session, title, op, {name: contenders[name] for name in ("native", "ditron")}, folder)
+            stem = op if fp8 is None else f"{op}-fp8-{fp8}"
+            return _record(session, title, stem, {name: contenders[name] for name in ("native", "ditron")}, folder)
 
 
 def _gpu(session: BenchSession, op: str) -> None:
@@ -97,26 +102,28 @@ def _spec_op(
 
 
 @contextmanager
-def _tp_layer(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
+def _tp_layer(session: BenchSession, op: str, shape: None, fp8: str | None = None) -> Iterator[tuple[str, Contenders]]:
     from ditron_train.tools.bench.megatron_tp import layer_contenders, megatron_world
 
     with megatron_world(session):
-        yield "LLaMA-70B layer, forward and backward", layer_contenders(session)
+        yield "LLaMA-70B layer, forward and backward", layer_contenders(session, fp8)
 
 
 @contextmanager
-def _attention(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
+def _attention(
+    session: BenchSession, op: str, shape: None, fp8: str | None = None
+) -> Iterator[tuple[str, Contenders]]:
     from ditron_train.tools.bench.megatron_sp import attention_contenders
 
-    with attention_contenders(session) as contenders:
+    with attention_contenders(session, fp8) as contenders:
         yield "Ulysses attention of 64 heads, 16384 tokens, forward and backward", contenders
 
 
 @contextmanager
-def _moe(session: BenchSession, op: str, shape: None) -> Iterator[tuple[str, Contenders]]:
+def _moe(session: BenchSession, op: str, shape: None, fp8: str | None = None) -> Iterator[tuple[str, Contenders]]:
     from ditron_train.tools.bench.megatron_ep import moe_contenders
 
-    with moe_contenders(session) as contenders:
+    with moe_contenders(session, fp8) as contenders:
         yield "MoE layer, forward and backward", contenders
 
 
@@ -128,9 +135,13 @@ _LAYERS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...]]] =
 }
 
 
-def _specs() -> dict[str, OpSpec[Any, Any]]:
+#: Those of them whose linear layers Transformer Engine computes.
+_FP8_LAYERS = tuple(_LAYERS)
+
+
+def _specs(fp8: str | None = None) -> dict[str, OpSpec[Any, Any]]:
     """Every op with rows of its own, by the name in them."""
-    return {spec.row: spec for room in ROOMS for specs in parts_of(specs_of(room)).values() for spec in specs}
+    return {spec.row: spec for room in ROOMS for specs in parts_of(specs_of(room, fp8)).values() for spec in specs}
 
 
 def takes_shape(spec: OpSpec[Any, Any]) -> bool:

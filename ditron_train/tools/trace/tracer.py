@@ -9,6 +9,7 @@ from typing import Any
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import add_shape_argument, check_folder, check_matplotlib
+from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.trace.record import record_op, traced_ops
 from ditron_train.tools.trace.schedule import ScheduleRequest, plan_rank
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("trace"), metavar="DIR", help="where the files go (default %(default)s)"
     )
+    add_fp8_argument(parser, "of --op: record Transformer Engine's layers in this recipe")
     layout = parser.add_argument_group("of --schedule")
     layout.add_argument("--world-size", type=int, metavar="RANKS", help=f"default: {_LAYOUT['world_size']}")
     layout.add_argument("--ranks-per-node", type=int, metavar="RANKS", help="default: one node")
@@ -56,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise SettingError(f"{options}: of --schedule; --op runs on the ranks that are there")
-        return record_op(arguments.op, arguments.shape, arguments.output)
+        check_fp8(arguments.fp8, "trace")
+        return record_op(arguments.op, arguments.shape, arguments.output, arguments.fp8)
+    if arguments.fp8:
+        raise SettingError("--fp8 is of --op")
     m, n, k = arguments.shape or _SHAPES[arguments.schedule]
     layout: dict[str, Any] = {
         name: default if getattr(arguments, name) is None else getattr(arguments, name)

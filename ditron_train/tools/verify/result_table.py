@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ditron_train.tools.results import Row, Stamp, write_results
+from ditron_train.tools.results import Row, Stamp, write_beside
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import terminal
@@ -68,6 +68,8 @@ class Report:
             *(f"DIFFERENT: {description}" for soak in self.soaks for description in soak.different),
         ):
             _print_line(line)
+        if self._arguments.fp8 is not None and not self.rows:
+            _print_line(f"nothing was compared: in {self._arguments.fp8} all of it runs by Megatron's path here")
         if self._session.world_size == 1:
             _print_line("one rank has nothing to overlap: torchrun --nproc-per-node N -m ditron_train verify ...")
         folder: Path | None = self._arguments.output
@@ -87,12 +89,13 @@ class Report:
         if self._session.rank != 0 or folder is None or not rows:
             return None
         settings = {**self._stamp.settings, "summary": ". ".join(self._sentences())}
-        return write_results(folder, "verify", replace(self._stamp, settings=settings), rows)
+        return write_beside(folder, "verify", replace(self._stamp, settings=settings), rows, self._arguments.fp8)
 
     @cached_property
     def _stamp(self) -> Stamp:
         names = (
             "rooms",
+            "fp8",
             "repeat",
             "straggler_ms",
             "poison",

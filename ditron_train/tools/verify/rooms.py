@@ -12,17 +12,20 @@ import numpy as np
 import torch
 
 from ditron_train.ep.spec import layers_of_model
-from ditron_train.policy import ModelSizes
+from ditron_train.policy import ModelSizes, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
+from ditron_train.tools.fp8.recipes import why_not_aligned
 from ditron_train.tools.op_rows import add_row
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender
+from ditron_train.tools.verify.cases import Case
 from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.result_table import Report
+from ditron_train.tp.problem import Op
 
-__all__ = ["check_rooms", "parse_rooms", "verify_rooms"]
+__all__ = ["check_fp8_case", "check_rooms", "parse_rooms", "verify_fp8_layers", "verify_rooms"]
 
 
 def parse_rooms(text: str | None) -> list[str]:
@@ -40,14 +43,14 @@ def parse_rooms(text: str | None) -> list[str]:
     return names
 
 
-def check_rooms(rooms: Sequence[str], model: ModelSizes, world_size: int) -> None:
+def check_rooms(rooms: Sequence[str], model: ModelSizes, world_size: int, fp8: str | None = None) -> None:
     """Refuses what cannot be, before anything is launched.
 
     Raises:
         SettingError: The model does not divide over the ranks.
     """
     for room in rooms:
-        for spec in specs_of(room):
+        for spec in specs_of(room, fp8):
             for shape in spec.shapes_of_model(model, world_size):
                 why = spec.why_not_shape(shape, world_size)
                 if why is not None:
@@ -90,9 +93,9 @@ def _tensors(result: object) -> Iterable[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _layer_rows(room: str, session: BenchSession, model: ModelSizes) -> Iterator[Row]:
+def _layer_rows(room: str, session: BenchSession, model: ModelSizes, fp8: str | None) -> Iterator[Row]:
     """Of what is more than one op."""
-    if room == "pp":
+    if room == "pp" and fp8 is None:
         from ditron_train.tools.bench.megatron_pp import step_rows
 
         yield from step_rows(session)
@@ -101,21 +104,56 @@ def _layer_rows(room: str, session: BenchSession, model: ModelSizes) -> Iterator
 
         with megatron_groups("expert", session):
             for layer in layers_of_model(model, session.world_size):
-                yield from layer_rows(session, layer)
+                yield from layer_rows(session, layer, fp8)
 
 
 def verify_rooms(
-    rooms: Sequence[str], model: ModelSizes, report: Report, stress: Stress, seed: int, session: BenchSession
+    rooms: Sequence[str],
+    model: ModelSizes,
+    report: Report,
+    stress: Stress,
+    seed: int,
+    session: BenchSession,
+    fp8: str | None = None,
 ) -> None:
     """Compares every op of the rooms at a model's shapes under ``stress``, times it shortly, and adds a row to
-    ``report`` (collective)."""
+    ``report`` (collective); with ``fp8`` those that a room has in this recipe."""
     for room in rooms:
-        sink = _UnderStress(report, stress, seed)
-        quick = BenchSession("verify", argparse.Namespace(repetitions=2, warmup=1), sink)
-        for groups, specs in groupby(specs_of(room), key=lambda spec: spec.groups):
+        quick = _quick(report, stress, seed)
+        for groups, specs in groupby(specs_of(room, fp8), key=lambda spec: spec.groups):
             with megatron_groups(groups, session):
                 for spec in specs:
                     for shape in spec.shapes_of_model(model, session.world_size):
                         add_row(quick, spec, shape, with_peers=False)
-        for row in _layer_rows(room, quick, model):
+        for row in _layer_rows(room, quick, model, fp8):
             quick.add(row)
+
+
+def _quick(report: Report, stress: Stress, seed: int) -> BenchSession:
+    """One whose rows go to ``report``."""
+    return BenchSession("verify", argparse.Namespace(repetitions=2, warmup=1), _UnderStress(report, stress, seed))
+
+
+def check_fp8_case(case: Case, world_size: int, fp8: str) -> None:
+    """Refuses a layer whose sizes the recipe does not take.
+
+    Raises:
+        SettingError: Sizes of a rank are not multiples of what the recipe needs.
+    """
+    op: Op = "ag_gemm" if case.kind == "column" else "gemm_rs"
+    why = why_not_aligned(op, _shape(case), world_size, fp8)
+    if why is not None:
+        raise SettingError(f"{case.name}: {why}")
+
+
+def _shape(case: Case) -> Shape:
+    return Shape(case.name, {"m": case.m, "n": case.n, "k": case.k})
+
+
+def verify_fp8_layers(cases: Sequence[Case], report: Report, stress: Stress, seed: int, fp8: str) -> None:
+    """The linear layers of ``cases`` in a recipe: results, gradients and the state of scales, as rows of ``report``
+    (collective, inside Megatron's groups)."""
+    specs = {spec.row: spec for spec in specs_of("tp", fp8)}
+    quick = _quick(report, stress, seed)
+    for case in cases:
+        add_row(quick, specs[f"{case.kind}_linear"], _shape(case), with_peers=False)

@@ -21,6 +21,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import add_common_arguments, check_counts, check_folder
 from ditron_train.tools.faults import campaign
+from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.verify.cases import (
@@ -34,7 +35,7 @@ from ditron_train.tools.verify.cases import (
 )
 from ditron_train.tools.verify.outcome import Outcome, Stress
 from ditron_train.tools.verify.result_table import Report
-from ditron_train.tools.verify.rooms import check_rooms, parse_rooms, verify_rooms
+from ditron_train.tools.verify.rooms import check_fp8_case, check_rooms, parse_rooms, verify_fp8_layers, verify_rooms
 from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter, add_piece
 
 __all__ = ["add_arguments", "run"]
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME",
         help="the ops of these, too, timed briefly: tp, sp, ep, pp, muon, or all (default: linear layers only)",
     )
+    add_fp8_argument(parser, "the layers of Transformer Engine in this recipe, their state too")
     parser.add_argument(
         "--plan",
         type=Path,
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         SettingError: A size, a count, a shape or a folder that cannot be.
-        NotSupportedError: megatron-core, the reference, is not installed.
+        NotSupportedError: megatron-core, the reference, is not installed; FP8 without Transformer Engine.
     """
     rooms = _check(arguments)
     if arguments.faults:
@@ -111,13 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
         model = model_sizes(arguments, on_gpu)
         if arguments.ops and session.world_size < 2:
             raise SettingError("--ops takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify --ops")
-        check_rooms(rooms, model, session.world_size)
+        check_rooms(rooms, model, session.world_size, arguments.fp8)
         report = Report(session, arguments)
         try:
             with in_megatron_s_world(session):
                 verification = _Verification(session, arguments, model, report)
                 verification.compare()
-            verify_rooms(rooms, model, report, verification.stress, arguments.seed, session)
+            verify_rooms(rooms, model, report, verification.stress, arguments.seed, session, arguments.fp8)
         except (KeyboardInterrupt, DitronError):
             report.finish()  # what was compared until then
             raise
@@ -164,6 +166,11 @@ def _check(arguments: argparse.Namespace) -> list[str]:
         raise SettingError("--first-epoch has to be from 0 to 2**31 - 1")
     if arguments.largest is not None and arguments.largest < 1:
         raise SettingError("--largest has to be above 0")
+    if arguments.fp8 is not None:
+        given = [f"--{name}" for name in ("random", "ops", "poison", "dtype", "faults") if getattr(arguments, name)]
+        if given:
+            raise SettingError(f"{', '.join(given)}: without --fp8, which verifies layers of a model and single ones")
+        check_fp8(arguments.fp8, "verify")
     if arguments.output is not None:
         check_folder(arguments.output)
     return parse_rooms(arguments.rooms)
@@ -188,6 +195,9 @@ class _Verification:
         """The linear layers, one after the other, and the long runs."""
         from ditron_train.tools.verify.repeated_ops import endure
 
+        if self.arguments.fp8 is not None:
+            verify_fp8_layers(self.named, self.report, self.stress, self.arguments.seed, self.arguments.fp8)
+            return
         if self.named:
             from ditron_train.tools.verify.compare import compare  # needs megatron-core
         for number, case in enumerate(self._progress(self.named, len(self.named))):
@@ -215,6 +225,8 @@ class _Verification:
             named = model_cases(self.model, self.dtype)
         for case in named:
             case.local_shapes(self.session.world_size)  # raises for all before anything runs
+            if arguments.fp8 is not None:
+                check_fp8_case(case, self.session.world_size, arguments.fp8)
         return named
 
     def _soak(self, what: str, planned: int) -> Soak:

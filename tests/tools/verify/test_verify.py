@@ -112,7 +112,7 @@ def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
 def _messages_alone() -> Iterator[pytest.MonkeyPatch]:
     """Without the steps of a pipeline, which take longer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rooms, "_layer_rows", lambda room, session, model: ())
+        patch.setattr(rooms, "_layer_rows", lambda room, session, model, fp8: ())
         yield patch
 
 

@@ -1,0 +1,1 @@
+"""Tool: FP8 recipes in ``verify``, ``bench``, ``trace`` and ``compare``."""

@@ -1,0 +1,167 @@
+"""Linear layers in FP8 declared for the tools: Megatron's, of Transformer Engine, and ours, with all that they do
+around the products: scales and their exchange, quantising, transposes, state. Results, gradients and state are
+compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy import Function, ModelSizes, OpSpec, Pass, Place, Shape
+from ditron_train.runtime.settings import under_policy
+from ditron_train.runtime.values import make_values
+from ditron_train.tools.fp8.recipes import fp8_context, fp8_options, why_not_aligned
+from ditron_train.tools.results import FP8_PREFIX
+from ditron_train.tp.problem import Op
+from ditron_train.tp.spec import AG_GEMM, GEMM_RS, local_shapes, traced_linear
+
+__all__ = ["Fp8LinearSpec", "LayerCall", "used_state"]
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer on this rank.
+
+    Attributes:
+        x: [s, 1, K], of ``column`` the local part of the sequence.
+        grad: Of the result.
+        native, ours: Megatron's layer and ours, with equal weights.
+        config: Of both.
+        group: Tensor parallel group.
+    """
+
+    x: torch.Tensor
+    grad: torch.Tensor
+    native: Any
+    ours: Any
+    config: Any
+    group: dist.ProcessGroup
+
+
+def used_state(layer: torch.nn.Module) -> list[torch.Tensor]:
+    """What Transformer Engine's quantizers of input, weight and output gradient keep; others never write theirs."""
+    found: list[Any] = []
+    for name, indices in (("scaling_fwd", (0, 1)), ("scaling_bwd", (0,))):
+        quantizers = getattr(layer, "quantizers", {}).get(name, ())
+        for index in indices if len(quantizers) else ():
+            found += [getattr(quantizers[index], field, None) for field in ("scale", "amax")]
+        found.append(getattr(getattr(layer, "fp8_meta", {}).get(name), "amax_history", None))
+    return [tensor.clone() for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+class Fp8LinearSpec(OpSpec[LayerCall, Any]):
+    """A column or a row layer, forward and backward."""
+
+    measured: Pass = "forward_backward"
+    groups = "tensor"
+    num_sets = 2  # with their layers
+
+    def __init__(self, kind: str, recipe: str) -> None:
+        self.kind, self.recipe, self.row = kind, recipe, f"{kind}_linear"
+        self.name = f"tp {kind} {FP8_PREFIX}{recipe}"
+        self._op: Op = "ag_gemm" if kind == "column" else "gemm_rs"
+        self._bf16 = AG_GEMM if kind == "column" else GEMM_RS
+
+    def inputs(self, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `OpSpec`."""
+        return call.x, call.native.weight
+
+    def _route(self, call: LayerCall) -> Any:
+        from ditron_train.megatron.tp.te_layers import route_fp8, why_not_fp8
+
+        kind: Any = self.kind
+        with fp8_context(call.config):
+            reason = why_not_fp8(call.ours, call.x)
+            return reason if reason is not None else route_fp8(call.ours, kind, call.x)
+
+    def why_no_row(self, call: LayerCall) -> str | None:
+        """See `OpSpec`."""
+        found = self._route(call)
+        if found is None:
+            return "the policy keeps it on Megatron's path (the log says why)"
+        return found if isinstance(found, str) else None
+
+    def context(self, call: LayerCall) -> Any:
+        """See `OpSpec`; None where the layer runs by Megatron's path."""
+        found = self._route(call)
+        return None if isinstance(found, str) else found
+
+    def surroundings(self, shape: Shape) -> Any:
+        """See `OpSpec`: whatever has native's bits is ours here, be it faster at this shape or not."""
+        return under_policy("bits")
+
+    def _step(self, layer: Any, call: LayerCall) -> list[torch.Tensor]:
+        x = call.x.detach().requires_grad_()
+        with torch.enable_grad():
+            with fp8_context(call.config):
+                y, _ = layer(x)
+            gradients = torch.autograd.grad(y, [x, layer.weight], call.grad)
+        return [y.detach(), *gradients, *used_state(layer)]
+
+    def megatron(self, call: LayerCall) -> Function:
+        """See `OpSpec`."""
+        return lambda x, weight: self._step(call.native, call)
+
+    def fused(self, call: LayerCall, context: Any) -> Function:
+        """See `OpSpec`."""
+        return lambda x, weight: self._step(call.ours, call)
+
+    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
+        """See `OpSpec`."""
+        shapes = self._bf16.shapes(world_size, on_gpu)
+        return [shape for shape in shapes if self.why_not_shape(shape, world_size) is None]
+
+    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
+        """See `OpSpec`."""
+        return traced_linear(on_gpu)
+
+    def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
+        """See `OpSpec`."""
+        return self._bf16.shapes_of_model(model, world_size)
+
+    def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
+        """See `OpSpec`."""
+        reason = self._bf16.why_not_shape(shape, world_size)
+        return reason or why_not_aligned(self._op, shape, world_size, self.recipe)
+
+    def sample(self, shape: Shape, place: Place, seed: int) -> LayerCall:
+        """See `OpSpec`."""
+        m, n, k = (shape.sizes[name] for name in "mnk")
+        (rows, own_k), (own_n, _) = local_shapes(self._op, shape, place.world_size)
+        config, native, ours = _layers(self.kind, n, k, place.world_size, self.recipe)
+        out_rows = m if self.kind == "column" else m // place.world_size
+        sizes = ((rows, 1, own_k), (out_rows, 1, own_n), tuple(native.weight.shape))
+        x, grad, weight = (
+            make_values(one, torch.bfloat16, place.device, seed=3 * seed + index, rank=place.rank)
+            for index, one in enumerate(sizes)
+        )
+        with torch.no_grad():
+            for layer in (native, ours):
+                layer.weight.copy_(weight / math.sqrt(own_k))
+        return LayerCall(x, grad, native, ours, config, place.group)
+
+    def columns(self, call: LayerCall, context: Any, times_us: Mapping[str, float]) -> Mapping[str, Any]:
+        """See `OpSpec`."""
+        return {"dtype": FP8_PREFIX + self.recipe}
+
+
+def _layers(kind: str, n: int, k: int, world_size: int, recipe: str) -> tuple[Any, Any, Any]:
+    """A configuration, Megatron's layer of Transformer Engine, and ours; collective."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+    from megatron.core.transformer import TransformerConfig
+
+    from ditron_train.megatron.tp import te_layers
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=128, num_attention_heads=world_size, tensor_model_parallel_size=world_size,
+        sequence_parallel=world_size > 1, bf16=True, params_dtype=torch.bfloat16, add_bias_linear=False,
+        gradient_accumulation_fusion=False, **fp8_options(recipe),
+    )  # fmt: skip
+    native = TEColumnParallelLinear if kind == "column" else TERowParallelLinear
+    options: dict[str, Any] = {"gather_output": False} if kind == "column" else {"input_is_parallel": True}
+    options.update(config=config, init_method=torch.nn.init.normal_, bias=False, skip_bias_add=True, is_expert=False)
+    made = [one(k, n, **options) for one in (native, te_layers.class_map()[native])]
+    return config, *made

@@ -1,0 +1,189 @@
+"""AG-GEMM and GEMM-RS of quantised operands declared for the tools: against Transformer Engine's gather, product and
+reduce-scatter one after the other. Imported only where Transformer Engine is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformer_engine_torch as tex
+
+from ditron_train.megatron.tp.te_passes import forward_pass, gather, multiply, passing, scatter
+from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
+from ditron_train.runtime.values import make_values
+from ditron_train.tools.fp8.recipes import why_native, why_not_aligned
+from ditron_train.tools.results import FP8_PREFIX
+from ditron_train.tp import TPContext, get_tp_context
+from ditron_train.tp.cost_model import wire_bytes
+from ditron_train.tp.problem import Op, Problem
+from ditron_train.tp.spec import AG_GEMM, GEMM_RS, local_shapes
+
+__all__ = ["Fp8GemmSpec", "Fp8Operands", "data_of"]
+
+
+class Fp8Operands(NamedTuple):
+    """Quantised operands of this rank, as Transformer Engine holds them.
+
+    Attributes:
+        x: [M / W, K] (AG-GEMM) or [M, K].
+        weight: [N, K].
+        quantizer: Of what is gathered.
+        group: Tensor parallel group.
+    """
+
+    x: Any
+    weight: Any
+    quantizer: Any
+    group: dist.ProcessGroup
+
+
+def data_of(operand: Any) -> torch.Tensor:
+    """The bytes of a quantised tensor, row by row."""
+    fields = operand.get_metadata()
+    found: torch.Tensor = fields["data"] if "data" in fields else fields["rowwise_data"]
+    return found
+
+
+def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, is_gathered: bool = False) -> Any:
+    """One as a layer's, that nobody else has and that asks no peer."""
+    kind = tex.DType.kFloat8E4M3
+    quantizer: Any
+    if recipe == "blockwise":
+        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+        quantizer = Float8BlockQuantizer(
+            kind, rowwise=True, columnwise=False, block_scaling_dim=2 if is_weight else 1, all_gather_usage=is_gathered
+        )
+    elif recipe == "delayed":
+        from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+        scale, amax = torch.full((1,), 16.0, device=device), torch.zeros(1, device=device)
+        quantizer = Float8Quantizer(scale, amax, kind, rowwise=True, columnwise=False)
+    else:
+        from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+        quantizer = Float8CurrentScalingQuantizer(kind, device, columnwise=False)
+    quantizer.internal = True
+    return quantizer
+
+
+class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
+    """The forward product of a column (``ag_gemm``) or a row (``gemm_rs``) layer, from quantised operands on."""
+
+    def __init__(self, op: Op, recipe: str) -> None:
+        self.op, self.row, self.recipe = op, op, recipe
+        self.name = f"tp {op} {FP8_PREFIX}{recipe}"
+        self._bf16 = AG_GEMM if op == "ag_gemm" else GEMM_RS
+        self._kind: Any = "column" if op == "ag_gemm" else "row"
+
+    def device(self, call: Fp8Operands) -> torch.device:
+        """See `OpSpec`."""
+        return data_of(call.x).device
+
+    def context(self, call: Fp8Operands) -> TPContext:
+        """See `OpSpec`."""
+        return get_tp_context(call.group, self.device(call))
+
+    def inputs(self, call: Fp8Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `OpSpec`: the bytes."""
+        return data_of(call.x), data_of(call.weight)
+
+    def _run(self, call: Fp8Operands, context: TPContext | None) -> list[torch.Tensor]:
+        # Blocks of scales are always multiplied with a split accumulator.
+        options = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
+        with torch.no_grad(), passing(forward_pass(self._kind, context)):
+            if self.op == "ag_gemm":
+                total, _ = gather(call.x, call.group, quantizer=call.quantizer)
+                return [multiply(call.weight, total, **options)[0]]
+            partial, *_ = multiply(call.weight, call.x, **options)
+            return [scatter(partial, call.group)[0]]
+
+    def megatron(self, call: Fp8Operands) -> Function:
+        """See `OpSpec`."""
+        return lambda x, weight: self._run(call, None)
+
+    def fused(self, call: Fp8Operands, context: TPContext) -> Function:
+        """See `OpSpec`."""
+        return lambda x, weight: self._run(call, context)
+
+    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
+        """See `OpSpec`."""
+        shapes = self._bf16.shapes(world_size, on_gpu)
+        return [shape for shape in shapes if why_not_aligned(self.op, shape, world_size, self.recipe) is None]
+
+    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
+        """See `OpSpec`."""
+        return self._bf16.traced_shape(world_size, on_gpu)
+
+    def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
+        """See `OpSpec`."""
+        return self._bf16.shapes_of_model(model, world_size)
+
+    def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
+        """See `OpSpec`."""
+        reason = self._bf16.why_not_shape(shape, world_size)
+        return reason or why_not_aligned(self.op, shape, world_size, self.recipe)
+
+    def why_no_row(self, call: Fp8Operands) -> str | None:
+        """See `OpSpec`."""
+        return why_native(self.recipe)
+
+    def sample(self, shape: Shape, place: Place, seed: int) -> Fp8Operands:
+        """See `OpSpec`."""
+        shapes, is_gathered = local_shapes(self.op, shape, place.world_size), self.op == "ag_gemm"
+        x, weight = (
+            make_values(one, torch.bfloat16, place.device, seed=2 * seed + index, rank=place.rank)
+            for index, one in enumerate(shapes)
+        )
+        quantizer = _quantizer(self.recipe, place.device, is_gathered=is_gathered)
+        matrix = _quantizer(self.recipe, place.device, is_weight=True)(weight)
+        return Fp8Operands(quantizer(x), matrix, quantizer, place.group)
+
+    def _problem(self, call: Fp8Operands) -> Problem:
+        (rows, k), (n, _) = (tuple(one.shape) for one in self.inputs(call))
+        world_size = dist.get_world_size(call.group)
+        m = rows * (world_size if self.op == "ag_gemm" else 1)
+        return Problem(self.op, m, n, k, "nt", torch.float8_e4m3fn, world_size)
+
+    def cost(self, call: Fp8Operands, context: TPContext) -> Cost:
+        """See `OpSpec`."""
+        problem = self._problem(call)
+        return Cost(wire_bytes(problem), 2.0 * problem.m * problem.n * problem.k)
+
+    def columns(self, call: Fp8Operands, context: TPContext, times_us: Mapping[str, float]) -> Mapping[str, Any]:
+        """See `OpSpec`."""
+        return {"dtype": FP8_PREFIX + self.recipe}
+
+    def parts(self, call: Fp8Operands, context: TPContext) -> Mapping[str, Callable[[], object]]:
+        """See `OpSpec`."""
+        options: dict[str, Any] = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
+        if self.op == "ag_gemm":
+            total, _ = gather(call.x, call.group, quantizer=call.quantizer)
+            return {
+                "gemm": lambda: multiply(call.weight, total, **options),
+                "comm": lambda: gather(call.x, call.group, quantizer=call.quantizer),
+            }
+        partial, *_ = multiply(call.weight, call.x, **options)
+        return {"gemm": lambda: multiply(call.weight, call.x, **options), "comm": lambda: scatter(partial, call.group)}
+
+    def peers(self, call: Fp8Operands, context: TPContext) -> Mapping[str, Callable[[], object]]:
+        """See `OpSpec`: PyTorch's async-TP, which knows one scale a tensor."""
+        if self.recipe == "blockwise" or context.target == "interpreter":
+            return {}
+        return {"async-TP": lambda: self._async_tp(call)}
+
+    def _async_tp(self, call: Fp8Operands) -> torch.Tensor:
+        import torch.distributed._symmetric_memory  # noqa: F401  (registers the ops)
+
+        x, weight = (one.view(torch.float8_e4m3fn) for one in self.inputs(call))
+        scales = [operand.get_metadata()["fp8_scale_inv"].reshape(()) for operand in (call.x, call.weight)]
+        name, dtype = call.group.group_name, torch.bfloat16
+        if self.op == "ag_gemm":
+            fused = torch.ops.symm_mem.fused_all_gather_scaled_matmul
+            operands = (x, [weight.t()], scales[0], [scales[1]])
+            return fused(*operands, 0, name, [None], [None], [dtype], [True])[1][0]
+        sizes = [x.shape[0], weight.shape[0]]
+        scattered = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
+        return scattered(x, weight.t(), *scales, "sum", 0, 0, name, sizes, out_dtype=dtype, use_fast_accum=True)

@@ -1,0 +1,89 @@
+"""MoE layers with experts in FP8 on Hopper GPUs under torchrun: results, gradients and the state of scales are those
+of megatron-core's dispatcher around Transformer Engine's experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+
+from ditron_train.megatron.ep.movement_spec import moe_config  # noqa: E402
+from ditron_train.tools.bench.megatron_ep import expert_parallel_world, layer_pair  # noqa: E402
+from ditron_train.tools.fp8.recipes import fp8_context, fp8_options  # noqa: E402
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(device):
+    if dist.get_world_size() == 1:
+        pytest.skip("needs at least two ranks")
+    with expert_parallel_world():
+        yield device
+        torch.cuda.synchronize()
+        dist.barrier()
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+
+
+def state_of(layer):
+    """What Transformer Engine's quantizers of the experts keep, as far as a layer writes it: of inputs and weights, of
+    gradients of results."""
+    found = {}
+    for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+        count = linear.num_gemms
+        used = {
+            "scaling_fwd": [3 * i + j for i in range(count) for j in (0, 1)],
+            "scaling_bwd": range(0, 2 * count, 2),
+        }
+        for name, indices in used.items():
+            for index in indices:
+                for field in ("scale", "amax"):
+                    value = getattr(linear.quantizers[name][index], field, None)
+                    if value is not None:
+                        found[f"{type(linear).__name__} {name} {index} {field}"] = value.clone()
+            history = getattr(linear.fp8_meta[name], "amax_history", None)
+            if history is not None:
+                found[f"{type(linear).__name__} {name} history"] = history.clone()
+    return found
+
+
+def steps_of(layer, config):
+    """Everything that a few steps give, then the state."""
+    found = []
+    for step in range(STEPS):
+        generator = torch.Generator("cuda").manual_seed(10 * step + dist.get_rank())
+        tokens = (517, 300, 256, 1000)[(step + dist.get_rank()) % 4]
+        x, grad = (torch.randn(tokens, 1, 1024, device="cuda", generator=generator).bfloat16() for _ in range(2))
+        x.requires_grad_()
+        with fp8_context(config):
+            y, _ = layer(x)
+        y.backward(grad)
+        found += [("y", y.detach()), ("dx", x.grad), *((name, p.grad) for name, p in layer.named_parameters())]
+        layer.zero_grad()
+    return [*found, *state_of(layer).items()]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["any_rows", "padded_routing"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_layers_with_experts_in_fp8(all_equal, recipe, padded):
+    options = {**fp8_options(recipe), "moe_router_padding_for_quantization": padded}
+    config = moe_config(
+        hidden=1024, ffn_hidden=512, num_experts=4 * dist.get_world_size(), topk=3, dtype=torch.bfloat16, **options
+    )
+    layers = layer_pair(config, torch.device("cuda", torch.cuda.current_device()))
+    native, ours = (steps_of(layers[name], config) for name in ("native", "ditron"))
+    assert layers["ditron"].token_dispatcher.ep_context is not None, "the movement is ours"
+    assert len(native) == len(ours)
+    for index, ((name, expected), (_, found)) in enumerate(zip(native, ours)):
+        assert (expected is None) == (found is None), (recipe, index, name)
+        assert expected is None or all_equal(found, expected), (recipe, index, name)

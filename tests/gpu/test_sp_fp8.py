@@ -1,0 +1,61 @@
+"""Ulysses with linear layers in FP8 on Hopper GPUs under torchrun: the exchanges are ours, results, gradients and the
+state of scales those of Transformer Engine's own ``a2a`` attention."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+sys.path.insert(0, str(Path(__file__).parent))
+from test_sp_megatron import assert_same_bits, build, num_routes, world  # noqa: E402, F401
+
+from ditron_train.tools.fp8.recipes import fp8_context, fp8_options  # noqa: E402
+
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+@pytest.mark.parametrize("options", [{}, RECOMPUTE], ids=["plain", "recompute"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_attention_around_linear_layers_in_fp8(world, all_equal, recipe, options):  # noqa: F811
+    import ditron_train.megatron as plugin
+    from ditron_train.policy import gate
+
+    gate.forget("sp")
+    options = {**fp8_options(recipe), **options}
+    native, ours = build(world, True, False, **options), build(world, True, True, **options)
+    try:
+        for _ in range(3):
+            expected, found = _step(native, world), _step(ours, world)
+            assert_same_bits(found, expected)
+        states = [
+            {name: value for name, value in one.state_dict().items() if "extra" in name} for one in (native, ours)
+        ]
+        assert states[0].keys() == states[1].keys() and len(states[0]) >= 3
+        for name, value in states[0].items():
+            assert all_equal(states[1][name], value), name
+        assert num_routes("exchange") == 1, "the exchanges are ours"
+    finally:
+        plugin.restore()
+
+
+def _step(layer, world_size):
+    """Forward in the recipe's context, backward outside of it, as in training."""
+    generator = torch.Generator(device="cuda").manual_seed(20 + dist.get_rank())
+    shape = (2048 // world_size, 1, layer.config.hidden_size)
+    x, grad = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+    x.requires_grad_()
+    with fp8_context(layer.config):
+        out, bias = layer(x, attention_mask=None, rotary_pos_emb=None)
+    out.backward(grad)
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
+    return out.detach(), x.grad, gradients, bias

@@ -1,0 +1,183 @@
+"""What the workers of the tests of FP8 experts run: ours in the code of a stand-in for Transformer Engine's
+``GroupedLinear``, which calls ``split_quantize`` and ``general_grouped_gemm`` by these names. Operands are integers
+below 4 and scales powers of two: everything is exact."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import te_fp8_workers
+import torch
+import torch.distributed as dist
+
+from ditron_train.cpu import interpreter
+
+_MORE_OPERANDS = """
+def make_empty(self, shape, *, dtype, device):
+    transpose = torch.empty(shape[1], shape[0], dtype=torch.uint8) if self.columnwise_usage else None
+    return Storage(torch.empty(shape, dtype=torch.uint8), torch.ones(1), self.dtype, transpose, self)
+
+
+def update_quantized(self, values, storage):
+    made = self(values)
+    storage._data.copy_(made._data)
+    storage._scale_inv.copy_(made._scale_inv)
+    if storage._transpose is not None:
+        storage._transpose.copy_(made._transpose)
+    return storage
+
+
+Float8CurrentScalingQuantizer.make_empty = make_empty
+Float8CurrentScalingQuantizer.update_quantized = update_quantized
+
+
+def split_quantize(tensor, splits, quantizers):
+    return [quantizer(part) if len(part) else quantizer.make_empty(part.shape, dtype=part.dtype, device=part.device)
+            for part, quantizer in zip(tensor.split(splits), quantizers)]
+"""
+
+_OPS = """
+def general_grouped_gemm(A, B, out, out_dtype, layout="TN", m_splits=None, grad=False, bias=None, use_bias=False,
+                         use_split_accumulator=False, single_output=False, accumulate=False):
+    CALLS.append((layout, tuple(m_splits), use_split_accumulator))
+    products = [b.values(layout[1] == "N") @ a.values(layout[0] == "T").t() for a, b in zip(A, B)]
+    if single_output:
+        out[0].copy_(torch.cat(products))
+    else:
+        for into, product in zip(out, products):
+            into.copy_(product)
+    return out, None, None
+"""
+
+_GROUPED = """
+import torch
+import transformer_engine.pytorch.tensor.float8_tensor as tex
+from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8CurrentScalingQuantizer
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inp, m_splits, layer, split_accumulator, *weights):
+        for quantizer in layer.inputs:
+            quantizer.set_usage(rowwise=True, columnwise=ctx is not None)
+        rows = tex.split_quantize(inp, m_splits, layer.inputs)
+        matrices = [quantizer(weight) for quantizer, weight in zip(layer.weights, weights)]
+        out = torch.empty([sum(m_splits), weights[0].shape[0]], dtype=torch.bfloat16)
+        _ = general_grouped_gemm(matrices, rows, [out], torch.bfloat16, single_output=True, m_splits=m_splits,
+                                 bias=None, use_bias=False, use_split_accumulator=split_accumulator)
+        if ctx is not None:
+            ctx.kept = m_splits, layer, rows, matrices
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        m_splits, layer, rows, matrices = ctx.kept
+        grads = tex.split_quantize(grad_output.contiguous(), m_splits, layer.grads)
+        dgrad = torch.empty(grad_output.shape[0], layer.weight0.shape[1], dtype=torch.bfloat16)
+        for matrix in matrices:
+            matrix.update_usage(True)
+        options = dict(m_splits=m_splits, grad=True, use_split_accumulator=True)
+        general_grouped_gemm(matrices, grads, [dgrad], torch.bfloat16, single_output=True, layout="NN", **options)
+        wgrads = [torch.empty_like(layer.weight0) for _ in matrices]
+        general_grouped_gemm(rows, grads, wgrads, torch.bfloat16, layout="NT", **options)
+        return dgrad, None, None, None, *wgrads
+
+
+class GroupedLinear(torch.nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.num_gemms = len(weights)
+        for index, weight in enumerate(weights):
+            self.register_parameter(f"weight{index}", torch.nn.Parameter(weight))
+        make = lambda dtype: [Float8CurrentScalingQuantizer(dtype, None) for _ in weights]
+        self.inputs, self.weights = make(DType.kFloat8E4M3), make(DType.kFloat8E4M3)
+        self.grads = make(DType.kFloat8E5M2)
+
+    def forward(self, inp, m_splits, split_accumulator=False):
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        run, ctx = (_GroupedLinear.apply, []) if torch.is_grad_enabled() else (_GroupedLinear.forward, [None])
+        return run(*ctx, inp, m_splits, self, split_accumulator, *weights)
+"""
+
+
+def install(change=("", "")):
+    """The stand-in; ours with few rows, of experts of which cuBLAS would need more."""
+    import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
+
+    interpreter.install()
+    modules = dict(te_fp8_workers._MODULES)
+    modules["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS
+    modules["transformer_engine.pytorch.cpp_extensions"] += _OPS
+    modules["transformer_engine.pytorch.module.grouped_linear"] = _GROUPED
+    te_fp8_workers._MODULES.update(modules)
+    te_fp8_workers._install(change)
+    from ditron_train.megatron.ep import fp8_spec, te_fp8
+
+    te_fp8.FEWEST_ROWS = fp8_spec.FEWEST_ROWS = 16
+    return te_fp8
+
+
+def compare_layers():
+    """Native, ours asked for nothing, ours at once: equal results, gradients and states; the calls of each."""
+    te_fp8 = install()
+    native = sys.modules["transformer_engine.pytorch.module.grouped_linear"].GroupedLinear
+    ours = type("Ours", (native, te_fp8.grouped_base()), {})
+    assert te_fp8.why_not_code() is None
+    calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
+    for made, at_once in ((native, False), (ours, False), (ours, True)):
+        layer = made([te_fp8_workers._integers((48, 32), 7 + index) for index in range(3)])
+        found = []
+        calls.clear()
+        for step, (splits, has_grad, split_accumulator) in enumerate(_STEPS):
+            x = te_fp8_workers._integers((sum(splits), 32), step).requires_grad_(has_grad)
+            with te_fp8.multiplying_at_once() if at_once else contextlib.nullcontext():
+                with torch.set_grad_enabled(has_grad):
+                    y = layer(x, splits, split_accumulator)
+            found.append(y.detach().clone())
+            if has_grad:
+                y.backward(te_fp8_workers._integers(y.shape, 50 + step))
+                found += [x.grad, *(weight.grad.clone() for weight in layer.parameters())]
+                layer.zero_grad()
+        quantizers = [*layer.inputs, *layer.weights, *layer.grads]
+        state = [(one.history, one.amax.item(), one.scale.item()) for one in quantizers]
+        seen.append((found, state, list(calls)))
+    for found, state, _ in seen[1:]:
+        assert len(found) == len(seen[0][0]) and all(map(torch.equal, found, seen[0][0]))
+        assert state == seen[0][1]
+    return [products for _, _, products in seen]
+
+
+#: Rows of the experts, whether gradients are wanted, whether forward has a split accumulator.
+_STEPS = (
+    ([32, 16, 48], True, False),
+    ([64, 0, 16], True, False),
+    ([32, 16, 48], False, False),
+    ([32, 16, 48], True, True),
+    ([32, 8, 48], True, False),
+)
+
+
+def refused_code(change):
+    """Why the stand-in, with one string replaced, cannot be used."""
+    return install(change).why_not_code()
+
+
+def spec_on_cpu():
+    """The trial of the policy, and what it does not cover."""
+    install()
+    from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
+
+    said, group = [], dist.group.WORLD
+    for weight, dtype in (((48, 32), torch.bfloat16), ((40, 32), torch.bfloat16), ((48, 32), torch.float32)):
+        call = Fp8ExpertsCall(torch.empty(200, 32).to(dtype), torch.empty(weight).to(dtype), 3, group)
+        said.append(FP8_EXPERTS.why_not(call))
+        if said[-1] is None:
+            context = FP8_EXPERTS.context(call)
+            trial = FP8_EXPERTS.trial(call, context)
+            for first, second in [(trial.megatron, trial.fused), *trial.also]:
+                (expected,), (found,) = first(), second()
+                assert expected.shape == found.shape and torch.isfinite(found).all()
+            said.append(trial.words)
+    return said
