@@ -211,7 +211,7 @@ def _used_state(layer):
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("kind", ["te_column", "te_norm_column", "te_row"])
 def test_te_layers_in_fp8_at_random_shapes(tensor_parallel, all_equal, kind, recipe):
-    """Three steps each: results, gradients, and scales and histories behind them; other recipes run natively."""
+    """Three steps each: results, gradients, and scales and histories behind them."""
     _import_te()
     from megatron.core.fp8_utils import get_fp8_context
 
@@ -238,7 +238,7 @@ def test_te_layers_in_fp8_at_random_shapes(tensor_parallel, all_equal, kind, rec
         for native, ours in zip(*seen):
             _assert_same(all_equal, native, ours, (kind, recipe, m, n, k))
         num_overlapped += _num_ops()
-    assert (num_overlapped > 0) == (recipe == "tensorwise")
+    assert num_overlapped > 0
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -43,8 +43,8 @@ __all__ = [
     "why_not_fp8",
 ]
 
-#: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
-FP8_RECIPES = ("Float8CurrentScaling",)
+#: Recipes whose layers may be overlapped, by the class of Transformer Engine's that a recipe is or inherits from.
+FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling")
 
 _COLUMN_BASE: Any = overlapped_base(TEColumnParallelLinear)
 _NORM_COLUMN_BASE: Any = overlapped_base(TELayerNormColumnParallelLinear)
