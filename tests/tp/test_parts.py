@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_parts as bodies  # noqa: E402
 
-from tests.support.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
 
 @pytest.mark.parametrize("world_size, rows, columns", [(2, 8, 64), (4, 3, 16)])
@@ -30,5 +30,5 @@ def test_parts_that_do_not_fit_are_refused_alike():
 
 @pytest.mark.parametrize("what", ["sizes", "turns", "number"])
 def test_ranks_that_differ_raise_the_same(what):
-    first, second = run_workers(2, bodies.mismatched_parts, what)
+    first, second = (outcome.value for outcome in run_workers_once(2, bodies.mismatched_parts, what))
     assert first == second and first.startswith("MismatchError: ")
