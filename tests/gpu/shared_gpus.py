@@ -13,8 +13,10 @@ milliseconds each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -41,6 +43,7 @@ def set_up() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if backend() == "gloo":
         dist.reduce_scatter_tensor = reduce_scatter_tensor
+        dist._coalescing_manager = _one_by_one
         return
     for name, value in (
         ("NCCL_HOSTID", f"rank{os.environ['RANK']}"),
@@ -48,6 +51,12 @@ def set_up() -> None:
         ("NCCL_SOCKET_IFNAME", "lo"),
     ):
         os.putenv(name, value)  # C code sees it, ``os.environ`` does not: to the package it is one host
+
+
+@contextlib.contextmanager
+def _one_by_one(group: object = None, device: object = None, async_ops: bool = False) -> Iterator[_Done]:
+    """``dist._coalescing_manager``, which gloo has not: collectives inside run as they come."""
+    yield _Done()
 
 
 class _Done:

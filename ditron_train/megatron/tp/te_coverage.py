@@ -9,10 +9,10 @@ import torch
 
 from ditron_train.megatron.compat import why_not_weight
 
-__all__ = ["FP8_RECIPES", "OFFLOADED", "why_not_options", "why_not_recipe"]
+__all__ = ["FP8_RECIPES", "OFFLOADED", "why_not_options", "why_not_recipe_name"]
 
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
-FP8_RECIPES = ("Float8CurrentScaling",)
+FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
 OFFLOADED = "activations are offloaded to the CPU"
 
 _USERBUFFERS = (
@@ -46,7 +46,7 @@ def why_not_options(layer: Any, x: torch.Tensor) -> str | None:
     return why_not_weight(layer.weight)
 
 
-def why_not_recipe(names: Sequence[str], has_fp8_parameters: bool) -> str | None:
+def why_not_recipe_name(names: Sequence[str], has_fp8_parameters: bool) -> str | None:
     """Why layers of an FP8 recipe run natively, or None.
 
     Args:

@@ -73,7 +73,7 @@ def fp8_context(config: Any) -> AbstractContextManager[Any]:
 
 def why_native(recipe: str) -> str | None:
     """Why tensor parallel layers of a recipe run by Megatron's path alone, or None."""
-    from ditron_train.megatron.tp.te_layers import FP8_RECIPES
+    from ditron_train.megatron.tp.te_coverage import FP8_RECIPES
 
     return None if RECIPES[recipe] in FP8_RECIPES else f"layers of recipe {recipe} run by Megatron's path"
 
