@@ -138,7 +138,7 @@ class _Meeting:
         """Whether this rank, the first whose deadline has passed, is to look for the one that is missing: all others
         would ask the store the same, within a moment."""
         name: Any = str(self._rank)
-        return self.store.compare_set(f"{self._number}/asker", "", name) == name.encode()
+        return bool(self.store.compare_set(f"{self._number}/asker", "", name) == name.encode())
 
     def _is_settled(self) -> bool:
         return self.store.check([f"{self._number}/outcome"])

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import transformer_engine_torch as tex
 
-from ditron_train.megatron.tp.te_passes import forward_pass, gather, multiply, passing, scatter
+from ditron_train.megatron.tp.te_fp8 import forward_pass
+from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.fp8.recipes import why_native, why_not_aligned
