@@ -47,7 +47,7 @@ import torch
 
 from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.mailbox import MAX_LOANS
-from ditron_train.pp.messages import Header, disagreement, fragment_ends, num_bytes_of
+from ditron_train.pp.messages import Copy, Header, disagreement, fragment_ends, num_bytes_of
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.copies import copy_bytes
@@ -140,9 +140,8 @@ class Sender:
         begin = 0
         for end in ends:
             self._fragments += 1
-            self.channel.push(
-                self.peer, _DATA + self.lane, self._fragments, slot + begin, source + begin, end - begin, stream
-            )
+            copy = Copy(slot + begin, source + begin, end - begin)
+            self.channel.push(self.peer, _DATA + self.lane, self._fragments, copy, stream)
             begin = end
 
     def _choose_loan(self) -> int | None:
