@@ -9,7 +9,6 @@ from functools import cache
 import torch
 
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.nvidia_driver import driver_version
 
 __all__ = [
     "HOPPER_AND_NEWER",
