@@ -10,18 +10,6 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = [
-    "HOPPER_AND_NEWER",
-    "device_name",
-    "driver_version",
-    "is_capturing",
-    "is_interpreter",
-    "kernel_target",
-    "num_sms",
-    "replays_compiled_graphs",
-    "with_index",
-]
-
 #: Of ``kernel_target``: GPUs with TMA and tensor cores that take operands from shared memory.
 HOPPER_AND_NEWER = ("sm_90", "sm_100")
 
