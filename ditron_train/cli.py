@@ -20,15 +20,16 @@ import ditron_train
 __all__ = ["command_parsers", "main"]
 
 _REQUIRED = ("torch", "triton", "numpy", "packaging", "rich")
+#: By command: its module, with ``add_arguments(parser)`` and ``run(arguments)``, and what it does.
 _TOOLS = {
-    "tune": "ditron_train.tools.tune.tuner",
-    "verify": "ditron_train.tools.verify.verifier",
-    "compare": "ditron_train.tools.compare.comparison",
-    "postmortem": "ditron_train.tools.postmortem.verdict",
-    "trace": "ditron_train.tools.trace.tracer",
-    "predict": "ditron_train.tools.predict.predictor",
+    "tune": ("tune.tuner", "choose tile sizes and transfers for this machine (under torchrun)"),
+    "verify": ("verify.verifier", "compare every op with native, bit for bit (under torchrun)"),
+    "compare": ("compare.comparison", "train twice by your own command, natively and with ours"),
+    "postmortem": ("postmortem.verdict", "name the first rank that diverged, after a failure"),
+    "trace": ("trace.tracer", "draw what overlaps, or the order in which tiles run and chunks travel"),
+    "predict": ("predict.predictor", "what a training step takes, from Megatron's arguments, without a GPU"),
 }
-"""Modules with ``add_arguments(parser)`` and ``run(arguments)``."""
+_UNDER_MEGATRON = ("bench", "tune", "verify", "trace")  # which run ops as jobs do
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,35 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in available_benches().items():
         rooms.add_parser(name, help=text, add_help=False).set_defaults(function=_bench)
 
-    tune = commands.add_parser(
-        "tune", help="choose tile sizes and transfers for this machine (under torchrun)", add_help=False
-    )
-    tune.set_defaults(function=_tune)
-
-    verify = commands.add_parser(
-        "verify", help="compare every op with native, bit for bit (under torchrun)", add_help=False
-    )
-    verify.set_defaults(function=_verify)
-
-    compare = commands.add_parser(
-        "compare", help="train twice by your own command, natively and with ours", add_help=False
-    )
-    compare.set_defaults(function=_compare)
-
-    postmortem = commands.add_parser(
-        "postmortem", help="name the first rank that diverged, after a failure", add_help=False
-    )
-    postmortem.set_defaults(function=_postmortem)
-
-    trace = commands.add_parser(
-        "trace", help="draw what overlaps, or the order in which tiles run and chunks travel", add_help=False
-    )
-    trace.set_defaults(function=_trace)
-
-    predict = commands.add_parser(
-        "predict", help="what a training step takes, from Megatron's arguments, without a GPU", add_help=False
-    )
-    predict.set_defaults(function=_predict)
+    for name, (_, text) in _TOOLS.items():
+        commands.add_parser(name, help=text, add_help=False).set_defaults(function=_tool)
     return parser
 
 
@@ -115,47 +89,25 @@ def _doctor_job(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    _set_megatron_environment()
-    return _run_tool(f"bench {arguments.bench}", rest)
+    arguments.command = f"bench {arguments.bench}"
+    return _tool(arguments, rest)
 
 
-def _trace(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    _set_megatron_environment()
-    return _run_tool("trace", rest)
-
-
-def _tune(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    _set_megatron_environment()
-    return _run_tool("tune", rest)
-
-
-def _verify(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    _set_megatron_environment(as_a_job=any(word.startswith("--plan") for word in rest))
-    if "--faults" in rest:  # its processes are forked, and CUDA cannot have been asked for GPUs before that
+def _tool(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    command = arguments.command
+    if command.split()[0] in _UNDER_MEGATRON:
+        _set_megatron_environment(as_a_job=command == "verify" and any(word.startswith("--plan") for word in rest))
+    if command == "verify" and "--faults" in rest:
+        # its processes are forked, and CUDA cannot have been asked for GPUs before that
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    return _run_tool("verify", rest)
-
-
-def _compare(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    return _run_tool("compare", rest)
-
-
-def _postmortem(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    return _run_tool("postmortem", rest)
-
-
-def _predict(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    return _run_tool("predict", rest)
-
-
-def _run_tool(command: str, rest: Sequence[str]) -> int:
-    module, parser = _tool(command)
+    module, parser = _module_of(command)
     return module.run(parser.parse_args(rest))
 
 
-def _tool(command: str) -> tuple[Any, argparse.ArgumentParser]:
+def _module_of(command: str) -> tuple[Any, argparse.ArgumentParser]:
     """A command's module, and the parser of what stands behind the command."""
-    module = importlib.import_module(_TOOLS.get(command) or f"ditron_train.tools.{command.replace(' ', '.')}")
+    name = _TOOLS[command][0] if command in _TOOLS else command.replace(" ", ".")
+    module = importlib.import_module(f"ditron_train.tools.{name}")
     parser = argparse.ArgumentParser(
         prog=f"python -m ditron_train {command}", description=module.__doc__, allow_abbrev=False
     )
@@ -169,7 +121,7 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
 
     choices = _subcommands(_parser())
     tools = [*(f"bench {name}" for name in available_benches()), *_TOOLS]
-    return {"doctor": choices["doctor"], **{command: _tool(command)[1] for command in tools}}
+    return {"doctor": choices["doctor"], **{command: _module_of(command)[1] for command in tools}}
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -296,9 +296,8 @@ def _remember_shapes() -> None:
 def _remember_builtins(interpreter: Any) -> None:
     from triton.language import core
 
-    builtins: dict[
-        int, list[tuple[str, Any]]
-    ] = {}  # by id of a module or class, all of which live as long as the process
+    # By id of a module or class, all of which live as long as the process.
+    builtins: dict[int, list[tuple[str, Any]]] = {}
     semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
 
     def interpreted(member: Any) -> Any:

@@ -7,7 +7,8 @@ all graphs that one stream replays share a pool, since they run one after anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,6 @@ from ditron_train.stream.events import own_stream
 
 MAX_GRAPH_ELEMENTS = 1 << 24
 _MAX_TOTAL_ELEMENTS = 1 << 26  # of all graphs, which each keep two matrices
-
-Coefficients = Sequence[tuple[float, float, float]]
 
 _graphs: dict[tuple, StepGraph | None] = {}
 _captures: dict[tuple[torch.device, int], _Captures] = {}
@@ -61,10 +60,33 @@ class _Captures:
         return graph, result
 
 
-def _steps(x: torch.Tensor, coefficients: Coefficients, plan: ProductPlan) -> torch.Tensor:
-    for a, b, c in coefficients:
-        x = newton_schulz_step(x, a, b, c, plan)
-    return x
+class Steps(NamedTuple):
+    """All steps of one matrix.
+
+    Attributes:
+        m: Rows of X, at most ``n``.
+        n: Columns.
+        dtype: Of the products.
+        device: A CUDA device.
+        is_view: Whether X is a transposed view of what is stored, as native's is for matrices with more rows than
+            columns.
+        coefficients: Of each step.
+        plan: Which products run by our kernels.
+    """
+
+    m: int
+    n: int
+    dtype: torch.dtype
+    device: torch.device
+    is_view: bool
+    coefficients: tuple[tuple[float, float, float], ...]
+    plan: ProductPlan
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Enqueues them."""
+        for a, b, c in self.coefficients:
+            x = newton_schulz_step(x, a, b, c, self.plan)
+        return x
 
 
 class StepGraph:
@@ -73,24 +95,12 @@ class StepGraph:
     Attributes:
         storage: Where the caller writes X before ``replay``: [m, n], or [n, m] where X is its transposed view.
 
-    Args:
-        m: Rows of X, at most ``n``.
-        n: Columns.
-        dtype: Of the products.
-        device: A CUDA device.
-        is_view: Whether X is a transposed view of ``storage``, as native's is for matrices with more rows than
-            columns.
-        coefficients: Of each step.
-        plan: Which products run by our kernels.
-
     Raises:
         RuntimeError: The capture failed, or the graph's bits differ from those of single launches.
     """
 
-    def __init__(
-        self, m: int, n: int, dtype: torch.dtype, device: torch.device, is_view: bool, coefficients: Coefficients,
-        plan: ProductPlan,
-    ) -> None:  # fmt: skip
+    def __init__(self, steps: Steps) -> None:
+        m, n, dtype, device, is_view, *_ = steps
         generator = torch.Generator(device=device).manual_seed(1)
         self.storage = torch.empty((n, m) if is_view else (m, n), dtype=dtype, device=device)
         self.storage.normal_(std=(m * n) ** -0.5, generator=generator)
@@ -98,8 +108,8 @@ class StepGraph:
         where = (device, torch.cuda.current_stream(device).cuda_stream)
         if where not in _captures:
             _captures[where] = _Captures(device)
-        expected = _steps(x, coefficients, plan)
-        self._graph, self._result = _captures[where].capture(lambda: _steps(x, coefficients, plan))
+        expected = steps(x)
+        self._graph, self._result = _captures[where].capture(lambda: steps(x))
         if not torch.equal(self.replay(), expected):
             raise RuntimeError("the captured products have other bits")
 
@@ -110,46 +120,30 @@ class StepGraph:
         return self._result
 
 
-def make_graph(
-    m: int,
-    n: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_view: bool,
-    coefficients: Coefficients,
-    plan: ProductPlan,
-) -> StepGraph | None:
+def make_graph(steps: Steps) -> StepGraph | None:
     """``StepGraph``, or None with one log line where it cannot be made."""
     try:
         if not has_driver():  # a stream of torch's has other users, and with them one workspace of cuBLAS
             raise NotSupportedError(f"a stream of its own needs cuda-bindings: {pip_command('cuda-bindings')}")
-        with torch.cuda.device(device):
-            return StepGraph(m, n, dtype, device, is_view, coefficients, plan)
+        with torch.cuda.device(steps.device):
+            return StepGraph(steps)
     except RuntimeError as error:
-        words = f"Newton-Schulz {m} x {n} runs without a CUDA graph: {error}"
-        log_once(f"graph {m} {n} {dtype} {is_view}", words, name="ditron_train.optim")
+        words = f"Newton-Schulz {steps.m} x {steps.n} runs without a CUDA graph: {error}"
+        log_once(f"graph {steps.m} {steps.n} {steps.dtype} {steps.is_view}", words, name="ditron_train.optim")
         return None
 
 
-def step_graph(
-    m: int,
-    n: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_view: bool,
-    coefficients: Coefficients,
-    plan: ProductPlan,
-) -> StepGraph | None:
+def step_graph(steps: Steps) -> StepGraph | None:
     """The graph of a shape for the current stream, made at the first call; None where there can be none.
 
     Not while a CUDA graph is captured: its launches are the user's.
     """
     if torch.cuda.is_current_stream_capturing():
         return None
-    stream = torch.cuda.current_stream(device).cuda_stream
-    key = (m, n, dtype, device, is_view, tuple(coefficients), plan.uses, plan.configs, stream)
+    stream = torch.cuda.current_stream(steps.device).cuda_stream
+    key = (*steps[:-1], steps.plan.uses, steps.plan.configs, stream)
     if key not in _graphs:
         total = sum(graph.storage.numel() for graph in _graphs.values() if graph is not None)
-        fits = total + m * n <= _MAX_TOTAL_ELEMENTS
-        _graphs[key] = make_graph(m, n, dtype, device, is_view, coefficients, plan) if fits else None
+        fits = total + steps.m * steps.n <= _MAX_TOTAL_ELEMENTS
+        _graphs[key] = make_graph(steps) if fits else None
     return _graphs[key]

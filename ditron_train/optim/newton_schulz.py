@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from ditron_train.gemm.ops import on_device
-from ditron_train.optim.graphs import step_graph
+from ditron_train.optim.graphs import Steps, step_graph
 from ditron_train.optim.kernels import normalize_kernel
 from ditron_train.optim.plans import ProductMode, plan_products
 from ditron_train.optim.products import newton_schulz_step
@@ -191,7 +191,8 @@ def newton_schulz(
     plan = plan_products(m, n, dtype, grad.device, mode, transposed=transposed)
     contiguous = by_gram or (plan.use_gram and plan.use_update)
     if plan.use_graph and not by_gram:
-        graph = step_graph(m, n, dtype, grad.device, transposed and not contiguous, coefficients, plan)
+        is_view = transposed and not contiguous
+        graph = step_graph(Steps(m, n, dtype, grad.device, is_view, tuple(coefficients), plan))
         if graph is not None:
             normalized(grad, eps=eps, dtype=dtype, contiguous=contiguous, out=graph.storage)
             return graph.replay() if borrow else graph.replay().clone()

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ditron_train.gemm.configs import GemmConfig
-from ditron_train.optim.graphs import MAX_GRAPH_ELEMENTS, make_graph
+from ditron_train.optim.graphs import MAX_GRAPH_ELEMENTS, Steps, make_graph
 from ditron_train.optim.products import (
     ProductPlan,
     addmm,
@@ -136,18 +136,12 @@ def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transpose
     plan = replace(plan, reason=", ".join(words))
     if step_us > _HOST_BOUND_US or m * n > MAX_GRAPH_ELEMENTS:
         return plan
-    steps = [_COEFFICIENTS] * _NUM_STEPS
-
-    def run(plan: ProductPlan) -> torch.Tensor:
-        y = x
-        for a, b, c in steps:
-            y = newton_schulz_step(y, a, b, c, plan)
-        return y
-
-    native_us = _wall_us(lambda: run(_NATIVE), device)
-    single_us = _wall_us(lambda: run(plan), device) if any(plan.uses) else native_us
+    steps = Steps(m, n, dtype, device, False, (_COEFFICIENTS,) * _NUM_STEPS, plan)
+    native = steps._replace(plan=_NATIVE)
+    native_us = _wall_us(lambda: native(x), device)
+    single_us = _wall_us(lambda: steps(x), device) if any(plan.uses) else native_us
     words.append(f"with the host: {native_us / single_us:.2f}x")
-    graph = make_graph(m, n, dtype, device, False, steps, plan)
+    graph = make_graph(steps)
     graph_us = _wall_us(graph.replay, device) if graph is not None else float("inf")
     if graph is not None:
         words.append(f"as a graph: {native_us / graph_us:.2f}x")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ditron_train.pp.mailbox import Mailbox
-from ditron_train.pp.messages import LANE_NAMES
+from ditron_train.pp.messages import LANE_NAMES, Copy
 from ditron_train.runtime.errors import DitronError, MismatchError, PeerTimeoutError
 from ditron_train.runtime.flight_recorder import note_error
 from ditron_train.stream import stream_notify, stream_wait
@@ -69,19 +69,10 @@ class PipelineChannel(Channel):
         """Sets flag ``index`` of ``rank`` once the stream has got there."""
         stream_notify(self, self.address(rank, index), epoch, stream)
 
-    def push(
-        self,
-        rank: int,
-        index: int,
-        epoch: int,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
+    def push(self, rank: int, index: int, epoch: int, copy: Copy, stream: torch.cuda.Stream | None) -> None:
         """Copies bytes to an address of ``rank``'s memory, then sets its flag ``index``."""
-        if num_bytes:
-            copy_bytes(destination, source, num_bytes, stream)
+        if copy.num_bytes:
+            copy_bytes(*copy, stream)
         self.notify(rank, index, epoch, stream)
 
     def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:

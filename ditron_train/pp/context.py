@@ -315,9 +315,8 @@ def get_pipeline_context(
     Raises:
         NotSupportedError: The group's context exists without ``network`` and now needs one.
     """
-    device = with_index(
-        device
-    )  # "cuda" and "cuda:0" are one: two contexts would share their slots, but not their flags
+    # "cuda" and "cuda:0" are one: two contexts would share their slots, but not their flags.
+    device = with_index(device)
     key = (group, str(device))
     context = _contexts.get(key)
     if context is None or context.closed:

@@ -41,13 +41,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.mailbox import MAX_LOANS
-from ditron_train.pp.messages import Header, disagreement, fragment_ends, num_bytes_of
+from ditron_train.pp.messages import Copy, Header, disagreement, fragment_ends, num_bytes_of
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.copies import copy_bytes
@@ -73,13 +73,9 @@ class _Sent:
     sent_from: torch.cuda.Stream
 
 
-class Sender:
-    """The sending end of a lane, to group rank ``peer``.
-
-    Attributes:
-        messages: Sent so far; ``lent`` of them into slots that the receiver lends.
-        header_on_host: Whether the receiver's host learns what is coming.
-    """
+class _End:
+    """One end of a lane to group rank ``peer``; ``header_on_host``: whether the receiver's host learns what is
+    coming."""
 
     header_on_host = True
 
@@ -89,16 +85,21 @@ class Sender:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
         # For what ends through NVSHMEM never do: tell the neighbour's host, and lend.
         self._host_channel, self._lending_slots = cast(PipelineChannel, channel), cast(Slots, slots)
-        self.messages = 0
-        self.lent = 0
-        self._ring_messages = 0
-        self._fragments = 0
+        self.messages = self._ring_messages = self._fragments = 0
         self._uses = [0] * slots.loans[lane]
-        self._newest_loan = -1
-        self._held: deque[_Sent] = deque()
         self._events = EventPool()
         device = channel.arena.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+class Sender(_End):
+    """The sending end; ``messages``: sent so far, ``lent`` of them into slots that the receiver lends."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lent = 0
+        self._newest_loan = -1
+        self._held: deque[_Sent] = deque()
 
     def announce(self, header: Header) -> None:
         """Publishes the header of the next message."""
@@ -140,9 +141,8 @@ class Sender:
         begin = 0
         for end in ends:
             self._fragments += 1
-            self.channel.push(
-                self.peer, _DATA + self.lane, self._fragments, slot + begin, source + begin, end - begin, stream
-            )
+            copy = Copy(slot + begin, source + begin, end - begin)
+            self.channel.push(self.peer, _DATA + self.lane, self._fragments, copy, stream)
             begin = end
 
     def _choose_loan(self) -> int | None:
@@ -227,30 +227,16 @@ class _Loan:
         self.stream: torch.cuda.Stream | None = None  # whose work uses the tensor
 
 
-class Receiver:
-    """The receiving end of a lane, from group rank ``peer``; ``header_on_host``: whether its host learns what is
-    coming."""
+class Receiver(_End):
+    """The receiving end."""
 
-    header_on_host = True
-
-    def __init__(
-        self, channel: PipelineChannel | NvshmemChannel, slots: Slots | NvshmemSlots, lane: int, peer: int
-    ) -> None:
-        self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
-        # For what ends through NVSHMEM never do: tell the neighbour's host, and lend.
-        self._host_channel, self._lending_slots = cast(PipelineChannel, channel), cast(Slots, slots)
-        self.messages = 0
-        self._ring_messages = 0
-        self._fragments = 0
-        self._uses = [0] * slots.loans[lane]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._posted: deque[Incoming] = deque()
         self._unverified: deque[tuple[int, Header]] = deque()
         self._let_go: deque[_Loan] = deque()  # appended to by whichever thread frees a lent tensor
         self._lent: dict[Incoming, _Loan] = {}
         self._copied_on: torch.cuda.Stream | None = None
-        self._events = EventPool()
-        device = channel.arena.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def next_header(self) -> Header:
         """Header of the next message that is not posted yet; blocks the host until its sender has enqueued it."""

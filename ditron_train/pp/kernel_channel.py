@@ -11,7 +11,7 @@ import torch
 from ditron_train.pp.channel import FAULT_TIMEOUT, PipelineChannel
 from ditron_train.pp.kernels import BLOCK_WORDS, MAX_PROGRAMS, NUM_WARPS, await_kernel, notify_kernel, push_kernel
 from ditron_train.pp.mailbox import Mailbox
-from ditron_train.pp.messages import LANE_NAMES
+from ditron_train.pp.messages import LANE_NAMES, Copy
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream.waits import cyclic_difference
@@ -87,7 +87,7 @@ class KernelChannel(PipelineChannel):
         await_flag(self, scratch, 0, peer=0, chunk=0, stream=current_or_none(self), target=self._target)
         launch(notify_kernel, current_or_none(self), scratch, 0, TARGET=self._target)
         for source in (scratch, scratch + 1):
-            self._launch_push(scratch, source, 0, scratch, 0, 0, current_or_none(self))
+            self._launch_push(Copy(scratch, source, 0), scratch, 0, 0, current_or_none(self))
 
     def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
         address = self.address(self.arena.rank, index)
@@ -96,35 +96,17 @@ class KernelChannel(PipelineChannel):
     def notify(self, rank: int, index: int, epoch: int, stream: torch.cuda.Stream | None) -> None:
         launch(notify_kernel, stream, self.address(rank, index), cyclic_difference(epoch, 0), TARGET=self._target)
 
-    def push(
-        self,
-        rank: int,
-        index: int,
-        epoch: int,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
+    def push(self, rank: int, index: int, epoch: int, copy: Copy, stream: torch.cuda.Stream | None) -> None:
         """See ``PipelineChannel``; pushes of one lane must be on one stream (they share a counter)."""
         address, lane = self.address(rank, index), index % len(LANE_NAMES)
-        self._launch_push(destination, source, num_bytes, address, epoch, lane, stream)
+        self._launch_push(copy, address, epoch, lane, stream)
 
-    def _launch_push(
-        self,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        flag: int,
-        epoch: int,
-        lane: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        num_programs = 1 if is_interpreter() else max(1, min(MAX_PROGRAMS, -(-num_bytes // _BLOCK_BYTES)))
+    def _launch_push(self, copy: Copy, flag: int, epoch: int, lane: int, stream: torch.cuda.Stream | None) -> None:
+        num_programs = 1 if is_interpreter() else max(1, min(MAX_PROGRAMS, -(-copy.num_bytes // _BLOCK_BYTES)))
         launch(
-            push_kernel, stream, destination, source, num_bytes, flag, cyclic_difference(epoch, 0),
+            push_kernel, stream, *copy, flag, cyclic_difference(epoch, 0),
             self._arrived[lane], num_programs=num_programs, num_warps=16 if self._target == "hip" else NUM_WARPS,
-            IS_ALIGNED=(destination | source) % 16 == 0, BLOCK=BLOCK_WORDS, TARGET=self._target,
+            IS_ALIGNED=(copy.destination | copy.source) % 16 == 0, BLOCK=BLOCK_WORDS, TARGET=self._target,
         )  # fmt: skip
 
     def check(self) -> None:

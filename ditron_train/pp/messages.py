@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,14 @@ _ALIGNMENT_BYTES = 4096
 def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a contiguous tensor."""
     return math.prod(shape) * dtype.itemsize
+
+
+class Copy(NamedTuple):
+    """Bytes on their way: addresses and how many."""
+
+    destination: int
+    source: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ditron_train.pp.kernel_channel import await_flag, current_or_none, launch
 from ditron_train.pp.kernels import HEADER_LANES, await_message_kernel
-from ditron_train.pp.messages import LANE_NAMES, Header, disagreement
+from ditron_train.pp.messages import LANE_NAMES, Copy, Header, disagreement
 from ditron_train.runtime.device import kernel_target
 from ditron_train.stream.waits import cyclic_difference
 from ditron_train.symm.arena import SymmetricArena
@@ -35,17 +35,8 @@ def make_nvshmem_arena(group: dist.ProcessGroup, device: torch.device) -> Symmet
 class Puts(Protocol):
     """What moves data: to the same place in group rank ``rank``'s memory as a symmetric address of this rank."""
 
-    def put(
-        self,
-        rank: int,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        signal: int,
-        value: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        """Copies, then sets the 64-bit signal; ``source`` may be written again once the stream is past it."""
+    def put(self, rank: int, copy: Copy, signal: int, value: int, stream: torch.cuda.Stream | None) -> None:
+        """Copies, then sets the 64-bit signal; the source may be written again once the stream is past it."""
         ...
 
     def signal(self, rank: int, signal: int, value: int, stream: torch.cuda.Stream | None) -> None:
@@ -64,21 +55,10 @@ class NvshmemPuts:
         self._set = int(nvshmem.bindings.Signal_op.SIGNAL_SET)
         self._pes = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
 
-    def put(
-        self,
-        rank: int,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        signal: int,
-        value: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
+    def put(self, rank: int, copy: Copy, signal: int, value: int, stream: torch.cuda.Stream | None) -> None:
         """See ``Puts``."""
         assert stream is not None
-        self._nvshmem.putmem_signal_on_stream(
-            destination, source, num_bytes, signal, value, self._set, self._pes[rank], stream.cuda_stream
-        )
+        self._nvshmem.putmem_signal_on_stream(*copy, signal, value, self._set, self._pes[rank], stream.cuda_stream)
 
     def signal(self, rank: int, signal: int, value: int, stream: torch.cuda.Stream | None) -> None:
         """See ``Puts``."""
@@ -137,7 +117,7 @@ class NvshmemChannel(Channel):
         sent = self.header_address(nothing)
         self.wait_for_message(_SCRATCH, 0, sent, nothing, peer=rank, message=0, lane=0, stream=stream)
         for peer in {(rank + 1) % self.arena.world_size, (rank - 1) % self.arena.world_size}:
-            self.push(peer, _SCRATCH, 0, self._address(_SCRATCH + 1), self._address(_SCRATCH + 1), 8, stream)
+            self.push(peer, _SCRATCH, 0, Copy(self._address(_SCRATCH + 1), self._address(_SCRATCH + 1), 8), stream)
             self.notify(peer, _SCRATCH, 0, stream)
 
     def _address(self, index: int) -> int:
@@ -149,9 +129,8 @@ class NvshmemChannel(Channel):
         row = self._rows.pop(words, None)
         if row is None:
             row = len(self._rows)
-            if (
-                row == _MAX_HEADERS
-            ):  # the least recently used goes: its last use was enqueued thousands of messages ago
+            if row == _MAX_HEADERS:
+                # The least recently used goes: its last use was enqueued thousands of messages ago.
                 row = self._rows.pop(next(iter(self._rows)))
             self._headers[row, : len(words)] = torch.tensor(words)
         self._rows[words] = row  # behind all others, which were not used since
@@ -194,18 +173,9 @@ class NvshmemChannel(Channel):
     def notify(self, rank: int, index: int, epoch: int, stream: torch.cuda.Stream | None) -> None:
         self._puts.signal(rank, self._address(index), epoch & 0xFFFFFFFF, stream)
 
-    def push(
-        self,
-        rank: int,
-        index: int,
-        epoch: int,
-        destination: int,
-        source: int,
-        num_bytes: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
+    def push(self, rank: int, index: int, epoch: int, copy: Copy, stream: torch.cuda.Stream | None) -> None:
         """See ``PipelineChannel.push``; both addresses are symmetric ones of this rank."""
-        self._puts.put(rank, destination, source, num_bytes, self._address(index), epoch & 0xFFFFFFFF, stream)
+        self._puts.put(rank, copy, self._address(index), epoch & 0xFFFFFFFF, stream)
 
     def _describe_mismatch(self, lane: int) -> str:
         sent, expected = (str(Header.from_words(words)) for words in self._seen.cpu().tolist())

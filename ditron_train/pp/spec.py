@@ -113,9 +113,8 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
         if not call.is_alike:
             return Decision(True, "stages know different sizes", None, None, None)
         if context.device.type == "cuda":
-            dist.barrier(
-                context.group
-            )  # all ranks make NCCL's communicator: a message alone may be its first use later
+            # All ranks make NCCL's communicator: a message alone may be its first use later.
+            dist.barrier(context.group)
         return super().decide(call, context)
 
     def where(self, call: MessageCall) -> str:

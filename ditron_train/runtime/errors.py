@@ -83,9 +83,8 @@ class PeerTimeoutError(DitronError):
             "this op; the result of this call must not be used. DITRON_TIMEOUT_S sets the deadline."
         )
 
-    def __reduce__(
-        self,
-    ) -> tuple[Any, ...]:  # keyword-only constructor: spell it out so that the error crosses process borders
+    # Keyword-only constructor: spell it out so that the error crosses process borders.
+    def __reduce__(self) -> tuple[Any, ...]:
         fields = ("op", "group", "waiting_rank", "missing_rank", "chunk", "expected_epoch", "seen_epoch", "timeout_s")
         return _rebuild_timeout, ({name: getattr(self, name) for name in fields},)
 

@@ -56,9 +56,8 @@ class _Ring:
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             with open(partial, "w+b") as file:  # a new file: of an earlier run's, another process may hold a map
-                os.posix_fallocate(
-                    file.fileno(), 0, HEADER_BYTES + CAPACITY * SLOT.size
-                )  # a full disk: here, not by SIGBUS later
+                # A full disk: here, not by SIGBUS later.
+                os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + CAPACITY * SLOT.size)
                 self.memory = mmap.mmap(file.fileno(), 0)
             os.replace(partial, self.path)
         except OSError:
@@ -136,10 +135,8 @@ class OpRecords:
     def __init__(self, ring: _Ring | None, group_id: int) -> None:
         self._ring = ring
         self._group_id = group_id
-        self._numbers = (
-            itertools.count(1),
-            itertools.count(1),
-        )  # own calls, of which ranks make different ones, and compared ones
+        # Own calls, of which ranks make different ones, and compared ones.
+        self._numbers = (itertools.count(1), itertools.count(1))
         self._texts: dict[tuple[Hashable, ...], bytes] = {}
 
     def record(self, op: str, *details: Hashable) -> None:

@@ -112,9 +112,8 @@ def forget_destroyed_groups() -> None:
     """
     _caches[:] = [cache for cache in _caches if cache() is not None]
     num_dropped = 0
-    for reference in reversed(
-        _caches
-    ):  # what is made of something else was imported after it: contexts before their arenas
+    # What is made of something else was imported after it: contexts before their arenas.
+    for reference in reversed(_caches):
         cache = reference()
         if cache is not None:
             num_dropped += cache._drop_destroyed()

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import ditron_train
-from ditron_train.runtime.device import device_name, driver_version
+from ditron_train.runtime.device import device_name
+from ditron_train.runtime.nvidia_driver import driver_version
 from ditron_train.runtime.versions import find_versions
 
 _PREFIXES = ("DITRON_", "NCCL_", "NVTE_", "NVSHMEM_", "TORCH_NCCL_")

@@ -25,82 +25,44 @@ class Supported(NamedTuple):
     Attributes:
         name: How it is called in messages; what pip calls it unless ``distributions`` says otherwise.
         specifier: Versions that are supported (PEP 440).
-        required: Whether the package cannot work without it.
+        why: What sets the limits.
         module: Top module; an imported one is asked for its version first.
         distributions: Names under which pip may know it, the first one found counts.
-        why: What sets the limits.
+        required: Whether the package cannot work without it.
         where_used: Whether it is checked where it is used, not at the start of every job.
     """
 
     name: str
     specifier: str
-    required: bool
-    module: str
-    distributions: tuple[str, ...]
     why: str
+    module: str = ""
+    distributions: tuple[str, ...] = ()
+    required: bool = False
     where_used: bool = False
 
 
+_PYTHON = "3.11 and 3.12 run all tests; 3.10 and 3.13 ran small trainings and tests of the lower floors on CPUs"
+_TORCH = "2.11 ran on GPUs; 2.13 and 2.15 ran on CPUs alone"
+_TRITON = (
+    "3.6 and 3.9 ran on GPUs; the kernels of 3.7 and 3.8 order memory as those of 3.6, and run in the interpreter"
+)
+_NUMPY = "without a GPU below 2.4 beside Triton 3.6, in whose interpreter later ones break range()"
+_MEGATRON = "0.16.1 is the reference; 0.17.1, 0.18.2, 0.19.0 and 0.20.0 of 2026-08-22 trained small models on CPUs"
+_NVSHMEM = "3.4.5 was tried, with torch 2.11 and Triton 3.6; checked where NVSHMEM starts"
+_TE = "2.10 was tried; of those to 2.20 names and signatures were read"
+_NVSHMEM4PY = ("nvshmem4py-cu13", "nvshmem4py-cu12")
+_NVIDIA_NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+_TE_NAMES = ("transformer-engine", "transformer_engine")
+
 SUPPORTED: tuple[Supported, ...] = (
-    Supported(
-        "python",
-        ">=3.10,<3.14",
-        True,
-        "",
-        (),
-        "3.11 and 3.12 run all tests; 3.10 and 3.13 ran small trainings and tests of the lower floors on CPUs",
-    ),
-    Supported("torch", ">=2.11,<2.16", True, "torch", ("torch",), "2.11 ran on GPUs; 2.13 and 2.15 ran on CPUs alone"),
-    Supported(
-        "triton",
-        ">=3.6,<3.10",
-        True,
-        "triton",
-        ("triton",),
-        "3.6 and 3.9 ran on GPUs; the kernels of 3.7 and 3.8 order memory as those of 3.6, and run in the interpreter",
-    ),
-    Supported(
-        "numpy",
-        ">=1.26,<3",
-        True,
-        "numpy",
-        ("numpy",),
-        "without a GPU below 2.4 beside Triton 3.6, in whose interpreter later ones break range()",
-    ),
-    Supported(
-        "megatron-core",
-        ">=0.16.1,<0.21",
-        False,
-        "megatron.core",
-        ("megatron-core",),
-        "0.16.1 is the reference; 0.17.1, 0.18.2, 0.19.0 and 0.20.0 of 2026-08-22 trained small models on CPUs",
-    ),
-    Supported(
-        "nvshmem4py",
-        ">=0.4,<0.5",
-        False,
-        "nvshmem",
-        ("nvshmem4py-cu13", "nvshmem4py-cu12"),
-        "0.4.1 was tried",
-        where_used=True,
-    ),
-    Supported(
-        "nvidia-nvshmem",
-        ">=3.4.5,<3.5",
-        False,
-        "",
-        ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
-        "3.4.5 was tried, with torch 2.11 and Triton 3.6; checked where NVSHMEM starts",
-        where_used=True,
-    ),
-    Supported(
-        "transformer-engine",
-        ">=2.10,<2.21",
-        False,
-        "transformer_engine",
-        ("transformer-engine", "transformer_engine"),
-        "2.10 was tried; of those to 2.20 names and signatures were read",
-    ),
+    Supported("python", ">=3.10,<3.14", _PYTHON, required=True),
+    Supported("torch", ">=2.11,<2.16", _TORCH, "torch", ("torch",), required=True),
+    Supported("triton", ">=3.6,<3.10", _TRITON, "triton", ("triton",), required=True),
+    Supported("numpy", ">=1.26,<3", _NUMPY, "numpy", ("numpy",), required=True),
+    Supported("megatron-core", ">=0.16.1,<0.21", _MEGATRON, "megatron.core", ("megatron-core",)),
+    Supported("nvshmem4py", ">=0.4,<0.5", "0.4.1 was tried", "nvshmem", _NVSHMEM4PY, where_used=True),
+    Supported("nvidia-nvshmem", ">=3.4.5,<3.5", _NVSHMEM, "", _NVIDIA_NVSHMEM, where_used=True),
+    Supported("transformer-engine", ">=2.10,<2.21", _TE, "transformer_engine", _TE_NAMES),
 )
 
 # The Triton that PyPI's CUDA build of each torch asks for, exactly: from this minor version of torch on.

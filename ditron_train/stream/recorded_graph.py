@@ -125,9 +125,8 @@ class RecordedSequences:
             graph = driver.graph_record(captured, enqueue)
             self._recordings[key] = _Recording(graph, allocations, self._num_runs)
             driver.graph_upload(graph, stream)  # else the first launch does
-        except (
-            DitronError
-        ) as error:  # the GPU's memory is full, for instance; what this call asked for has been enqueued
+        # The GPU's memory is full, for instance; what this call asked for has been enqueued.
+        except DitronError as error:
             self._most_recorded = 0
             log_once("recorded sequences", f"stream operations that come again are no longer recorded: {error}")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.optim import Muon, addmm, gram, graphs, newton_schulz, reference, scaled_square
-from ditron_train.optim.graphs import make_graph
+from ditron_train.optim.graphs import Steps, make_graph
 from ditron_train.optim.products import ProductPlan, addmm_choices, symmetric_choices
 from ditron_train.policy import gate
 
@@ -80,8 +80,8 @@ def test_a_graph_of_small_steps_has_the_bits_of_single_launches(shape):
         if any(uses) and m < 1024:
             continue
         is_view = shape[0] > shape[1] and not any(uses)
-        graph = make_graph(m, n, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()), is_view,
-                           reference.QUINTIC, plan)  # fmt: skip
+        device = torch.device("cuda", torch.cuda.current_device())
+        graph = make_graph(Steps(m, n, torch.bfloat16, device, is_view, tuple(reference.QUINTIC), plan))
         assert graph is not None
     grads = [matrix(*shape, seed=seed) for seed in range(3)]
     results = [newton_schulz(grad) for grad in grads]  # kept: a later call must not overwrite them
@@ -94,8 +94,8 @@ def test_graphs_do_not_write_into_workspaces_that_were_let_go_of():
     """cuBLAS's, which torch gives back for ``mode="reduce-overhead"``: others have that memory then."""
     device = torch.device("cuda", torch.cuda.current_device())
     plan = ProductPlan(False, False, False, reason="chosen by the test")
-    shapes = ((64, 32768), (256, 16384), (512, 2048))
-    made = [make_graph(m, n, torch.bfloat16, device, False, reference.QUINTIC, plan) for m, n in shapes]
+    shapes, coefficients = ((64, 32768), (256, 16384), (512, 2048)), tuple(reference.QUINTIC)
+    made = [make_graph(Steps(m, n, torch.bfloat16, device, False, coefficients, plan)) for m, n in shapes]
     expected = [graph.replay().clone() for graph in made]
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()

@@ -22,6 +22,7 @@ def test_none_are_made_without_a_stream_of_their_own(
     monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.fail("asked for a GPU"))
     plan = ProductPlan(False, False, False, reason="chosen by the test")
     with caplog.at_level(logging.INFO, logger="ditron_train.optim"):
-        graph = graphs.make_graph(8, 16, torch.bfloat16, torch.device("cuda", 0), False, [(1.0, 2.0, 3.0)], plan)
+        steps = graphs.Steps(8, 16, torch.bfloat16, torch.device("cuda", 0), False, ((1.0, 2.0, 3.0),), plan)
+        graph = graphs.make_graph(steps)
     assert graph is None and not made
     assert "Newton-Schulz 8 x 16 runs without a CUDA graph: a stream of its own needs cuda-bindings" in caplog.text

@@ -26,9 +26,9 @@ class _SharedMemoryPuts:
                 return segment.addresses[rank] + offset
         raise AssertionError("not a symmetric address")
 
-    def put(self, rank, destination, source, num_bytes, signal, value, stream) -> None:
-        assert stream is None and self._there(rank, source)
-        ctypes.memmove(self._there(rank, destination), source, num_bytes)
+    def put(self, rank, copy, signal, value, stream) -> None:
+        assert stream is None and self._there(rank, copy.source)
+        ctypes.memmove(self._there(rank, copy.destination), copy.source, copy.num_bytes)
         self.signal(rank, signal, value, stream)
 
     def signal(self, rank, signal, value, stream) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,30 +130,20 @@ def parse_features(value: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in FEATURES if name in names)
 
 
-def _argparse_features(text: str) -> tuple[str, ...]:
-    try:
-        return parse_features(text)
-    except SettingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _for_argparse(parse: Callable[[str], Any], before: str = "") -> Callable[[str], Any]:
+    """``parse``, whose errors argparse shows; ``before`` them the text where it is "{!r}: "."""
 
-
-def _argparse_trace(text: str) -> TraceRequest:
-    try:
-        return parse_trace_request(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _argparse_setting(variable: str) -> Any:
-    setting = next(setting for setting in SETTINGS if setting.variable == variable)
-
-    def parse(text: str) -> Any:
+    def parse_word(text: str) -> Any:
         try:
-            return setting.parse(text)
+            return parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+            raise argparse.ArgumentTypeError(before.format(text) + str(error)) from None
 
-    return parse
+    return parse_word
+
+
+def _argparse_setting(variable: str) -> Callable[[str], Any]:
+    return _for_argparse(next(one.parse for one in SETTINGS if one.variable == variable), "{!r}: ")
 
 
 def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -165,45 +155,34 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group(title="ditron")
     group.add_argument(
         "--ditron",
-        type=_argparse_features,
+        type=_for_argparse(parse_features),
         default=(),
         metavar="NAME[,NAME]",
         help="Overlap communication with computation in these parts of the model, without changing a bit of the "
         f"result. {listed}. What is not covered runs natively, with one log line saying why.",
     )
-    group.add_argument(
-        "--ditron-transport",
-        type=_argparse_setting("DITRON_TRANSPORT"),
-        default=None,
-        metavar="{auto,torch,nvshmem,shm}",
-        help="Where symmetric memory comes from. Overrides DITRON_TRANSPORT.",
-    )
-    group.add_argument(
-        "--ditron-timeout-s",
-        type=_argparse_setting("DITRON_TIMEOUT_S"),
-        default=None,
-        metavar="SECONDS",
-        help="Deadline of every wait on a peer; past it an error is raised on every rank. Overrides DITRON_TIMEOUT_S.",
-    )
-    group.add_argument(
-        "--ditron-policy",
-        type=_argparse_setting("DITRON_POLICY"),
-        default=None,
-        metavar="{strict,fast,bits,force}",
-        help="When ours runs instead of native. strict (the default): where its bits equal native's and its time is "
-        "lower, on this machine at this shape; fast: where its time is lower; bits: where its bits equal native's; "
-        "force: wherever it can. Overrides DITRON_POLICY.",
-    )
+    for name, metavar, text in (
+        ("transport", "{auto,torch,nvshmem,shm}", "Where symmetric memory comes from."),
+        ("timeout-s", "SECONDS", "Deadline of every wait on a peer; past it an error is raised on every rank."),
+        (
+            "policy",
+            "{strict,fast,bits,force}",
+            "When ours runs instead of native. strict (the default): where its bits equal native's and its time "
+            "is lower, on this machine at this shape; fast: where its time is lower; bits: where its bits equal "
+            "native's; force: wherever it can.",
+        ),
+    ):
+        variable = f"DITRON_{name.upper().replace('-', '_')}"
+        parse, text = _argparse_setting(variable), f"{text} Overrides {variable}."
+        group.add_argument(f"--ditron-{name}", type=parse, metavar=metavar, help=text)
     group.add_argument(
         "--ditron-plan",
-        default=None,
         metavar="FILE",
         help="File with the decisions of an earlier run, which are not measured again; new ones are added. "
         "Overrides DITRON_PLAN.",
     )
     group.add_argument(
         "--ditron-record",
-        default=None,
         metavar="DIR",
         help="Notes the losses, the gradient norm and the time of every step there, and a digest of the parameters "
         "after the first and the last; also without --ditron. `python -m ditron_train compare` makes two such jobs "
@@ -211,8 +190,7 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--ditron-record-trace",
-        type=_argparse_trace,
-        default=None,
+        type=_for_argparse(parse_trace_request),
         metavar="STEP[,RANK]",
         help="With --ditron-record: keeps there what the GPU of RANK (default 0) ran in that one step, as a Chrome "
         "trace (trace-rank<RANK>.json; Perfetto shows it). STEP: its number, or `middle`: in the middle of the steps "

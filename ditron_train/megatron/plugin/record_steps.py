@@ -31,20 +31,10 @@ _GRAD_NORM = 5  # of what train_step returns; the losses stand first
 
 #: Megatron's arguments that say what was trained.
 SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "pipeline_model_parallel_size",
-)
+    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "micro_batch_size", "global_batch_size",
+    "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "tensor_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "pipeline_model_parallel_size",
+)  # fmt: skip
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -90,9 +90,8 @@ class StepTracer:
     def start(self) -> None:
         """In front of the step. Collective."""
         if self._path is not None:
-            os.environ.setdefault(
-                "TEARDOWN_CUPTI", "0"
-            )  # of a process that replays CUDA graphs it must not be torn down
+            # Of a process that replays CUDA graphs it must not be torn down.
+            os.environ.setdefault("TEARDOWN_CUPTI", "0")
             gpu, cpu = ProfilerActivity.CUDA, ProfilerActivity.CPU
             self._profiler = profile(activities=[gpu if gpu in supported_activities() else cpu])
             self._profiler.prepare_trace()

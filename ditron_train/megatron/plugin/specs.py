@@ -69,9 +69,8 @@ def count_replacements(spec: Any, classes: Mapping[type, type]) -> int:
     if isinstance(spec, functools.partial):
         return sum(count_replacements(part, classes) for part in (spec.func, spec.args, spec.keywords))
     if dataclasses.is_dataclass(spec):
-        if type(spec).__name__.endswith(
-            "Config"
-        ):  # a model configuration among the parameters is not part of the tree
+        # A model configuration among the parameters is not part of the tree.
+        if type(spec).__name__.endswith("Config"):
             return 0
         return sum(count_replacements(_part(spec, field.name), classes) for field in dataclasses.fields(spec))
     if isinstance(spec, dict):

@@ -213,9 +213,8 @@ def wrap_model_provider(model_provider: Any) -> Any:
         options = options_from_args(get_args())
         apply_options(options)
         if options.overlapping:
-            _start(
-                "ditron_train.megatron.plugin.job_start"
-            ).meet()  # every rank of Megatron's training builds its part of the model
+            # Every rank of Megatron's training builds its part of the model.
+            _start("ditron_train.megatron.plugin.job_start").meet()
         return model_provider(*args, **kwargs)
 
     return provider

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ditron_train
-from ditron_train.runtime.device import device_name, driver_version, kernel_target, num_sms
+from ditron_train.runtime.device import device_name, kernel_target, num_sms
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.nvidia_driver import driver_version
 from ditron_train.runtime.profiles import Machine, Profile, known_rates, profile_of_device
 from ditron_train.runtime.provenance import nccl_version
 from ditron_train.tools.predict.fit import fit_profile

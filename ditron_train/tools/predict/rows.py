@@ -220,15 +220,9 @@ def _part(row: Row, profile: Profile) -> Estimate:
 
 
 _PARTS = (
-    "attention",
-    "memory_pass",
-    "memory_reorder",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "nccl_send",
+    "attention", "memory_pass", "memory_reorder", "all_gather", "reduce_scatter", "all_to_all", "nccl_send",
     "copied_gather",
-)
+)  # fmt: skip
 _BY_OP: dict[str, Modelled] = {
     **dict.fromkeys(_PARTS, _part),
     "gemm_nt": _gemm,

@@ -121,9 +121,8 @@ def _gpu_interval(event: dict, calls: dict[int | None, dict]) -> Interval:
     kind: Kind = "communication" if _COMMUNICATION.search(name) else "compute"
     call = calls.get(_correlation(event))
     launched = None if call is None else float(call["ts"])
-    if (
-        call is not None and launched is not None and event["cat"] != "gpu_memcpy"
-    ):  # a copy's call may return when the copy is done
+    # A copy's call may return when the copy is done.
+    if call is not None and launched is not None and event["cat"] != "gpu_memcpy":
         launched += float(call["dur"])
     return Interval(lane, kind, name, start, start + float(event["dur"]), _sms(event.get("args", {})), launched)
 

@@ -23,9 +23,10 @@ from rich.table import Table
 
 import ditron_train
 from ditron_train.policy import OpSpec, Shape
-from ditron_train.runtime.device import device_name, driver_version
+from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.nvidia_driver import driver_version
 from ditron_train.runtime.provenance import nccl_version
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.tuning_table import TuningTable, parse_table, read_table
