@@ -12,8 +12,6 @@ from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["why_not_captured", "why_not_config", "why_not_tensors"]
-
 
 def why_not_config(dispatcher: Any) -> str | None:
     """Why a configuration runs natively, or None."""
