@@ -13,17 +13,20 @@ def agree_kernel(
     signature_ptr,
     tickets_ptr,
     control_ptr,
+    signals_addresses,
     NUM_ROLES: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
     VERIFY: tl.constexpr = True,
+    FLAGS: tl.constexpr = 0,
 ):
     """One program: all ranks announce the same signature, or the channel records the mismatch; without VERIFY the
     host compares.
 
     It stands for a launch of the op: it advances the epoch of the channel's first NUM_ROLES ticket slots, so that they
     stay in step, and leaves the op's own counters (slots 2 and 3, where NUM_ROLES leaves them) as the next launch
-    wants them.
+    wants them. With ``FLAGS``, of each source, the first of this rank's is set at every peer: for kernels that wait
+    for it before they compare.
     """
     epoch = dl.next_epoch(tickets_ptr)
     for role in tl.static_range(1, NUM_ROLES):
@@ -32,5 +35,9 @@ def agree_kernel(
         tl.store(tickets_ptr + 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     rank = dl.rank(control_ptr)
     dl.announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE, TARGET)
+    if FLAGS > 0:
+        for step in tl.static_range(1, WORLD_SIZE):
+            flags = dl.symm_at(signals_addresses, (rank + step) % WORLD_SIZE, tl.int32)
+            dl.notify(flags + rank * FLAGS, epoch, TARGET)
     if VERIFY:
         dl.verify_peers(ready_ptr, signature_ptr, epoch, control_ptr, rank, WORLD_SIZE, TARGET)

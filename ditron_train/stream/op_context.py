@@ -215,28 +215,35 @@ class OpContext:
         self._agreed.add(key)
         return signature
 
-    def _announce(self, channel: Channel, signature: torch.Tensor, num_roles: int, *, verify: bool) -> None:
+    def _announce(
+        self, channel: Channel, signature: torch.Tensor, num_roles: int, *, verify: bool, sets_flag: bool = False
+    ) -> None:
         agree_kernel[(1,)](
             channel.ready.addresses,
             channel.ready.local,
             signature,
             channel.tickets,
             channel.control,
+            channel.signals.addresses,
             NUM_ROLES=num_roles,
             WORLD_SIZE=self.world_size,
             TARGET=self.target,
             VERIFY=verify,
+            FLAGS=channel.signals.local.numel() // self.world_size if sets_flag else 0,
             num_warps=1,
             **COMPILE_OPTIONS,
         )
 
-    def agree_on_nothing(self, channels: Sequence[Channel], **values: int | torch.dtype) -> None:
+    def agree_on_nothing(
+        self, channels: Sequence[Channel], *, flagged: Channel | None = None, **values: int | torch.dtype
+    ) -> None:
         """A call without rows: the peers' calls have to be without rows, too (collective each time).
 
         While a CUDA graph is captured nothing is asked: the call has been made before.
 
         Args:
             channels: All that a peer might take for such a call with rows.
+            flagged: The one whose kernels wait for a flag of every source before they compare calls.
             values: Of the signature, by name; the others are 0.
 
         Raises:
@@ -247,7 +254,7 @@ class OpContext:
             return
         for channel in channels:
             signature = channel.signature([values.get(name, 0) for name in channel.signature_fields])
-            self._announce(channel, signature, 2, verify=False)
+            self._announce(channel, signature, 2, verify=False, sets_flag=channel is flagged)
         compare_calls({channel: channel.epoch for channel in channels}, self.rank)
 
     def forget_shapes(self) -> None:

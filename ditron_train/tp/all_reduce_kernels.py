@@ -190,9 +190,7 @@ def push_and_fold_kernel(
 
     Slots [2, world, AREA] change with the parity of the epoch, so nobody waits for a start signal before its stores: a
     rank begins epoch e + 2, whose slots are those of e, when it has finished e + 1, for which every peer had to store,
-    and a peer stores for e + 1 only when it has finished e. Signatures, which are sent before the flags, are compared
-    before anybody waits for flags: a peer that called with less rows sets less of them, and a wait ends with the error
-    that is found.
+    and a peer stores for e + 1 only when it has finished e. Signatures are compared behind the sum.
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
@@ -213,7 +211,6 @@ def push_and_fold_kernel(
     for step in tl.static_range(1, WORLD_SIZE):
         flags = dl.symm_at(channel.signals_addresses, (rank + step) % WORLD_SIZE, tl.int32)
         dl.notify(flags + rank * MOST_PROGRAMS + program, epoch, TARGET)
-    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
     flags = channel.signals + program
     dl.wait_peers(flags, MOST_PROGRAMS, epoch, channel.control, rank, program, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
     own_slots = dl.symm_at(slots_addresses, rank, partial_ptr.dtype.element_ty) + area
@@ -221,3 +218,4 @@ def push_and_fold_kernel(
     for block in range(program, num_blocks, tl.num_programs(0)):
         low = tl.cast(block, tl.int64) * BLOCK
         _fold_block(partials, out_ptr, tables, low, num_elements, BLOCK, VECTOR, False, WORLD_SIZE)
+    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)

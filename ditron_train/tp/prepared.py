@@ -172,7 +172,7 @@ class GemmArCall(NamedTuple):
         m = self.x_shape[:-1].numel()
         if m == 0:
             channels = (context.all_reduce_channel, context.push_channel, context.reduce_channel)
-            context.agree_on_nothing(channels, columns=n, dtype=self.dtype)
+            context.agree_on_nothing(channels, flagged=context.push_channel, columns=n, dtype=self.dtype)
             return None
         problem = Problem(self.op, m, n, k, self.layout, self.dtype, context.world_size)
         choice = self.choice or choose(problem, context.machine)

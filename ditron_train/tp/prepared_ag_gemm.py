@@ -101,8 +101,8 @@ class PreparedAgGemm:
                 is_as_given = operand is weight
                 arguments = self._arguments(x, operand, scales, out[:, : self.n])
                 self._launch(*arguments, key=key if is_as_given else None)
-            except BaseException:  # no memory, a kernel that does not compile: this epoch's rows are for no later call
-                self.gather.wait()
+            except BaseException:  # no memory, a kernel that does not compile
+                self.gather.give_up()
                 raise
         if self._keeps_gathered and self._reads_own:
             self.gather.copy_own(x)

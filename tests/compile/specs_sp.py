@@ -101,19 +101,23 @@ _WIDE = ((128, 256, 64), 4, ("sm_90", "sm_100"))
 _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_90", "sm_100", "hip"))
 
 SPECS = [
-    KernelSpec(
-        name="lang_agree",
-        kernel="ditron_train.lang.agree:agree_kernel",
-        signature={
-            "ready_addresses": "*i64",
-            "ready_ptr": "*i32",
-            "signature_ptr": "*i32",
-            "tickets_ptr": "*i64",
-            "control_ptr": "*i64",
-        },
-        constexprs={"NUM_ROLES": 2, "WORLD_SIZE": 8},
-        num_warps=1,
-        signals=True,
+    *(
+        KernelSpec(
+            name=name,
+            kernel="ditron_train.lang.agree:agree_kernel",
+            signature={
+                "ready_addresses": "*i64",
+                "ready_ptr": "*i32",
+                "signature_ptr": "*i32",
+                "tickets_ptr": "*i64",
+                "control_ptr": "*i64",
+                "signals_addresses": "*i64",
+            },
+            constexprs={"NUM_ROLES": 2, "WORLD_SIZE": 8, **others},
+            num_warps=1,
+            signals=None if others else True,  # without VERIFY nothing is acquired
+        )
+        for name, others in (("lang_agree", {}), ("lang_agree_on_nothing", {"VERIFY": False, "FLAGS": 128}))
     ),
     *(
         build(f"sp{build.__name__}_{layout}_{size}", layout, *shape)

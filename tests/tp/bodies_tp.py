@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ditron_train.gemm.operands import TensorScales
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.symm.control import TICKET_UNIT_LOG2
 from ditron_train.tp import (
     GatherPlan,
     TPContext,
@@ -524,6 +525,31 @@ def bad_calls() -> list[str]:
 
 class _OutOfMemory(RuntimeError):
     pass
+
+
+def interrupted_in_a_kernel(op: str) -> tuple[str, bool]:
+    """Every rank's kernel ends in the middle of its waits: it has drawn its epoch. What that raises; whether the next
+    call is right."""
+    context = TPContext(dist.new_group([0, 1]), CPU)
+    x, weight, mode = integers((32, 64), 1), integers((48, 64), 7), op.split()[1]
+    aligned = prepared_ag_gemm.aligned_operand
+
+    def interrupted(tensor: torch.Tensor) -> torch.Tensor:
+        context.gather_channel.tickets[1] += 1 << TICKET_UNIT_LOG2
+        raise KeyboardInterrupt
+
+    expected = ag_gemm(x, weight, context=context, plan=GatherPlan(mode, 1))
+    prepared_ag_gemm.aligned_operand = interrupted
+    try:
+        ag_gemm(x, weight, context=context, plan=GatherPlan(mode, 1))
+        words = "nothing"
+    except BaseException as error:
+        words = type(error).__name__
+    finally:
+        prepared_ag_gemm.aligned_operand = aligned
+    if words != "KeyboardInterrupt":
+        return words, False
+    return words, torch.equal(ag_gemm(x, weight, context=context, plan=GatherPlan(mode, 1)), expected)
 
 
 def check_interrupted(op: str) -> None:

@@ -107,6 +107,13 @@ def test_an_op_that_all_ranks_give_up_in_the_middle_leaves_the_next_ones_right(o
     run_workers(2, bodies.check_interrupted, op)
 
 
+@pytest.mark.parametrize("op", ["ag_gemm push", "ag_gemm copy"])
+def test_an_interrupt_is_not_hidden_by_a_wait(op):
+    """Found by ``verify --faults``: who was interrupted in a kernel waited for its peers, and blamed them."""
+    env = {"DITRON_TIMEOUT_S": "4"}
+    assert run_workers(2, bodies.interrupted_in_a_kernel, op, env=env) == [("KeyboardInterrupt", True)] * 2
+
+
 def test_overlapping_groups():
     assert run_workers(4, bodies.check_overlapping_groups) == [2, 3, 2, 2]
 
