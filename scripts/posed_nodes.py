@@ -101,7 +101,12 @@ class PosedNodes:
 
     def _make_node(self, node: int, rate_mbit: float) -> subprocess.Popen[str]:
         apart = [*self._inside(self._hub, "net"), "unshare", "--net", "--mount", "--uts"]
-        holder = self._hold(apart, f"mount -t tmpfs tmpfs /dev/shm && hostname posed{node} && ip link set lo up")
+        names = "".join(f"{self.address(one)} posed{one}\\n" for one in range(self.num_nodes))
+        files = {"nsswitch.conf": "hosts: files\\n", "hosts": f"127.0.0.1 localhost\\n{names}"}
+        own = [f"printf '{text}' >/run/{name} && mount --bind /run/{name} /etc/{name}" for name, text in files.items()]
+        folders = " && ".join(f"mount -t tmpfs tmpfs {folder}" for folder in ("/dev/shm", "/run"))
+        words = f"{folders} && hostname posed{node} && ip link set lo up && {' && '.join(own)}"
+        holder = self._hold(apart, words)
         link = f"link{node}"
         self._in_hub(f"ip link add {link} type veth peer name {_DEVICE} netns {holder.pid}")
         self._in_hub(f"ip link set {link} master br0 up && {_bucket(link, rate_mbit)}")
