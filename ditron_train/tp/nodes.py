@@ -78,25 +78,15 @@ def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> Node
 
 def _parts(rows: torch.Tensor, nodes: NodeGroups) -> Iterator[tuple[int, torch.Tensor]]:
     """This rank's rows, then those of its rail's other ranks as they come, with their nodes."""
-    ranks, count, sent = dist.get_process_group_ranks(nodes.rail), nodes.num_nodes, []
-    arrivals = []
+    count, arrivals = nodes.num_nodes, []
     for step in range(1, count):  # one message each way at a time: the next node's rows are there first
         target, source = (nodes.node + step) % count, (nodes.node - step) % count
-        part = torch.empty_like(rows)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, rows, ranks[target], nodes.rail),
-                dist.P2POp(dist.irecv, part, ranks[source], nodes.rail),
-            ]
-        )
-        arrivals.append((source, part, works[-1]))
-        sent += works[:-1]
+        splits = [[len(rows) * (node == one) for node in range(count)] for one in (source, target)]
+        arrivals.append((source, *nodes.start_along_rail(rows, *splits)))
     yield nodes.node, rows
     for source, part, work in arrivals:
         nodes.wait(work)
         yield source, part
-    for work in sent:
-        nodes.wait(work)
 
 
 @outside_compile
