@@ -195,16 +195,18 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="of a node; default: %(default)s")
     parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of every node's link; default: %(default)s")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="as torchrun takes it, with its arguments")
-    arguments = parser.parse_args()
-    if not arguments.script:
-        parser.error("name a script")
+    given, count = sys.argv[1:], 0
+    while count < len(given) and given[count].split("=")[0] in ("--nodes", "--ranks", "--rate-mbit", "-h", "--help"):
+        count += 1 if "=" in given[count] else 2
+    arguments, script = parser.parse_args(given[:count]), given[count:]  # what stands behind them is torchrun's
+    if not script:
+        parser.error("name a script, or -m and a module, as torchrun takes them, behind the options")
     reason = why_not()
     if reason is not None:
         print(reason, file=sys.stderr)
         return 2
     with PosedNodes(arguments.nodes, arguments.rate_mbit) as nodes:
-        return nodes.run(arguments.ranks, arguments.script, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+        return nodes.run(arguments.ranks, script, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
 if __name__ == "__main__":
