@@ -85,7 +85,7 @@ def _rates(session: BenchSession, nodes: NodeGroups) -> str:
 
         found.append(_LINK_BYTES / session.measure({"send": send}, most=3)["send"].median_us)
     words = [f"{rate:.0f} MB/s" for rate in found]
-    inside = f", {words[0]} inside a node, an advantage of {found[0] / found[-1]:.1f}" if len(found) > 1 else ""
+    inside = f", {words[0]} inside a node, {found[0] / found[-1]:.1f} times as much" if len(found) > 1 else ""
     return f"{words[-1]} between nodes{inside}"
 
 
