@@ -132,8 +132,8 @@ class PosedNodes:
         return self._nodes[node].pid
 
     def command(self, node: int) -> list[str]:
-        """What stands in front of a command that is to run on the node."""
-        return self._inside(self._nodes[node], "net", "mount", "uts")
+        """What stands in front of a command that is to run on the node, in this process's folder."""
+        return [*self._inside(self._nodes[node], "net", "mount", "uts"), "env", "--chdir", os.getcwd()]
 
     def environment(self, node: int) -> dict[str, str]:
         """What processes of the node find beside what torchrun sets."""

@@ -1,4 +1,4 @@
-"""The scripts of ``examples/megatron`` for several nodes, on posed ones: a pair of torchrun agents, and Slurm's job."""
+"""The scripts of ``examples/megatron`` for several nodes, on posed ones: a pair of torchrun agents, Slurm's job."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_pair_of_agents(nodes, tmp_path):
     _check(tmp_path)
 
 
-def test_job_of_slurm(nodes, tmp_path):
+def test_job_of_slurm(nodes, tmp_path, monkeypatch):
     """Slurm's two commands are posed: ``scontrol`` names the nodes, ``srun`` starts its command on each."""
     (tmp_path / "script.py").write_text(SCRIPT)
     tools = tmp_path / "bin"
@@ -77,6 +77,7 @@ def test_job_of_slurm(nodes, tmp_path):
     for tool in tools.iterdir():
         tool.chmod(0o755)
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "posed[0-1]", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/"}
+    monkeypatch.chdir(ROOT)  # where nodes run what they are told
     environment = _environment(tmp_path, **slurm, PATH=f"{tools}:{os.environ['PATH']}")
     command = ["bash", "examples/megatron/several_nodes.slurm", str(tmp_path / "script.py"), "--steps", "2"]
     assert subprocess.run(command, env=environment, cwd=ROOT, timeout=HANG_S).returncode == 0
