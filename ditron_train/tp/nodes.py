@@ -125,6 +125,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
+@outside_compile
 class ColumnOverNodes(torch.autograd.Function):
     """As ``column_linear`` in rows: x [s / W, ..., K] and weight [N / W, K] to [s * ..., N / W]."""
 
@@ -163,6 +164,7 @@ class ColumnOverNodes(torch.autograd.Function):
         return None if grad_x is None else grad_x.view_as(x), grad_weight, grad_bias, None, None
 
 
+@outside_compile
 class RowOverNodes(torch.autograd.Function):
     """As ``row_linear``: x [s, ..., K / W] and weight [N, K / W] to [s / W, ..., N]."""
 

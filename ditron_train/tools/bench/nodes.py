@@ -153,9 +153,9 @@ def _experts(session: BenchSession) -> Iterator[_Case]:
     x = session.values((tokens, 1, hidden), session.dtype, 0)
 
     def make(native: bool) -> Any:
-        dispatcher = DispatcherPair(config)["native" if native else "ditron"]
-        dispatcher._asks_policy = False
-        return dispatcher
+        pair = DispatcherPair(config)
+        pair.ditron.decide_elsewhere()
+        return pair["native" if native else "ditron"]
 
     call = MovementCall(make, x, routed, probs, topk, config.moe_permute_fusion, world_group())
     trial = MOVEMENT.trial(call, None)
