@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ditron_train.runtime.rates import MachineRates, NetworkRates
 
-__all__ = ["Span", "all_to_all_us", "beside_us", "copied_us", "message_us", "one_node", "ring_us", "send_us"]
-
 _GBPS = 1e3  # bytes a us
 
 

@@ -14,8 +14,6 @@ from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_con
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 
-__all__ = ["attention_us", "cublas_us", "gemm_us", "grouped_us", "num_waves", "pass_us", "throttled_us", "tile_us"]
-
 _FP8_SPEED = 1.9  # of a product of FP8 operands, as a multiple of that of 16 bits
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256

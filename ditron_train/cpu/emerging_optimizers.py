@@ -20,8 +20,6 @@ import torch.distributed as dist
 from ditron_train.optim.newton_schulz import CoefficientType, fp32_matmul_precision, muon_scale, step_coefficients
 from ditron_train.runtime.versions import find_versions
 
-__all__ = ["OrthogonalizedOptimizer", "install", "is_stand_in"]
-
 _PACKAGE = "emerging_optimizers"
 _USERS = ("megatron.core.optimizer.muon", "megatron.core.optimizer.emerging_optimizers")
 

@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ForkedRanks", "RankProcess"]
-
 _POLL_S = 0.01
 _STACKS_S = 0.1
 

@@ -6,8 +6,6 @@ import sys
 
 import torch.distributed as dist
 
-__all__ = ["destroy_groups"]
-
 
 def destroy_groups() -> bool:
     """Destroys every process group but the world's, and what megatron-core keeps of them where it is imported.

@@ -31,8 +31,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["bf16_bits_to_fp32", "fp32_to_bf16_bits", "install", "is_installed"]
-
 _MARK = "_ditron_interpreter_repairs"
 
 

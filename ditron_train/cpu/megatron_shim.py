@@ -19,19 +19,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "CPU_CONFIG",
-    "allow_torch_norm_with_sequence_parallel",
-    "install",
-    "is_installed",
-    "leave_uncompiled",
-    "megatron_on_cpu",
-    "model_parallel",
-    "parallel_groups",
-    "seed",
-    "uninstall",
-]
-
 _CPU = torch.device("cpu")
 
 #: Keywords of ``TransformerConfig`` that a CPU run needs.

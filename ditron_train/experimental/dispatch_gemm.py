@@ -19,8 +19,6 @@ from ditron_train.ep.layout import Layout
 from ditron_train.experimental.dispatch_gemm_kernels import dispatch_gemm_kernel, plan_arrival
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["DispatchGemmConfig", "dispatch_gemm"]
-
 
 @dataclass(frozen=True)
 class DispatchGemmConfig:

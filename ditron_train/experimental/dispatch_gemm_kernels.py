@@ -16,8 +16,6 @@ from ditron_train.ep.kernels import place_rows, send_chunk, start
 from ditron_train.ep.task_kernels import complete, need, serve
 from ditron_train.schedule.tiles import ordered_tile
 
-__all__ = ["dispatch_gemm_kernel", "num_strips", "plan_arrival", "strip_of"]
-
 
 @triton.jit
 def _arrival_key(

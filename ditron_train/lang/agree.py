@@ -5,8 +5,6 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["agree_kernel"]
-
 
 @triton.jit
 def agree_kernel(

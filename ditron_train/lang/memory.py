@@ -12,28 +12,6 @@ from ditron_train.lang.start_signals import READY_WORDS, await_ready
 from ditron_train.lang.waits import is_cuda, notify, wait, wait_cuda
 from ditron_train.symm import control as layout
 
-__all__ = [
-    "barrier_all",
-    "bulk_store_wait",
-    "consume_token",
-    "fence",
-    "fence_async_proxy",
-    "getmem",
-    "lane_id",
-    "notify_stored",
-    "num_ranks",
-    "putmem",
-    "putmem_signal",
-    "quiet",
-    "rank",
-    "signal_op",
-    "signal_wait_until",
-    "symm_at",
-    "sync_threads",
-    "thread_id",
-    "wait_token",
-]
-
 _RANK = tl.constexpr(layout.CONTROL_RANK)
 _WORLD_SIZE = tl.constexpr(layout.CONTROL_WORLD_SIZE)
 

@@ -10,8 +10,6 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["Terms", "handover_kernel", "scale_kernel"]
-
 
 class Terms(NamedTuple):
     """What ``scale_kernel`` multiplies with and adds, by column: two tensors of one argument."""

@@ -9,8 +9,6 @@ from ditron_train.symm import control as layout
 KIND_MISMATCH = tl.constexpr(layout.KIND_MISMATCH)
 READY_WORDS = tl.constexpr(layout.READY_WORDS)
 
-__all__ = ["announce", "await_peers", "await_ready", "verify_peers", "verify_ready"]
-
 
 @triton.jit
 def announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):

@@ -30,20 +30,6 @@ RECORD_SEEN = tl.constexpr(layout.RECORD_SEEN)
 KIND_TIMEOUT = tl.constexpr(layout.KIND_TIMEOUT)
 TICKET_UNIT_LOG2 = tl.constexpr(layout.TICKET_UNIT_LOG2)
 
-__all__ = [
-    "is_cuda",
-    "last_epoch",
-    "next_epoch",
-    "notify",
-    "power_of_two",
-    "record_failure",
-    "wait",
-    "wait_cuda",
-    "wait_many",
-    "wait_peers",
-    "wait_ranks",
-]
-
 
 @triton.constexpr_function
 def is_cuda(target):

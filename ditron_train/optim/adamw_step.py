@@ -8,8 +8,6 @@ from typing import Any, cast
 import torch
 from torch.optim.adamw import adamw
 
-__all__ = ["adamw_step"]
-
 
 def adamw_step(
     group: dict[str, Any], state: MutableMapping[torch.Tensor, dict[str, Any]], params: list[torch.Tensor]

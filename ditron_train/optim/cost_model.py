@@ -16,8 +16,6 @@ from ditron_train.optim.sharding import newton_schulz_cost, shard_by_cost
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 
-__all__ = ["muon_step", "newton_schulz"]
-
 _STEPS = 5
 _SYMMETRIC_BLOCK = 128  # rows and columns of a tile of a symmetric product
 # Bytes that each parameter of 4 bytes costs a step outside of the products: decay, momentum and its interpolation, the

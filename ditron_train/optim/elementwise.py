@@ -12,8 +12,6 @@ from ditron_train.gemm.ops import on_device
 from ditron_train.optim.kernels import momentum_kernel, update_kernel
 from ditron_train.runtime.launch import KernelLaunch
 
-__all__ = ["DecayMethod", "apply_update", "momentum_step"]
-
 DecayMethod = Literal["decoupled", "independent", "l2"]
 
 _BLOCK = 2048

@@ -18,8 +18,6 @@ from ditron_train.runtime.versions import pip_command
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import own_stream
 
-__all__ = ["MAX_GRAPH_ELEMENTS", "StepGraph", "make_graph", "step_graph"]
-
 MAX_GRAPH_ELEMENTS = 1 << 24
 _MAX_TOTAL_ELEMENTS = 1 << 26  # of all graphs, which each keep two matrices
 

@@ -7,8 +7,6 @@ import triton.language as tl
 from ditron_train.gemm.kernels import tile_product
 from ditron_train.schedule.tiles import grouped_tile
 
-__all__ = ["addmm_kernel", "momentum_kernel", "normalize_kernel", "symmetric_kernel", "update_kernel"]
-
 
 @triton.jit
 def _epilogue(acc, add_desc, row, col, alpha, beta, HAS_ADD: tl.constexpr):

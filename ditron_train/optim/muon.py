@@ -36,8 +36,6 @@ from ditron_train.optim.variants import newton_schulz_batched
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["Muon", "TensorParallelMode"]
-
 TensorParallelMode = Literal["blockwise", "duplicated"]
 _BATCH_ELEMENTS = 1 << 24  # of all matrices that are stepped together
 _PRODUCT_DTYPES = {"medium": torch.bfloat16, "high": torch.float32, "highest": torch.float32}

@@ -28,19 +28,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = [
-    "COEFFICIENTS",
-    "CoefficientType",
-    "Form",
-    "ScaleMode",
-    "fp32_matmul_precision",
-    "muon_scale",
-    "newton_schulz",
-    "normalized",
-    "orthogonalize",
-    "step_coefficients",
-]
-
 CoefficientType = Literal["simple", "quintic", "polar_express"]
 Form = Literal["steps", "gram"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]

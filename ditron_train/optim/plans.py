@@ -27,8 +27,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["SPECS", "NEWTON_SCHULZ", "ProductMode", "StepCall", "plan_products"]
-
 ProductMode = Literal["strict", "force", "native"]
 
 _MIN_ROWS = 512  # below, launches take longer than the products

@@ -26,17 +26,6 @@ from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule import lower_triangle_tile_order
 
-__all__ = [
-    "ProductPlan",
-    "addmm",
-    "addmm_choices",
-    "gram",
-    "newton_schulz_step",
-    "scaled_square",
-    "symmetric_addmm",
-    "symmetric_choices",
-]
-
 
 @dataclass(frozen=True)
 class ProductPlan:

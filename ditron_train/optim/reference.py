@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-__all__ = ["QUINTIC", "reference_layer_wise_step", "reference_newton_schulz", "reference_shards", "reference_step"]
-
 QUINTIC = [
     (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
     (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),

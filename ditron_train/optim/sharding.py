@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["LayerShards", "newton_schulz_cost", "shard_by_cost"]
-
 
 def newton_schulz_cost(num_rows: int, num_columns: int, num_steps: int = 5) -> float:
     """Cost of a step of one matrix in units of its multiply-adds: the products and, for small ones, the passes over

@@ -24,16 +24,6 @@ from ditron_train.optim.reference import (
 from ditron_train.policy import Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.device import is_interpreter
 
-__all__ = [
-    "MUON_STEP",
-    "ORTHOGONALIZE",
-    "SPECS",
-    "matrix_shape",
-    "newton_schulz_flops",
-    "step_shape",
-    "symmetry_ceiling",
-]
-
 _RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
 _SIZES = (1024, 2048, 4096, 8192, 16384)
 _QKV = (512, 128, 128)  # rows of q, k and v in a group: 4 heads of 128 share one key and value head

@@ -8,8 +8,6 @@ import numpy as np
 
 from ditron_train.schedule import lower_triangle_tile_order
 
-__all__ = ["QUARTER_TIME", "triangle_tiles", "triangle_waves"]
-
 QUARTER_TIME = 0.4  # of a quarter of a tile, in units of a whole one: small tiles use the tensor cores less well
 _MIN_QUARTERED_BLOCK = 32
 

@@ -8,8 +8,6 @@ import torch
 
 from ditron_train.optim.products import ProductPlan, gram, scaled_square, symmetric_addmm
 
-__all__ = ["gram_form", "has_gram_form", "newton_schulz_batched"]
-
 _FIRST_STEPS = 2
 _LATER_STEPS = 3
 

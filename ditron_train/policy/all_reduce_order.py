@@ -24,8 +24,6 @@ from ditron_train.policy.order import VALUES
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["AllReduce", "SumMap", "SumOrders", "all_reduce_orders", "forget_all_reduce_orders", "reveal_orders"]
-
 #: ``(x)``: in place, the sum over ranks.
 AllReduce = Callable[[torch.Tensor], object]
 

@@ -25,8 +25,6 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["Decision", "check_plan", "decide", "forget_plans"]
-
 Decision = Entry
 
 _plans: dict[Path, Plan] = {}

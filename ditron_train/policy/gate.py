@@ -20,8 +20,6 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 
-__all__ = ["Answer", "Gate", "gate", "log_native"]
-
 _CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
 
 

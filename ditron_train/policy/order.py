@@ -21,8 +21,6 @@ import torch.distributed as dist
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["VALUES", "ReduceScatter", "ReductionOrder", "forget_orders", "reduction_order", "reveal_order"]
-
 #: ``(out [n], x [world_size, n])``: the sum over ranks of row ``rank``.
 ReduceScatter = Callable[[torch.Tensor, torch.Tensor], object]
 

@@ -23,8 +23,6 @@ from ditron_train.runtime.tuning_table import named_table
 from ditron_train.runtime.versions import find_versions
 from ditron_train.stream.driver import has_driver
 
-__all__ = ["Entry", "Plan", "fingerprint", "load_plan"]
-
 _FORMAT = "ditron_train plan 2"
 _KEY = re.compile(
     r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) \((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)"

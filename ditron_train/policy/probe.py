@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device_hold import DeviceHold
 
-__all__ = ["Observation", "Run", "compares", "comparing_on_cpu", "probe", "same_bits", "times_us"]
-
 #: Forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
 

@@ -30,8 +30,6 @@ from ditron_train.symm.exchange import exchange
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
-__all__ = ["forget_self_checks", "self_check"]
-
 _ROWS, _COLUMNS, _BLOCK_ROWS = 32, 64, 16
 _ROUNDS, _BLOCK, _LAUNCHES = 16, 1024, 3
 

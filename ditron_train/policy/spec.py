@@ -18,21 +18,6 @@ import torch.distributed as dist
 from ditron_train.policy.decide import Decision, decide
 from ditron_train.policy.probe import Run
 
-__all__ = [
-    "Call",
-    "Context",
-    "Cost",
-    "Function",
-    "MegatronGroups",
-    "ModelSizes",
-    "OpSpec",
-    "Pass",
-    "Place",
-    "Shape",
-    "Trial",
-    "results",
-]
-
 Call = TypeVar("Call")
 Context = TypeVar("Context")
 Pass = Literal["forward", "backward", "forward_backward"]

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["add_switch", "switches"]
-
 _PLAIN_BLAS = ("default", "cublas")
 
 

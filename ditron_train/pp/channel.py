@@ -17,8 +17,6 @@ from ditron_train.stream.waits import cyclic_difference
 from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["FAULT_TIMEOUT", "PipelineChannel"]
-
 FAULT_TIMEOUT, FAULT_MISMATCH = 1, 2
 _POLLS_BEFORE_SLEEP = 300
 

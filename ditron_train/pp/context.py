@@ -34,8 +34,6 @@ from ditron_train.symm.transport import node_of_process
 _BACKWARD_LOANS = 3  # a gradient is let go of when the next one arrives
 _ALIGNMENT_BYTES = 256
 
-__all__ = ["PipelineContext", "close_pipeline_contexts", "get_pipeline_context"]
-
 
 class PipelineContext:
     """Senders and receivers to the neighbours in a pipeline group (collective to make).

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ditron_train.costs import Estimate, beside_us, message_us, send_us
 from ditron_train.runtime.rates import MachineRates, NetworkRates
 
-__all__ = ["beside_message", "num_slots", "pipeline_step", "sent"]
-
 
 def sent(
     num_bytes: float, ranks: int, rates: MachineRates, *, both_ways: bool = True, network: NetworkRates | None = None

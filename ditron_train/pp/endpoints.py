@@ -56,8 +56,6 @@ from ditron_train.stream.events import EventPool, StreamEvent, current_stream
 if TYPE_CHECKING:
     from ditron_train.pp.nvshmem_channel import NvshmemChannel, NvshmemSlots
 
-__all__ = ["Incoming", "Receiver", "Sender"]
-
 _DATA, _CREDIT, _LOANS = 0, 2, 4  # flag index = kind + lane; of a loan _LOANS + lane * MAX_LOANS + slot
 _MAX_HELD = 1  # sends that nothing but this module keeps alive, besides the newest
 

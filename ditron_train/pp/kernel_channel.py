@@ -19,8 +19,6 @@ from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import KIND_TIMEOUT, RECORD_KIND, RECORD_PEER, RECORD_STATE
 
-__all__ = ["KernelChannel", "await_flag", "current_or_none", "launch"]
-
 _BLOCK_BYTES = 4 * BLOCK_WORDS
 _WORDS_APART = 32  # counters on cache lines of their own
 

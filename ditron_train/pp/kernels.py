@@ -14,17 +14,6 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.symm import control as layout
 
-__all__ = [
-    "BLOCK_WORDS",
-    "HEADER_LANES",
-    "MAX_PROGRAMS",
-    "NUM_WARPS",
-    "await_kernel",
-    "await_message_kernel",
-    "notify_kernel",
-    "push_kernel",
-]
-
 MAX_PROGRAMS = 8  # each fills a multiprocessor; stores of eight reach 337 GB/s, of sixteen no more (H200)
 NUM_WARPS = 32
 BLOCK_WORDS = 16384  # 64 KiB in flight a program

@@ -23,8 +23,6 @@ from ditron_train.stream import driver
 from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.shm_transport import FOLDER, discard_file, map_file
 
-__all__ = ["FLAGS", "HEADER_DEPTH", "HEADER_WORDS", "MAX_LOANS", "Mailbox"]
-
 MAX_LOANS = 32  # slots to lend, in each direction
 FLAGS = 4 + 2 * MAX_LOANS  # data and credit of two directions, and one for each slot to lend
 HEADER_WORDS = 16  # int64 words; the first is the sequence number, the last a checksum

@@ -11,8 +11,6 @@ from ditron_train.pp.mailbox import HEADER_WORDS
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.control import DTYPES
 
-__all__ = ["BACKWARD", "FORWARD", "LANE_NAMES", "Header", "disagreement", "fragment_ends", "num_bytes_of"]
-
 FORWARD, BACKWARD = 0, 1
 LANE_NAMES = ("forward", "backward")
 

@@ -19,8 +19,6 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.stream.events import current_stream
 from ditron_train.symm.groups import make_group
 
-__all__ = ["NetworkLanes", "NetworkWork"]
-
 _MAX_CTAS = 1
 _MAX_HELD = 1
 

@@ -16,16 +16,6 @@ from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import RECORD_CHUNK, RECORD_PEER
 
-__all__ = [
-    "HEADER_BYTES",
-    "SLOT_HEADER_BYTES",
-    "NvshmemChannel",
-    "NvshmemSlots",
-    "NvshmemPuts",
-    "Puts",
-    "make_nvshmem_arena",
-]
-
 _NAME = "pp/nvshmem_slots"
 SLOT_HEADER_BYTES = 256  # room for the header, and the data behind it aligned
 HEADER_BYTES = 8 * HEADER_LANES

@@ -19,8 +19,6 @@ from ditron_train.pp.nvshmem_channel import HEADER_BYTES, SLOT_HEADER_BYTES, Nvs
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.copies import copy_bytes
 
-__all__ = ["NvshmemReceiver", "NvshmemSender"]
-
 
 class NvshmemSender(Sender):
     """A ``Sender`` by put-with-signal; nothing is lent."""

@@ -16,8 +16,6 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.events import StreamEvent, current_stream
 
-__all__ = ["Handle", "exchange"]
-
 _NAMES = ("send_next", "send_prev", "recv_prev", "recv_next")
 _SENDS = (("send_next", FORWARD), ("send_prev", BACKWARD))
 _RECEIVES = (("recv_prev", FORWARD), ("recv_next", BACKWARD))

@@ -16,8 +16,6 @@ from ditron_train.runtime.settings import Settings
 from ditron_train.stream import driver, waits_can_be_released
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["COPY", "KERNEL", "NCCL", "NVSHMEM", "WORDS", "asked_by_all", "inter_node_path", "streams_can_signal"]
-
 COPY, KERNEL, NVSHMEM, NCCL = "copy", "kernel", "nvshmem", "nccl"
 WORDS = {
     COPY: "by copy engine",

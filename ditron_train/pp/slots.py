@@ -13,8 +13,6 @@ from ditron_train.pp.messages import LANE_NAMES
 from ditron_train.symm.arena import SymmetricArena
 from ditron_train.symm.device_bytes import DeviceBytes
 
-__all__ = ["Slots"]
-
 _NAME = "pp/slots"
 
 

@@ -17,8 +17,6 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import make_values
 
-__all__ = ["SPECS", "MESSAGE", "MessageCall", "limited_groups", "message_shapes", "start_fused", "start_natively"]
-
 _ENGINE_GBPS = 390.0  # one copy engine's pushes over NVLink on an H200
 _CTAS = (1, 2, 4, 8)
 _UNIT_BYTES = 512

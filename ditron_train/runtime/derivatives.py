@@ -6,8 +6,6 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["refuse_second_derivatives"]
-
 
 def refuse_second_derivatives(op: str) -> None:
     """The first line of every backward: it computes gradients that have none of their own, which a loss of gradients

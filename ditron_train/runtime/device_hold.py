@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["DeviceHold"]
-
 _SHORTEST_US = 200.0
 _LONGEST_US = 3000.0  # a first call compiles, and one that waits for the device takes what the hold takes
 _CYCLES_PER_US = 1980  # of an H200; where the clock is slower, the device waits longer

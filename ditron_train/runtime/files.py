@@ -15,8 +15,6 @@ from typing import Any
 
 from ditron_train.runtime.errors import SettingError
 
-__all__ = ["locked", "parse_json", "read_regular", "replace_file", "save_text"]
-
 
 def read_regular(path: Path) -> bytes:
     """What a file holds; a pipe, which could be waited for for ever, or a device is refused.

@@ -30,8 +30,6 @@ from ditron_train.runtime.errors import DitronError, PeerTimeoutError
 from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["CAPACITY", "FILE_PATTERN", "HEADER_BYTES", "MAGIC", "SLOT", "OpRecords", "note_error", "records_of"]
-
 CAPACITY = 1000
 MAGIC = b"ditron_train records 1\n"
 HEADER_BYTES = 1 << 15

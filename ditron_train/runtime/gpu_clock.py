@@ -7,8 +7,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["sm_clock_mhz"]
-
 _LIBRARY = "libnvidia-ml.so.1"
 _SM = 1  # NVML_CLOCK_SM
 

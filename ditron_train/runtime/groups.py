@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["GroupCache", "belongs_to", "check_member", "forget_destroyed_groups", "is_destroyed", "world_group"]
-
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 

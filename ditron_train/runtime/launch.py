@@ -21,8 +21,6 @@ import torch
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.triton_launcher import CallRecorder, RecordedCall, has_launch_hooks, recorder_of
 
-__all__ = ["COMPILE_OPTIONS", "KernelLaunch", "compiled_together"]
-
 # Of every kernel, since bits depend on it: a product and a sum become one instruction (Triton to 3.9 does it unasked).
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 

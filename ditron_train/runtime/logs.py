@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["decisions", "get_logger", "log_once"]
-
 _ROOT = "ditron_train"
 _MAX_SEEN = 4096  # keys that name a shape may be ever new ones
 _seen: dict[tuple[str, str], str] = {}

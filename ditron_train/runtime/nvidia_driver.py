@@ -6,8 +6,6 @@ import shutil
 import subprocess
 from functools import lru_cache
 
-__all__ = ["driver_version"]
-
 
 @lru_cache(maxsize=1)
 def driver_version() -> str | None:

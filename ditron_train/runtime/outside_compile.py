@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["outside_compile"]
-
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
 _REASON = "ditron_train keeps memory, streams and counts of its own in it"

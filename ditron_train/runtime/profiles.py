@@ -20,18 +20,6 @@ from ditron_train.runtime.files import parse_json, read_regular, save_text
 from ditron_train.runtime.rates import MachineRates, NetworkRates
 from ditron_train.runtime.tuning_table import shipped_name
 
-__all__ = [
-    "Machine",
-    "Profile",
-    "default_rates",
-    "known_rates",
-    "network_named",
-    "profile_named",
-    "profile_of_device",
-    "read_profile",
-    "shipped_profiles",
-]
-
 _FORMAT = "ditron_train profile 1"
 _NETWORKS = "networks.json"
 #: Whose rates stand for a kind of device that no profile was made on.

@@ -15,8 +15,6 @@ import ditron_train
 from ditron_train.runtime.device import device_name, driver_version
 from ditron_train.runtime.versions import find_versions
 
-__all__ = ["collect_provenance", "nccl_version"]
-
 _PREFIXES = ("DITRON_", "NCCL_", "NVTE_", "NVSHMEM_", "TORCH_NCCL_")
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF")
 

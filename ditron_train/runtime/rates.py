@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MachineRates", "NetworkRates"]
-
 
 @dataclass(frozen=True)
 class MachineRates:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["next_power_of_2"]
-
 
 def next_power_of_2(value: int) -> int:
     """The least power of two that is not below ``value``; 1 for 0 and below. (Triton's own takes the host ten times as

@@ -7,8 +7,6 @@ from typing import Any
 
 from ditron_train.runtime.logs import get_logger
 
-__all__ = ["export_trace"]
-
 
 def export_trace(profiler: Any, path: Path) -> None:
     """Writes a Chrome trace, whole or not at all; where it cannot be, training goes on, with one log line.

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["grouped_gemm"]
-
 
 @lru_cache(maxsize=1)
 def _takes_quantizers(function: Callable[..., Any]) -> bool:

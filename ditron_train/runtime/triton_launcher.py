@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["CallRecorder", "RecordedCall", "has_launch_hooks", "recorder_of"]
-
 _STREAM = 0x5EA_0F_57_EA5  # stands for the stream while a call is recorded: no other argument has its identity
 
 _PLAIN = (int, float, bool, str)  # what most arguments are

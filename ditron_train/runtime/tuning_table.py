@@ -25,19 +25,6 @@ from ditron_train.runtime.files import parse_json, read_regular, save_text
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.settings import get_settings
 
-__all__ = [
-    "TuningTable",
-    "active_table",
-    "check_table",
-    "class_of_size",
-    "forget_tables",
-    "named_table",
-    "parse_table",
-    "read_table",
-    "shape_class",
-    "shipped_name",
-]
-
 _FORMAT = "ditron_train tuning 1"
 
 Entry = dict[str, Any]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["make_values"]
-
 
 def make_values(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int, rank: int

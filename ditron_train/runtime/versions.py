@@ -18,26 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "PAIRS",
-    "SUPPORTED",
-    "Supported",
-    "check_used",
-    "check_versions",
-    "find_version",
-    "find_versions",
-    "installed_twice",
-    "interpreted_specifier",
-    "is_newer",
-    "is_supported",
-    "newer_libraries",
-    "pip_command",
-    "specifier_here",
-    "triton_of",
-    "version_problems",
-    "version_warnings",
-]
-
 
 class Supported(NamedTuple):
     """One dependency and the range of it that is supported.

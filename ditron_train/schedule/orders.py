@@ -24,19 +24,6 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = [
-    "ChunkMode",
-    "arrival_order",
-    "chunk_order",
-    "delivery_order",
-    "gather_row_tile_order",
-    "gather_tile_order",
-    "grouped_tile_order",
-    "lower_triangle_tile_order",
-    "row_tile_owners",
-    "scatter_row_tile_order",
-]
-
 ChunkMode = Literal["gather_push", "gather_pull", "scatter_push", "sum_push"]
 
 

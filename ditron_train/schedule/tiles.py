@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["gather_tile", "grouped_tile", "ordered_tile", "scatter_tile"]
-
 
 @triton.jit
 def grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):

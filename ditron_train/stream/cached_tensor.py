@@ -9,8 +9,6 @@ import torch
 from ditron_train.runtime.device import is_capturing
 from ditron_train.stream.events import current_stream
 
-__all__ = ["CachedTensor"]
-
 
 class CachedTensor:
     """A tensor that the current stream makes once, for users on any stream.

@@ -7,8 +7,6 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.events import current_stream
 
-__all__ = ["CallOrder"]
-
 
 class CallOrder:
     """Orders calls on the device as the host makes them: behind a call on the same stream that costs nothing.

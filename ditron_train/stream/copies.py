@@ -11,8 +11,6 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream import driver
 
-__all__ = ["Fan", "copy_bytes", "copy_fans", "copy_with_flags", "get", "put"]
-
 
 @dataclass(frozen=True)
 class Fan:

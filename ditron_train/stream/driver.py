@@ -15,29 +15,6 @@ from typing import Any
 from ditron_train.runtime.errors import DitronError, NotSupportedError
 from ditron_train.runtime.versions import pip_command
 
-__all__ = [
-    "allocation_of",
-    "call_beside_captures",
-    "event_create",
-    "event_query",
-    "event_record",
-    "graph_destroy",
-    "graph_launch",
-    "graph_record",
-    "graph_upload",
-    "has_driver",
-    "map_side_by_side",
-    "memcpy_2d_async",
-    "memcpy_async",
-    "memcpys_async",
-    "memset_u32_async",
-    "register_host_memory",
-    "stream_create",
-    "stream_memory_ops",
-    "stream_wait_event",
-    "unmap",
-]
-
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _EVENT_DISABLE_TIMING = 2
 _STREAM_NON_BLOCKING = 1  # not ordered with the legacy default stream

@@ -9,8 +9,6 @@ import torch
 
 from ditron_train.stream import driver
 
-__all__ = ["EventPool", "StreamEvent", "current_handle", "current_stream", "event_of", "own_stream", "stream_of"]
-
 _streams: dict[int, torch.cuda.Stream] = {}
 
 

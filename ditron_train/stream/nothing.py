@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import cyclic_difference
 
-__all__ = ["compare_calls"]
-
 _POLL_S = 0.001
 
 

@@ -23,8 +23,6 @@ from ditron_train.stream.recorded_graph import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
-__all__ = ["MAX_KNOWN_SHAPES", "OpContext", "context_of"]
-
 #: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
 #: lengths must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
 MAX_KNOWN_SHAPES = 1024

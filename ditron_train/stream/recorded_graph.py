@@ -19,8 +19,6 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import log_once
 from ditron_train.stream import driver
 
-__all__ = ["RecordedSequences"]
-
 _CALLS_BEFORE = 2  # a recording takes as long as five calls: not for what comes once or twice
 _MOST_RECORDED = 256
 _MOST_COUNTED = 4096

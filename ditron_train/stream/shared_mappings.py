@@ -14,8 +14,6 @@ from typing import Any
 
 from ditron_train.runtime.errors import DitronError
 
-__all__ = ["map_side_by_side", "unmap"]
-
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
 _PROT_NONE = 0
 _MAY_MOVE_TO_FIXED = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED

@@ -26,8 +26,6 @@ from ditron_train.stream.events import own_stream
 from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import cyclic_difference
 
-__all__ = ["stream_notify", "stream_wait", "waits_can_be_released"]
-
 _POLL_S = 0.05
 _SLOTS = 4096
 

@@ -26,8 +26,6 @@ from ditron_train.stream import driver, shared_mappings
 from ditron_train.stream.copies import Fan, copy_fans
 from ditron_train.symm.arena import SymmetricTensor
 
-__all__ = ["Window", "ring_window", "send_fans", "window"]
-
 _REFUSALS = (DitronError, AttributeError, TypeError)  # the last two: other bindings than were seen
 _MAX_PITCH_BYTES = (1 << 31) - 1  # of copies of pieces (CU_DEVICE_ATTRIBUTE_MAX_PITCH)
 

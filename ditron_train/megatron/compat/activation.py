@@ -12,8 +12,6 @@ from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_imp
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
 
-__all__ = ["activate_experts"]
-
 
 def activate_experts(experts: Any, y: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """Activation, then probabilities, by the function that ``TEGroupedMLP`` of this version would call.

@@ -8,16 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "captured_parts",
-    "captures_dispatch",
-    "captures_iteration",
-    "why_not_arguments",
-    "why_not_dispatcher",
-    "why_not_experts",
-    "why_not_weight",
-]
-
 # Of ``linear_with_grad_accumulation_and_async_allreduce`` in 0.16: what the tp ops do themselves or hand on.
 _KNOWN_ARGUMENTS = frozenset(
     (

@@ -16,16 +16,6 @@ from typing import Any
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = [
-    "availability_owner",
-    "common_arguments",
-    "momentum_key",
-    "muon_module",
-    "norm_eps",
-    "registered_muon",
-    "why_not_layer_wise",
-]
-
 _NEWER_MODULE = "megatron.core.optimizer.emerging_optimizers"
 _COMMON_NAMES = {"momentum": "momentum_beta", "nesterov": "use_nesterov", "tp_mode": "mode"}  # since 0.18: in 0.16
 _ARGUMENTS = frozenset(

@@ -14,8 +14,6 @@ from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["context_of_layer", "why_not_captured", "why_not_config", "why_not_tensors"]
-
 
 def why_not_config(dispatcher: Any) -> str | None:
     """Why a configuration runs natively, or None."""

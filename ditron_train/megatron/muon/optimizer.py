@@ -27,8 +27,6 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["DitronLayerWiseDistributedOptimizer", "DitronTensorParallelMuon", "class_map", "start", "stop"]
-
 _BATCH_BELOW = 1024  # sides of matrices that the opt-in "batched" steps together
 _SMALL_ELEMENTS = 1 << 20  # tensors below travel together: a collective of their own would cost more than their bytes
 _NATIVE = compat.muon_module().TensorParallelMuon

@@ -16,19 +16,6 @@ from ditron_train.megatron.plugin.record_trace import TraceRequest, parse_trace_
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import SETTINGS
 
-__all__ = [
-    "FEATURES",
-    "FEATURE_MODULES",
-    "Options",
-    "SIZE_ARGUMENTS",
-    "WGRAD",
-    "add_ditron_args",
-    "available_features",
-    "options_from_argv",
-    "options_from_args",
-    "parse_features",
-]
-
 #: Name on the command line: what it accelerates.
 FEATURES: dict[str, str] = {
     "tp": "tensor parallel linear layers, with --sequence-parallel or without",

@@ -30,8 +30,6 @@ from ditron_train.symm import start_nvshmem
 from ditron_train.symm.exchange import exchange
 from ditron_train.symm.transport import is_one_node, node_of_process
 
-__all__ = ["announce", "meet", "stop"]
-
 _features: set[str] = set()
 _agreed: set[frozenset[str]] = set()
 _make_groups = parallel_state.initialize_model_parallel

@@ -19,8 +19,6 @@ import inspect
 import sys
 from typing import Any
 
-__all__ = ["is_redirected", "redirect_construction", "replace_entry", "replace_symbol", "undo_all"]
-
 _redirected: dict[type, type] = {}
 _hooked: set[type] = set()
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []

@@ -16,8 +16,6 @@ from ditron_train.runtime.tuning_table import named_table
 from ditron_train.runtime.versions import newer_libraries
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["check_ranks_agree"]
-
 #: What each rank may have for itself: how long it waits, what memory it gives, where it writes.
 _OWN = ("timeout_s", "arena_bytes", "postmortem")
 

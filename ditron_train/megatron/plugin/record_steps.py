@@ -26,8 +26,6 @@ from ditron_train.runtime.gpu_clock import sm_clock_mhz
 from ditron_train.runtime.logs import decisions
 from ditron_train.runtime.provenance import collect_provenance
 
-__all__ = ["SIZES", "StepRecorder", "digest", "record_steps"]
-
 _LOOP = "megatron.training.training"
 _GRAD_NORM = 5  # of what train_step returns; the losses stand first
 

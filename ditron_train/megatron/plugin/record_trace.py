@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.traces import export_trace
 
-__all__ = ["StepTracer", "TraceRequest", "parse_trace_request", "steps_of_warmup", "trace_path"]
-
 MIDDLE = "middle"
 
 

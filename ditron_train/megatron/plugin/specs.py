@@ -8,8 +8,6 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["count_replacements", "is_spec", "rewrite_spec"]
-
 
 def is_spec(spec: Any) -> bool:
     """Whether ``rewrite_spec`` can walk through ``spec``: it can hold module classes, or is one."""

@@ -30,8 +30,6 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings, unknown_variables
 from ditron_train.runtime.tuning_table import check_table
 
-__all__ = ["active_features", "apply", "apply_options", "restore", "wrap_model_provider"]
-
 _started: dict[str, ModuleType] = {}
 _patched: list[str] = []
 _hook: list[Any] = []

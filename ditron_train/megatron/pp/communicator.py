@@ -33,8 +33,6 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["DitronP2PCommunicator", "class_map", "stop"]
-
 #: Groups whose context could not be made, and why; the same on every rank of the group.
 _refused: GroupCache[dist.ProcessGroup, str] = GroupCache()
 

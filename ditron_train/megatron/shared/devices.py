@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["current_device"]
-
 
 def current_device() -> torch.device:
     """The current GPU; the CPU where megatron-core was made to run there (``testing.megatron_cpu``)."""

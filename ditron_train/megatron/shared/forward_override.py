@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["calling", "signed_as", "why_not_stand_in"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: Where the forwards are that ours know. Not all of megatron-core: for inference, and for attentions of other kinds,

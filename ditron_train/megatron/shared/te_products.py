@@ -14,8 +14,6 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.policy.probe import Run
 
-__all__ = ["product_pairs"]
-
 
 def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
     """What to compare beside native and ours, for ``decide(also=)``: forward's and dgrad's product of one rank by both

@@ -13,8 +13,6 @@ from transformer_engine.pytorch.module.base import _2X_ACC_WGRAD
 
 from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 
-__all__ = ["TELinearWgrad", "wgrad_of"]
-
 
 class TELinearWgrad:
     """wgrad of one call of a Transformer Engine linear layer: its GEMM, and where its result goes.

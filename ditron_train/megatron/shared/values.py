@@ -8,8 +8,6 @@ import torch
 
 from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
 
-__all__ = ["revealing_like", "why_hidden"]
-
 
 def why_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str | None:
     """Why the bits of a linear layer cannot be compared, or None: the partners of wgrad's sums are among the rows of

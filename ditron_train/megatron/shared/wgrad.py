@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["NativeWgrad", "bias_of", "gradient_in_main_grad", "main_grad_of"]
-
 
 def main_grad_of(weight: Any) -> torch.Tensor:
     """The buffer of ``weight`` that takes its gradient, to be asked for in backward: a model that is only evaluated

@@ -20,8 +20,6 @@ from ditron_train.gemm.main_grad import add_wgrad, product_of_transformer_engine
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["MODULE", "class_map", "is_provided", "start", "stop"]
-
 #: Name of apex's module.
 MODULE = "fused_weight_gradient_mlp_cuda"
 _FLAG = "_grad_accum_fusion_available"

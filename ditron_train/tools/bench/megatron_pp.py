@@ -21,8 +21,6 @@ from ditron_train.tools.bench.pipeline_picture import draw_steps, record_step
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 
-__all__ = ["step_rows"]
-
 _GPU_SIZES = dict(hidden_size=4096, num_attention_heads=32, ffn_hidden_size=11008)
 _CPU_SIZES = dict(hidden_size=32, num_attention_heads=4, ffn_hidden_size=64)
 _VOCABULARY = 1024

@@ -21,8 +21,6 @@ from ditron_train.tools.op_rows import OpCalls, add_row, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
 
-__all__ = ["add_arguments", "run"]
-
 
 def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
     return parts_of(specs_of("muon"))

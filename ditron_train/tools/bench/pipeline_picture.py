@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["Span", "draw_steps", "record_step"]
-
 _COLOURS = {"forward": "#2a6fb0", "backward": "#e0a030"}
 
 

@@ -29,8 +29,6 @@ from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
 
-__all__ = ["add_arguments", "run"]
-
 _MB = 1_000_000
 Around = Callable[[], AbstractContextManager[None]]
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from ditron_train.runtime.flight_recorder import CAPACITY
 from ditron_train.tools.postmortem.files import Call, Group, RankFile
 
-__all__ = ["Wait", "calls_on", "first_own_errors", "is_excused", "root_of", "stuck_in", "waits_given_up"]
-
 _TOLD_BY_PEERS = ("MismatchError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _WORDS_OF_PEERS = ("closed by peer", "reset by peer", "Broken pipe", "NCCL error", "[gloo]", "gloo/transport")
 

@@ -26,8 +26,6 @@ from ditron_train.tools.postmortem.blame import (
 )
 from ditron_train.tools.postmortem.files import Call, Group, RankFile
 
-__all__ = ["Divergence", "find_divergence"]
-
 
 @dataclass(frozen=True)
 class Divergence:

@@ -11,8 +11,6 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular
 from ditron_train.runtime.flight_recorder import CAPACITY, FILE_PATTERN, HEADER_BYTES, MAGIC, SLOT
 
-__all__ = ["Call", "Group", "RankFile", "read_file", "read_folder"]
-
 _STATES = ("running", "raised", "ended")
 _MOST_RANKS = 1 << 17  # more than any job has: lists of all of them must not take the memory of this machine
 _MOST_MEMBERS = 1 << 22  # of all groups of a rank

@@ -17,8 +17,6 @@ from ditron_train.tools.postmortem.diverge import Divergence, find_divergence
 from ditron_train.tools.postmortem.files import Call, RankFile, read_folder
 from ditron_train.tools.tables import terminal
 
-__all__ = ["add_arguments", "run"]
-
 _STATES = {"running": "no last word", "raised": "raised", "ended": "ended"}
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from ditron_train.tools.predict.megatron_arguments import Job
 from ditron_train.tools.predict.step import Cluster, Step
 
-__all__ = ["draw_step"]
-
 _COLORS = {
     "GEMMs": "#2a6fb0", "attention": "#6aa9d9", "passes": "#b9d4ea", "exchanges": "#c0392b", "bubbles": "#e8b4ae",
     "gradients": "#d98e3f", "optimizer": "#7a9e5a", "host": "#9a9a9a",

@@ -16,8 +16,6 @@ from ditron_train.runtime.profiles import Profile
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.tools.results import TRAINING_STEP, Row
 
-__all__ = ["fit_profile", "halves", "row_errors"]
-
 _MOST = 0.25  # an error counts no more: what the model cannot say shall not bend what it can
 _STEPS = (1.3, 1.1, 1.03, 1.01)
 _ROUNDS = 3

@@ -20,8 +20,6 @@ from ditron_train.sp.cost_model import (
 )
 from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, reduced
 
-__all__ = ["FEATURES", "Groups", "Parts", "attention_block", "layer_parts", "local_layer_us", "total"]
-
 FEATURES = frozenset({"tp", "sp", "ep", "pp", "muon"})
 _ITEMSIZE = 2
 # Bytes, in units of 2, that each value of a token's hidden vector costs a layer forward: two norms (one read, one

@@ -12,8 +12,6 @@ from typing import Any
 from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
 
-__all__ = ["Job", "parse_job"]
-
 _NUMBERS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "seq_length", "micro_batch_size", "global_batch_size", "vocab_size", "padded_vocab_size",

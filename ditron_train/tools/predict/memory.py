@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ditron_train.tools.predict.megatron_arguments import Job
 
-__all__ = ["memory_bytes", "parameters_of"]
-
 _WEIGHT, _GRADIENT, _STATE = 2, 4, 12  # bf16; fp32 main_grad; fp32 parameter and two moments
 # Values of 2 bytes that a layer keeps of a token for its backward, in units of the hidden size: inputs of the two
 # norms and of the two column layers, the attention's output, two residual sums.

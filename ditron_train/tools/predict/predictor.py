@@ -23,8 +23,6 @@ from ditron_train.tools.predict.memory import memory_bytes
 from ditron_train.tools.predict.step import Cluster, Step, predict_step
 from ditron_train.tools.tables import terminal
 
-__all__ = ["add_arguments", "by_degree", "run", "scaled", "useful_features"]
-
 _MOST_GPUS = 128
 _WORTH = 1.002  # less is within the model's own error
 _GIB = 2.0**30

@@ -38,8 +38,6 @@ from ditron_train.tools.results import TRAINING_STEP, Row
 from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, op_estimate
 from ditron_train.tp.problem import Problem
 
-__all__ = ["estimate_of"]
-
 Modelled = Callable[[Row, Profile], Estimate]
 _CHANNELS = 128
 _PIPELINE_MODEL = dict(hidden=4096, ffn=11008, heads=32, groups=32, channels=_CHANNELS)  # of ``bench pp``

@@ -17,8 +17,6 @@ from ditron_train.tools.predict.megatron_arguments import Job
 from ditron_train.tools.predict.memory import parameters_of
 from ditron_train.tools.results import TRAINING_STEP, Row
 
-__all__ = ["COMPONENTS", "Cluster", "Step", "committed_step", "predict_step"]
-
 _ITEMSIZE = 2
 # Bytes of memory traffic that a parameter costs a step of fp32 Adam: the gradient copied, its norm and scale, Adam's
 # four reads and three writes, the bf16 weight, the gradient set to zero.

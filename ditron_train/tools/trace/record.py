@@ -30,8 +30,6 @@ from ditron_train.tools.tables import terminal
 from ditron_train.tools.trace.show_timeline import draw_timelines, summary
 from ditron_train.tools.trace.timeline import computation_us, read_chrome_trace
 
-__all__ = ["record_op", "traced_ops"]
-
 _WARMUP = 3
 _HEAD_START_CYCLES = 40_000_000  # about 20 ms of the GPU's clock: what a layer's launches take while they are recorded
 

@@ -24,8 +24,6 @@ from ditron_train.schedule import (
     scatter_row_tile_order,
 )
 
-__all__ = ["Op", "RankSchedule", "ScheduleRequest", "plan_rank"]
-
 Op = Literal["ag_gemm", "gemm_rs"]
 
 _MOST_TILES = 1 << 22  # of all ranks, some 100 bytes each

@@ -12,8 +12,6 @@ from rich.table import Table
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.trace.schedule import RankSchedule, ScheduleRequest
 
-__all__ = ["draw_schedules", "show_schedules"]
-
 
 def _title(request: ScheduleRequest) -> str:
     config = request.config

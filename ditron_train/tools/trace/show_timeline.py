@@ -8,8 +8,6 @@ from typing import Any
 
 from ditron_train.tools.trace.timeline import Interval, computation_us, exposed, total_us
 
-__all__ = ["draw_timelines", "summary"]
-
 _LABELLED = 24  # exposed spans, the longest
 
 _COLOURS = {"compute": "#2a6fb0", "communication": "#e0a030"}

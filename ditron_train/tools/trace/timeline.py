@@ -16,18 +16,6 @@ from typing import Any, Literal
 
 from ditron_train.runtime.files import parse_json, read_regular
 
-__all__ = [
-    "Interval",
-    "computation_us",
-    "exposed",
-    "idle",
-    "is_gemm",
-    "not_launched",
-    "read_chrome_trace",
-    "total_us",
-    "union",
-]
-
 Kind = Literal["compute", "communication"]
 # Kernels that only move or wait for data of other ranks; fused kernels compute, so they are not among them.
 _COMMUNICATION = re.compile(

@@ -14,8 +14,6 @@ from ditron_train.tools.trace.record import record_op, traced_ops
 from ditron_train.tools.trace.schedule import ScheduleRequest, plan_rank
 from ditron_train.tools.trace.show_schedule import draw_schedules, show_schedules
 
-__all__ = ["add_arguments", "run"]
-
 _SHAPES = {"ag_gemm": (8192, 28672, 8192), "gemm_rs": (8192, 8192, 28672)}
 _LAYOUT = {"world_size": 8, "ranks_per_node": None, "rows": None, "num_sms": 132}
 

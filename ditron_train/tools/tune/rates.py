@@ -12,8 +12,6 @@ from ditron_train.runtime.rates import MachineRates
 from ditron_train.tp.choices import Machine, Problem, default_choice
 from ditron_train.tp.cost_model import wire_bytes
 
-__all__ = ["Observed", "fit_rates"]
-
 _RANKS_OF_A_NODE = 8
 
 

@@ -19,8 +19,6 @@ from ditron_train.tools.op_rows import OpCalls
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender, measure
 
-__all__ = ["Result", "ShapeClass", "Turns", "search", "trials_of"]
-
 _WORTH = 0.99  # of the default's time; what gains less may be noise, and the default it stays
 _COMPILER_THREADS = 8
 _PARTS = ("gemm", "comm", "link")

@@ -41,8 +41,6 @@ from ditron_train.tools.verify.cases import add_model_arguments, model_sizes
 from ditron_train.tp.context import get_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, GemmSpec, local_shapes
 
-__all__ = ["add_arguments", "run"]
-
 _ROW_BYTES = 16  # rows of symmetric memory are whole so many bytes
 _NOT_BY_DEFAULT = ("gemm_rs nn", "gemm_ar nn")  # they run where a weight is frozen, or no copy engine can be driven
 
