@@ -101,7 +101,12 @@ class PosedNodes:
 
     def _make_node(self, node: int, rate_mbit: float) -> subprocess.Popen[str]:
         apart = [*self._inside(self._hub, "net"), "unshare", "--net", "--mount", "--uts"]
-        holder = self._hold(apart, f"mount -t tmpfs tmpfs /dev/shm && hostname posed{node} && ip link set lo up")
+        names = "".join(f"{self.address(one)} posed{one}\\n" for one in range(self.num_nodes))
+        files = {"nsswitch.conf": "hosts: files\\n", "hosts": f"127.0.0.1 localhost\\n{names}"}
+        own = [f"printf '{text}' >/run/{name} && mount --bind /run/{name} /etc/{name}" for name, text in files.items()]
+        folders = " && ".join(f"mount -t tmpfs tmpfs {folder}" for folder in ("/dev/shm", "/run"))
+        words = f"{folders} && hostname posed{node} && ip link set lo up && {' && '.join(own)}"
+        holder = self._hold(apart, words)
         link = f"link{node}"
         self._in_hub(f"ip link add {link} type veth peer name {_DEVICE} netns {holder.pid}")
         self._in_hub(f"ip link set {link} master br0 up && {_bucket(link, rate_mbit)}")
@@ -127,8 +132,8 @@ class PosedNodes:
         return self._nodes[node].pid
 
     def command(self, node: int) -> list[str]:
-        """What stands in front of a command that is to run on the node."""
-        return self._inside(self._nodes[node], "net", "mount", "uts")
+        """What stands in front of a command that is to run on the node, in this process's folder."""
+        return [*self._inside(self._nodes[node], "net", "mount", "uts"), "env", "--chdir", os.getcwd()]
 
     def environment(self, node: int) -> dict[str, str]:
         """What processes of the node find beside what torchrun sets."""
@@ -190,16 +195,18 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="of a node; default: %(default)s")
     parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of every node's link; default: %(default)s")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="as torchrun takes it, with its arguments")
-    arguments = parser.parse_args()
-    if not arguments.script:
-        parser.error("name a script")
+    given, count = sys.argv[1:], 0
+    while count < len(given) and given[count].split("=")[0] in ("--nodes", "--ranks", "--rate-mbit", "-h", "--help"):
+        count += 1 if "=" in given[count] else 2
+    arguments, script = parser.parse_args(given[:count]), given[count:]  # what stands behind them is torchrun's
+    if not script:
+        parser.error("name a script, or -m and a module, as torchrun takes them, behind the options")
     reason = why_not()
     if reason is not None:
         print(reason, file=sys.stderr)
         return 2
     with PosedNodes(arguments.nodes, arguments.rate_mbit) as nodes:
-        return nodes.run(arguments.ranks, arguments.script, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+        return nodes.run(arguments.ranks, script, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ class _Meeting:
     def _is_asker(self) -> bool:
         """Whether this rank, the first whose deadline has passed, is to look for the one that is missing: all others
         would ask the store the same, within a moment."""
-        name: Any = str(self._rank)
-        return bool(self.store.compare_set(f"{self._number}/asker", "", name) == name.encode())
+        asker: bytes = self.store.compare_set(f"{self._number}/asker", "", str(self._rank))
+        return asker == str(self._rank).encode()
 
     def _is_settled(self) -> bool:
         return self.store.check([f"{self._number}/outcome"])

@@ -119,13 +119,18 @@ class NodeGroups:
         Raises:
             PeerTimeoutError: A rank did not come (CPU: here; GPU: at the next exchange that the host waits for).
         """
-        out = rows.new_empty(rows.shape[0] if out_splits is None else sum(out_splits), *rows.shape[1:])
         with self.naming("an exchange between nodes"):
-            work = dist.all_to_all_single(
-                out, rows.contiguous(), out_splits, in_splits, group=self.rail, async_op=True
-            )
+            out, work = self.start_along_rail(rows, out_splits, in_splits)
             self.wait(work, for_host=for_host)
         return out
+
+    def start_along_rail(
+        self, rows: torch.Tensor, out_splits: list[int] | None = None, in_splits: list[int] | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """The same on its way: where the rows will be, and what ``wait`` takes."""
+        out = rows.new_empty(rows.shape[0] if out_splits is None else sum(out_splits), *rows.shape[1:])
+        work = dist.all_to_all_single(out, rows.contiguous(), out_splits, in_splits, group=self.rail, async_op=True)
+        return out, work
 
     def wait(self, work: Any, *, for_host: bool = False) -> None:
         """Waits for an operation of ``node_group`` or ``rail``: the current stream, or by the deadline the host."""

@@ -52,6 +52,7 @@ class BenchSession:
         dtype: Of activations where nobody names one: bfloat16; on the CPU float32, which Triton's interpreter has.
         rows: What ``add`` was given; the same on every rank.
         fp8: The recipe that is measured; rows of other ones stay in the file.
+        notes: What the stamp says beside the counts.
     """
 
     def __init__(self, name: str, arguments: argparse.Namespace, sink: Sink | None = None) -> None:
@@ -61,6 +62,7 @@ class BenchSession:
         self.device = _device()
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.rows: list[Row] = []
+        self.notes: dict[str, str] = {}
         self._arguments = arguments
         self._sink = sink
         self.fp8: str | None = getattr(arguments, "fp8", None)
@@ -180,9 +182,8 @@ class BenchSession:
     def _write(self, is_shown: bool) -> None:
         if self.rank != 0 or not self.rows or self._sink is not None:
             return
-        stamp = collect_stamp(
-            self.device, self.world_size, repetitions=self._arguments.repetitions, warmup=self._arguments.warmup
-        )
+        counts = {"repetitions": self._arguments.repetitions, "warmup": self._arguments.warmup}
+        stamp = collect_stamp(self.device, self.world_size, **counts, **self.notes)
         if is_shown:
             show_rows(self.rows, stamp)
         if self._arguments.output is not None:

@@ -23,6 +23,7 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
+from ditron_train.tp.nodes import ColumnOverNodes, NodesTPContext, RowOverNodes
 from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
 from ditron_train.tp.prepared import can_copy
 
@@ -64,7 +65,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext) -> torch.Tensor:
+def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesTPContext) -> torch.Tensor:
     """[s * ..., N] as [s, ..., N], with the middle dimensions of x, which is [s / W, ..., K]."""
     return rows.view(x.shape[0] * context.world_size, *x.shape[1:-1], rows.shape[-1]) if x.dim() > 2 else rows
 
@@ -162,7 +163,7 @@ def column_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
-    context: TPContext,
+    context: TPContext | NodesTPContext,
     bias: torch.Tensor | None = None,
     wgrad: Wgrad | None = None,
 ) -> torch.Tensor:
@@ -171,7 +172,7 @@ def column_linear(
     Args:
         x: [s / W, ..., K], this rank's tokens.
         weight: [N / W, K], this rank's rows of the weight.
-        context: The tensor-parallel group's context.
+        context: The tensor-parallel group's context, also of a group that spans nodes (``tp.nodes``).
         bias: [N / W] or None; added after the GEMM's rounding.
         wgrad: Computes the weight gradient from the gathered input (None: ``PlainWgrad``).
 
@@ -181,12 +182,13 @@ def column_linear(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm`` and ``gemm_rs``, in backward too.
     """
-    return _like_input(_ColumnLinear.apply(x, weight, bias, context, wgrad or PlainWgrad()), x, context)
+    function = ColumnOverNodes if isinstance(context, NodesTPContext) else _ColumnLinear
+    return _like_input(function.apply(x, weight, bias, context, wgrad or PlainWgrad()), x, context)
 
 
 @outside_compile
 def row_linear(
-    x: torch.Tensor, weight: torch.Tensor, *, context: TPContext, wgrad: Wgrad | None = None
+    x: torch.Tensor, weight: torch.Tensor, *, context: TPContext | NodesTPContext, wgrad: Wgrad | None = None
 ) -> torch.Tensor:
     """RS(x @ weight^T): the row-parallel linear layer under sequence parallelism (bias is added by the caller).
 
@@ -202,4 +204,5 @@ def row_linear(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm`` and ``gemm_rs``, in backward too.
     """
-    return _RowLinear.apply(x, weight, context, wgrad or PlainWgrad())
+    function = RowOverNodes if isinstance(context, NodesTPContext) else _RowLinear
+    return function.apply(x, weight, context, wgrad or PlainWgrad())

@@ -54,7 +54,7 @@ _TABLE = '{"format": "ditron_train tuning 1", "device": "CPU", "made_with": {}, 
         ({"DITRON_POLICY": "force"}, "DITRON_POLICY: strict on ranks 0 to 1, force on rank 2;"),
         ({"DITRON_PLAN": "plan.json"}, "DITRON_PLAN: unset on ranks 0 to 1, a file on rank 2;"),
         ({"DITRON_TUNING": "table.json"}, "DITRON_TUNING: unset on ranks 0 to 1, table 908799e196b1 on rank 2;"),
-        ({"DITRON_EP_RAILS": "on"}, "DITRON_EP_RAILS: off on ranks 0 to 1, on on rank 2;"),
+        ({"DITRON_EP_RAILS": "on"}, "DITRON_EP_RAILS: auto on ranks 0 to 1, on on rank 2;"),
         (
             {"DITRON_MUON_OPT_INS": "gram,batched"},
             "DITRON_MUON_OPT_INS: unset on ranks 0 to 1, gram,batched on rank 2;",

@@ -65,7 +65,7 @@ def peer_fails(op, fault, failing, timeout_s):
     """What a rank gets, when, of a second call of ``op`` in which the ranks ``failing`` die or are late; rank numbers
     in the whole group."""
     os.environ["DITRON_TIMEOUT_S"] = str(timeout_s)
-    call = {"ep": _ep_call, "sp": _sp_call}[op]()
+    call = {"ep": _ep_call, "sp": _sp_call, "tp": _tp_call}[op]()
     call()
     dist.barrier()
     if dist.get_rank() in failing:
@@ -136,3 +136,48 @@ def moe_layer(rails):
     finally:
         torch.use_deterministic_algorithms(False)
         del os.environ["DITRON_EP_RAILS"]
+
+
+def tp_linears(batch):
+    """A column and a row layer of megatron-core over nodes: by rails as natively, forward and backward; names of their
+    contexts and how often rows went along rails."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+    import ep_workers as workers
+    from megatron.core import parallel_state
+
+    from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall
+    from ditron_train.policy import gate, results
+    from ditron_train.tp import nodes as tp_nodes
+
+    world, names, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
+    calls, arrivals = [], tp_nodes._parts
+    tp_nodes._parts = lambda rows, nodes: (calls.append(len(rows)), arrivals(rows, nodes))[1]
+
+    def values(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).float()
+
+    try:
+        with workers.groups(tensor_model_parallel_size=world):
+            group = parallel_state.get_tensor_model_parallel_group()
+            for spec, rows, of_result in ((COLUMN, 6, world), (ROW, 6 * world, 1 / world)):
+                lead = (rows, batch) if batch else (rows,)
+                x, weight = values(*lead, 24), values(20, 24)
+                call = LinearCall(x, weight, group, grad_y=values(int(rows * of_result), *lead[1:], 20))
+                context = gate.answer_for(spec, call).context
+                names.append(type(context).__name__)
+                del calls[:]
+                for expected, found in zip(results(spec, call), results(spec, call, context), strict=True):
+                    assert torch.equal(expected, found)
+                names.append(len(calls))
+    finally:
+        tp_nodes._parts = arrivals
+    return names
+
+
+def _tp_call():
+    """An AG-GEMM over nodes."""
+    from ditron_train.tp.nodes import ag_gemm_over_nodes, get_nodes_tp_context
+
+    context = get_nodes_tp_context(dist.group.WORLD, torch.device("cpu"))
+    x, weight = torch.ones(4, 16), torch.ones(8, 16)
+    return lambda: ag_gemm_over_nodes(x, weight, context=context)

@@ -16,7 +16,7 @@ TIMEOUT_S = 3.0
 NODE, RANK = (2, 3), (3,)
 
 
-@pytest.mark.parametrize("op", ["ep", "sp"])
+@pytest.mark.parametrize("op", ["ep", "sp", "tp"])
 @pytest.mark.parametrize("fault", ["killed", "late"])
 @pytest.mark.parametrize("failing", [NODE, RANK], ids=["node", "rank"])
 def test_survivors_name_the_missing_rank(op, fault, failing):

@@ -109,6 +109,10 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """The layout of the tokens on their way, which ``token_combine`` ends, and the order of their sums."""
         return self._layout, self._order
 
+    def decide_elsewhere(self) -> None:
+        """Asks no policy: the caller compares it."""
+        self._asks_policy = False
+
     def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
         """Learns what the layer's experts can do: be fused with the movement, do without sizes on the host.
 
@@ -222,7 +226,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
         def make(native: bool) -> DitronMoEAlltoAllTokenDispatcher:
             dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments)
-            dispatcher._asks_policy = False
+            dispatcher.decide_elsewhere()
             dispatcher._native_because = COMPARED if native else None
             return dispatcher
 

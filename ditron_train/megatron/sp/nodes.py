@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import (
     HeadsLayout,
     SPContext,
@@ -60,6 +61,7 @@ def forget_nodes() -> None:
     symm_nodes.forget_nodes()
 
 
+@outside_compile
 class _AlongRail(torch.autograd.Function):
     """All-to-all of equal shares [nodes, ...] along a rail; its backward is the same."""
 

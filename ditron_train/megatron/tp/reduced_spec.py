@@ -28,6 +28,8 @@ class ReducedLinearSpec(LinearSpec):
 
     Tokens are whole everywhere: ``x [s, b, K]`` of every call holds all of them."""
 
+    spans_nodes = False
+
     def __init__(self, kind: Kind) -> None:
         super().__init__(kind)
         self.measured = "backward" if kind == "column" else "forward_backward"

@@ -8,7 +8,7 @@ be had, whether all results have the bits of Megatron's path, and whether they c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,15 @@ from ditron_train.megatron.shared.te_products import product_pairs
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Pass, Place, Run, Shape
 from ditron_train.runtime.device import is_interpreter, kernel_target
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import make_values
+from ditron_train.symm.nodes import spans_nodes
 from ditron_train.tp.choices import Op, Problem, choose, prefers_native
 from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.functions import column_linear, row_linear
+from ditron_train.tp.nodes import NodesTPContext, get_nodes_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, traced_linear, why_not_linear
 
 __all__ = ["COLUMN", "ROW", "Kind", "LinearCall", "LinearSpec", "native_column", "native_linear", "native_row"]
@@ -59,11 +61,12 @@ class LinearCall(NamedTuple):
     grad_y: torch.Tensor | None = None
 
 
-class LinearSpec(OpSpec[LinearCall, TPContext]):
+class LinearSpec(OpSpec[LinearCall, Any]):
     """Gather, GEMM and their backward (``column``), or GEMM, reduce-scatter and theirs (``row``)."""
 
     measured: Pass = "backward"
     groups = "tensor"
+    spans_nodes = True  # also where the group's memory does not
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -111,14 +114,20 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
         rows_of_a_rank = x.shape[:-1].numel() // (world_size if self.kind == "row" else 1)
         return why_hidden(x.device, rows_of_a_rank, *call.weight.shape)
 
-    def context(self, call: LinearCall) -> TPContext:
-        """See `OpSpec`."""
-        return get_tp_context(call.group, call.x.device)
+    def context(self, call: LinearCall) -> TPContext | NodesTPContext:
+        """See `OpSpec`: by peer memory where that reaches all ranks, else with rails between nodes."""
+        try:
+            return get_tp_context(call.group, call.x.device)
+        except (ArenaError, NotSupportedError):
+            if not self.spans_nodes or not spans_nodes(call.group):
+                raise
+            return get_nodes_tp_context(call.group, call.x.device)
 
     def decide(self, call: LinearCall, context: TPContext) -> Decision:
         """See `OpSpec`. Memory is had and kernels are compiled by it, so nothing of that fails between a forward and
         its backward."""
-        if get_settings().policy == "strict" and self._table_prefers_native(call, context):
+        by_table = isinstance(context, TPContext) and get_settings().policy == "strict"
+        if by_table and self._table_prefers_native(call, context):
             return Decision(False, "by the tuning table: nothing that was tried is faster", None, None, None)
         decision = super().decide(call, context)
         context.synchronize()
@@ -129,15 +138,16 @@ class LinearSpec(OpSpec[LinearCall, TPContext]):
         rows = call.x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
         sizes = f"{rows}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
         frozen = ", frozen" if call.is_frozen and self.kind == "column" else ""
-        return f"{self.name} {sizes} {str(call.x.dtype).removeprefix('torch.')}{frozen}"
+        nodes = f", over {context.nodes.num_nodes} nodes" if isinstance(context, NodesTPContext) else ""
+        return f"{self.name} {sizes} {str(call.x.dtype).removeprefix('torch.')}{frozen}{nodes}"
 
     def where(self, call: LinearCall) -> str:
         """See `OpSpec`."""
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
 
     def summed_dtype(self, call: LinearCall) -> torch.dtype | None:
-        """See `OpSpec`."""
-        return call.x.dtype
+        """See `OpSpec`; over nodes sums are the process group's either way."""
+        return None if isinstance(self.context(call), NodesTPContext) else call.x.dtype
 
     def more_pairs(self, call: LinearCall, context: TPContext) -> Sequence[tuple[Run, Run]]:
         """See `OpSpec`: both libraries' products."""

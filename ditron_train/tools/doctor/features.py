@@ -57,10 +57,10 @@ def _across_nodes(name: str, facts: Facts) -> str:
     """What becomes of groups that span nodes."""
     has_nvshmem = facts.versions.get("nvshmem4py") is not None
     if name == "ep":
-        is_on = facts.environment.get("DITRON_EP_RAILS") == "on"
-        return "between nodes along rails" if is_on else "native between nodes unless DITRON_EP_RAILS=on"
+        is_off = facts.environment.get("DITRON_EP_RAILS") == "off"
+        return "native between nodes (DITRON_EP_RAILS=off)" if is_off else "between nodes along rails where quicker"
     return {
-        "tp": "between nodes through NVSHMEM" if has_nvshmem else "native between nodes (nvshmem4py is not installed)",
+        "tp": "between nodes gathers along rails where quicker" + (", or through NVSHMEM" if has_nvshmem else ""),
         "sp": "between nodes exchanges along rails, projections native",
         "pp": "between nodes through NCCL" + (" or, by DITRON_PP_PATH, NVSHMEM" if has_nvshmem else ""),
     }[name]

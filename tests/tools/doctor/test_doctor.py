@@ -202,11 +202,11 @@ def test_files_that_no_job_could_read(name: str, monkeypatch: pytest.MonkeyPatch
 def test_features_say_what_becomes_of_groups_over_nodes() -> None:
     with_all = examine(machine())
     versions = {**GOOD_VERSIONS, "nvshmem4py": None, "transformer-engine": None}
-    without = examine(machine(versions=versions, environment={"DITRON_EP_RAILS": "on"}))
+    without = examine(machine(versions=versions, environment={"DITRON_EP_RAILS": "off"}))
     for name, words, words_without in (
-        ("tp", "between nodes through NVSHMEM", "native between nodes"),
+        ("tp", "or through NVSHMEM", "gathers along rails where quicker"),
         ("sp", "exchanges along rails", "local attention, as Transformer Engine"),
-        ("ep", "native between nodes unless DITRON_EP_RAILS=on", "between nodes along rails"),
+        ("ep", "along rails where quicker", "native between nodes (DITRON_EP_RAILS=off)"),
         ("pp", "NCCL or, by DITRON_PP_PATH, NVSHMEM", "between nodes through NCCL"),
         ("muon", "every GPU", "every GPU"),
     ):

@@ -1,0 +1,194 @@
+"""Benchmark of every room over nodes: posed ones (``scripts/posed_nodes.py``), or real ones under torchrun.
+
+Each row has Megatron's path, the fused path (``peer``), and what ``strict`` runs here after its own comparison of bits
+and times, which on the CPU takes place, too. Muon has nothing of its own between nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy import OpSpec, Place, Shape, gate, results
+from ditron_train.policy.probe import comparing_on_cpu
+from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.groups import world_group
+from ditron_train.runtime.settings import under_policy
+from ditron_train.symm.nodes import NodeGroups, node_groups
+from ditron_train.tools.arguments import add_common_arguments
+from ditron_train.tools.session import BenchSession, bench_session
+
+__all__ = ["PARTS", "add_arguments", "run"]
+
+PARTS = ("tp", "sp", "ep", "pp")
+_LINK_BYTES = 8 << 20
+
+
+class _Case(NamedTuple):
+    """One op over nodes.
+
+    Attributes:
+        spec, call: As the gate is asked.
+        shape: Of the row.
+        native, fused: What is compared and timed.
+    """
+
+    spec: OpSpec[Any, Any]
+    call: Any
+    shape: Shape
+    native: Callable[[], Any]
+    fused: Callable[[], Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench nodes``."""
+    add_common_arguments(parser, model_option=False)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this room (may be repeated)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the command line asks for, shows and writes it; returns 1 where bits differ.
+
+    Raises:
+        SettingError: All ranks lie on one node.
+        NotSupportedError: Nodes are no equal blocks of ranks.
+    """
+    with bench_session("nodes", arguments) as session, comparing_on_cpu(), under_policy("strict"):
+        nodes = node_groups(world_group())
+        if nodes is None:
+            raise SettingError("bench nodes takes ranks of several nodes: python scripts/posed_nodes.py -m ...")
+        session.notes["summary"] = f"{nodes.num_nodes} nodes of {nodes.local_size} ranks; {_rates(session, nodes)}"
+        cases = {"tp": _linears, "sp": _exchanges, "ep": _experts, "pp": _messages}
+        for part in arguments.part or PARTS:
+            with _groups(session, part):
+                for case in cases[part](session):
+                    _add_row(session, case)
+                    session.save()
+        return session.finish()
+
+
+def _rates(session: BenchSession, nodes: NodeGroups) -> str:
+    """What one rank at a time sends inside its node, and over the border, in words."""
+    data, found = torch.ones(_LINK_BYTES, dtype=torch.uint8, device=session.device), []
+    for peer in (1, nodes.local_size) if nodes.local_size > 1 else (nodes.local_size,):
+
+        def send(index: int, peer: int = peer) -> None:
+            if session.rank == 0:
+                dist.send(data, peer)
+            elif session.rank == peer:
+                dist.recv(data, 0)
+
+        found.append(_LINK_BYTES / session.measure({"send": send}, most=3)["send"].median_us)
+    words = [f"{rate:.0f} MB/s" for rate in found]
+    inside = f", {words[0]} inside a node, {found[0] / found[-1]:.1f} times as much" if len(found) > 1 else ""
+    return f"{words[-1]} between nodes{inside}"
+
+
+@contextmanager
+def _groups(session: BenchSession, part: str) -> Iterator[None]:
+    """Megatron's groups with all ranks in the one that the room needs."""
+    from ditron_train.cpu import megatron_shim
+
+    if session.device.type != "cuda":
+        megatron_shim.install()
+    names = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size"}
+    with megatron_shim.parallel_groups(**{names[part]: session.world_size} if part in names else {}):
+        yield
+
+
+def _place(session: BenchSession) -> Place:
+    return Place(world_group(), session.device, session.dtype)
+
+
+def _case(spec: OpSpec[Any, Any], call: Any, shape: Shape) -> _Case:
+    context = spec.context(call)
+    given = spec.given(call, context)
+    return _Case(spec, call, shape, lambda: results(spec, given), lambda: results(spec, given, context))
+
+
+def _linears(session: BenchSession) -> Iterator[_Case]:
+    from megatron.core import parallel_state
+
+    from ditron_train.megatron.tp.spec import COLUMN, ROW
+
+    sizes = (8192, 28672, 8192) if session.device.type == "cuda" else (512, 256, 2048)
+    for spec, (m, n, k) in ((COLUMN, sizes), (ROW, (sizes[0], sizes[2], sizes[1]))):
+        shape = Shape("posed", {"m": m, "n": n, "k": k})
+        place = _place(session)
+        call = spec.sample(shape, place, 0)._replace(group=parallel_state.get_tensor_model_parallel_group())
+        context = spec.context(call)
+        yield _Case(
+            spec, call, shape, lambda s=spec, c=call: results(s, c), lambda s=spec, c=call, x=context: results(s, c, x)
+        )
+
+
+def _exchanges(session: BenchSession) -> Iterator[_Case]:
+    from ditron_train.megatron.sp.exchange import AttentionShape
+    from ditron_train.megatron.sp.spec import EXCHANGE, UlyssesCall
+
+    world, rows = session.world_size, 4096 if session.device.type == "cuda" else 256
+    like = torch.empty(rows, 1, 1, dtype=session.dtype, device=session.device)
+    call = UlyssesCall(world_group(), AttentionShape(8 * world, 2 * world, 128, 128), (rows, 1), like)
+    yield _case(
+        EXCHANGE, call, Shape("posed", {"rows": rows, "heads": 8 * world, "groups": 2 * world, "channels": 128})
+    )
+
+
+def _experts(session: BenchSession) -> Iterator[_Case]:
+    from ditron_train.ep.spec import moe_layer, routing_of
+    from ditron_train.megatron.ep.movement_spec import DispatcherPair, moe_config
+    from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall
+
+    tokens, hidden, topk = (8192, 7168, 8) if session.device.type == "cuda" else (64, 4096, 8)
+    layer = moe_layer("posed", tokens, hidden, 64, 4 * session.world_size, topk)
+    config = moe_config(
+        hidden=hidden, ffn_hidden=64, num_experts=4 * session.world_size, topk=topk, dtype=session.dtype
+    )
+    routed, probs = routing_of(layer, _place(session), 0)
+    x = session.values((tokens, 1, hidden), session.dtype, 0)
+
+    def make(native: bool) -> Any:
+        pair = DispatcherPair(config)
+        pair.ditron.decide_elsewhere()
+        return pair["native" if native else "ditron"]
+
+    call = MovementCall(make, x, routed, probs, topk, config.moe_permute_fusion, world_group())
+    trial = MOVEMENT.trial(call, None)
+    yield _Case(MOVEMENT, call, layer, trial.megatron, trial.fused)
+
+
+def _messages(session: BenchSession) -> Iterator[_Case]:
+    from ditron_train.pp.spec import MESSAGE, message_shapes
+
+    for shape in message_shapes(8e6 if session.device.type == "cuda" else 4e6):
+        call = MESSAGE.sample(shape, _place(session), 0)
+        yield _Case(
+            MESSAGE, call, shape, lambda c=call: results(MESSAGE, c), lambda c=call: results(MESSAGE, c, c.context)
+        )
+
+
+def _add_row(session: BenchSession, case: _Case) -> None:
+    is_moe = case.spec.name == "ep movement"
+    surroundings: AbstractContextManager[Any] = nullcontext()
+    if is_moe:
+        from ditron_train.megatron.ep.movement_spec import repeating
+
+        surroundings = repeating(case.shape)
+    with surroundings:
+        equal = session.equal(list(case.fused()), list(case.native()))
+        answer = gate.answer_for(case.spec, case.call)
+        timings = session.measure({"native": lambda _: case.native(), "ditron": lambda _: case.fused()})
+    fused_us = timings["ditron"].median_us
+    if answer.context is None:  # what runs is Megatron's path
+        timings["ditron"] = timings["native"]
+    plan = ["strict: the fused path" if answer.context is not None else f"strict: Megatron's path, {answer.reason}"]
+    direction = case.spec.measured if case.spec.measured != "backward" else "forward_backward"
+    fields: dict[str, Any] = dict(peer="fused path", peer_us=fused_us, plan=plan)
+    session.add(
+        session.row(case.spec.row, direction, case.shape.model, dict(case.shape.sizes), timings, equal, **fields)
+    )

@@ -1,0 +1,188 @@
+"""Linear layers of a tensor parallel group that spans nodes: gathers along rails beside AG-GEMMs inside nodes.
+
+A rank sends its rows along its rail, to the rank with its place in every other node, and meanwhile multiplies what its
+own node gathers by peer memory; then what has come from the next node is gathered and multiplied likewise. Rows cross
+the border once, and only the first border is not under a GEMM. Sums over ranks are the process group's own
+reduce-scatter, as natively: adding partial sums up inside a node first would change bits, and handing each of them
+over would cross the border more often than the ring does.
+
+    column: Y = AG(X) @ Wt^T by rails;  dX = RS(dY @ Wt), dWt = dY^T @ AG(X) as natively
+    row:    Y = RS(X @ Wt^T) as natively;  dX = AG(dY) @ Wt by rails, which leaves AG(dY) for dWt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.symm.nodes import NodeGroups, node_groups
+from ditron_train.tp.context import TPContext, get_tp_context
+from ditron_train.tp.ops import Layout, ag_gemm
+
+__all__ = ["ColumnOverNodes", "NodesTPContext", "RowOverNodes", "ag_gemm_over_nodes", "get_nodes_tp_context"]
+
+_contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesTPContext] = GroupCache()
+
+
+class NodesTPContext:
+    """A tensor parallel group that spans nodes (collective to make).
+
+    Attributes:
+        group: All ranks.
+        rank, world_size: In it.
+        nodes: The groups of a node and of a rail.
+        inner: Context of this rank's node; None where a node has one rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        nodes = node_groups(group)
+        if nodes is None:
+            raise NotSupportedError("the tensor parallel group lies inside one node")
+        self.group, self.nodes = group, nodes
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.inner: TPContext | None = get_tp_context(nodes.node_group, device) if nodes.local_size > 1 else None
+
+    @property
+    def target(self) -> str:
+        """As ``TPContext.target``; ``cublas`` where a node has one rank."""
+        return "cublas" if self.inner is None else self.inner.target
+
+    def synchronize(self) -> None:
+        """As ``TPContext.synchronize``."""
+        if self.inner is not None:
+            with self.nodes.naming("tensor parallel"):
+                self.inner.synchronize()
+
+
+def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> NodesTPContext:
+    """The context of ``group``, made at the first call (collective).
+
+    Raises:
+        NotSupportedError: The group lies inside a node, or its nodes are no equal blocks of ranks; on every rank
+            alike.
+        ArenaError: A node has no symmetric memory.
+    """
+    key = (group, device)
+    known = _contexts.get(key)
+    if known is None or (known.inner is not None and known.inner.arena.closed):
+        _contexts[key] = NodesTPContext(group, device)
+    return _contexts[key]
+
+
+def _parts(rows: torch.Tensor, nodes: NodeGroups) -> Iterator[tuple[int, torch.Tensor]]:
+    """This rank's rows, then those of its rail's other ranks as they come, with their nodes."""
+    count, arrivals = nodes.num_nodes, []
+    for step in range(1, count):  # one message each way at a time: the next node's rows are there first
+        target, source = (nodes.node + step) % count, (nodes.node - step) % count
+        splits = [[len(rows) * (node == one) for node in range(count)] for one in (source, target)]
+        arrivals.append((source, *nodes.start_along_rail(rows, *splits)))
+    yield nodes.node, rows
+    for source, part, work in arrivals:
+        nodes.wait(work)
+        yield source, part
+
+
+@outside_compile
+def ag_gemm_over_nodes(
+    x: torch.Tensor, weight: torch.Tensor, *, context: NodesTPContext, layout: Layout = "nt", keeps: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """All-gather of ``x`` [rows, K] of all ranks, times ``weight``: as ``ag_gemm``.
+
+    Args:
+        x: This rank's rows, as many on every rank.
+        weight: [N, K] (``nt``) or [K, N] (``nn``).
+        context: Of the group.
+        layout: How ``weight`` lies.
+        keeps: Whether the gathered rows are wanted.
+
+    Returns:
+        [rows of all ranks, N], and [rows of all ranks, K] or None.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``; the last names a rank of the whole group.
+    """
+    products: list[Any] = [None] * context.nodes.num_nodes
+    gathered: list[Any] = [None] * context.nodes.num_nodes
+    with context.nodes.naming("ag_gemm over nodes"):
+        for node, part in _parts(x.contiguous(), context.nodes):
+            if context.inner is None:
+                products[node], gathered[node] = part.matmul(weight.t() if layout == "nt" else weight), part
+                continue
+            products[node], rows = ag_gemm(part, weight, context=context.inner, layout=layout, return_gathered=True)
+            if keeps:  # the next node's rows will lie where these lie
+                gathered[node] = rows[:, : x.shape[1]].clone()
+    return torch.cat(products), torch.cat(gathered) if keeps else None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+@outside_compile
+class ColumnOverNodes(torch.autograd.Function):
+    """As ``column_linear`` in rows: x [s / W, ..., K] and weight [N / W, K] to [s * ..., N / W]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, context, wgrad):
+        ctx.save_for_backward(x, weight)
+        ctx.context, ctx.wgrad, ctx.has_bias = context, wgrad, bias is not None
+        y, _ = ag_gemm_over_nodes(_rows(x), weight, context=context)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        refuse_second_derivatives("column_linear")
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        group, rows = ctx.context.group, _rows(x).contiguous()
+        whole = (x.shape[0] * ctx.context.world_size, *x.shape[1:-1], grad_output.shape[-1])
+        deferred = needs_weight and ctx.wgrad.defer(grad_output.view(whole) if x.dim() > 2 else grad_output)
+        total = gather = scatter = grad_x = grad_weight = None
+        if needs_weight and not deferred:
+            total = rows.new_empty(len(rows) * ctx.context.world_size, rows.shape[1])
+            gather = dist.all_gather_into_tensor(total, rows, group=group, async_op=True)
+        partial = grad_output.matmul(weight) if needs_x else None
+        if gather is not None:
+            gather.wait()
+        if partial is not None:
+            grad_x = torch.empty_like(rows)
+            scatter = dist.reduce_scatter_tensor(grad_x, partial, group=group, async_op=True)
+        if total is not None:
+            grad_weight = ctx.wgrad(grad_output, total)
+        elif deferred:
+            grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
+        if scatter is not None:
+            scatter.wait()
+        grad_bias = grad_output.sum(dim=0) if ctx.has_bias and needs_bias else None
+        return None if grad_x is None else grad_x.view_as(x), grad_weight, grad_bias, None, None
+
+
+@outside_compile
+class RowOverNodes(torch.autograd.Function):
+    """As ``row_linear``: x [s, ..., K / W] and weight [N, K / W] to [s / W, ..., N]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, context, wgrad):
+        ctx.save_for_backward(x, weight)
+        ctx.context, ctx.wgrad = context, wgrad
+        partial = x.matmul(weight.t())
+        out = partial.new_empty(x.shape[0] // context.world_size, *partial.shape[1:])
+        dist.reduce_scatter_tensor(out, partial.contiguous(), group=context.group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        refuse_second_derivatives("row_linear")
+        x, weight = ctx.saved_tensors
+        grad, grad_x, grad_weight = _rows(grad_output), None, None
+        grad_x, total = ag_gemm_over_nodes(grad, weight, context=ctx.context, layout="nn", keeps=True)
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.wgrad(total, _rows(x))
+        return grad_x.view_as(x), grad_weight, None, None

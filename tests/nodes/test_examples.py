@@ -1,0 +1,84 @@
+"""The scripts of ``examples/megatron`` for several nodes, on posed ones: a pair of torchrun agents, Slurm's job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.nodes import why_no_nodes
+from tests.support.patience import HANG_S
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+told = [None] * dist.get_world_size()
+shared = [os.environ[name] for name in ("DITRON_PLAN", "DITRON_POSTMORTEM", "DITRON_POLICY")]
+dist.all_gather_object(told, (os.uname().nodename, os.environ["GROUP_RANK"], shared, sys.argv[1:]))
+if dist.get_rank() == 0:
+    open(os.path.join(os.path.dirname(__file__), "told"), "w").write(repr(told))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def nodes():
+    if why_no_nodes() is not None:
+        pytest.skip(why_no_nodes())
+    spec = importlib.util.spec_from_file_location("posed_nodes_of_examples", ROOT / "scripts" / "posed_nodes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.PosedNodes(2, 1000) as posed:
+        yield posed
+
+
+def _environment(tmp_path, **more):
+    own = {"SHARED": str(tmp_path / "shared"), "GPUS_PER_NODE": "2", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DITRON_")}
+    return {**kept, **own, **more}
+
+
+def _check(tmp_path):
+    shared = [str(tmp_path / "shared" / "plan.json"), str(tmp_path / "shared" / "postmortem"), "strict"]
+    places = [(f"posed{node}", str(node)) for node in (0, 0, 1, 1)]
+    assert (tmp_path / "told").read_text() == repr([(*place, shared, ["--steps", "2"]) for place in places])
+
+
+def test_pair_of_agents(nodes, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    agents = []
+    for node in range(2):
+        more = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "posed0", **nodes.environment(node)}
+        command = ["bash", str(ROOT / "examples/megatron/node.sh"), str(tmp_path / "script.py"), "--steps", "2"]
+        agents.append(subprocess.Popen([*nodes.command(node), *command], env=_environment(tmp_path, **more)))
+    assert [agent.wait(timeout=HANG_S) for agent in agents] == [0, 0]
+    _check(tmp_path)
+
+
+def test_job_of_slurm(nodes, tmp_path, monkeypatch):
+    """Slurm's two commands are posed: ``scontrol`` names the nodes, ``srun`` starts its command on each."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scontrol").write_text("#!/bin/sh\nprintf 'posed0\\nposed1\\n'\n")
+    lines = ["#!/bin/bash", "shift"]  # its option
+    for node in range(2):
+        named = [f"{name}={value}" for name, value in {**nodes.environment(node), "SLURM_NODEID": node}.items()]
+        lines.append(f'{shlex.join(["env", *named, *nodes.command(node)])} "$@" & started[{node}]=$!')
+    lines.append("wait ${started[0]} && wait ${started[1]}")
+    (tools / "srun").write_text("\n".join(lines) + "\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "posed[0-1]", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/"}
+    monkeypatch.chdir(ROOT)  # where nodes run what they are told
+    environment = _environment(tmp_path, **slurm, PATH=f"{tools}:{os.environ['PATH']}")
+    command = ["bash", "examples/megatron/several_nodes.slurm", str(tmp_path / "script.py"), "--steps", "2"]
+    assert subprocess.run(command, env=environment, cwd=ROOT, timeout=HANG_S).returncode == 0
+    _check(tmp_path)
