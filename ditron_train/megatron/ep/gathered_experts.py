@@ -8,7 +8,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from ditron_train.ep.expert_functions import FEWEST_ROWS
-from ditron_train.ep.gathered import GatheredLayout
+from ditron_train.ep.gathered import RowLayout
 from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.orders import SumOrder
 from ditron_train.megatron.ep.experts import why_not_called, why_not_fused
@@ -62,7 +62,7 @@ def fuses_here(
         return gate.context_for(GATHERED_EXPERTS, seen) is not None
 
 
-def fewest_suit(experts: Any, layout: GatheredLayout) -> bool:
+def fewest_suit(experts: Any, layout: RowLayout) -> bool:
     """Whether the GEMMs of this call add up as native's do; an adapter may have come since the layer was built."""
     if why_not_called(experts) is not None:
         return False
