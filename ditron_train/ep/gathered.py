@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from ditron_train.ep.gathered_kernels import place_tokens, sum_rows
-from ditron_train.ep.group_gemm import RowTiles, host_tiles, row_tiles
 from ditron_train.ep.launch import DTYPES
 from ditron_train.ep.orders import SumOrder
+from ditron_train.ep.row_tiles import RowTiles, host_tiles, row_tiles
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError

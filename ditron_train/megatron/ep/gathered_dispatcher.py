@@ -40,6 +40,8 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
     experts return tokens.
     """
 
+    routing_map: Any
+
     def __init__(
         self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
     ) -> None:

@@ -77,7 +77,8 @@ class _NativeProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: list[int], *weights: torch.Tensor) -> torch.Tensor:
-        ctx.products = native_products(counts, *weights[0].shape, x.dtype, x.device)
+        n, k = weights[0].shape
+        ctx.products = native_products(counts, n, k, x.dtype, x.device)
         ctx.save_for_backward(x, *weights)
         return ctx.products["forward"](x, None, weights)
 
