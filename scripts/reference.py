@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -137,9 +138,55 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+_ASKED = ("why_not", "why_hidden")  # in the names of functions that give a reason
+_ASKING = ("megatron", "optim/plans.py")
+
+
+def reasons() -> str:
+    """The table of all reasons for Megatron's path, as the code gives them."""
+    lines = ["| of | the log says | asked by |", "| --- | --- | --- |"]
+    package = ROOT / "ditron_train"
+    files = [
+        path
+        for part in _ASKING
+        for path in ([package / part] if part.endswith(".py") else (package / part).rglob("*.py"))
+    ]
+    for path in sorted(files):
+        feature = path.relative_to(package / "megatron").parts[0] if "megatron" in path.parts else "muon"
+        feature = feature if feature in ("tp", "sp", "ep", "pp", "muon") else "all"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any(word in node.name for word in _ASKED):
+                said = dict.fromkeys(text for found in _answers(node) for text in _texts(found))
+                where = f"`{path.stem}.{node.name.lstrip('_')}`"
+                lines += [f"| {feature} | {_cell(text)} | {where} |" for text in said]
+    return "\n".join([*lines[:2], *sorted(dict.fromkeys(lines[2:]))])
+
+
+def _answers(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    """What a function returns, or calls its reason."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield node.value
+        elif isinstance(node, ast.Assign) and any(ast.unparse(target) == "reason" for target in node.targets):
+            yield node.value
+
+
+def _texts(answer: ast.expr) -> Iterator[str]:
+    """The sentences in an expression; what is filled in as dots."""
+    if isinstance(answer, ast.Constant) and isinstance(answer.value, str):
+        yield answer.value
+    elif isinstance(answer, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in answer.values)
+    elif isinstance(answer, ast.IfExp):
+        yield from (text for part in (answer.body, answer.orelse) for text in _texts(part))
+    elif isinstance(answer, ast.BoolOp):
+        yield from (text for part in answer.values for text in _texts(part))
+
+
 #: Document: its generated parts.
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/reference/settings.md": {"settings": settings},
+    "docs/reference/limits.md": {"reasons": reasons},
     "docs/reference/versions.md": {"versions": versions},
     "docs/reference/command-line.md": {"commands": commands},
     "docs/reference/api.md": {"api": api},

@@ -12,45 +12,40 @@ import numpy as np
 import torch
 
 from ditron_train.ep.gathered_kernels import place_tokens, sum_rows
-from ditron_train.ep.group_gemm import RowTiles, host_tiles, row_tiles
 from ditron_train.ep.launch import DTYPES
 from ditron_train.ep.orders import SumOrder
+from ditron_train.ep.row_tiles import RowTiles, host_tiles, row_tiles
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["GatheredLayout", "place", "sum_to_tokens"]
+__all__ = ["GatheredLayout", "RowLayout", "SlicedLayout", "place", "sum_to_tokens"]
 
 _TILE_ELEMENTS = 8192
 _MOST_COLUMNS = 1024
 
 
-class GatheredLayout:
-    """One routing of all tokens of a group to this rank's experts. Making it waits for the device, as native does.
+class RowLayout:
+    """Where the rows of all ranks' tokens lie at this rank's experts.
 
     Args:
-        local_map: bool [world_size * tokens, local experts], the tokens of all ranks in order of the ranks.
-        world_size: Ranks, which have as many tokens each.
+        counts: int64 [world_size, local experts] on the CPU: rows of each source and expert.
+        row_of_token: int32 [world_size * tokens, places]: the rows that a token has here, by expert, or -1.
+        adds_up: Whether a token's rows are added up, from zero on, as native does; else it has one place.
 
     Attributes:
-        counts: int64 [world_size, local experts] on the CPU: rows of each source and expert.
+        num_tokens: Of each rank.
         tokens_per_expert: int64 [local experts] on the CPU.
         num_rows: Of all experts.
-        row_of_token: int32 [world_size * tokens, local experts]: row of a token at an expert, or -1.
     """
 
-    def __init__(self, local_map: torch.Tensor, world_size: int) -> None:
-        num_tokens, num_experts = local_map.shape
-        if num_tokens % world_size or num_experts < 1:
-            raise NotSupportedError(f"gathered experts: {tuple(local_map.shape)} of {world_size} ranks")
-        self.num_tokens, self.world_size, self.num_experts = num_tokens // world_size, world_size, num_experts
-        by_expert = local_map.t().contiguous()
-        ends = by_expert.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, num_tokens)
-        self.row_of_token = torch.where(by_expert, ends - 1, -1).t().contiguous()
-        self.counts = local_map.view(world_size, self.num_tokens, num_experts).sum(1).cpu()
-        self.tokens_per_expert = self.counts.sum(0)
+    def __init__(self, counts: torch.Tensor, row_of_token: torch.Tensor, *, adds_up: bool) -> None:
+        self.counts, self.row_of_token, self.adds_up = counts, row_of_token, adds_up
+        self.world_size, self.num_experts = counts.shape
+        self.num_tokens = len(row_of_token) // self.world_size
+        self.tokens_per_expert = counts.sum(0)
         self.num_rows = int(self.tokens_per_expert.sum())
 
     def tokens_of(self, source: int) -> slice:
@@ -80,6 +75,52 @@ class GatheredLayout:
         return int(some.min()) if some.numel() else np.iinfo(np.int32).max
 
 
+class GatheredLayout(RowLayout):
+    """One routing of all tokens of a group to this rank's experts. Making it waits for the device, as native does.
+
+    Args:
+        local_map: bool [world_size * tokens, local experts], the tokens of all ranks in order of the ranks.
+        world_size: Ranks, which have as many tokens each.
+    """
+
+    def __init__(self, local_map: torch.Tensor, world_size: int) -> None:
+        num_tokens, num_experts = local_map.shape
+        if num_tokens % world_size or num_experts < 1:
+            raise NotSupportedError(f"gathered experts: {tuple(local_map.shape)} of {world_size} ranks")
+        by_expert = local_map.t().contiguous()
+        ends = by_expert.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, num_tokens)
+        row_of_token = torch.where(by_expert, ends - 1, -1).t().contiguous()
+        counts = local_map.view(world_size, num_tokens // world_size, num_experts).sum(1).cpu()
+        super().__init__(counts, row_of_token, adds_up=True)
+
+
+class SlicedLayout(RowLayout):
+    """Rows that each of several ranks has in [expert, ...] order, of experts that all of them have a slice of.
+
+    Args:
+        counts: int64 [ranks, local experts] on the CPU.
+        device: Of the rows.
+
+    Attributes:
+        num_tokens: Rows that every rank has room for: few different numbers, since each is prepared for once.
+    """
+
+    def __init__(self, counts: torch.Tensor, device: torch.device) -> None:
+        rows = counts.sum(1)
+        step = max(next_power_of_2(int(rows.max())) // 16, 64)
+        room = max(-(-int(rows.max()) // step), 1) * step
+        by_expert = counts.T.contiguous().view(-1)  # [expert, rank]
+        starts = (by_expert.cumsum(0) - by_expert).view(counts.shape[::-1])
+        row_of_token = torch.full((len(counts), room), -1, dtype=torch.int32)
+        for rank, of_experts in enumerate(counts.tolist()):
+            parts = [torch.arange(first, first + n) for first, n in zip(starts[:, rank].tolist(), of_experts)]
+            row_of_token[rank, : int(rows[rank])] = torch.cat(parts).int()
+        table = row_of_token.view(-1, 1)
+        if device.type == "cuda":
+            table = table.pin_memory().to(device, non_blocking=True)
+        super().__init__(counts, table, adds_up=False)
+
+
 @lru_cache(maxsize=256)
 def _launch(
     kernel: object, num_programs: int, constants: tuple[tuple[str, int], ...], dtypes: tuple[torch.dtype, ...]
@@ -87,20 +128,20 @@ def _launch(
     return KernelLaunch(kernel, num_programs, dict(constants), num_warps=8)
 
 
-def _check(name: str, rows: torch.Tensor, layout: GatheredLayout) -> None:
+def _check(name: str, rows: torch.Tensor, layout: RowLayout) -> None:
     if rows.dim() != 2 or rows.shape[0] != layout.num_rows or not rows.is_contiguous():
         raise NotSupportedError(f"{name}: needs contiguous [{layout.num_rows}, hidden], got {tuple(rows.shape)}")
     if rows.dtype not in DTYPES:
         raise NotSupportedError(f"{name}: {rows.dtype}; allowed: {', '.join(map(str, DTYPES))}")
 
 
-def _run(kernel: object, layout: GatheredLayout, source: int, hidden: int, tensors: tuple, **flags: bool) -> None:
+def _run(kernel: object, layout: RowLayout, source: int, hidden: int, tensors: tuple, **flags: bool) -> None:
     first = tensors[0]
     if layout.num_rows == 0 and kernel is place_tokens:
         return
     columns = min(next_power_of_2(hidden), _MOST_COLUMNS)
     block_t = max(_TILE_ELEMENTS // columns, 1)
-    constants = {"NUM_EXPERTS": layout.num_experts, **flags, "BLOCK_T": block_t, "BLOCK_H": columns}
+    constants = {"NUM_EXPERTS": layout.row_of_token.shape[1], **flags, "BLOCK_T": block_t, "BLOCK_H": columns}
     is_cuda = kernel_target(first.device) != "interpreter"
     num_programs = min(2 * num_sms(first.device), -(-layout.num_tokens // block_t)) if is_cuda else 1
     launch = _launch(kernel, num_programs, tuple(constants.items()), tuple(one.dtype for one in tensors))
@@ -108,7 +149,7 @@ def _run(kernel: object, layout: GatheredLayout, source: int, hidden: int, tenso
         launch(*tensors, layout.row_of_token[layout.tokens_of(source)], layout.num_tokens, hidden)
 
 
-def place(tokens: torch.Tensor, rows: torch.Tensor, layout: GatheredLayout, source: int) -> None:
+def place(tokens: torch.Tensor, rows: torch.Tensor, layout: RowLayout, source: int) -> None:
     """Copies the tokens of one rank to their rows at the local experts.
 
         for t, e in local_map[source].nonzero(): rows[row_of_token[source, t, e]] = tokens[t]
@@ -126,7 +167,7 @@ def place(tokens: torch.Tensor, rows: torch.Tensor, layout: GatheredLayout, sour
     _run(place_tokens, layout, source, rows.shape[1], (tokens.contiguous(), rows))
 
 
-def sum_to_tokens(rows: torch.Tensor, out: torch.Tensor, layout: GatheredLayout, source: int, order: SumOrder) -> None:
+def sum_to_tokens(rows: torch.Tensor, out: torch.Tensor, layout: RowLayout, source: int, order: SumOrder) -> None:
     """Adds up the rows of each token of one rank, over the local experts.
 
         out[t] = sum over e of rows[row_of_token[source, t, e]], in ``order``
@@ -142,4 +183,5 @@ def sum_to_tokens(rows: torch.Tensor, out: torch.Tensor, layout: GatheredLayout,
     if out.shape != (layout.num_tokens, rows.shape[1]) or not out.is_contiguous():
         raise NotSupportedError(f"sum_to_tokens: {tuple(rows.shape)} into {tuple(out.shape)}")
     flags = {"DESCENDING": order == "descending", "ROUND_EACH": order == "ascending_rounded"}
+    flags["FROM_ZERO"] = layout.adds_up
     _run(sum_rows, layout, source, rows.shape[1], (rows, out), **flags)

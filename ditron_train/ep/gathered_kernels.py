@@ -45,10 +45,12 @@ def sum_rows(
     NUM_EXPERTS: tl.constexpr,
     DESCENDING: tl.constexpr,
     ROUND_EACH: tl.constexpr,
+    FROM_ZERO: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """out[t] = ((0 + r_0) + r_1) + ..., r_j token t's rows by expert, ascending or descending.
+    """out[t] = ((0 + r_0) + r_1) + ..., r_j token t's rows by expert, ascending or descending; without FROM_ZERO, and
+    with one expert, r_0 as it is.
 
     In fp32 with one rounding to the rows' type at the end, or (ROUND_EACH) one after every addition; ``out`` may be of
     a wider type.
@@ -61,6 +63,8 @@ def sum_rows(
             offsets = column + tl.arange(0, BLOCK_H)
             narrow = (offsets < hidden)[None, :]
             total = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+            if not FROM_ZERO:
+                total = -total  # -0 + -0 is -0
             for step in range(NUM_EXPERTS):
                 expert = NUM_EXPERTS - 1 - step if DESCENDING else step
                 row = tl.load(row_of_token + token * NUM_EXPERTS + expert, mask=inside, other=-1)

@@ -5,35 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ditron_train.ep.arguments import ExpertScales, GemmSizes, as_constant
+from ditron_train.ep.arguments import ExpertScales, GemmSizes
 from ditron_train.ep.group_choices import GroupOp, choose_group_config, default_group_config
-from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel, list_tiles
+from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel
+from ditron_train.ep.row_tiles import RowTiles, group_launch, row_tiles
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import FP8_DTYPES, make_descriptor, result_dtype
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["RowTiles", "are_whole", "group_gemm", "group_wgrad", "group_wgrad_into", "host_tiles", "row_tiles"]
+__all__ = ["RowTiles", "are_whole", "group_gemm", "group_wgrad", "group_wgrad_into", "row_tiles"]
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40
-_TILE_WORDS = 4
-_LIST_BLOCK = 128  # tiles that a program lists
 _TO_DESCRIPTOR, _TO_ADDED, _TO_WRITTEN = 0, 1, 2  # of ``group_wgrad_kernel``
 # A wider tile's old values and sums do not fit the registers of a program (tests/compile).
 _INTO_CONFIG = GemmConfig(128, 128, 64, 8, 4)
-_SLACK_WORDS = 1024  # a loop that runs ahead may look at entries behind the last, whose values it then drops
 
 
 def _clipped_rows(matrix: torch.Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
@@ -78,94 +74,6 @@ def _places(distances: tuple[int, ...], device: torch.device) -> torch.Tensor:
 @cache  # likewise
 def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(addresses, dtype=torch.int64, device=device)
-
-
-@lru_cache(maxsize=1024)
-def _launch(
-    kernel: Any,
-    num_programs: int,
-    constants: tuple[tuple[str, Any], ...],
-    num_warps: int,
-    num_stages: int,
-    dtype: torch.dtype,
-) -> KernelLaunch:
-    """The launch of a kernel with these constants, for operands of this type: only the first one goes through
-    Triton."""
-    values = {name: as_constant(value) for name, value in constants}
-    return KernelLaunch(kernel, num_programs, values, num_warps=num_warps, num_stages=num_stages)
-
-
-@dataclass(frozen=True)
-class RowTiles:
-    """How the rows of a rank are cut into tiles that hold one expert each; made once a layer, on the device.
-
-    Attributes:
-        tiles: int32, see ``list_tiles``.
-        num_rows: Rows of all experts together (with a capacity: at most).
-        num_experts: Experts.
-        block_m: Rows of a tile.
-        max_tiles: Tiles at most.
-    """
-
-    tiles: torch.Tensor
-    num_rows: int
-    num_experts: int
-    block_m: int
-    max_tiles: int
-
-    @property
-    def row_ends(self) -> torch.Tensor:
-        """int32 [num_experts]: first row behind each expert."""
-        return self.tiles[_TILE_WORDS * (self.max_tiles + 1) :]
-
-
-def _block_m(target: str) -> int:
-    return 32 if target == "interpreter" else 128
-
-
-def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
-    """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts]) that sum to ``num_rows`` at
-    most."""
-    target = kernel_target(tokens_per_expert.device)
-    num_experts, block_m = tokens_per_expert.numel(), _block_m(target)
-    num_programs = -(-(-(-num_rows // block_m) + num_experts) // _LIST_BLOCK)
-    max_tiles = num_programs * _LIST_BLOCK  # few different numbers, whatever the rows: launches are kept by number
-    words = _TILE_WORDS * (max_tiles + 1) + num_experts
-    tiles = torch.empty(words + _SLACK_WORDS, dtype=torch.int32, device=tokens_per_expert.device)
-    constants = dict(NUM_EXPERTS=num_experts, EXPERTS=next_power_of_2(num_experts), BLOCK_M=block_m, BLOCK=_LIST_BLOCK)
-    launch = _launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)
-    with on_device(tokens_per_expert.device):
-        launch(tokens_per_expert, tiles, max_tiles, num_rows)
-    return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
-
-
-def host_tiles(spans: Sequence[np.ndarray], num_rows: int, num_experts: int, device: torch.device) -> list[RowTiles]:
-    """Row tiles of parts of the rows, for products that are computed part by part.
-
-    Args:
-        spans: Of each part int [spans, 3]: expert, first row and end row.
-        num_rows: Rows of all experts together.
-        num_experts: Experts.
-        device: Where the rows are.
-    """
-    block_m = _block_m(kernel_target(device))
-    listed = []
-    for span in spans:
-        first = [np.arange(start, end, block_m) for _, start, end in span]
-        sizes = [len(one) for one in first]
-        tiles = np.zeros((sum(sizes), _TILE_WORDS), dtype=np.int32)
-        tiles[:, 0], tiles[:, 2] = np.repeat(span[:, 0], sizes), np.repeat(span[:, 2], sizes)
-        tiles[:, 1] = np.concatenate([*first, np.empty(0, dtype=np.int64)])
-        listed.append(tiles)
-    max_tiles = max(-(-max(map(len, listed)) // _LIST_BLOCK), 1) * _LIST_BLOCK
-    words = np.zeros((len(listed), _TILE_WORDS * (max_tiles + 1) + num_experts + _SLACK_WORDS), dtype=np.int32)
-    for line, tiles in zip(words, listed):
-        line[0] = len(tiles)
-        line[_TILE_WORDS : _TILE_WORDS * (len(tiles) + 1)] = tiles.ravel()
-    table = torch.from_numpy(words)
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    return [RowTiles(one, num_rows, num_experts, block_m, max_tiles) for one in table]
 
 
 def are_whole(columns: Sequence[int], dtype: torch.dtype) -> bool:
@@ -325,7 +233,7 @@ def group_gemm(
         )
     num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // chosen.block_n))
     constants = (("GEMM", operands.sizes),)
-    launch = _launch(group_gemm_kernel, num_programs, constants, chosen.num_warps, chosen.num_stages, x.dtype)
+    launch = group_launch(group_gemm_kernel, num_programs, constants, chosen.num_warps, chosen.num_stages, x.dtype)
     with on_device(x.device):
         launch(operands.a, b, half_b, operands.c, operands.places, scales, tiles.tiles, operands.n, operands.k)
     return operands.y
@@ -428,7 +336,7 @@ def _launch_wgrad(
         GEMM=_sizes(config, config.block_m),
     )
     num_programs = min(max(num_sms(x.device) - spare_sms, 1), tiles.num_experts * config.num_tiles(n, k))
-    launch = _launch(
+    launch = group_launch(
         group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype
     )
     operands = _clipped_rows(grad, config.block_k, config.block_m), _clipped_rows(x, config.block_k, config.block_n)

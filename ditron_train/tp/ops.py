@@ -41,6 +41,7 @@ __all__ = [
     "gemm_rs",
     "reduce_scatter_rows",
     "scatter_as_computed",
+    "reserve_reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",
@@ -309,6 +310,16 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
     prepared = context.prepare(ReduceScatterCall, partial.shape, partial.dtype, partial.device)
     shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
     return StartedSum(prepared, partial.contiguous(), shape, stream)
+
+
+def reserve_reduce_scatter(shape: torch.Size, dtype: torch.dtype, *, context: TPContext) -> None:
+    """Makes what ``reduce_scatter_rows`` of this shape and type needs, before anything depends on it.
+
+    Raises:
+        ArenaError, NotSupportedError, MismatchError: It cannot be had; on every rank alike.
+    """
+    _check_can_copy("reduce_scatter", context)
+    context.prepare(ReduceScatterCall, shape, dtype, context.device)
 
 
 @outside_compile

@@ -129,3 +129,28 @@ def pipeline() -> None:
     for handle in handles.values():
         handle.wait()
     assert torch.equal(handles["recv_prev"].tensor, received)
+
+
+def gathered_experts() -> None:
+    """Both linear layers between the gather and the reduce-scatter."""
+    from ditron_train.ep.gathered import GatheredLayout
+    from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
+    from ditron_train.tp import get_tp_context
+
+    rank, world, tokens = dist.get_rank(), dist.get_world_size(), 6
+    context = get_tp_context(dist.group.WORLD, CPU)
+    all_tokens = integers(world * tokens, 8, seed=1)
+    routed = integers(world * tokens, 2 * world, seed=2) > 0
+    weights = [
+        [integers(*shape, seed=20 * i + e) for e in range(2 * world)] for i, shape in enumerate(((16, 8), (8, 8)))
+    ]
+    own, mine = slice(2 * rank, 2 * rank + 2), slice(rank * tokens, (rank + 1) * tokens)
+    layout = GatheredLayout(routed[:, own].contiguous(), world)
+    y = gather_linear(all_tokens[mine], weights[0][own], GatheredCall(layout, context, "ascending", torch.float32))
+    call = GatheredCall(layout, context, "ascending", torch.float32)
+    out = linear_scatter(y[:, :8].contiguous(), weights[1][own], call)
+    plain = plain_code("gathered_experts.md")["plain_gathered"]
+    whole = sum(
+        plain(all_tokens, routed[:, 2 * r : 2 * r + 2], *(w[2 * r : 2 * r + 2] for w in weights)) for r in range(world)
+    )
+    assert torch.equal(out, whole[mine])

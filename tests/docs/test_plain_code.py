@@ -16,7 +16,15 @@ from tests.support.processes import run_workers  # noqa: E402
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
-    "body", [bodies.tensor_parallel, bodies.ring_order, bodies.ulysses, bodies.experts, bodies.pipeline]
+    "body",
+    [
+        bodies.tensor_parallel,
+        bodies.ring_order,
+        bodies.ulysses,
+        bodies.experts,
+        bodies.gathered_experts,
+        bodies.pipeline,
+    ],
 )
 def test_the_op_gives_the_same(body, world_size: int) -> None:
     run_workers(world_size, body)

@@ -503,8 +503,8 @@ def assert_equal_layers(options):
 @pytest.mark.parametrize("in_any_place", [1, 2])
 @pytest.mark.parametrize("fused", FUSED)
 def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused, in_any_place):
-    """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by
-    megatron-core."""
+    """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by copy engines,
+    or by megatron-core where places matter."""
     from ditron_train.megatron.ep import expert_tensor as ep_tensor
 
     monkeypatch.setattr(ep_tensor, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows lie where native's do

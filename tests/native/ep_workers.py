@@ -447,3 +447,21 @@ def gathered_layers_agree(options, num_tokens, dtype, steps=2):
             return moved, ours.token_dispatcher._native_because
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def slices_of_experts(options, tokens_by_rank):
+    """``sliced_layers_agree``; how often copy engines moved slices' rows."""
+    from ditron_train.megatron.ep import expert_tensor
+
+    calls, before = [], expert_tensor.scatter_rows
+
+    def counted(rows, call):
+        calls.append(call)
+        return before(rows, call)
+
+    expert_tensor.scatter_rows = counted
+    try:
+        sliced_layers_agree(options, tokens_by_rank, torch.bfloat16)
+    finally:
+        expert_tensor.scatter_rows = before
+    return len(calls)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
-from ep_workers import gathered_layers_agree  # noqa: E402
+from ep_workers import gathered_layers_agree, slices_of_experts  # noqa: E402
 from gathered_workers import layers_are_exact  # noqa: E402
 
 from ditron_train.cpu import interpreter  # noqa: E402
@@ -67,10 +67,18 @@ def test_tokens_whose_rows_are_not_whole_are_native():
     assert all(moved == [False, False] and "not of whole 16 bytes" in reason for moved, reason in found)
 
 
-def test_without_memory_the_layer_goes_on_natively():
-    env = {"DITRON_ARENA_BYTES": "20000", "DITRON_POLICY": "force"}
-    found = run_workers(2, gathered_layers_agree, {}, 64, torch.float32, env=env)
+@pytest.mark.parametrize("room", [20000, 40000], ids=["no_gather", "no_scatter"])
+def test_without_memory_the_layer_goes_on_natively(room):
+    env = {"DITRON_ARENA_BYTES": str(room), "DITRON_POLICY": "force"}
+    found = run_workers(2, gathered_layers_agree, {"moe_router_dtype": "fp32"}, 64, torch.float32, env=env)
     assert all(moved == [False, False] and "DITRON_ARENA_BYTES" in reason for moved, reason in found)
+
+
+@pytest.mark.parametrize("experts", [2, 8], ids=["one_expert", "several_experts"])
+def test_slices_of_experts_travel_by_the_fused_path(experts):
+    options = {**SPLIT, "num_moe_experts": experts, "moe_router_topk": 2, "moe_router_dtype": "fp32"}
+    calls = run_workers(4, slices_of_experts, options, (8, 5, 70, 9))
+    assert calls == [2] * 4  # steps
 
 
 @pytest.mark.parametrize(

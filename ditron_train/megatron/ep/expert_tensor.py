@@ -2,9 +2,10 @@
 experts.
 
 Each tensor parallel rank has tokens of its own and a slice of every expert, so rows are gathered over that group
-before the experts and reduce-scattered behind them, by megatron-core's own functions. Natively they are sorted by
-expert behind the gather; ours come sorted from the movement, so what changes places is the chunks of one rank and one
-expert. Where sums depend on where a row lies, they take native's places first.
+before the experts and reduce-scattered behind them: over two ranks by copy engines (``gathered``), else by
+megatron-core's own functions. Natively they are sorted by expert behind the gather; ours come sorted from the
+movement, so what changes places is the chunks of one rank and one expert. Where sums depend on where a row lies, they
+take native's places first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
+
+from ditron_train.ep.gathered import SlicedLayout
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, scatter_rows, start
+from ditron_train.policy import log_native
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.tp.context import get_tp_context
 
 __all__ = ["ExpertSlices", "all_true", "exchange_counts"]
 
@@ -54,8 +61,14 @@ def exchange_counts(
     return None if bool((counts < 0).any()) else counts
 
 
+def _padded(rows: torch.Tensor, room: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, room - len(rows)))
+
+
 class ExpertSlices:
     """Gathers the rows of one step over the tensor parallel group, and returns the experts' results.
+
+    Of two ranks rows travel by copy engines, each placed once it is there, and results leave rank by rank.
 
     Args:
         counts: int64 ``[ranks, source ranks, num_local_experts]`` on the CPU, of ``exchange_counts``.
@@ -71,6 +84,21 @@ class ExpertSlices:
         mine = counts[dist.get_rank(group)].T  # [expert, source rank]
         self._mine = mine if len(counts) > _RANKS_IN_ANY_PLACE and 1 not in mine.shape else None
         self._chunks = counts if self._mine is not None else counts.sum(1, keepdim=True)
+        self._call: GatheredCall | None = None
+
+    def _begin(self, rows: torch.Tensor, sum_dtype: torch.dtype) -> GatheredCall | None:
+        """The rows on their way, or None where megatron-core moves them; the same on every rank of the group."""
+        of_experts = self._chunks.sum(1)
+        if len(of_experts) > _RANKS_IN_ANY_PLACE or int(of_experts.sum()) == 0:
+            return None
+        try:
+            context = get_tp_context(self._group, self._device)
+            layout = SlicedLayout(of_experts, self._device)
+            started = start(_padded(rows.detach(), layout.num_tokens), context, sum_dtype)
+        except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+            log_native("ep slices", str(error))
+            return None
+        return GatheredCall(layout, context, "ascending", sum_dtype, started)
 
     def _move(
         self, rows: torch.Tensor, sizes: torch.Tensor, order: tuple[int, ...], probs: torch.Tensor | None = None
@@ -84,6 +112,14 @@ class ExpertSlices:
     def gather(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows ``[this rank's, hidden]`` in [expert, source rank, token] order and their ``probs`` become those of the
         whole group in [expert, tensor parallel rank, source rank, token] order."""
+        call = self._call = self._begin(rows, probs.dtype)
+        if call is not None:
+            probs = gather_from_sequence_parallel_region(
+                probs, group=self._group, output_split_sizes=self._rows_of_ranks
+            )
+            if len(self.tokens_per_expert) > 1:
+                probs = self._move(probs[:, None], self._chunks, (2, 0, 1))[0][:, 0]
+            return gather_to_rows(_padded(rows, call.layout.num_tokens), call), probs
         if self._mine is not None:
             rows, probs = self._move(rows, self._mine, (1, 0), probs)
         rows, probs = (
@@ -97,6 +133,9 @@ class ExpertSlices:
     def scatter(self, rows: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
         """The experts' partial results in the order of ``gather`` become this rank's rows, added up in
         ``sum_dtype``."""
+        call, self._call = self._call, None
+        if call is not None:
+            return scatter_rows(rows, call)[: self._rows_of_ranks[dist.get_rank(self._group)]]
         if len(self.tokens_per_expert) > 1:
             rows, _ = self._move(rows, self._chunks.permute(2, 0, 1), (1, 2, 0))
         summed = reduce_scatter_to_sequence_parallel_region(

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 from ditron_train.ep.expert_functions import Gemm, IntoWgrad, Wgrad
-from ditron_train.ep.gathered import GatheredLayout, place, sum_to_tokens
+from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
 from ditron_train.ep.group_gemm import RowTiles, group_gemm, group_wgrad
 from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.ops import StartedGather, reduce_scatter_rows, start_all_gather
+from ditron_train.tp.ops import StartedGather, reduce_scatter_rows, reserve_reduce_scatter, start_all_gather
 
-__all__ = ["GatheredCall", "gather_linear", "gather_to_rows", "linear_scatter", "scatter_rows"]
+__all__ = ["GatheredCall", "gather_linear", "gather_to_rows", "linear_scatter", "scatter_rows", "start"]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class GatheredCall:
         gemm: As of ``ExpertCall``; products source by source are ours in any case.
     """
 
-    layout: GatheredLayout
+    layout: RowLayout
     context: TPContext
     order: SumOrder
     sum_dtype: torch.dtype
@@ -81,11 +81,23 @@ def _check(name: str, x: torch.Tensor, num_rows: int, weights: Sequence[torch.Te
         raise NotSupportedError(f"{name}: weights {wrong[0]} for rows of {x.shape[1]} x {x.dtype}")
 
 
+def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> StartedGather:
+    """Starts the gather of ``x`` [tokens, hidden]; all memory of the pass and of its backward is there then.
+
+    Raises:
+        ArenaError, NotSupportedError: It cannot be had; on every rank alike.
+    """
+    shape = torch.Size((context.world_size * x.shape[0], x.shape[1]))
+    for dtype in dict.fromkeys((sum_dtype, x.dtype)):
+        reserve_reduce_scatter(shape, dtype, context=context)
+    return start_all_gather(x, context=context, in_turn=True)
+
+
 class _Product:
     """A grouped GEMM of ``rows`` that is computed source by source."""
 
     def __init__(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], layout: GatheredLayout, transpose: bool
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], layout: RowLayout, transpose: bool
     ) -> None:
         self._rows, self._weights, self._transpose = rows, weights, transpose
         self._tiles = layout.tiles_of_sources

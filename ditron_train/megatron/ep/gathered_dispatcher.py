@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from ditron_train.ep import SumOrder, index_add_order
 from ditron_train.ep.gathered import GatheredLayout
 from ditron_train.megatron.ep.coverage import COMPARED, why_not_gathered, why_not_tensors
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, scatter_rows
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, scatter_rows, start
 from ditron_train.megatron.ep.gathered_experts import fewest_suit, fuses_here
 from ditron_train.megatron.ep.gathered_spec import GATHERED
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
@@ -26,7 +26,7 @@ from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
-from ditron_train.tp.ops import StartedGather, start_all_gather
+from ditron_train.tp.ops import StartedGather
 
 __all__ = ["DitronMoEAllGatherTokenDispatcher"]
 
@@ -39,6 +39,8 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
     Where the experts' GEMMs go beside, ``dispatch_postprocess`` hands over tokens and a ``GatheredCall``, and the
     experts return tokens.
     """
+
+    routing_map: Any
 
     def __init__(
         self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
@@ -124,7 +126,7 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
             if is_first:  # what is tried for it cannot run while tokens are on their way
                 self._gather_routing()
                 self._fuses = self._asks_for_gemms(hidden_states, probs, context)
-            self._started = start_all_gather(hidden_states, context=context, in_turn=True)
+            self._started = start(hidden_states, context, probs.dtype)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             self._native_because, self._gathered_context, self.routing_map = str(error), None, own_map
             self._log_native()

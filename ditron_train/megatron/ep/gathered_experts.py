@@ -8,7 +8,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from ditron_train.ep.expert_functions import FEWEST_ROWS
-from ditron_train.ep.gathered import GatheredLayout
+from ditron_train.ep.gathered import RowLayout
 from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.orders import SumOrder
 from ditron_train.megatron.ep.experts import why_not_called, why_not_fused
@@ -46,11 +46,11 @@ def fuses_here(
         return False
     reason = why_not_fused(experts, hidden_states.device)
     if reason is None:
-        weights = [
+        first, second = (
             [getattr(linear, f"weight{index}").detach() for index in range(linear.num_gemms)]
             for linear in (experts.linear_fc1, experts.linear_fc2)
-        ]
-        if not all(are_whole(one[0].shape, hidden_states.dtype) for one in weights):
+        )
+        if not all(are_whole(one[0].shape, hidden_states.dtype) for one in (first, second)):
             reason = "rows of weights are not whole 16 bytes"
     if reason is not None:
         log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")
@@ -58,11 +58,11 @@ def fuses_here(
     with torch.no_grad():
         x = hidden_states.detach()
         grad = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(1))
-        seen = ExpertsCall(x, *weights, local_map, context.group, order, sum_dtype, is_fused, grad)
+        seen = ExpertsCall(x, first, second, local_map, context.group, order, sum_dtype, is_fused, grad)
         return gate.context_for(GATHERED_EXPERTS, seen) is not None
 
 
-def fewest_suit(experts: Any, layout: GatheredLayout) -> bool:
+def fewest_suit(experts: Any, layout: RowLayout) -> bool:
     """Whether the GEMMs of this call add up as native's do; an adapter may have come since the layer was built."""
     if why_not_called(experts) is not None:
         return False

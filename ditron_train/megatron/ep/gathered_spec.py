@@ -25,7 +25,9 @@ from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linea
 from ditron_train.megatron.ep.movement_spec import repeating
 from ditron_train.megatron.ep.spec import MovementCall, MovementSpec, deterministic
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape, Trial
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
 
 __all__ = ["GATHERED", "GATHERED_EXPERTS", "SPECS", "ExpertsCall"]
@@ -68,18 +70,21 @@ class ExpertsCall(NamedTuple):
     grad: torch.Tensor
 
 
+@outside_compile
 class _NativeProducts(torch.autograd.Function):
     """The linear layers of experts as native layers run them: Transformer Engine's grouped GEMM, or one product an
     expert."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: list[int], *weights: torch.Tensor) -> torch.Tensor:
-        ctx.products = native_products(counts, *weights[0].shape, x.dtype, x.device)
+        n, k = weights[0].shape
+        ctx.products = native_products(counts, n, k, x.dtype, x.device)
         ctx.save_for_backward(x, *weights)
         return ctx.products["forward"](x, None, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("the linear layers of experts")
         x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         return (ctx.products["dgrad"](x, grad, weights), None, *ctx.products["wgrad"](x, grad, weights))

@@ -16,7 +16,7 @@ from ditron_train.policy import gate, log_native
 
 __all__ = ["DitronMoELayer", "class_map", "stop"]
 
-_DISPATCHERS: dict[type, type] = {
+_DISPATCHERS: dict[type, Any] = {
     MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
     MoEAllGatherTokenDispatcher: DitronMoEAllGatherTokenDispatcher,
 }
@@ -55,7 +55,7 @@ class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
             )
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
-        if isinstance(self.token_dispatcher, tuple(_DISPATCHERS.values())):
+        if hasattr(self.token_dispatcher, "meet_experts"):  # one of ours
             self.token_dispatcher.meet_experts(self._modules)
         else:
             log_native("ep", why_not_kind(config.moe_token_dispatcher_type) or "the dispatcher is another's")

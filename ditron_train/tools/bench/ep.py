@@ -1,7 +1,8 @@
 """Benchmark of expert parallelism: dispatch, combine, the experts' GEMMs and the whole MoE layer, balanced and skewed.
 
-Native is megatron-core's alltoall dispatcher, with Transformer Engine's fused permutation and grouped GEMM where TE is
-installed; without it PyTorch's deterministic mode, whose bits repeat. Both run in one process on the same inputs.
+Native is megatron-core's alltoall dispatcher (of gathered experts: its allgather dispatcher's steps), with Transformer
+Engine's fused permutation and grouped GEMM where TE is installed; without it PyTorch's deterministic mode, whose bits
+repeat. Both run in one process on the same inputs.
 """
 
 from __future__ import annotations

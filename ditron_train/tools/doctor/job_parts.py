@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from ditron_train.megatron.ep.coverage import why_not_config, why_not_kind, why_not_tensors
+from ditron_train.megatron.ep.coverage import why_not_config, why_not_gathered, why_not_kind, why_not_tensors
 from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_fused
 from ditron_train.megatron.pp.communicator import why_not_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
@@ -59,6 +59,10 @@ class _Ranks:
         return self._size
 
 
+def _ranks(size: int) -> Any:
+    return _Ranks(size)
+
+
 class _Layer(SimpleNamespace):
     """A layer that feature ``tp`` has replaced."""
 
@@ -87,7 +91,7 @@ def _linear_layer(kind: str, config: Any, weight: torch.Tensor, *, adds_bias: bo
         parameters=lambda: [weight],
         sequence_parallel=config.sequence_parallel,
         tp_size=size,
-        tp_group=_Ranks(size),
+        tp_group=_ranks(size),
         symmetric_ar_type=config.symmetric_ar_type,
         wgrad_store=SimpleNamespace(delay_wgrad_compute=lambda: config.delay_wgrad_compute),
         use_bias=adds_bias,
@@ -109,7 +113,7 @@ def _is_te(config: Any) -> bool:
 
 def _matrices(job: Job, config: Any) -> Iterator[tuple[str, Literal["column", "row"], int, int, bool]]:
     """Name, kind, whole N and K of the tensor parallel layers, and whether they add a bias themselves."""
-    model, hidden = job.model, config.hidden_size
+    model, hidden = job.model, int(config.hidden_size)
     if config.multi_latent_attention:
         heads, q_dim = model.heads, config.qk_head_dim + config.qk_pos_emb_head_dim
         yield "attention: linear_q_up_proj", "column", heads * q_dim, config.q_lora_rank or hidden, False
@@ -129,7 +133,7 @@ def _matrices(job: Job, config: Any) -> Iterator[tuple[str, Literal["column", "r
     if model.experts is not None and shared:
         yield "shared experts: linear_fc1", "column", gates * shared, hidden, False
         yield "shared experts: linear_fc2", "row", hidden, shared, False
-    yield "output_layer", "column", model.vocabulary, hidden, False
+    yield "output_layer", "column", model.vocabulary or 0, hidden, False
 
 
 def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
@@ -145,7 +149,7 @@ def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
             if name.startswith("shared") and config.moe_shared_expert_overlap:
                 layer.parallel_mode = None
             reason = _why_not_te(layer, x, config)
-        yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _Ranks(tp)))
+        yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _ranks(tp)))
 
 
 def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
@@ -161,7 +165,7 @@ def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
 class _Asked(LocalLinears):
     """Projections that are asked about stand-ins."""
 
-    qkv_kinds, out_kind = (SimpleNamespace,), SimpleNamespace  # type: ignore[assignment]
+    qkv_kinds, out_kind = (SimpleNamespace,), SimpleNamespace
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -188,7 +192,7 @@ def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     shape = AttentionShape(model.heads // tp, (model.heads if mla else model.groups) // tp, head_dim, value_dim)
     rows = (model.seq_length // cp, model.micro_batch_size)
     like = _tensor(*rows, model.heads // tp, head_dim, dtype=config.params_dtype)
-    yield "attention: exchanges", reason or EXCHANGE.why_not_tensors(UlyssesCall(_Ranks(cp), shape, rows, like))
+    yield "attention: exchanges", reason or EXCHANGE.why_not_tensors(UlyssesCall(_ranks(cp), shape, rows, like))
     if reason is not None:
         return
     x = _tensor(rows[0], rows[1], config.hidden_size, dtype=config.params_dtype)
@@ -205,11 +209,11 @@ def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     out_layer = _linear_layer("row", config, out, adds_bias=False, is_ours=is_ours)
     asked = _Asked(config)
     if mla:
-        fused = "multi-latent attention has its own projections"
+        fused: str | None = "multi-latent attention has its own projections"
     else:
         fused = DitronSelfAttention._why_not_fused(_self_attention(config), (), {})
     reason = fused or asked.why_not(qkv_layer, out_layer, x)
-    call = UlyssesCall(_Ranks(cp), shape, rows, like, (qkv, out))
+    call = UlyssesCall(_ranks(cp), shape, rows, like, (qkv, out))
     yield "attention: QKV projection with its exchange", reason or PROJECTIONS.why_not_tensors(call)
     reason = asked.why_not_out(out_layer, x)
     yield (
@@ -240,15 +244,18 @@ def _self_attention(config: Any) -> Any:
 def _experts(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     if job.model.experts is None:
         return
-    dispatcher = SimpleNamespace(config=config, ep_size=job.ep)
+    dispatcher = SimpleNamespace(config=config, ep_size=job.ep, tp_size=config.expert_tensor_parallel_size)
     tokens = job.model.seq_length // job.cp * job.model.micro_batch_size
     tokens //= job.tp if config.sequence_parallel else 1
     hidden = _tensor(tokens, config.hidden_size, dtype=config.params_dtype)
     probs = _tensor(
         tokens, job.model.experts, dtype=_PROBS_DTYPES.get(config.moe_router_dtype or "", config.params_dtype)
     )
-    reason = why_not_kind(config.moe_token_dispatcher_type) or why_not_config(dispatcher)
-    reason = reason or why_not_tensors(hidden, probs, None)
+    reason = why_not_kind(config.moe_token_dispatcher_type)
+    gathered = config.moe_token_dispatcher_type == "allgather"
+    if reason is None:
+        reason = why_not_gathered(dispatcher) if gathered else why_not_config(dispatcher)
+    reason = reason or why_not_tensors(hidden, probs, None, gathered=gathered)
     yield "experts: dispatch and combine", reason
     if reason is None:
         yield "experts: GEMMs in one kernel with them", _why_not_fused(config)
@@ -260,7 +267,7 @@ def _why_not_fused(config: Any) -> str | None:
     experts = object.__new__(DitronTEGroupedMLP)
     offloads = config.offload_modules if config.fine_grained_activation_offloading else ()
     linear = SimpleNamespace(te_quant_params=config.quant_recipe, weight0=None)
-    vars(experts).update(
+    experts.__dict__.update(
         config=config,
         linear_fc1=linear,
         linear_fc2=linear,
@@ -273,7 +280,7 @@ def _why_not_fused(config: Any) -> str | None:
 
 
 def _pipeline(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
-    yield "messages between stages", why_not_group(_Ranks(job.pp), config)
+    yield "messages between stages", why_not_group(_ranks(job.pp), config)
 
 
 def _optimizer(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:

@@ -41,7 +41,7 @@ from ditron_train.tools.tune.rates import Observed, fit_rates
 from ditron_train.tools.tune.search import ShapeClass, Turns, search, trials_of
 from ditron_train.tools.verify.cases import add_model_arguments, model_sizes
 from ditron_train.tp.context import get_tp_context
-from ditron_train.tp.spec import AG_GEMM, GEMM_RS, GemmSpec, local_shapes
+from ditron_train.tp.spec import AG_GEMM, GEMM_AR, GEMM_RS, GemmSpec, local_shapes
 
 _ROW_BYTES = 16  # rows of symmetric memory are whole so many bytes
 _NOT_BY_DEFAULT = ("gemm_rs nn", "gemm_ar nn")  # they run where a weight is frozen, or no copy engine can be driven
@@ -201,11 +201,11 @@ def _linear_layers(arguments: argparse.Namespace, session: BenchSession) -> list
     names_model = arguments.hidden_size is not None
     names_shapes = bool(arguments.shape or arguments.model)
     if names_shapes or not names_model:
-        for spec in (AG_GEMM, GEMM_RS):
+        for spec in (AG_GEMM, GEMM_RS, GEMM_AR):
             layers += [(spec.op, shape) for shape in shapes_for(spec, arguments, session.world_size, on_gpu)]
     if names_model or not names_shapes:
         model = model_sizes(arguments, on_gpu)
-        for spec in (AG_GEMM, GEMM_RS):
+        for spec in (AG_GEMM, GEMM_RS, GEMM_AR):
             layers += [(spec.op, shape) for shape in spec.shapes_of_model(model, session.world_size)]
     return layers
 
@@ -215,7 +215,8 @@ def _gemms_of(spec: GemmSpec, layers: list[tuple[str, Shape]]) -> list[Shape]:
     forward = [shape for op, shape in layers if op == spec.op]
     if spec.layout == "nt":
         return forward
-    backward = [shape.sizes for op, shape in layers if op != spec.op]
+    partner = "gemm_rs" if spec.op == "ag_gemm" else "ag_gemm"  # the layers whose data gradient this op is
+    backward = [shape.sizes for op, shape in layers if op == partner]
     return [Shape("dgrad", {"m": sizes["m"], "n": sizes["k"], "k": sizes["n"]}) for sizes in backward]
 
 

@@ -36,7 +36,7 @@ _CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=16, n
 
 @dataclass(frozen=True)
 class Case:
-    """One linear layer under sequence parallelism.
+    """One linear layer.
 
     Attributes:
         name: Which layer of the model, or ``custom``, ``random``.
@@ -45,6 +45,7 @@ class Case:
         n: Output features, before division over the ranks (``column``).
         k: Input features, before division over the ranks (``row``).
         dtype: Of activations and weights.
+        sequence_parallel: Whether tokens are split over the ranks outside the layer; else sums are all-reduced.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Case:
     n: int
     k: int
     dtype: torch.dtype
+    sequence_parallel: bool = True
 
     def local_shapes(self, world_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Shapes of x and weight on each rank.
@@ -61,7 +63,7 @@ class Case:
             SettingError: A size is not above 0, or does not divide over the ranks.
         """
         shape = Shape(self.name, {"m": self.m, "n": self.n, "k": self.k})
-        op: Op = "ag_gemm" if self.kind == "column" else "gemm_rs"
+        op: Op = "ag_gemm" if self.kind == "column" else "gemm_rs" if self.sequence_parallel else "gemm_ar"
         return local_shapes(op, shape, world_size, f"{self.name} {self.kind}")
 
 
@@ -103,6 +105,12 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     )
     other.add_argument("--seed", type=int, default=0, metavar="N", help="of the random shapes and of all data")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
+    parser.add_argument(
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+        help="the layers as they are without sequence parallelism, with all-reduces",
+    )
 
 
 def model_sizes(arguments: argparse.Namespace, on_gpu: bool) -> ModelSizes:

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall, LinearSpec
+from ditron_train.megatron.tp.routing import spec_of
+from ditron_train.megatron.tp.spec import LinearCall, LinearSpec
 from ditron_train.policy import Place, Shape, gate, results
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.cases import Case
@@ -26,7 +27,7 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
         SettingError: The shape does not divide over the ranks.
         PeerTimeoutError: A peer did not come.
     """
-    spec = COLUMN if case.kind == "column" else ROW
+    spec = spec_of(case.kind, case.sequence_parallel)
     call = _sample(session, spec, case, seed)
     gate.forget("tp")  # thousands of random shapes are more than a job would ever ask for
     context = gate.context_for(spec, call)

@@ -21,7 +21,7 @@ from ditron_train.tools.faults.jobs import JOBS
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.soak import Soak, SoakMeter
-from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_rs
+from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_ar, gemm_rs
 from ditron_train.tp.ops import start_reduce_scatter
 
 __all__ = ["endure"]
@@ -44,7 +44,9 @@ def endure(
         PeerTimeoutError: A peer did not come.
     """
     ops = [_message_op(session, seed), *_kernel_ops(session, context, seed)]
-    names: tuple[str, ...] = ("pp exchange", "tp all_gather", "tp ag_gemm", "tp reduce_scatter", "tp gemm_rs")
+    names: tuple[str, ...] = (
+        "pp exchange", "tp all_gather", "tp ag_gemm", "tp reduce_scatter", "tp gemm_rs", "tp gemm_ar",
+    )  # fmt: skip
     expected = [_expected(session, name, seed) for name in names]
     for name in _OTHER_ROOMS:
         op, first = _room_op(session, name)
@@ -135,6 +137,7 @@ def _kernel_ops(session: BenchSession, context: TPContext, seed: int) -> Sequenc
         lambda index: ag_gemm(inputs[index][0], inputs[index][2], context=context),
         lambda index: start_reduce_scatter(inputs[index][1], context=context).wait(),
         lambda index: gemm_rs(inputs[index][1], inputs[index][2], context=context),
+        lambda index: gemm_ar(inputs[index][1], inputs[index][2], context=context),
     )
 
 
@@ -151,7 +154,10 @@ def _expected(session: BenchSession, name: str, seed: int) -> list[torch.Tensor]
                 {"pp exchange": previous, "tp all_gather": gathered, "tp ag_gemm": gathered @ weight.T}[name]
             )
             continue
-        total = all_rows @ weight.T if name == "tp gemm_rs" else all_rows.clone()
+        total = all_rows.clone() if name == "tp reduce_scatter" else all_rows @ weight.T
         dist.all_reduce(total)
+        if name == "tp gemm_ar":
+            results.append(total)
+            continue
         results.append(total.chunk(session.world_size)[session.rank].clone())
     return results

@@ -128,7 +128,16 @@ def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row
         sizes, dtype = f"{case.m}x{case.n}x{case.k}", str(case.dtype).removeprefix("torch.")
         style = None if outcome.equal else "bold red"
         times = _times(outcome.native_us, outcome.ditron_us)
-        table.add_row(case.name, case.kind, sizes, dtype, *bits, *times, outcome.verdict, style=style)
+        table.add_row(
+            case.name,
+            case.kind + ("" if case.sequence_parallel else " ar"),
+            sizes,
+            dtype,
+            *bits,
+            *times,
+            outcome.verdict,
+            style=style,
+        )
     for row in rows:
         bits = [
             ("equal" if row.bitwise_equal else "DIFFERENT") if result in _results_of(row) else "" for result in RESULTS
@@ -187,7 +196,7 @@ def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
 def _row(session: BenchSession, outcome: Outcome) -> Row:
     assert outcome.native_us is not None and outcome.ditron_us is not None, "timed together"
     return Row(
-        op=f"{outcome.case.kind}_linear",
+        op=f"{outcome.case.kind}_linear{'' if outcome.case.sequence_parallel else '_ar'}",
         direction="forward_backward",
         model=outcome.case.name,
         world_size=session.world_size,

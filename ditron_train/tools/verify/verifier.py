@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -223,6 +224,7 @@ class _Verification:
         named = shape_cases(arguments, self.dtype)
         if not named and not arguments.random and not arguments.ops:
             named = model_cases(self.model, self.dtype)
+        named = [replace(case, sequence_parallel=arguments.sequence_parallel) for case in named]
         for case in named:
             case.local_shapes(self.session.world_size)  # raises for all before anything runs
             if arguments.fp8 is not None:
@@ -246,9 +248,10 @@ class _Verification:
         for case in self._progress(cases, arguments.random):
             if meter.time_is_up():
                 break
+            case = replace(case, sequence_parallel=arguments.sequence_parallel)
             outcome = compare(session, case, self.stress, seed=arguments.seed + 100 * soak.done, timed=False)
             soak.count(
-                f"{case.kind} {str(case.dtype).removeprefix('torch.')}",
+                f"{case.kind}{'' if case.sequence_parallel else ' ar'} {str(case.dtype).removeprefix('torch.')}",
                 self._num_compared(outcome),
                 native=not outcome.is_ours,
             )

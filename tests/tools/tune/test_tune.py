@@ -26,6 +26,7 @@ def test_a_table_is_written_read_and_used(tmp_path: Path) -> None:
     assert {op: list(shapes) for op, shapes in table.choices["2 ranks"].items()} == {
         "ag_gemm nn": ["64x32x64"],
         "ag_gemm nt": ["64x32x64"],
+        "gemm_ar nt": ["64x64x32"],
         "gemm_rs nt": ["64x64x32"],
     }
     entry = table.find("ag_gemm nt", 2, "64x32x64")

@@ -82,6 +82,16 @@ def test_a_layer_under_stress(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_layers_without_sequence_parallelism_under_stress(tmp_path: Path) -> None:
+    small = ("--row", "32", "32", "32", "--column", "32", "32", "32", "--no-sequence-parallel")
+    words = ("--repeat", "2", "--straggler-ms", "5", "--poison", "--output", str(tmp_path))
+    assert run_workers(2, _run, *small, *words) == [0, 0]
+    _, rows = read_results(next(tmp_path.glob("*/verify.json")))
+    assert {row.op for row in rows} == {"row_linear_ar", "column_linear_ar"}
+    assert all(row.bitwise_equal for row in rows)
+
+
+@pytest.mark.slow
 def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
     words = ("--random", "6", "--ops", "1200", "--seed", "3", "--largest", "32", "--output", str(tmp_path))
     assert run_workers(2, _run_soak, *words) == [0, 0]
