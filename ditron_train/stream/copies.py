@@ -11,7 +11,7 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream import driver
 
-__all__ = ["Fan", "copy_bytes", "copy_fans", "copy_with_flags", "get", "put"]
+__all__ = ["Fan", "copy_bytes", "copy_fans", "copy_in_turn", "copy_with_flags", "get", "put"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,16 @@ def copy_with_flags(
     """Chunks of the memory at ``source`` in order, each (destination, offset, bytes, its flag, a word of the flag's
     value), the flag written behind its chunk. A copy takes 2.6 us of the host's time, nearly all of it the driver's
     (H200)."""
-    if stream is None:
-        for destination, offset, num_bytes, flag, word in chunks:
-            ctypes.memmove(destination, source + offset, num_bytes)
-            ctypes.memmove(flag, word, 4)
-    else:
-        driver.memcpys_async(_in_order(chunks, source), stream.cuda_stream)
+    copy_in_turn(_in_order(chunks, source), stream)
+
+
+def copy_in_turn(copies: Iterable[tuple[int, int, int]], stream: torch.cuda.Stream | None) -> None:
+    """``copy_bytes`` of several (destination, source, bytes), in this order."""
+    if stream is not None:
+        driver.memcpys_async(copies, stream.cuda_stream)
+        return
+    for destination, source, num_bytes in copies:
+        ctypes.memmove(destination, source, num_bytes)
 
 
 def copy_fans(fans: Iterable[Fan], stream: torch.cuda.Stream | None) -> None:

@@ -11,6 +11,7 @@ from ditron_train.stream.copies import Fan, copy_with_flags
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.window import ring_window, send_fans, window
+from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.gather_kernels import (
     copy_rows_kernel,
@@ -21,7 +22,7 @@ from ditron_train.tp.gather_kernels import (
 )
 from ditron_train.tp.problem import GatherPlan
 
-__all__ = ["PreparedGather"]
+__all__ = ["CopiedGather", "PreparedGather"]
 
 _PUSH_WARPS = 32  # docs/measurements/tp.md
 _PUSH_BLOCK = 16384
@@ -49,7 +50,52 @@ def _num_chunks(partition: RowPartition, wanted: int, block_m: int) -> int:
     return chunks
 
 
-class PreparedGather:
+class CopiedGather:
+    """What gathers share: start signals in front of copy engines, programs that wait for arrivals behind.
+
+    Args:
+        context: Whose buffers and streams are used.
+        values: Of the signature: what all ranks gather alike (collective).
+    """
+
+    buffer: SymmetricTensor
+    row_starts: torch.Tensor  #: Where the flags of each rank begin, in units of which one flag stands for ...
+    granule_rows: int  #: ... so many.
+
+    def __init__(self, context: TPContext, values: tuple[int | torch.dtype, ...]) -> None:
+        self.context = context
+        self.channel = channel = context.gather_channel
+        self.pointers = channel.pointers(context.agree(channel, values))
+        world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
+        flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
+        self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
+        self._wait = KernelLaunch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
+        self._wait_one = KernelLaunch(gather_wait_one_kernel, 1, {**flags, **target}, num_warps=1)
+
+    def _signal_start(self, num_flags: int, stream: torch.cuda.Stream | None) -> None:
+        if not self._start.repeat("start", self.context.comm_handle):
+            self._start(self.context.gather_epochs, num_flags, self.pointers, stream=stream, key="start")
+
+    def _wait_for_flags(self, source: int, row_starts: torch.Tensor) -> None:
+        if source == self.context.rank:
+            return
+        if not self._wait_one.repeat(source, current_handle(self.context.device)):
+            self._wait_one(self.pointers, row_starts, source, self.granule_rows, key=source)
+
+    def wait(self) -> torch.Tensor:
+        """Holds the current stream until all rows have arrived; returns them, a view of the buffer."""
+        if not self._wait.repeat("wait", current_handle(self.context.device)):
+            self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
+        self.finish()
+        return self.buffer.local
+
+    def finish(self) -> None:
+        """Orders the current stream behind the sends, so that what was sent may be reused."""
+        self.context.join()
+        self.context.leave(self.channel)
+
+
+class PreparedGather(CopiedGather):
     """Gathers of rows [rows, K] over the context's group, for one partition, K and dtype (collective to make).
 
     ``start`` enqueues the sends beside whatever the current stream does next; the GEMM of an AG-GEMM, or ``wait``,
@@ -81,8 +127,6 @@ class PreparedGather:
         *,
         is_awaited: bool = False,
     ) -> None:
-        self.context = context
-        self.channel = channel = context.gather_channel
         self.partition = partition
         self.num_columns = num_columns
         self.by_push = plan.mode == "push" or (context.is_cuda and not has_driver())
@@ -92,7 +136,7 @@ class PreparedGather:
             num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
             self.granule_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.granule_rows)
-        self.pointers = channel.pointers(context.agree(channel, values))
+        super().__init__(context, values)
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype)
         self.row_starts = context.table(partition, partition.starts)
         self.row_bytes = num_columns * dtype.itemsize
@@ -106,9 +150,6 @@ class PreparedGather:
             {**flags, **world, "BLOCK": _PUSH_BLOCK, **target},
             num_warps=_PUSH_WARPS,
         )
-        self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
-        self._wait = KernelLaunch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
-        self._wait_one = KernelLaunch(gather_wait_one_kernel, 1, {**flags, **target}, num_warps=1)
         self._copy = None
         if context.is_cuda:
             self._copy = KernelLaunch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK}, num_warps=4)
@@ -216,9 +257,8 @@ class PreparedGather:
         """Each chunk, then its flag, peer after peer on one stream: nothing else was quicker
         (``docs/measurements/tp.md``)."""
         context = self.context
-        if not self._start.repeat("start", context.comm_handle):
-            num_flags = max(-(-self.partition.max_count // self.granule_rows), context.world_size)
-            self._start(context.gather_epochs, num_flags, self.pointers, stream=stream, key="start")
+        num_flags = max(-(-self.partition.max_count // self.granule_rows), context.world_size)
+        self._signal_start(num_flags, stream)
         copy_with_flags(self._copies[:1] if self._fans else self._copies, x.data_ptr(), stream)
 
     def _send_to_others(self, stream: torch.cuda.Stream | None) -> None:
@@ -230,20 +270,4 @@ class PreparedGather:
 
     def wait_for(self, source: int) -> None:
         """Holds the current stream until the rows of rank ``source`` are there; ``wait`` still has to come."""
-        if source == self.context.rank:
-            return
-        if not self._wait_one.repeat(source, current_handle(self.context.device)):
-            self._wait_one(self.pointers, self.row_starts, source, self.granule_rows, key=source)
-
-    def wait(self) -> torch.Tensor:
-        """Holds the current stream until all rows have arrived; returns them, [total rows, K], a view of the
-        buffer."""
-        if not self._wait.repeat("wait", current_handle(self.context.device)):
-            self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
-        self.finish()
-        return self.buffer.local
-
-    def finish(self) -> None:
-        """Orders the current stream behind the sends, so that ``x`` may be reused."""
-        self.context.join()
-        self.context.leave(self.channel)
+        self._wait_for_flags(source, self.row_starts)

@@ -7,7 +7,7 @@ call of a new shape, and give the bits of NCCL plus cuBLAS wherever cuBLAS does 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -39,6 +39,7 @@ __all__ = [
     "all_gather",
     "gemm_ar",
     "gemm_rs",
+    "scatter_as_computed",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",
@@ -321,6 +322,46 @@ def start_all_reduce(partial: torch.Tensor, *, context: TPContext) -> StartedSum
     _check_can_copy("all_reduce", context)
     prepared = context.prepare(AllReduceCall, partial.shape, partial.dtype, partial.device)
     return StartedSum(prepared, partial.contiguous(), tuple(partial.shape), stream)
+
+
+@outside_compile
+def scatter_as_computed(
+    compute: Callable[[slice, torch.Tensor], None], shape: Sequence[int], dtype: torch.dtype, *, context: TPContext
+) -> torch.Tensor:
+    """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: each is
+    sent by copy engines while the next is computed, this rank's own last. Sums are those of ``gemm_rs``.
+
+    Args:
+        compute: Called with rows of [s * ..., N] and where they go, contiguous; enqueues on the current stream.
+        shape: Of the product.
+        dtype: Of the product.
+        context: The group's context.
+
+    Returns:
+        [s / world, ..., N].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``start_reduce_scatter``.
+    """
+    context.enter("scatter_as_computed", tuple(shape), dtype)
+    _check_can_copy("scatter_as_computed", context)
+    prepared = context.prepare(ReduceScatterCall, torch.Size(shape), dtype, context.device)
+    starts, rank = prepared.partition.starts, context.rank
+    partial = torch.empty(starts[-1], shape[-1], dtype=dtype, device=context.device)
+    out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
+    prepared.begin()
+    try:
+        for position, owner in enumerate([*prepared.peers, rank]):
+            rows = slice(starts[owner], starts[owner + 1])
+            compute(rows, partial[rows])
+            if owner != rank:
+                context.fork()
+                prepared.send(partial, position, rows, signals=True)
+    except BaseException:  # no memory
+        prepared.give_up()
+        raise
+    prepared.finish(partial, out)
+    return out
 
 
 def _check_can_copy(name: str, context: TPContext) -> None:

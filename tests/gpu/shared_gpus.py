@@ -12,8 +12,10 @@ milliseconds each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,6 +34,13 @@ def set_up() -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch refuses two ranks on one GPU otherwise
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.reduce_scatter_tensor = reduce_scatter_tensor
+    dist._coalescing_manager = _one_by_one
+
+
+@contextlib.contextmanager
+def _one_by_one(group: object = None, device: object = None, async_ops: bool = False) -> Iterator[_Done]:
+    """``dist._coalescing_manager``, which gloo has not: collectives inside run as they come."""
+    yield _Done()
 
 
 class _Done:

@@ -199,8 +199,8 @@ def _used_state(layer):
     found = {}
     for name, indices in (("scaling_fwd", (0, 1)), ("scaling_bwd", (0,))):
         for index in indices:
-            quantizer = layer.quantizers[name][index]
-            found.update({f"{name} {index} scale": quantizer.scale, f"{name} {index} amax": quantizer.amax})
+            for what in ("scale", "amax"):  # of blocks nothing is kept
+                found[f"{name} {index} {what}"] = getattr(layer.quantizers[name][index], what, None)
         found[f"{name} history"] = getattr(layer.fp8_meta[name], "amax_history", None)
     return {name: None if value is None else value.clone() for name, value in found.items()}
 
@@ -208,19 +208,20 @@ def _used_state(layer):
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 @pytest.mark.parametrize("kind", ["te_column", "te_norm_column", "te_row"])
 def test_te_layers_in_fp8_at_random_shapes(tensor_parallel, all_equal, kind, recipe):
-    """Three steps each: results, gradients, and scales and histories behind them; other recipes run natively."""
+    """Three steps each: results, gradients, and scales and histories behind them."""
     _import_te()
     from megatron.core.fp8_utils import get_fp8_context
 
     from ditron_train.policy import gate
 
-    draw, step, num_overlapped = random.Random(f"{kind} {recipe}"), 16 * tensor_parallel, 0
+    block = 128 if recipe == "blockwise" else 16
+    draw, step, num_overlapped = random.Random(f"{kind} {recipe}"), block * tensor_parallel, 0
     for seed in range(4):
         gate.forget()
-        m, n, k = (step * draw.randint(128 // 16, 3000 // step) for _ in range(3))
+        m, n, k = (step * draw.randint(128 // block, 3000 // step) for _ in range(3))
         config = _config(hidden=max(128, k // 128 * 128), fp8=draw.choice(["hybrid", "e4m3"]), fp8_recipe=recipe)
         seen = []
         for index in (0, 1):
@@ -238,7 +239,7 @@ def test_te_layers_in_fp8_at_random_shapes(tensor_parallel, all_equal, kind, rec
         for native, ours in zip(*seen):
             _assert_same(all_equal, native, ours, (kind, recipe, m, n, k))
         num_overlapped += _num_ops()
-    assert (num_overlapped > 0) == (recipe == "tensorwise")
+    assert num_overlapped > 0
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -3,6 +3,7 @@ state of scales those of Transformer Engine's own ``a2a`` attention."""
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -40,11 +41,26 @@ def test_attention_around_linear_layers_in_fp8(world, all_equal, recipe, options
             {name: value for name, value in one.state_dict().items() if "extra" in name} for one in (native, ours)
         ]
         assert states[0].keys() == states[1].keys() and len(states[0]) >= 3
-        for name, value in states[0].items():
-            assert all_equal(states[1][name], value), name
+        for name in states[0]:
+            kept = [decoded(one[name]) for one in states]
+            assert kept[0].keys() == kept[1].keys(), name
+            for key in kept[0]:
+                assert same(all_equal, kept[0][key], kept[1][key]), (name, key, kept)
         assert num_routes("exchange") == 1, "the exchanges are ours"
     finally:
         plugin.restore()
+
+
+def decoded(state):
+    """Transformer Engine's state of a module, whose pickled bytes may differ where the state does not."""
+    found = pickle.loads(state.cpu().numpy().tobytes()) if state.numel() else {}
+    return {**found, **found.pop("extra_fp8_variables", {})}
+
+
+def same(all_equal, first, second):
+    if isinstance(first, torch.Tensor):
+        return all_equal(first.cuda(), second.cuda())
+    return repr(first) == repr(second)
 
 
 def _step(layer, world_size):

@@ -10,6 +10,7 @@ import sys
 import te_fp8_workers
 import torch
 import torch.distributed as dist
+from te_stand_in import MODULES
 
 from ditron_train.cpu import interpreter
 
@@ -110,11 +111,11 @@ def install(change=("", "")):
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
-    modules = dict(te_fp8_workers._MODULES)
+    modules = dict(MODULES)
     modules["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS
     modules["transformer_engine.pytorch.cpp_extensions"] += _OPS
     modules["transformer_engine.pytorch.module.grouped_linear"] = _GROUPED
-    te_fp8_workers._MODULES.update(modules)
+    MODULES.update(modules)
     te_fp8_workers._install(change)
     from ditron_train.megatron.ep import fp8_spec, te_fp8
 

@@ -12,17 +12,21 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import te_fp8_workers as workers  # noqa: E402
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 @pytest.mark.parametrize("mode", ["column", "row"])
-def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_layer(mode):
-    for native, overlapped in workers.run(workers.compare_layers, mode):
-        forwards = [call for call in native if call[0] == "TN"]
-        assert len(forwards) == 4 and not any(call[0] == "TN" for call in overlapped), "forward is ours"
-        assert [call for call in native if call[0] == "NT"] == [call for call in overlapped if call[0] == "NT"]
-        dgrads = [call for call in overlapped if call[0] == "NN"]
-        if mode == "row":  # the rows of each rank by themselves
-            assert len(dgrads) == 4 and {call[1] for call in dgrads} == {(32, 32)}
+def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_layer(mode, recipe):
+    for native, overlapped in workers.run(workers.compare_layers, mode, recipe):
+        forwards, ours = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
+        if recipe == "blockwise":  # the rows of each rank by themselves
+            assert len(forwards) == 4 and [call[1][0] for call in ours] == [128, 128] * 4
         else:
-            assert dgrads == [call for call in native if call[0] == "NN"]
+            assert len(forwards) == 4 and not ours, "forward is ours"
+        assert [call for call in native if call[0] == "NT"] == [call for call in overlapped if call[0] == "NT"]
+        dgrads, ours = ([call for call in calls if call[0] == "NN"] for calls in (native, overlapped))
+        if mode == "row":  # the rows of each rank by themselves
+            assert len(ours) == 4 and {call[1] for call in ours} == {(rows // 2, k) for _, (rows, k), _ in dgrads}
+        else:
+            assert ours == dgrads
 
 
 @pytest.mark.parametrize(
@@ -39,9 +43,24 @@ def test_code_that_calls_others_is_left_alone(change, words):
         assert words in reason and reason.startswith("this version of Transformer Engine")
 
 
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_what_the_policy_compares(kind):
-    first, second = workers.run(workers.spec_on_cpu, kind)
+def test_what_the_policy_compares(kind, scaling):
+    first, second = workers.run(workers.spec_on_cpu, kind, scaling)
+    words, size, alignment = (", block", 8, 128) if scaling == "block" else ("", 1, 16)
+    sizes = f"{32 * size}x{64 * size} {48 * size}x{64 * size}"
     assert first == second
-    assert first[0].startswith(f"tp {kind} fp8 32x64 48x64 gradients E5M2: [") and "frozen" in first[1]
-    assert "multiples of 16" in first[2]
+    assert first[0].startswith(f"tp {kind} fp8 {sizes} gradients E5M2{words}: [") and "frozen" in first[1]
+    assert f"multiples of {alignment}" in first[2]
+
+
+def test_recipes():
+    said = workers.run(workers.recipes, num_workers=1)[0]
+    tensors, blocks = {"Float8CurrentScaling": "tensor", "TEDelayedScaling": "tensor"}, {"Float8BlockScaling": "block"}
+    assert said["covered"] == {**tensors, **blocks, "Blocks of any scale": "block fp32"}
+    assert "the recipe MXFP8BlockScaling" in said["MXFP8BlockScaling"]
+    assert (
+        "split accumulator" in said["Precise"]
+        and "another shape" in said["Square"]
+        and "another form" in said["newer"]
+    )

@@ -1,4 +1,4 @@
-"""Tensor parallel linear layers of Transformer Engine in FP8 with one scale a tensor, declared for the policy.
+"""Tensor parallel linear layers of Transformer Engine in FP8, declared for the policy.
 
 What is compared is a layer's forward and backward from quantized operands on: gather, products and reduce-scatter, by
 the functions that Transformer Engine's own layers call and by ours. Quantizing is Transformer Engine's either way, so
@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.shared.values import why_hidden
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_passes import backward_pass, forward_pass, gather, multiply, passing, scatter
+from ditron_train.megatron.tp.te_block_passes import BLOCK
+from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
+from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Decision, Function, OpSpec
 from ditron_train.policy.spec import Trial
 from ditron_train.runtime.device import is_interpreter, kernel_target
@@ -41,6 +44,7 @@ class Fp8Call(NamedTuple):
         group: Tensor parallel group.
         grad_format: Of gradients: ``E4M3`` or ``E5M2``. The others are E4M3.
         is_frozen: Whether the weight needs no gradient.
+        scaling: What a scale is for.
     """
 
     x: torch.Tensor
@@ -48,6 +52,12 @@ class Fp8Call(NamedTuple):
     group: dist.ProcessGroup
     grad_format: str
     is_frozen: bool
+    scaling: Scaling = "tensor"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a tensor has many scales."""
+        return self.scaling != "tensor"
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             call.x.device,
             call.grad_format,
             call.is_frozen,
+            call.scaling,
         )
 
     def why_not(self, call: Fp8Call) -> str | None:
@@ -98,6 +109,9 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         rows_of_a_rank = x.shape[:-1].numel() // (world_size if self.kind == "row" else 1)
         if rows_of_a_rank % _ROW_ALIGNMENT or weight.shape[0] % _ROW_ALIGNMENT or weight.shape[1] % _ROW_ALIGNMENT:
             return f"{rows_of_a_rank} tokens a rank and {tuple(weight.shape)} are not multiples of {_ROW_ALIGNMENT}"
+        gathered_columns = weight.shape[self.kind == "column"]
+        if call.has_blocks and (rows_of_a_rank % BLOCK or gathered_columns % BLOCK):
+            return f"{rows_of_a_rank} tokens a rank and {gathered_columns} columns are not multiples of {BLOCK}"
         return why_hidden(x.device, rows_of_a_rank, *weight.shape)
 
     def context(self, call: Fp8Call) -> TPContext:
@@ -123,7 +137,8 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
     def words(self, call: Fp8Call, context: TPContext) -> str:
         """See `OpSpec`."""
         sizes = f"{call.x.shape[:-1].numel()}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
-        return f"{self.name} {sizes} gradients {call.grad_format}{', frozen' if call.is_frozen else ''}"
+        scaling = f", {call.scaling}" if call.has_blocks else ""
+        return f"{self.name} {sizes} gradients {call.grad_format}{scaling}{', frozen' if call.is_frozen else ''}"
 
     def where(self, call: Fp8Call) -> str:
         """See `OpSpec`."""
@@ -155,31 +170,37 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
                 values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
             return quantizer(values)
 
-        is_gathered = self.kind == "column"
-        x = made((rows, k), 1 + rank, "rows", block, _quantizer("E4M3", device, columnwise=not is_gathered))
-        weight = made((n, k), 101 + rank, "columns", n, _quantizer("E4M3", device))
-        grad_quantizer = _quantizer(call.grad_format, device, columnwise=is_gathered)
-        grad = made((grad_rows, n), 201 + rank, "columns", block, grad_quantizer)
-        quantizer = _quantizer("E4M3" if is_gathered else call.grad_format, device, columnwise=False)
-        return _Operands(call, x, weight, grad, quantizer)
+        is_column, has_blocks = self.kind == "column", call.has_blocks
+        by_columns = has_blocks and not call.is_frozen  # of what travels; of one scale the transpose is made behind it
+        of_x, of_grad = (
+            _quantizer(call, name, columnwise=by_columns if travels else True, travels=travels)
+            for name, travels in (("E4M3", is_column), (call.grad_format, not is_column))
+        )
+        x = made((rows, k), 1 + rank, "rows", block, of_x)
+        weight = made((n, k), 101 + rank, "columns", n, _quantizer(call, "E4M3", num_dimensions=2))
+        grad = made((grad_rows, n), 201 + rank, "columns", block, of_grad)
+        return _Operands(call, x, weight, grad, of_x if is_column else of_grad)
 
     def _run(self, operands: _Operands, context: TPContext | None) -> Sequence[torch.Tensor]:
         """Results and gradients, step by step as Transformer Engine's layers have them; None: natively."""
-        call, fast = operands.call, dict(out_dtype=torch.bfloat16, use_split_accumulator=False)
-        with torch.no_grad(), passing(forward_pass(self.kind, context)):
+        call, quantizer = operands.call, operands.quantizer
+        fast = dict(out_dtype=torch.bfloat16, use_split_accumulator=call.has_blocks)
+        with torch.no_grad(), passing(forward_pass(self.kind, context, call.scaling)):
             if self.kind == "column":
-                total, _ = gather(operands.x, call.group, quantizer=operands.quantizer)
+                quantizer.set_usage(rowwise=True, columnwise=False)
+                total, _ = gather(operands.x, call.group, quantizer=quantizer)
                 y, *_ = multiply(operands.weight, total, **fast)
             else:
                 y, *_ = multiply(operands.weight, operands.x, **fast)
                 y, _ = scatter(y, call.group)
-        with torch.no_grad(), passing(backward_pass(self.kind, context)):
+        with torch.no_grad(), passing(backward_pass(self.kind, context, call.scaling)):
             gradients = (self._column_gradients if self.kind == "column" else self._row_gradients)(operands)
         return [y, *gradients]
 
     def _column_gradients(self, operands: _Operands) -> list[torch.Tensor]:
         call, total, work = operands.call, None, None
         if not call.is_frozen:
+            operands.quantizer.set_usage(rowwise=not call.has_blocks, columnwise=call.has_blocks)
             total, work = gather(operands.x, call.group, async_op=True, quantizer=operands.quantizer)
         dgrad, *_ = multiply(operands.weight, operands.grad, layout="NN", **_GRADIENT)
         dgrad, dgrad_work = scatter(dgrad, call.group, async_op=True)
@@ -190,9 +211,11 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         return [dgrad, *wgrad]
 
     def _row_gradients(self, operands: _Operands) -> list[torch.Tensor]:
-        total, _ = gather(operands.grad, operands.call.group, quantizer=operands.quantizer)
+        call = operands.call
+        operands.quantizer.set_usage(rowwise=True, columnwise=call.has_blocks and not call.is_frozen)
+        total, _ = gather(operands.grad, call.group, quantizer=operands.quantizer)
         dgrad, *_ = multiply(operands.weight, total, layout="NN", **_GRADIENT)
-        return [dgrad] if operands.call.is_frozen else [dgrad, _wgrad(operands.x, total)]
+        return [dgrad] if call.is_frozen else [dgrad, _wgrad(operands.x, total)]
 
 
 _GRADIENT: dict[str, Any] = dict(grad=True, out_dtype=torch.bfloat16, use_split_accumulator=True)
@@ -205,9 +228,22 @@ def _wgrad(x: Any, grad: Any) -> torch.Tensor:
     return wgrad
 
 
-def _quantizer(name: str, device: torch.device, *, columnwise: bool = True) -> Any:
+def _quantizer(
+    call: Fp8Call, name: str, *, columnwise: bool = True, travels: bool = False, num_dimensions: int = 1
+) -> Any:
     """One that nobody else has, and that asks no peer."""
-    quantizer = Float8CurrentScalingQuantizer(getattr(tex.DType, f"kFloat8{name}"), device, columnwise=columnwise)
+    dtype = getattr(tex.DType, f"kFloat8{name}")
+    if call.has_blocks:
+        quantizer = Float8BlockQuantizer(
+            dtype,
+            rowwise=True,
+            columnwise=columnwise,
+            force_pow_2_scales=call.scaling == "block",
+            block_scaling_dim=num_dimensions,
+            all_gather_usage=travels,
+        )
+    else:
+        quantizer = Float8CurrentScalingQuantizer(dtype, call.x.device, columnwise=columnwise)
     quantizer.internal = True
     return quantizer
 

@@ -15,35 +15,105 @@ import importlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import transformer_engine_torch as tex
 
 from ditron_train.megatron.shared.other_names import called, with_names
-from ditron_train.megatron.tp import te_passes
+from ditron_train.megatron.tp import te_block_passes, te_passes, te_tensor_passes
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
-__all__ = ["overlapped_base", "overlapping", "why_not_code"]
+__all__ = [
+    "Scaling",
+    "backward_pass",
+    "forward_pass",
+    "overlapped_base",
+    "overlapping",
+    "scaling_of",
+    "why_not_code",
+    "why_not_recipe",
+]
+
+#: What a scale is for: a tensor, blocks with scales that are powers of two, or blocks with any scales.
+Scaling = Literal["tensor", "block", "block fp32"]
+
+_PER_TENSOR = ("Float8CurrentScaling", "DelayedScaling")
+_BLOCKS = "Float8BlockScaling"
 
 
 class _Layer(NamedTuple):
-    """Where a layer's call runs."""
+    """Where and how a layer's call runs."""
 
     kind: Kind
     context: TPContext
+    scaling: Scaling
 
 
 _standing: set[type] = set()  # what ``overlapped_base`` has made
 _chosen: ContextVar[_Layer | None] = ContextVar("ditron_train_te_layer", default=None)
 
 
+def _is_a(recipe: Any, *names: str) -> bool:
+    """Whether a recipe is of one of these classes of Transformer Engine's; Megatron has subclasses of some."""
+    return any(owner.__name__ in names for owner in type(recipe).__mro__)
+
+
+def why_not_recipe(recipe: Any) -> str | None:
+    """Why layers are not overlapped that compute in FP8 by this recipe of Transformer Engine's, or None."""
+    if _is_a(recipe, *_PER_TENSOR):
+        is_split = hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator
+        return "the forward product has a split accumulator" if is_split else None
+    if not _is_a(recipe, _BLOCKS):
+        return f"FP8 by the recipe {type(recipe).__name__}"
+    if (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) != (1, 2, 1):
+        return "blocks of another shape than 128 of inputs and gradients, 128 x 128 of weights"
+    if not hasattr(tex, "Float8BlockScaleTensorFormat"):
+        return "this version of Transformer Engine sends blocks in another form"
+    return None
+
+
+def scaling_of(recipe: Any) -> Scaling:
+    """What a scale of a recipe is for that ``why_not_recipe`` has nothing against."""
+    if not _is_a(recipe, _BLOCKS):
+        return "tensor"
+    params = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
+    return "block" if all(one.power_2_scale for one in params) else "block fp32"
+
+
+def _passes(scaling: Scaling) -> Any:
+    return te_tensor_passes if scaling == "tensor" else te_block_passes
+
+
+def forward_pass(kind: Kind, context: TPContext | None, scaling: Scaling = "tensor") -> te_passes.Pass | None:
+    """The forward of a layer with ``context``; None natively."""
+    if context is None:
+        return None
+    passes = _passes(scaling)
+    made: te_passes.Pass = (passes.ColumnForward if kind == "column" else passes.RowForward)(context)
+    return made
+
+
+def backward_pass(
+    kind: Kind, context: TPContext | None, scaling: Scaling = "tensor", *, needs_dgrad: bool = True
+) -> te_passes.Pass | None:
+    """The backward of a layer with ``context``; None natively."""
+    if context is None:
+        return None
+    passes = _passes(scaling)
+    made: te_passes.Pass = (
+        passes.ColumnBackward(context) if kind == "column" else passes.RowBackward(context, needs_dgrad)
+    )
+    return made
+
+
 @contextlib.contextmanager
-def overlapping(kind: Kind, context: TPContext) -> Iterator[None]:
+def overlapping(kind: Kind, context: TPContext, scaling: Scaling = "tensor") -> Iterator[None]:
     """Inside, a layer on ``overlapped_base`` is overlapped in its forward, and later in its backward."""
-    token = _chosen.set(_Layer(kind, context))
+    token = _chosen.set(_Layer(kind, context, scaling))
     try:
         yield
     finally:
@@ -96,13 +166,13 @@ def _function_of(native: type) -> type:
             assert chosen is not None, "the layer's forward was called without ``overlapping``"
             if ctx is not None:  # None where no gradient is wanted
                 ctx.ditron_layer = chosen
-            with te_passes.passing(te_passes.forward_pass(*chosen)):
+            with te_passes.passing(forward_pass(*chosen)):
                 return run_forward(ctx, *args)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             refuse_second_derivatives("a linear layer in FP8")
-            active = te_passes.backward_pass(*ctx.ditron_layer, needs_dgrad=ctx.requires_dgrad)
+            active = backward_pass(*ctx.ditron_layer, needs_dgrad=ctx.requires_dgrad)
             with te_passes.passing(active):
                 return run_backward(ctx, *grads)
 
@@ -133,8 +203,9 @@ def overlapped_base(layer_class: type) -> type:
         return type("NoTransformerEngine", (), {})
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = native.forward if _chosen.get() is None else _forward_of(native)
-        return run(self, *args, **kwargs)
+        # A result or a gradient that is quantized is multiplied otherwise; Megatron asks for none.
+        is_native = _chosen.get() is None or kwargs.get("fp8_output") or kwargs.get("fp8_grad")
+        return (native.forward if is_native else _forward_of(native))(self, *args, **kwargs)
 
     # It stands for Transformer Engine's own forward, whose module it names.
     base = type(f"Overlapped{native.__name__}", (native,), {"forward": forward, "__module__": native.__module__})

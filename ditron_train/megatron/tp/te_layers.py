@@ -25,14 +25,13 @@ from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.te_wgrad import wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, why_not_code
+from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of, why_not_code, why_not_recipe
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
 __all__ = [
-    "FP8_RECIPES",
     "DitronTEColumnParallelLinear",
     "DitronTELayerNormColumnParallelLinear",
     "DitronTERowParallelLinear",
@@ -42,9 +41,6 @@ __all__ = [
     "why_not_covered",
     "why_not_fp8",
 ]
-
-#: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
-FP8_RECIPES = ("Float8CurrentScaling",)
 
 _COLUMN_BASE: Any = overlapped_base(TEColumnParallelLinear)
 _NORM_COLUMN_BASE: Any = overlapped_base(TELayerNormColumnParallelLinear)
@@ -139,11 +135,9 @@ def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
         return "FP8 is calibrated or captured"
     if layer.primary_weights_in_fp8:
         return "the parameters are FP8 (--fp8-param-gather)"
-    recipe = FP8GlobalStateManager.get_fp8_recipe()
-    if not any(owner.__name__ in FP8_RECIPES for owner in type(recipe).__mro__):  # Megatron has subclasses of some
-        return f"FP8 by the recipe {type(recipe).__name__}"
-    if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
-        return "the forward product has a split accumulator"
+    reason = why_not_recipe(FP8GlobalStateManager.get_fp8_recipe())
+    if reason is not None:
+        return reason
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
     return _why_not_options(layer, x) or why_not_code(layer.__class__)
@@ -161,7 +155,7 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
             context = route_fp8(layer, kind, x)
     if context is None:
         return forward(x)
-    with overlapping(kind, context):
+    with overlapping(kind, context, scaling_of(FP8GlobalStateManager.get_fp8_recipe())):
         return forward(x)
 
 
@@ -169,10 +163,9 @@ def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     """The context to run this call of a layer in FP8 with, or None for Megatron's path."""
     from ditron_train.megatron.tp.fp8_spec import FP8_COLUMN, FP8_ROW, Fp8Call
 
-    fp8_format = FP8GlobalStateManager.get_fp8_recipe().fp8_format
-    grad_format = "E5M2" if fp8_format.name == "HYBRID" else "E4M3"
-    weight = layer.weight
-    call = Fp8Call(x, weight, layer.tp_group, grad_format, is_frozen=not weight.requires_grad)
+    recipe, weight = FP8GlobalStateManager.get_fp8_recipe(), layer.weight
+    grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
+    call = Fp8Call(x, weight, layer.tp_group, grad_format, not weight.requires_grad, scaling_of(recipe))
     return gate.context_for(FP8_COLUMN if kind == "column" else FP8_ROW, call)
 
 

@@ -2,11 +2,9 @@
 
 Transformer Engine's linear layers gather, multiply and reduce-scatter by three functions of its own. The functions
 here have their names and arguments, and stand in their place in a copy of its layers' code (``te_fp8``): outside a
-pass they are the native ones, inside they are those of the pass. So everything else (quantizers and their scales,
-which copies of an operand are kept, main_grad, amax histories) is Transformer Engine's own doing.
-
-FP8 operands with one scale a tensor: bytes travel and lie side by side, and the scale is the same on all ranks (or
-this rank's own, of an operand that is not gathered). Imported only where Transformer Engine is installed.
+pass they are the native ones, inside they are those of the pass (``te_tensor_passes``, ``te_block_passes``). So
+everything else (quantizers and their scales, which copies of an operand are kept, main_grad, amax histories) is
+Transformer Engine's own doing. Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -14,20 +12,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformer_engine.pytorch.cpp_extensions as te_ops
 import transformer_engine.pytorch.distributed as te_distributed
 
-from ditron_train.gemm.operands import TensorScales
-from ditron_train.megatron.tp.spec import Kind
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.ops import StartedGather, ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
 
-__all__ = ["STAND_INS", "Pass", "backward_pass", "forward_pass", "gather", "multiply", "passing", "scatter"]
-
-_DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+__all__ = ["STAND_INS", "Pass", "Sharded", "Unreduced", "gather", "like_quantized", "multiply", "passing", "scatter"]
 
 
 class Pass:
@@ -53,48 +46,16 @@ class Pass:
         stream reads must not be freed under it."""
 
 
-def _operands(rows: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor, TensorScales]:
-    """The data of two quantized tensors as torch's FP8, and their scales."""
-    parts = [operand.get_metadata() for operand in (rows, weight)]
-    x, w = (part["data"].view(_DTYPES[part["fp8_dtype"].name]) for part in parts)
-    return x, w, TensorScales(*(part["fp8_scale_inv"] for part in parts))
-
-
-def _with_data(like: Any, data: torch.Tensor, quantizer: Any) -> Any:
-    """A quantized tensor of ``data`` with the type and the scale of ``like``."""
-    fields = {**like.get_metadata(), "data": data, "data_transpose": None, "quantizer": quantizer}
+def like_quantized(like: Any, shape: torch.Size, **changed: Any) -> Any:
+    """A quantized tensor as ``like`` where nothing is ``changed``."""
+    fields = {**like.get_metadata(), **changed}
     if isinstance(like, torch.Tensor):
-        fields.update(shape=data.shape, dtype=like.dtype)
+        fields.update(shape=shape, dtype=like.dtype)
     made: Any = type(like)
     return made(**fields)
 
 
-class _Gathering(Pass):
-    """A pass in which rows are gathered while something else runs."""
-
-    def __init__(self, context: TPContext) -> None:
-        super().__init__(context)
-        self._started: StartedGather | None = None
-
-    def _start(self, rows: Any, quantizer: Any, *, in_turn: bool) -> Any:
-        """All ranks' rows, where they will be."""
-        data = rows.get_metadata()["data"]
-        self._started = started = start_all_gather(data, context=self._context, in_turn=in_turn)
-        shape = (data.shape[0] * self._context.world_size, *data.shape[1:])
-        return _with_data(rows, started.rows.view(shape), quantizer)
-
-    def wait(self) -> None:
-        """Until all rows are there; again it does nothing."""
-        started, self._started = self._started, None
-        if started is not None:
-            started.wait()
-
-    def close(self) -> None:
-        """See `Pass`."""
-        self.wait()
-
-
-class _Sharded:
+class Sharded:
     """This rank's rows of what is gathered as it is multiplied."""
 
     def __init__(self, rows: Any) -> None:
@@ -104,135 +65,13 @@ class _Sharded:
         """Nothing is held beside this rank's rows, which are another's."""
 
 
-class ColumnForward(Pass):
-    """Y = AG(X) @ W^T: rows are multiplied as they arrive."""
+class Unreduced(NamedTuple):
+    """A product that is multiplied as it is reduced: what ``general_gemm`` was called with."""
 
-    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`."""
-        return _Sharded(inp), None
-
-    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
-        if not isinstance(rows, _Sharded):
-            return super().multiply(weight, rows, *args, **kwargs)
-        x, w, scales = _operands(rows.rows, weight)
-        y = ag_gemm(x, w, context=self._context, scales=scales)
-        return y, None, None, None
-
-
-class _Unreduced:
-    """A product that is multiplied as it is reduced."""
-
-    def __init__(self, rows: Any, weight: Any) -> None:
-        self.rows, self.weight = rows, weight
-
-
-class RowForward(Pass):
-    """Y = RS(X @ W^T): rows are sent as they are multiplied."""
-
-    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
-        return _Unreduced(rows, weight), None, None, None
-
-    def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
-        """See `Pass`."""
-        x, w, scales = _operands(partial.rows, partial.weight)
-        return gemm_rs(x, w, context=self._context, scales=scales), None
-
-
-class ColumnBackward(_Gathering):
-    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather lies under dY @ W: as natively, but no multiprocessor
-    moves data."""
-
-    def __init__(self, context: TPContext) -> None:
-        super().__init__(context)
-        self._scatter: _StartedScatter | None = None
-
-    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`."""
-        return self._start(inp, quantizer, in_turn=False), self
-
-    def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
-        """See `Pass`."""
-        self.wait()  # one at a time; it also orders this stream behind the communication stream
-        self._scatter = _StartedScatter(partial, self._context)
-        return self._scatter.out, self._scatter
-
-    def close(self) -> None:
-        """See `Pass`."""
-        super().close()
-        if self._scatter is not None:
-            self._scatter.wait()
-
-
-class _StartedScatter:
-    """A reduce-scatter on its way, for which one may wait again."""
-
-    def __init__(self, partial: torch.Tensor, context: TPContext) -> None:
-        self._started = start_reduce_scatter(partial, context=context)
-        self._is_over, self.out = False, self._started.out
-
-    def wait(self) -> None:
-        """Until ``out`` is there."""
-        if not self._is_over:
-            self._is_over = True
-            self._started.wait()
-
-
-class RowBackward(_Gathering):
-    """dX = AG(dY) @ W: Transformer Engine's own product for the rows of each rank, as they arrive. A kernel with a
-    split accumulator takes a quarter longer than cuBLAS, whose bits do not depend on the number of rows.
-
-    Args:
-        context: The group's.
-        needs_dgrad: Whether dX is computed at all.
-    """
-
-    def __init__(self, context: TPContext, needs_dgrad: bool) -> None:
-        super().__init__(context)
-        self._needs_dgrad = needs_dgrad
-        self._total: Any = None
-
-    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`. As natively, this rank's rows are quantized without their transpose."""
-        if not hasattr(inp, "get_metadata"):
-            rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
-            quantizer.set_usage(rowwise=True, columnwise=False)
-            inp = quantizer(inp)
-            quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
-        self._total = self._start(inp, quantizer, in_turn=True)
-        if not self._needs_dgrad:
-            self.wait()
-        return self._total, None
-
-    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
-        started = self._started
-        if rows is not self._total or started is None:
-            return super().multiply(weight, rows, *args, **kwargs)
-        self._started = None
-        quantizer, num_columns = rows.get_metadata()["quantizer"], weight.get_metadata()["data_transpose"].shape[0]
-        num_rows, device = started.rows.shape[0], started.rows.device
-        out = torch.empty(num_rows, num_columns, dtype=kwargs["out_dtype"], device=device)
-        with contextlib.closing(started.arrivals()) as arrivals:
-            for place, part in arrivals:
-                kwargs["out"] = out[place]
-                super().multiply(weight, _with_data(rows, part, quantizer), *args, **kwargs)
-        return out, None, None, None
-
-
-def forward_pass(kind: Kind, context: TPContext | None) -> Pass | None:
-    """The forward of a layer with ``context``; None natively."""
-    if context is None:
-        return None
-    return ColumnForward(context) if kind == "column" else RowForward(context)
-
-
-def backward_pass(kind: Kind, context: TPContext | None, *, needs_dgrad: bool = True) -> Pass | None:
-    """The backward of a layer with ``context``; None natively."""
-    if context is None:
-        return None
-    return ColumnBackward(context) if kind == "column" else RowBackward(context, needs_dgrad)
+    weight: Any
+    rows: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 _active: ContextVar[Pass | None] = ContextVar("ditron_train_te_pass", default=None)

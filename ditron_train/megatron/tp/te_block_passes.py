@@ -1,0 +1,196 @@
+"""The passes of layers whose FP8 operands have a scale for each block of 128 or 128 x 128 values (recipe blockwise).
+
+A tensor's bytes and its scales travel together, by rows for the products with W and by columns for the weight
+gradient: neither can be made from the other. All products are Transformer Engine's own, for the rows of one rank at a
+time, whose scales are transposed as its GEMM takes them; its bits do not depend on the number of rows. Imported only
+where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformer_engine.pytorch.cpp_extensions as te_ops
+
+from ditron_train.megatron.tp import te_tensor_passes as tensorwise
+from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized
+from ditron_train.tp.context import TPContext
+from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
+from ditron_train.tp.ops import scatter_as_computed
+
+__all__ = ["BLOCK", "ColumnBackward", "ColumnForward", "RowBackward", "RowForward"]
+
+BLOCK = 128  # values that share a scale
+
+_ROWS, _COLUMNS = "rowwise", "columnwise"
+
+
+def _is_sendable(operand: Any, sides: Sequence[str]) -> bool:
+    """Whether an operand holds these sides as they travel: not transposed."""
+    fields = operand.get_metadata() if hasattr(operand, "get_metadata") else {}
+    is_compact = getattr(fields.get("data_format"), "name", None) == "COMPACT"
+    return is_compact and all(fields[f"{side}_data"] is not None for side in sides)
+
+
+def _start(operand: Any, sides: Sequence[str], context: TPContext, *, num_in_turn: int) -> StartedParts:
+    """A gather of the bytes of each side and their scales."""
+    fields, parts = operand.get_metadata(), []
+    for side in sides:
+        data = fields[f"{side}_data"]
+        parts += [data.view(-1, data.shape[-1]), fields[f"{side}_scale_inv"]]
+    return start_gather_of_parts(parts, context=context, num_in_turn=num_in_turn)
+
+
+def _ready(operand: Any) -> Any:
+    """How an operand lies that GEMMs take."""
+    return type(operand.get_metadata()["data_format"]).GEMM_READY
+
+
+def _rows_of(like: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
+    """A quantized tensor of rows and scales as GEMMs take them: [K / 128, rows]."""
+    fields = {f"{_ROWS}_data": data, f"{_ROWS}_scale_inv": scales.contiguous(), "data_format": _ready(like)}
+    return like_quantized(like, data.shape, **fields, columnwise_data=None, columnwise_scale_inv=None)
+
+
+def _multiply_arrivals(
+    started: StartedParts, like: Any, weight: Any, shape: Sequence[int], *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """The product, of ``shape``, of the rows of all ranks, for those of each rank as they arrive."""
+    total, own = started.totals[0], like.get_metadata()[f"{_ROWS}_data"]
+    out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
+    shares = out.view(total.shape[0], -1).chunk(total.numel() // own.numel())
+    with contextlib.closing(started.arrivals()) as arrivals:
+        for source, (data, scales) in arrivals:
+            rows = _rows_of(like, data, scales.t())
+            te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": shares[source]})
+    return out
+
+
+class ColumnForward(Pass):
+    """Y = AG(X) @ W^T: rows travel while W is quantized, and are multiplied as they arrive."""
+
+    def __init__(self, context: TPContext) -> None:
+        super().__init__(context)
+        self._started: StartedParts | None = None
+
+    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
+        """See `Pass`."""
+        if not _is_sendable(inp, (_ROWS,)):
+            return super().gather(inp, group, async_op, quantizer)
+        self._started = _start(inp, (_ROWS,), self._context, num_in_turn=2)
+        return Sharded(inp), None
+
+    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """See `Pass`."""
+        if not isinstance(rows, Sharded):
+            return super().multiply(weight, rows, *args, **kwargs)
+        started, self._started = self._started, None
+        assert started is not None, "rows are multiplied once"
+        size = rows.rows.get_metadata()[f"{_ROWS}_data"].shape
+        num_columns = weight.get_metadata()[f"{_ROWS}_data"].shape[0]
+        shape = (size[0] * self._context.world_size, *size[1:-1], num_columns)
+        return _multiply_arrivals(started, rows.rows, weight, shape, *args, **kwargs), None, None, None
+
+    def close(self) -> None:
+        """See `Pass`."""
+        if self._started is not None:
+            self._started.wait()
+
+
+class RowForward(Pass):
+    """Y = RS(X @ W^T): the rows of each rank are sent while the next are multiplied."""
+
+    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """See `Pass`."""
+        return Unreduced(weight, rows, args, kwargs), None, None, None
+
+    def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
+        """See `Pass`."""
+        weight, rows, args, kwargs = partial
+        fields = rows.get_metadata()
+        data, scales = fields[f"{_ROWS}_data"], fields[f"{_ROWS}_scale_inv"]
+        flat = data.view(-1, data.shape[-1])
+
+        def compute(place: slice, out: torch.Tensor) -> None:
+            part = _rows_of(rows, flat[place], scales[:, place])
+            te_ops.general_gemm(weight, part, *args, **{**kwargs, "out": out})
+
+        shape = (*data.shape[:-1], weight.get_metadata()[f"{_ROWS}_data"].shape[0])
+        return scatter_as_computed(compute, shape, kwargs["out_dtype"], context=self._context), None
+
+
+def _transpose_columns(total: Any) -> None:
+    """What was gathered by columns, as GEMMs take it: in memory of its own."""
+    total._transpose_columnwise_data()
+    total._data_format = _ready(total)
+
+
+class ColumnBackward(tensorwise.ColumnBackward):
+    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather, by columns, lies under dY @ W."""
+
+    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
+        """See `Pass`."""
+        if not _is_sendable(inp, (_COLUMNS,)):
+            return Pass.gather(self, inp, group, async_op, quantizer)
+        self._started = started = _start(inp, (_COLUMNS,), self._context, num_in_turn=0)
+        data, scales = started.totals
+        fields = {f"{_COLUMNS}_data": data, f"{_COLUMNS}_scale_inv": scales}
+        total = like_quantized(inp, data.shape, **fields, rowwise_data=None, rowwise_scale_inv=None)
+        return total, _Transposing(self, total)
+
+
+class _Transposing:
+    """What native code waits for: all columns, transposed."""
+
+    def __init__(self, gathering: ColumnBackward, total: Any) -> None:
+        self._gathering, self._total = gathering, total
+
+    def wait(self) -> None:
+        """Again it does nothing."""
+        self._gathering.wait()
+        total, self._total = self._total, None
+        if total is not None:
+            _transpose_columns(total)
+
+
+class RowBackward(tensorwise.RowBackward):
+    """dX = AG(dY) @ W for the rows of each rank as they arrive, while dY by columns is on its way for dW."""
+
+    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
+        """See `Pass`. As natively, this rank's rows are quantized as they travel."""
+        sides = [_ROWS, _COLUMNS] if quantizer.columnwise_usage else [_ROWS]
+        if not quantizer.rowwise_usage or (not hasattr(inp, "get_metadata") and not quantizer.is_quantizable(inp)):
+            return Pass.gather(self, inp, group, async_op, quantizer)
+        if not hasattr(inp, "get_metadata"):
+            as_before, quantizer.all_gather_usage = quantizer.all_gather_usage, True
+            inp = quantizer(inp)
+            quantizer.all_gather_usage = as_before
+        if not _is_sendable(inp, sides):
+            return Pass.gather(self, inp, group, async_op, quantizer)
+        self._started = started = _start(inp, sides, self._context, num_in_turn=2)
+        fields: dict[str, Any] = {f"{_COLUMNS}_data": None, f"{_COLUMNS}_scale_inv": None}
+        for side, data, scales in zip(sides, started.totals[::2], started.totals[1::2]):
+            fields.update({f"{side}_data": data, f"{side}_scale_inv": scales})
+        self._rows, self._total = inp, like_quantized(inp, started.totals[0].shape, **fields)
+        if not self._needs_dgrad:
+            self.wait()
+            self._finish()
+        return self._total, None
+
+    def _finish(self) -> None:
+        if self._total.get_metadata()[f"{_COLUMNS}_data"] is not None:
+            _transpose_columns(self._total)
+
+    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """See `Pass`."""
+        started = self._started
+        if rows is not self._total or started is None:
+            return Pass.multiply(self, weight, rows, *args, **kwargs)
+        self._started = None
+        shape = (started.totals[0].shape[0], weight.get_metadata()[f"{_COLUMNS}_data"].shape[0])
+        dgrad = _multiply_arrivals(started, self._rows, weight, shape, *args, **kwargs)
+        self._finish()
+        return dgrad, None, None, None

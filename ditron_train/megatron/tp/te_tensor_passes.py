@@ -1,0 +1,168 @@
+"""The passes of layers whose FP8 operands have one scale a tensor (recipes tensorwise and delayed).
+
+Bytes travel and lie side by side, and the scale is the same on all ranks (or this rank's own, of an operand that is
+not gathered). Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ditron_train.gemm.operands import TensorScales
+from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized
+from ditron_train.tp.context import TPContext
+from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
+
+__all__ = ["ColumnBackward", "ColumnForward", "RowBackward", "RowForward"]
+
+_DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+
+
+def _operands(rows: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor, TensorScales]:
+    """The data of two quantized tensors as torch's FP8, and their scales."""
+    parts = [operand.get_metadata() for operand in (rows, weight)]
+    x, w = (part["data"].view(_DTYPES[part["fp8_dtype"].name]) for part in parts)
+    return x, w, TensorScales(*(part["fp8_scale_inv"] for part in parts))
+
+
+def _with_data(like: Any, data: torch.Tensor, quantizer: Any) -> Any:
+    """A quantized tensor of ``data`` with the type and the scale of ``like``."""
+    return like_quantized(like, data.shape, data=data, data_transpose=None, quantizer=quantizer)
+
+
+class _Gathering(Pass):
+    """A pass in which rows are gathered while something else runs."""
+
+    def __init__(self, context: TPContext) -> None:
+        super().__init__(context)
+        self._started: Any = None  # a ``StartedGather``; of blocks a ``StartedParts``
+
+    def _start(self, rows: Any, quantizer: Any, *, in_turn: bool) -> Any:
+        """All ranks' rows, where they will be."""
+        data = rows.get_metadata()["data"]
+        self._started = started = start_all_gather(data, context=self._context, in_turn=in_turn)
+        shape = (data.shape[0] * self._context.world_size, *data.shape[1:])
+        return _with_data(rows, started.rows.view(shape), quantizer)
+
+    def wait(self) -> None:
+        """Until all rows are there; again it does nothing."""
+        started, self._started = self._started, None
+        if started is not None:
+            started.wait()
+
+    def close(self) -> None:
+        """See `Pass`."""
+        self.wait()
+
+
+class ColumnForward(Pass):
+    """Y = AG(X) @ W^T: rows are multiplied as they arrive."""
+
+    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
+        """See `Pass`."""
+        return Sharded(inp), None
+
+    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """See `Pass`."""
+        if not isinstance(rows, Sharded):
+            return super().multiply(weight, rows, *args, **kwargs)
+        x, w, scales = _operands(rows.rows, weight)
+        y = ag_gemm(x, w, context=self._context, scales=scales)
+        return y, None, None, None
+
+
+class RowForward(Pass):
+    """Y = RS(X @ W^T): rows are sent as they are multiplied."""
+
+    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """See `Pass`."""
+        return Unreduced(weight, rows, args, kwargs), None, None, None
+
+    def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
+        """See `Pass`."""
+        x, w, scales = _operands(partial.rows, partial.weight)
+        return gemm_rs(x, w, context=self._context, scales=scales), None
+
+
+class ColumnBackward(_Gathering):
+    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather lies under dY @ W: as natively, but no multiprocessor
+    moves data."""
+
+    def __init__(self, context: TPContext) -> None:
+        super().__init__(context)
+        self._scatter: _StartedScatter | None = None
+
+    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
+        """See `Pass`."""
+        return self._start(inp, quantizer, in_turn=False), self
+
+    def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
+        """See `Pass`."""
+        self.wait()  # one at a time; it also orders this stream behind the communication stream
+        self._scatter = _StartedScatter(partial, self._context)
+        return self._scatter.out, self._scatter
+
+    def close(self) -> None:
+        """See `Pass`."""
+        super().close()
+        if self._scatter is not None:
+            self._scatter.wait()
+
+
+class _StartedScatter:
+    """A reduce-scatter on its way, for which one may wait again."""
+
+    def __init__(self, partial: torch.Tensor, context: TPContext) -> None:
+        self._started = start_reduce_scatter(partial, context=context)
+        self._is_over, self.out = False, self._started.out
+
+    def wait(self) -> None:
+        """Until ``out`` is there."""
+        if not self._is_over:
+            self._is_over = True
+            self._started.wait()
+
+
+class RowBackward(_Gathering):
+    """dX = AG(dY) @ W: Transformer Engine's own product for the rows of each rank, as they arrive. A kernel with a
+    split accumulator takes a quarter longer than cuBLAS, whose bits do not depend on the number of rows.
+
+    Args:
+        context: The group's.
+        needs_dgrad: Whether dX is computed at all.
+    """
+
+    def __init__(self, context: TPContext, needs_dgrad: bool) -> None:
+        super().__init__(context)
+        self._needs_dgrad = needs_dgrad
+        self._total: Any = None
+
+    def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
+        """See `Pass`. As natively, this rank's rows are quantized without their transpose."""
+        if not hasattr(inp, "get_metadata"):
+            rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
+            quantizer.set_usage(rowwise=True, columnwise=False)
+            inp = quantizer(inp)
+            quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+        self._total = self._start(inp, quantizer, in_turn=True)
+        if not self._needs_dgrad:
+            self.wait()
+        return self._total, None
+
+    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """See `Pass`."""
+        started = self._started
+        if rows is not self._total or started is None:
+            return super().multiply(weight, rows, *args, **kwargs)
+        self._started = None
+        quantizer, num_columns = rows.get_metadata()["quantizer"], weight.get_metadata()["data_transpose"].shape[0]
+        num_rows, device = started.rows.shape[0], started.rows.device
+        out = torch.empty(num_rows, num_columns, dtype=kwargs["out_dtype"], device=device)
+        with contextlib.closing(started.arrivals()) as arrivals:
+            for place, part in arrivals:
+                kwargs["out"] = out[place]
+                super().multiply(weight, _with_data(rows, part, quantizer), *args, **kwargs)
+        return out, None, None, None

@@ -1,0 +1,340 @@
+"""A stand-in for Transformer Engine's linear layers in FP8, as the sources of its modules.
+
+It is built as Transformer Engine is: a module whose forward calls an autograd function, whose code calls
+``gather_along_first_dim``, ``general_gemm`` and ``reduce_scatter_along_first_dim`` by these names, and quantizers with
+one scale a tensor (tensorwise, delayed) or one a block, which remember each use. What they keep, and how operands lie
+and travel, is as in Transformer Engine; scales are powers of two.
+"""
+
+_OPERANDS = """
+import enum
+import torch
+import torch.distributed as dist
+
+DType = enum.Enum("DType", ["kFloat8E4M3", "kFloat8E5M2"])
+Float8BlockScaleTensorFormat = enum.Enum("Float8BlockScaleTensorFormat", ["GEMM_READY", "COMPACT"])
+TYPES = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
+
+
+class Storage:
+    def __init__(self, data, fp8_scale_inv, fp8_dtype, data_transpose=None, quantizer=None):
+        self._data, self._scale_inv, self._fp8_dtype = data, fp8_scale_inv, fp8_dtype
+        self._transpose, self._quantizer = data_transpose, quantizer
+
+    def get_metadata(self):
+        names = ("data", "fp8_scale_inv", "fp8_dtype", "data_transpose", "quantizer")
+        return dict(zip(names, (self._data, self._scale_inv, self._fp8_dtype, self._transpose, self._quantizer)))
+
+    def update_usage(self, columnwise_usage):
+        if self._transpose is None:
+            self._transpose = self._data.reshape(-1, self._data.shape[-1]).t().contiguous()
+
+    def clear(self):
+        self._data.data = torch.empty(0, dtype=torch.uint8)
+
+    def size(self):
+        return self._data.shape
+
+    def values(self, rowwise):
+        data = self._data.reshape(-1, self._data.shape[-1]) if rowwise else self._transpose
+        return data.view(TYPES[self._fp8_dtype]).float() * self._scale_inv
+
+
+class Quantizer:
+    def __init__(self, fp8_dtype, *, rowwise=True, columnwise=True):
+        self.dtype, self.rowwise_usage, self.columnwise_usage = fp8_dtype, rowwise, columnwise
+        self.history, self.internal = [], False
+
+    def set_usage(self, *, rowwise=None, columnwise=None):
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def __call__(self, values):
+        values = values.detach().float()
+        self.history.append((values.abs().max().item(), self.rowwise_usage, self.columnwise_usage))
+        return self.quantize(values)
+
+    def cast(self, values):
+        data = (values * self.scale).to(TYPES[self.dtype]).view(torch.uint8)
+        transpose = data.reshape(-1, data.shape[-1]).t().contiguous() if self.columnwise_usage else None
+        return Storage(data, 1 / self.scale, self.dtype, transpose, self)
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    def __init__(self, fp8_dtype, device, *, columnwise=True, group=None):
+        super().__init__(fp8_dtype, columnwise=columnwise)
+        self.amax, self.scale, self.group = torch.zeros(1), torch.ones(1), group
+
+    def quantize(self, values):
+        self.amax.copy_(values.abs().max())
+        if self.group is not None:
+            dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=self.group)
+        self.scale.copy_(2.0 ** -torch.ceil(torch.log2(self.amax)) * 4)
+        return self.cast(values)
+
+
+class Float8Quantizer(Quantizer):
+    def __init__(self, fp8_dtype, scale, amax):
+        super().__init__(fp8_dtype)
+        self.scale, self.amax = scale, amax
+
+    def quantize(self, values):
+        torch.maximum(self.amax, values.abs().max(), out=self.amax)
+        return self.cast(values)
+"""
+
+_BLOCKS = """
+import torch
+from transformer_engine.pytorch.tensor.float8_tensor import Float8BlockScaleTensorFormat, Quantizer, TYPES
+
+READY, COMPACT = Float8BlockScaleTensorFormat.GEMM_READY, Float8BlockScaleTensorFormat.COMPACT
+FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "fp8_dtype", "quantizer",
+          "is_2D_scaled", "data_format")
+
+
+class BlockStorage:
+    def __init__(self, **fields):
+        assert set(fields) == set(FIELDS)
+        vars(self).update({f"_{name}": value for name, value in fields.items()})
+
+    def get_metadata(self):
+        return {name: getattr(self, f"_{name}") for name in FIELDS}
+
+    def update_usage(self, columnwise_usage):
+        assert self._columnwise_data is not None
+
+    def clear(self):
+        for name in FIELDS[:4]:
+            setattr(self, f"_{name}", None)
+
+    def size(self):
+        return (self._columnwise_data if self._rowwise_data is None else self._rowwise_data).shape
+
+    def _transpose_columnwise_data(self):
+        self._columnwise_data = self._columnwise_data.t().contiguous()
+
+    def values(self, rowwise):
+        side = "_rowwise" if rowwise else "_columnwise"
+        data, scales = getattr(self, f"{side}_data"), getattr(self, f"{side}_scale_inv")
+        assert self._data_format == READY and data.is_contiguous() and scales.is_contiguous()
+        data = data.reshape(-1, data.shape[-1]).view(TYPES[self._fp8_dtype]).float()
+        rows = scales.repeat_interleave(128, 0)[: len(data)] if self._is_2D_scaled else scales.t()
+        return data * rows.repeat_interleave(128, 1)[:, : data.shape[1]]
+
+
+class Float8BlockQuantizer(Quantizer):
+    def __init__(self, fp8_dtype, *, rowwise, columnwise, force_pow_2_scales=True, block_scaling_dim=2,
+                 all_gather_usage=False):
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self.num_dimensions, self.all_gather_usage = block_scaling_dim, all_gather_usage
+        assert force_pow_2_scales
+
+    def is_quantizable(self, values):
+        return values.shape[-1] % 128 == 0 and values.shape[:-1].numel() % 128 == 0
+
+    def blocks(self, values):
+        rows, columns = values.shape
+        height = 128 if self.num_dimensions == 2 else 1
+        blocks = values.reshape(rows // height, height, columns // 128, 128)
+        scales = 2.0 ** -torch.ceil(torch.log2(blocks.abs().amax((1, 3), keepdim=True).clamp(min=1.0))) * 4
+        data = (blocks * scales).reshape(rows, columns).to(TYPES[self.dtype]).view(torch.uint8)
+        return data, 1 / scales[:, 0, :, 0]
+
+    def quantize(self, values):
+        flat, found = values.reshape(-1, values.shape[-1]), dict.fromkeys(FIELDS)
+        is_flat, travels = self.num_dimensions == 1, self.all_gather_usage
+        if self.rowwise_usage:
+            data, scales = self.blocks(flat)
+            scales = scales.t().contiguous() if is_flat and not travels else scales
+            found.update(rowwise_data=data.view(values.shape), rowwise_scale_inv=scales)
+        if self.columnwise_usage:
+            data, scales = self.blocks(flat.t().contiguous())
+            data = data.t().contiguous().view(values.shape) if travels else data
+            found.update(columnwise_data=data, columnwise_scale_inv=scales.t().contiguous() if is_flat else scales)
+        form = COMPACT if travels else READY
+        found.update(fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=not is_flat, data_format=form)
+        return BlockStorage(**found)
+"""
+
+_DISTRIBUTED = """
+import torch
+import torch.distributed as dist
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import FIELDS, READY, BlockStorage
+from transformer_engine.pytorch.tensor.float8_tensor import Storage
+
+
+class Done:
+    def wait(self):
+        pass
+
+
+def all_rows(rows, group):
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, rows, group=group)
+    return torch.cat(parts)
+
+
+def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None):
+    handle = Done() if async_op else None
+    if hasattr(quantizer, "all_gather_usage"):
+        inp = inp if isinstance(inp, BlockStorage) else quantizer(inp)
+        fields = inp.get_metadata()
+        for name in FIELDS[:4]:
+            used = quantizer.rowwise_usage if name.startswith("row") else quantizer.columnwise_usage
+            fields[name] = all_rows(fields[name], process_group) if used else None
+        if quantizer.rowwise_usage:
+            fields["rowwise_scale_inv"] = fields["rowwise_scale_inv"].t().contiguous()
+        if quantizer.columnwise_usage:
+            fields["columnwise_data"] = fields["columnwise_data"].flatten(0, -2).t().contiguous()
+        return BlockStorage(**{**fields, "data_format": READY}), handle
+    if not isinstance(inp, Storage):
+        columnwise = quantizer.columnwise_usage
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        inp = quantizer(inp)
+        quantizer.set_usage(columnwise=columnwise)
+    return Storage(all_rows(inp._data, process_group), inp._scale_inv, inp._fp8_dtype, None, quantizer), handle
+
+
+def reduce_scatter_along_first_dim(inp, tp_group, async_op=False):
+    parts = all_rows(inp.contiguous(), tp_group).chunk(dist.get_world_size(tp_group))
+    own = [part.chunk(len(parts))[dist.get_rank(tp_group)] for part in parts]
+    return sum(part.float() for part in own).to(inp.dtype), Done() if async_op else None
+"""
+
+_OPS = """
+CALLS = []
+
+
+def general_gemm(A, B, layout="TN", grad=False, out_dtype=None, out=None, use_split_accumulator=False):
+    product = B.values(layout[1] == "N") @ A.values(layout[0] == "T").t()
+    CALLS.append((layout, tuple(product.shape), use_split_accumulator))
+    if out is not None:
+        return out.copy_(product), None, None, None
+    product = product.to(out_dtype)
+    return (product.view(*B.size()[:-1], -1) if layout == "TN" else product), None, None, None
+"""
+
+_BASE = """
+from transformer_engine.pytorch.distributed import gather_along_first_dim
+
+
+class TransformerEngineBaseModule:
+    @staticmethod
+    def grad_output_preprocess(ctx, grad_output, row_parallel_mode, quantizer):
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
+        if row_parallel_mode:
+            return gather_along_first_dim(grad_output, ctx.group, quantizer=quantizer)[0], None
+        return quantizer(grad_output), None
+"""
+
+_LINEAR = """
+import functools
+import torch
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.distributed import gather_along_first_dim, reduce_scatter_along_first_dim
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8CurrentScalingQuantizer, Float8Quantizer
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, inp, layer):
+        total = layer.inputs
+        total.set_usage(rowwise=True, columnwise=layer.mode == "row" or layer.has_blocks)
+        rows = total(inp)
+        matrix = layer.weights(weight)
+        gathered = rows
+        if layer.mode == "column":
+            total.set_usage(columnwise=False)
+            gathered, _ = gather_along_first_dim(rows, layer.group, quantizer=total)
+        out, *_ = general_gemm(matrix, gathered, out_dtype=torch.bfloat16)
+        if layer.mode == "column":
+            gathered.clear()
+        else:
+            out, _ = reduce_scatter_along_first_dim(out, layer.group)
+        if ctx is not None:
+            ctx.layer, ctx.group, ctx.shape, ctx.kept = layer, layer.group, inp.shape, (rows, matrix)
+            ctx.requires_dgrad, ctx.requires_wgrad = inp.requires_grad, weight.requires_grad
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        layer, (rows, matrix) = ctx.layer, ctx.kept
+        is_column, options = layer.mode == "column", dict(grad=True, out_dtype=torch.bfloat16)
+        layer.grads.set_usage(rowwise=True, columnwise=True)
+        grad, _ = TransformerEngineBaseModule.grad_output_preprocess(ctx, grad_output, not is_column, layer.grads)
+        total, work, dgrad, wgrad = rows, None, None, None
+        if is_column and ctx.requires_wgrad:
+            layer.inputs.set_usage(rowwise=not layer.has_blocks, columnwise=layer.has_blocks)
+            total, work = gather_along_first_dim(rows, layer.group, async_op=True, quantizer=layer.inputs)
+        if ctx.requires_dgrad:
+            dgrad, *_ = general_gemm(matrix, grad, layout="NN", use_split_accumulator=True, **options)
+            if is_column:
+                dgrad, dgrad_work = reduce_scatter_along_first_dim(dgrad, layer.group, async_op=True)
+        if work is not None:
+            work.wait()
+        if ctx.requires_wgrad:
+            total.update_usage(columnwise_usage=True)
+            grad.update_usage(columnwise_usage=True)
+            wgrad, *_ = general_gemm(total, grad, layout="NT", use_split_accumulator=True, **options)
+        if is_column and ctx.requires_dgrad:
+            dgrad_work.wait()
+        layer.update("backward")
+        return wgrad, None if dgrad is None else dgrad.view(ctx.shape), None
+
+
+def undecorated(function):
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, weight, mode, group, recipe):
+        super().__init__()
+        self.weight, self.mode, self.group = torch.nn.Parameter(weight), mode, group
+        self.has_blocks = recipe == "blockwise"
+        self.scales, self.amaxes = torch.ones(3), torch.zeros(2, 3)  # of delayed scaling alone
+        made = [self.made(recipe, index) for index in range(3)]
+        self.inputs, self.weights, self.grads = made
+
+    def made(self, recipe, index):
+        dtype = DType.kFloat8E5M2 if index == 2 else DType.kFloat8E4M3
+        travels = index == (0 if self.mode == "column" else 2)
+        if recipe == "blockwise":
+            options = dict(block_scaling_dim=2 if index == 1 else 1, all_gather_usage=travels)
+            return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, **options)
+        if recipe == "delayed":
+            return Float8Quantizer(dtype, self.scales[index], self.amaxes[0, index])
+        return Float8CurrentScalingQuantizer(dtype, None, group=self.group if travels else None)
+
+    def update(self, which):
+        places = slice(2, 3) if which == "backward" else slice(0, 2)
+        torch.distributed.all_reduce(self.amaxes[0, places], op=torch.distributed.ReduceOp.MAX, group=self.group)
+        largest = self.amaxes[:, places].max(0).values
+        scales = 2.0 ** -torch.ceil(torch.log2(largest)) * 4
+        self.scales[places] = torch.where(largest > 0, scales, self.scales[places])
+        self.amaxes[:, places] = self.amaxes[:, places].roll(1, 0)
+        self.amaxes[0, places] = 0
+
+    @undecorated
+    def forward(self, inp, is_first_microbatch=None):
+        if torch.is_grad_enabled():
+            y = _Linear.apply(self.weight, inp, self)
+            self.update("forward")
+            return y
+        return _Linear.forward(None, self.weight, inp, self)
+"""
+
+#: By name, parents first.
+MODULES = {
+    "transformer_engine": "",
+    "transformer_engine.pytorch": "",
+    "transformer_engine.pytorch.tensor": "",
+    "transformer_engine.pytorch.module": "",
+    "transformer_engine.pytorch.tensor.float8_tensor": _OPERANDS,
+    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": _BLOCKS,
+    "transformer_engine.pytorch.distributed": _DISTRIBUTED,
+    "transformer_engine.pytorch.cpp_extensions": _OPS,
+    "transformer_engine.pytorch.module.base": _BASE,
+    "transformer_engine.pytorch.module.linear": _LINEAR,
+}

@@ -1,0 +1,103 @@
+"""What the workers of ``test_parts`` run: tensors gathered together, and a product scattered as it is computed."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+from bodies_tp import CPU, integers, ring_fold
+
+from ditron_train.runtime.errors import DitronError
+from ditron_train.tp import ag_gemm, get_tp_context, start_all_gather
+from ditron_train.tp.gather_parts import start_gather_of_parts
+from ditron_train.tp.ops import scatter_as_computed
+
+
+def _parts(rank: int, rows: int, columns: int, seed: int) -> list[torch.Tensor]:
+    data = integers((rows, columns), seed + rank).to(torch.int8)
+    generator = torch.Generator().manual_seed(seed + rank)
+    return [data.view(torch.uint8), torch.randn(rows, columns // 4, generator=generator), data.neg(), data.double()]
+
+
+def check_parts(rows: int, columns: int) -> None:
+    """Gathers of several tensors, with any number of them in turn, between gathers of rows; ranks come late."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context, rng = get_tp_context(None, CPU), random.Random(rank)
+    for seed, num_in_turn in enumerate((0, 2, 4, 1, 2)):
+        shares = [_parts(peer, rows, columns, 10 * seed) for peer in range(world)]
+        totals = [torch.cat(parts) for parts in zip(*shares)]
+        time.sleep(rng.random() * 0.02)
+        started = start_gather_of_parts(shares[rank], context=context, num_in_turn=num_in_turn)
+        if num_in_turn:
+            seen = []
+            for source, parts in started.arrivals():
+                assert len(parts) == num_in_turn and all(map(torch.equal, parts, shares[source]))
+                seen.append(source)
+            assert seen == [(rank + step) % world for step in range(world)]
+        else:
+            started.wait()
+        assert all(map(torch.equal, started.totals[num_in_turn:], totals[num_in_turn:])), num_in_turn
+        x = shares[rank][1]
+        assert torch.equal(start_all_gather(x, context=context).wait(), totals[1])
+    for stop in (0, 1):  # left early: nothing is lost of the next
+        for count, _ in enumerate(start_gather_of_parts(shares[rank], context=context, num_in_turn=1).arrivals()):
+            if count == stop:
+                break
+        assert all(map(torch.equal, start_gather_of_parts(shares[rank], context=context).wait(), totals))
+
+
+def check_scatter_as_computed(shape: tuple[int, ...], dtype_name: str) -> None:
+    """Against the ring fold, on real numbers; then with a product that fails on every rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_tp_context(None, CPU)
+    for repeat in range(3):
+        generator = torch.Generator().manual_seed(10 * repeat + rank)
+        product, asked = torch.randn(shape, generator=generator).to(getattr(torch, dtype_name)), []
+
+        def compute(rows, out, product=product, asked=asked):
+            asked.append(rows.start)
+            out.copy_(product.view(-1, shape[-1])[rows])
+
+        found = scatter_as_computed(compute, shape, product.dtype, context=context)
+        partials = [torch.empty_like(product) for _ in range(world)]
+        dist.all_gather(partials, product)
+        assert torch.equal(found, ring_fold([partial.chunk(world)[rank] for partial in partials], rank))
+        assert len(asked) == world and asked[-1] == rank * (product.numel() // shape[-1] // world)
+
+        def fail(rows, out):
+            raise MemoryError
+
+        try:
+            scatter_as_computed(fail, shape, product.dtype, context=context)
+        except MemoryError:
+            continue
+        raise AssertionError("it was swallowed")
+
+
+def _said(parts: list[torch.Tensor], num_in_turn: int) -> str:
+    try:
+        start_gather_of_parts(parts, context=get_tp_context(None, CPU), num_in_turn=num_in_turn).wait()
+    except DitronError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def refused_parts() -> list[str]:
+    """What is raised for parts that do not fit, by each rank alone; a good call works behind each."""
+    context, said = get_tp_context(None, CPU), []
+    x, weight = integers((4, 16), 1), integers((8, 16), 2)
+    calls = [([], 0), ([x[:0]], 0), ([x[:1, :1]], 0), ([x, torch.empty(4, 4, device="meta")], 0), ([x], 2), ([x], -1)]
+    for parts, num_in_turn in calls:
+        said.append(_said(parts, num_in_turn))
+        assert torch.equal(ag_gemm(x, weight, context=context), torch.cat([x @ weight.t()] * dist.get_world_size()))
+    return said
+
+
+def mismatched_parts(what: str) -> str:
+    """What is raised where the ranks' calls differ."""
+    rank, x = dist.get_rank(), integers((4, 16), 1)
+    if what == "sizes":
+        return _said([integers((4 + 4 * rank, 16), 1), x], 0)
+    return _said([x, x], rank) if what == "turns" else _said([x] * (1 + rank), 0)

@@ -1,0 +1,34 @@
+"""Tensors gathered together, and products scattered as they are computed, between processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bodies_parts as bodies  # noqa: E402
+
+from tests.support.processes import run_workers, run_workers_once  # noqa: E402
+
+
+@pytest.mark.parametrize("world_size, rows, columns", [(2, 8, 64), (4, 3, 16)])
+def test_parts_arrive_whole_and_in_turn(world_size, rows, columns):
+    run_workers(world_size, bodies.check_parts, rows, columns)
+
+
+@pytest.mark.parametrize("world_size, shape, dtype", [(2, (6, 3, 16), "bfloat16"), (4, (64, 24), "bfloat16")])
+def test_shares_are_sent_as_they_are_computed(world_size, shape, dtype):
+    run_workers(world_size, bodies.check_scatter_as_computed, shape, dtype)
+
+
+def test_parts_that_do_not_fit_are_refused_alike():
+    first, second = run_workers(2, bodies.refused_parts)
+    assert first == second and all(words.startswith("NotSupportedError: gather_of_parts") for words in first)
+
+
+@pytest.mark.parametrize("what", ["sizes", "turns", "number"])
+def test_ranks_that_differ_raise_the_same(what):
+    first, second = (outcome.value for outcome in run_workers_once(2, bodies.mismatched_parts, what))
+    assert first == second and first.startswith("MismatchError: ")
