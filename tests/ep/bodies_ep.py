@@ -188,9 +188,9 @@ def _small_context(topk=2):
     return get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, topk)
 
 
-def _layout(context, tokens=3, hidden=16, experts=2):
+def _layout(context, tokens=3, hidden=16, experts=2, padding=0):
     routed = routing("random", dist.get_rank(), tokens, 4, experts, 1)
-    return begin_layout(routed, torch.rand(tokens, 4), hidden, torch.float32, context).finish()
+    return begin_layout(routed, torch.rand(tokens, 4), hidden, torch.float32, context, padding=padding).finish()
 
 
 def error_of(case):
@@ -203,6 +203,8 @@ def error_of(case):
             _layout(context, experts=3 if dist.get_rank() == 1 else 2)
         elif case == "hidden_differs":
             _layout(context, hidden=16 + 8 * dist.get_rank())
+        elif case == "padding_differs":  # recipes of other multiples
+            _layout(context, padding=(60, 124)[dist.get_rank()])
         elif case == "routing_type":
             begin_layout(torch.zeros(3, 4), torch.zeros(3, 4), 16, torch.float32, context)
         elif case == "routing_shape":

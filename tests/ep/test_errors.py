@@ -41,6 +41,13 @@ def test_ranks_that_differ_all_say_how():
         assert "hidden=16" in outcome.value[1] and "hidden=24" in outcome.value[1]
 
 
+def test_ranks_that_pad_otherwise_all_say_how():
+    outcomes = run_workers_once(2, error_of, "padding_differs")
+    for outcome in outcomes:
+        assert outcome.value[0] == "MismatchError", outcome
+        assert "row_capacity=60" in outcome.value[1] and "row_capacity=124" in outcome.value[1]
+
+
 def test_a_rank_that_does_not_come_is_named():
     outcomes = run_workers_once(2, error_of, "missing_peer", env={"DITRON_TIMEOUT_S": "3"})
     assert outcomes[1].ok and outcomes[1].value is None

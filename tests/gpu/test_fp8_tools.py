@@ -12,7 +12,9 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
 pytest.importorskip("megatron.core")
-MODEL = "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 1024".split()
+MODEL = (
+    "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 1024 --ffn-hidden-size 4096".split()
+)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])

@@ -32,7 +32,7 @@ class Fp8ExpertsCall(NamedTuple):
     """One forward of a layer of experts on this rank.
 
     Attributes:
-        x: Rows of all experts [rows, K], bf16.
+        x: Rows of all experts [..., K], bf16.
         weight: Of one expert [N, K].
         num_experts: Of this rank.
         group: Expert parallel group.
@@ -80,7 +80,7 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         sizes."""
         count = min(call.num_experts, _MOST_TRIED)
         fewest = -(-FEWEST_ROWS // _STEP) * _STEP
-        mean = max(fewest, min(len(call.x) // call.num_experts // _STEP * _STEP, _MOST_ROWS))
+        mean = max(fewest, min(call.x.shape[:-1].numel() // call.num_experts // _STEP * _STEP, _MOST_ROWS))
         sizes = [fewest + (mean - fewest) * index // count // _STEP * _STEP for index in range(count)]
         pairs = [self._pair(call, [mean] * count, reveals=False)]
         pairs += [self._pair(call, sizes, reveals=reveals) for reveals in (False, True)]

@@ -71,7 +71,7 @@ def _multiplies_at_once(linear: Any, x: torch.Tensor) -> bool:
     if reason is not None:
         log_native("ep experts (FP8)", reason)
         return False
-    call = Fp8ExpertsCall(x.view(-1, x.shape[-1]), linear.weight0, linear.num_gemms, group)
+    call = Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group)
     return gate.context_for(FP8_EXPERTS, call) is not None
 
 

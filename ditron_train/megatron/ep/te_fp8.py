@@ -28,6 +28,8 @@ from ditron_train.runtime.outside_compile import outside_compile
 
 __all__ = ["OneProduct", "grouped_base", "multiplying_at_once", "why_not_code"]
 
+_SCALE_STEP = 64  # fp32: cuBLAS takes scales at whole 16 bytes alone, allocations begin at 256
+
 _active: ContextVar[OneProduct | None] = ContextVar("ditron_train_experts_product", default=None)
 
 
@@ -45,9 +47,11 @@ class OneProduct:
             return found
         tensor = tensor.contiguous()
         self._rows = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
-        self._scales = torch.ones(len(splits), dtype=torch.float32, device=tensor.device)
-        parts = zip(tensor.split(splits), self._rows.split(splits), self._scales.split(1), quantizers, strict=True)
-        return [_quantised(*part) for part in parts]
+        scales = torch.ones(len(splits), _SCALE_STEP, dtype=torch.float32, device=tensor.device)
+        parts = zip(tensor.split(splits), self._rows.split(splits), scales, quantizers, strict=True)
+        found = [_quantised(part, data, scale[:1], quantizer) for part, data, scale, quantizer in parts]
+        self._scales = scales[:, 0].contiguous()
+        return found
 
     def multiply(self, weights: Sequence[Any], splits: Sequence[int], out: torch.Tensor) -> bool:
         """Puts the products of what was split into ``out``; False where they have to be Transformer Engine's."""

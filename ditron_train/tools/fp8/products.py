@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-from ditron_train.megatron.tp.te_fp8 import forward_pass
+from ditron_train.megatron.tp.te_fp8 import Scaling, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.values import make_values
@@ -47,24 +49,16 @@ def data_of(operand: Any) -> torch.Tensor:
     return found
 
 
-def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, is_gathered: bool = False) -> Any:
-    """One as a layer's, that nobody else has and that asks no peer."""
+def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, travels: bool = False) -> Any:
+    """One as a layer's, that nobody else has and that asks no peer; delayed scaling differs in where scales are
+    from."""
     kind = tex.DType.kFloat8E4M3
     quantizer: Any
     if recipe == "blockwise":
-        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-
-        quantizer = Float8BlockQuantizer(
-            kind, rowwise=True, columnwise=False, block_scaling_dim=2 if is_weight else 1, all_gather_usage=is_gathered
-        )
-    elif recipe == "delayed":
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-        scale, amax = torch.full((1,), 16.0, device=device), torch.zeros(1, device=device)
-        quantizer = Float8Quantizer(scale, amax, kind, rowwise=True, columnwise=False)
+        dimensions = 2 if is_weight else 1
+        options = dict(rowwise=True, columnwise=False, block_scaling_dim=dimensions, all_gather_usage=travels)
+        quantizer = Float8BlockQuantizer(kind, **options)
     else:
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-
         quantizer = Float8CurrentScalingQuantizer(kind, device, columnwise=False)
     quantizer.internal = True
     return quantizer
@@ -93,8 +87,9 @@ class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
 
     def _run(self, call: Fp8Operands, context: TPContext | None) -> list[torch.Tensor]:
         # Blocks of scales are always multiplied with a split accumulator.
-        options = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
-        with torch.no_grad(), passing(forward_pass(self._kind, context)):
+        options: dict[str, Any] = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
+        scaling: Scaling = "block" if self.recipe == "blockwise" else "tensor"
+        with torch.no_grad(), passing(forward_pass(self._kind, context, scaling)):
             if self.op == "ag_gemm":
                 total, _ = gather(call.x, call.group, quantizer=call.quantizer)
                 return [multiply(call.weight, total, **options)[0]]
@@ -138,7 +133,7 @@ class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
             make_values(one, torch.bfloat16, place.device, seed=2 * seed + index, rank=place.rank)
             for index, one in enumerate(shapes)
         )
-        quantizer = _quantizer(self.recipe, place.device, is_gathered=is_gathered)
+        quantizer = _quantizer(self.recipe, place.device, travels=is_gathered)
         matrix = _quantizer(self.recipe, place.device, is_weight=True)(weight)
         return Fp8Operands(quantizer(x), matrix, quantizer, place.group)
 

@@ -73,9 +73,10 @@ def fp8_context(config: Any) -> AbstractContextManager[Any]:
 
 def why_native(recipe: str) -> str | None:
     """Why tensor parallel layers of a recipe run by Megatron's path alone, or None."""
-    from ditron_train.megatron.tp.te_coverage import FP8_RECIPES
+    from ditron_train.megatron.tp.te_fp8 import why_not_recipe
 
-    return None if RECIPES[recipe] in FP8_RECIPES else f"layers of recipe {recipe} run by Megatron's path"
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    return why_not_recipe(getattr(recipes, RECIPES[recipe])())
 
 
 def why_not_aligned(op: Op, shape: Shape, world_size: int, recipe: str) -> str | None:

@@ -24,7 +24,6 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
     from ditron_train.tp import get_tp_context
 
     def make(kind, n, k, world_size, recipe):
-        assert recipe == "tensorwise"
         shape = (n // world_size, k) if kind == "column" else (n, k // world_size)
 
         class Native(native_class):
@@ -39,7 +38,7 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
                     y = y + torch.nn.functional.one_hot(torch.tensor(0), y.shape[-1]).to(y.dtype)
                 return y, None
 
-        made = [one(torch.zeros(shape).bfloat16(), kind, dist.group.WORLD) for one in (Native, Ours)]
+        made = [one(torch.zeros(shape).bfloat16(), kind, dist.group.WORLD, recipe) for one in (Native, Ours)]
         for layer in made:
             layer.quantizers = {"scaling_fwd": [layer.inputs, layer.weights], "scaling_bwd": [layer.grads]}
         return types.SimpleNamespace(fp8=None), *made
