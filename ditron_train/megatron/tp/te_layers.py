@@ -160,13 +160,21 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
 
 
 def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
-    """The context to run this call of a layer in FP8 with, or None for Megatron's path."""
+    """The context to run this call of a layer in FP8 with, or None for Megatron's path.
+
+    Raises:
+        MismatchError: The ranks' calls differ in shapes, types or recipes.
+    """
     from ditron_train.megatron.tp.fp8_spec import FP8_COLUMN, FP8_ROW, Fp8Call
 
     recipe, weight = FP8GlobalStateManager.get_fp8_recipe(), layer.weight
     grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
-    call = Fp8Call(x, weight, layer.tp_group, grad_format, not weight.requires_grad, scaling_of(recipe))
-    return gate.context_for(FP8_COLUMN if kind == "column" else FP8_ROW, call)
+    what = (grad_format, not weight.requires_grad, scaling_of(recipe), type(recipe).__name__)
+    call = Fp8Call(x, weight, layer.tp_group, *what)
+    spec = FP8_COLUMN if kind == "column" else FP8_ROW
+    if not gate.knows(spec, call):
+        spec.check_ranks_agree(call)
+    return gate.context_for(spec, call)
 
 
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
