@@ -133,8 +133,6 @@ def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
     """As ``why_not_covered``, where the layer computes in FP8."""
     if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
         return "FP8 is calibrated or captured"
-    if layer.primary_weights_in_fp8:
-        return "the parameters are FP8 (--fp8-param-gather)"
     reason = why_not_recipe(FP8GlobalStateManager.get_fp8_recipe())
     if reason is not None:
         return reason
