@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_megatron_tp import (  # noqa: F401  (fixtures)
     _assert_same,
     _build,
@@ -18,7 +19,6 @@ from test_megatron_tp import (  # noqa: F401  (fixtures)
     _wherever_bits_are_equal,
     tensor_parallel,
 )
-from torch.distributed import get_rank
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -86,7 +86,7 @@ def _steps(index, config, world_size, how):
             seed = 10 * step + microbatch
             x = (_normals(TOKENS // world_size, 1, HIDDEN, seed=seed) * (1 + 3 * (step % 3))).requires_grad_()
             if how == "NaN and inf" and step == 2:
-                x.data[7 + get_rank(), 0, 3 + microbatch] = (float("nan"), float("inf"))[microbatch]
+                x.data[7 + dist.get_rank(), 0, 3 + microbatch] = (float("nan"), float("inf"))[microbatch]
             with contextlib.nullcontext() if how == "ends in bf16" else get_fp8_context(config, 0):
                 if how == "recomputed":
                     y = te_checkpoint(run, False, get_cuda_rng_tracker, get_tensor_model_parallel_group(), x)
@@ -131,3 +131,48 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, r
     assert any("amax_history" in name for name in found[0]) == (recipe == "delayed")
     is_fp8 = len({(kind != "te_row", n, k) for kind, n, k in STACK})
     assert _num_ops() == is_fp8 + (2 if how == "ends in bf16" else 0)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_graph_replay(tensor_parallel, all_equal, recipe):  # noqa: F811
+    """Forward and backward of a column and a row layer captured once, replayed on new data."""
+    _import_te()
+    from megatron.core.fp8_utils import get_fp8_context
+
+    if recipe == "tensorwise" and dist.get_backend() != "nccl":
+        pytest.skip("its amax is reduced by gloo, which no graph holds")
+    config = _config(HIDDEN, fp8="hybrid", fp8_recipe=recipe)
+    pairs = [[_build(kind, index, n, k, config, False, True) for kind, n, k in STACK[:2]] for index in (0, 1)]
+    x = torch.empty(TOKENS // tensor_parallel, 1, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    grad = torch.empty_like(x)
+
+    def run(column, row, x):
+        for tensor in (x, column.weight, row.weight):
+            tensor.grad = None
+        with get_fp8_context(config, 0):
+            y, _ = row(column(x)[0])
+        y.backward(grad)
+        return {"y": y.detach(), "dx": x.grad, "column": column.weight.grad, "row": row.weight.grad}
+
+    x.data.normal_()
+    grad.normal_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run(*pairs[1], x)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    for layer in pairs[1]:
+        layer.is_first_microbatch = True  # weights are quantized in the graph
+    before, graph = _num_ops(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = run(*pairs[1], x)
+    assert _num_ops() == before
+    for repeat in range(4):
+        x.data.copy_(_normals(*x.shape, seed=repeat))
+        grad.copy_(_normals(*x.shape, seed=10 + repeat))
+        graph.replay()
+        torch.cuda.synchronize()
+        _assert_same(all_equal, run(*pairs[0], x.detach().clone().requires_grad_()), results, (recipe, repeat))
