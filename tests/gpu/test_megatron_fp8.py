@@ -135,7 +135,8 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, r
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_graph_replay(tensor_parallel, all_equal, recipe):  # noqa: F811
-    """Forward and backward of a column and a row layer captured once, replayed on new data."""
+    """Forward and backward of a column and a row layer captured once, behind overlapped warm-ups, replayed on new
+    data."""
     _import_te()
     from megatron.core.fp8_utils import get_fp8_context
 

@@ -131,8 +131,8 @@ def _why_not_options(layer: Any, x: torch.Tensor) -> str | None:
 
 def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
     """As ``why_not_covered``, where the layer computes in FP8."""
-    if FP8GlobalStateManager.is_fp8_calibration():
-        return "FP8 is calibrated"
+    if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
+        return "FP8 is calibrated or captured"
     reason = why_not_recipe(FP8GlobalStateManager.get_fp8_recipe())
     if reason is not None:
         return reason
