@@ -139,6 +139,30 @@ def spec_on_cpu(kind: str, scaling: str) -> list[str]:
     return said
 
 
+def different_calls(what: str) -> str:
+    """What is raised where the ranks call a layer with other shapes, types or recipes."""
+    _classes()
+    from ditron_train.megatron.tp.fp8_spec import FP8_ROW, Fp8Call
+    from ditron_train.runtime.errors import MismatchError
+
+    def call(other: bool) -> Fp8Call:
+        x = torch.empty(32 if what == "shape" and other else 64, 64, dtype=torch.bfloat16)
+        x = x.half() if what == "type" and other else x
+        recipe = "DelayedScaling" if what == "recipe" and other else "Float8CurrentScaling"
+        grads = "E4M3" if what == "format" and other else "E5M2"
+        return Fp8Call(
+            x, torch.empty(48, 64).bfloat16(), dist.group.WORLD, grads, what == "frozen" and other, "tensor", recipe
+        )
+
+    FP8_ROW.check_ranks_agree(call(False))
+    assert FP8_ROW.key(call(False)) != FP8_ROW.key(call(True))
+    try:
+        FP8_ROW.check_ranks_agree(call(dist.get_rank() == 1))
+    except MismatchError as error:
+        return str(error)
+    return "accepted"
+
+
 def recipes() -> dict[str, object]:
     """What scales of a recipe are for, by its class, and why others are not covered."""
     _classes()

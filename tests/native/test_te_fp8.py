@@ -54,6 +54,12 @@ def test_what_the_policy_compares(kind, scaling):
     assert f"multiples of {alignment}" in first[2]
 
 
+@pytest.mark.parametrize("what", ["shape", "type", "recipe", "format", "frozen"])
+def test_ranks_that_differ_raise_the_same(what):
+    first, second = workers.run(workers.different_calls, what)
+    assert first == second and "rank 0: (64, 64)" in first and "; rank 1: " in first
+
+
 def test_recipes():
     said = workers.run(workers.recipes, num_workers=1)[0]
     tensors, blocks = {"Float8CurrentScaling": "tensor", "TEDelayedScaling": "tensor"}, {"Float8BlockScaling": "block"}

@@ -26,8 +26,9 @@ from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatte
 from ditron_train.policy import Decision, Function, OpSpec
 from ditron_train.policy.spec import Trial
 from ditron_train.runtime.device import is_interpreter, kernel_target
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.errors import MismatchError, NotSupportedError
 from ditron_train.stream.driver import has_driver
+from ditron_train.symm.exchange import exchange
 from ditron_train.tp.context import TPContext, get_tp_context
 
 __all__ = ["FP8_COLUMN", "FP8_ROW", "Fp8Call", "Fp8Spec"]
@@ -45,6 +46,7 @@ class Fp8Call(NamedTuple):
         grad_format: Of gradients: ``E4M3`` or ``E5M2``. The others are E4M3.
         is_frozen: Whether the weight needs no gradient.
         scaling: What a scale is for.
+        recipe: Its name: by some, quantizing asks the peers.
     """
 
     x: torch.Tensor
@@ -53,6 +55,7 @@ class Fp8Call(NamedTuple):
     grad_format: str
     is_frozen: bool
     scaling: Scaling = "tensor"
+    recipe: str = ""
 
     @property
     def has_blocks(self) -> bool:
@@ -92,7 +95,22 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             call.grad_format,
             call.is_frozen,
             call.scaling,
+            call.recipe,
         )
+
+    def check_ranks_agree(self, call: Fp8Call) -> None:
+        """Asks all ranks of the group whether they call a layer alike (collective): quantizing is collective by some
+        recipes, so ranks that differ would wait for each other for ever.
+
+        Raises:
+            MismatchError: They do not; the same on every rank.
+        """
+        shapes = f"{tuple(call.x.shape)} {call.x.dtype} x {tuple(call.weight.shape)} {call.weight.dtype}"
+        options = f"{call.recipe or call.scaling}, gradients {call.grad_format}{', frozen' if call.is_frozen else ''}"
+        said = exchange(call.group, f"{shapes}, {options}")
+        if len(set(said)) > 1:
+            ranks = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
+            raise MismatchError(f"{self.name}: the ranks called it with different arguments. {ranks}")
 
     def why_not(self, call: Fp8Call) -> str | None:
         """See `OpSpec`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,13 +45,6 @@ def why_not_options(layer: Any, x: torch.Tensor) -> str | None:
     return why_not_weight(layer.weight)
 
 
-def why_not_recipe_name(names: Sequence[str], has_fp8_parameters: bool) -> str | None:
-    """Why layers of an FP8 recipe run natively, or None.
-
-    Args:
-        names: Of the recipe's class and of those that it is derived from.
-        has_fp8_parameters: Whether the parameters themselves are FP8.
-    """
-    if has_fp8_parameters:
-        return "the parameters are FP8 (--fp8-param-gather)"
-    return None if set(names) & set(FP8_RECIPES) else f"FP8 by the recipe {names[0]}"
+def why_not_recipe_name(name: str) -> str | None:
+    """Why layers of an FP8 recipe, as its class is called, run natively, or None."""
+    return None if name in FP8_RECIPES else f"FP8 by the recipe {name}"

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.module._common import apply_normalization
 from ditron_train.megatron.shared.te_wgrad import wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_options, why_not_recipe_name
+from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_options
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of, why_not_code, why_not_recipe
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -109,10 +109,7 @@ def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
     """As ``why_not_covered``, where the layer computes in FP8."""
     if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
         return "FP8 is calibrated or captured"
-    recipe = FP8GlobalStateManager.get_fp8_recipe()
-    # Megatron has subclasses of some recipes.
-    names = [one.__name__ for one in type(recipe).__mro__]
-    reason = why_not_recipe_name(names, layer.primary_weights_in_fp8) or why_not_recipe(recipe)
+    reason = why_not_recipe(FP8GlobalStateManager.get_fp8_recipe())
     if reason is not None:
         return reason
     if torch.is_autocast_enabled(x.device.type):
@@ -137,13 +134,21 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
 
 
 def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
-    """The context to run this call of a layer in FP8 with, or None for Megatron's path."""
+    """The context to run this call of a layer in FP8 with, or None for Megatron's path.
+
+    Raises:
+        MismatchError: The ranks' calls differ in shapes, types or recipes.
+    """
     from ditron_train.megatron.tp.fp8_spec import FP8_COLUMN, FP8_ROW, Fp8Call
 
     recipe, weight = FP8GlobalStateManager.get_fp8_recipe(), layer.weight
     grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
-    call = Fp8Call(x, weight, layer.tp_group, grad_format, not weight.requires_grad, scaling_of(recipe))
-    return gate.context_for(FP8_COLUMN if kind == "column" else FP8_ROW, call)
+    what = (grad_format, not weight.requires_grad, scaling_of(recipe), type(recipe).__name__)
+    call = Fp8Call(x, weight, layer.tp_group, *what)
+    spec = FP8_COLUMN if kind == "column" else FP8_ROW
+    if not gate.knows(spec, call):
+        spec.check_ranks_agree(call)
+    return gate.context_for(spec, call)
 
 
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:

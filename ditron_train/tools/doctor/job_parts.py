@@ -156,7 +156,7 @@ def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     """As ``te_layers`` ask."""
     reason = None
     if config.fp8:
-        reason = why_not_recipe_name([_RECIPES.get(config.fp8_recipe, config.fp8_recipe)], config.fp8_param)
+        reason = why_not_recipe_name(_RECIPES.get(config.fp8_recipe, config.fp8_recipe))
         if reason is None and not config.sequence_parallel:
             reason = "FP8 without --sequence-parallel"
     return reason or why_not_options(layer, x) or (OFFLOADED if config.cpu_offloading else None)
