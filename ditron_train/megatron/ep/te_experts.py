@@ -57,8 +57,8 @@ class DeviceCounts:
         return layout_tiles(self._layout)
 
 
-#: Recipes whose forward products are one kernel: none until a GPU has shown the bits. ``Float8CurrentScaling`` is meant,
-#: for which tests/gpu/test_ep_fp8.py asks.
+#: Recipes whose forward products are one kernel: none until a GPU has shown the bits. Meant is
+#: ``Float8CurrentScaling``, for which tests/gpu/test_ep_fp8.py asks.
 FP8_RECIPES: tuple[str, ...] = ()
 
 
