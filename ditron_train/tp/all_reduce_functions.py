@@ -21,7 +21,8 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import PlainWgrad, Wgrad
-from ditron_train.tp.ops import gemm_ar, start_all_reduce
+from ditron_train.tp.movement import start_all_reduce
+from ditron_train.tp.ops import gemm_ar
 from ditron_train.tp.prepared import can_copy
 
 __all__ = ["column_linear_ar", "row_linear_ar"]

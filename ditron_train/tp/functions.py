@@ -23,8 +23,9 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
+from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
 from ditron_train.tp.nodes import ColumnOverNodes, NodesTPContext, RowOverNodes
-from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
+from ditron_train.tp.ops import ag_gemm, gemm_rs
 from ditron_train.tp.prepared import can_copy
 
 __all__ = ["PlainWgrad", "Wgrad", "column_linear", "row_linear"]

@@ -1,4 +1,4 @@
-"""``ag_gemm``, ``gemm_rs``, ``gemm_ar`` and ``all_gather``: plain functions on tensors, not differentiable by
+"""``ag_gemm``, ``gemm_rs`` and ``gemm_ar``: plain functions on tensors, not differentiable by
 themselves (``tp.functions`` is).
 
 They enqueue on the current stream (and the context's communication stream), never wait for the device but at the first
@@ -7,60 +7,20 @@ call of a new shape, and give the bits of NCCL plus cuBLAS wherever cuBLAS does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ditron_train.gemm.fp8 import check_scales
-from ditron_train.gemm.operands import FP8_DTYPES, TensorScales, padded_columns, result_dtype
+from ditron_train.gemm.operands import FP8_DTYPES, TensorScales, result_dtype
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.runtime.versions import pip_command
-from ditron_train.schedule.orders import arrival_order
-from ditron_train.tp.all_reduce import PreparedAllReduce
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.prepared import (
-    AgGemmCall,
-    AllGatherCall,
-    AllReduceCall,
-    GemmArCall,
-    GemmRsCall,
-    ReduceScatterCall,
-    can_copy,
-)
+from ditron_train.tp.movement import sendable_rows
+from ditron_train.tp.prepared import AgGemmCall, GemmArCall, GemmRsCall
 from ditron_train.tp.problem import Choice, GatherPlan, Layout, ScatterMode
-from ditron_train.tp.scatter import PreparedScatter
 
-__all__ = [
-    "StartedGather",
-    "StartedSum",
-    "ag_gemm",
-    "all_gather",
-    "gemm_ar",
-    "gemm_rs",
-    "reduce_scatter_rows",
-    "scatter_as_computed",
-    "reserve_reduce_scatter",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_reduce_scatter",
-]
-
-
-def _sendable_rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, K] with rows of whole 16 bytes, contiguous: symmetric memory must be describable as it is."""
-    columns = x.shape[-1]
-    if x.requires_grad:  # a copy into symmetric memory would make autograd's history of all calls part of it
-        x = x.detach()
-    if x.is_contiguous() and x.data_ptr() % 16 == 0 and columns * x.dtype.itemsize % 16 == 0:
-        return x if x.dim() == 2 else x.view(-1, columns)
-    rows = x if x.dim() == 2 else x.reshape(-1, columns)
-    missing = padded_columns(columns, x.dtype) - columns
-    if missing:
-        rows = torch.nn.functional.pad(rows, (0, missing))
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+__all__ = ["ag_gemm", "gemm_ar", "gemm_rs"]
 
 
 def _check_scaled(name: str, x: torch.Tensor, scales: TensorScales | None) -> None:
@@ -114,74 +74,10 @@ def ag_gemm(
         shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
         empty = x.new_empty(*shape, n, dtype=result_dtype(x.dtype))
         return (empty, x.new_empty(0, k)) if return_gathered else empty
-    y = prepared(_sendable_rows(x), weight, scales)
+    y = prepared(sendable_rows(x), weight, scales)
     if counts is None and x.dim() > 2:
         y = y.view(x.shape[0] * context.world_size, *x.shape[1:-1], prepared.n)
     return (y, prepared.gathered) if return_gathered else y
-
-
-@outside_compile
-class StartedGather:
-    """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are
-    counted. ``rows``: where they will be.
-
-    Args:
-        started_on: What ``enter`` gave; ``wait`` may come on another stream.
-    """
-
-    def __init__(
-        self, prepared: PreparedGather, rows: torch.Tensor, num_columns: int, started_on: torch.cuda.Stream | None
-    ) -> None:
-        self._prepared = prepared
-        self._sent = rows  # kept until the stream is behind the sends
-        self.rows = prepared.buffer.local[:, :num_columns]
-        self._started_on = started_on
-        prepared.start(rows)
-
-    def wait(self) -> torch.Tensor:
-        """Holds the current stream until all rows are there: [total rows, K], a view of the context's buffer that the
-        next gather overwrites."""
-        self._prepared.context.resume(self._started_on, self._sent)
-        self._prepared.wait()
-        return self.rows
-
-    def arrivals(self) -> Generator[tuple[slice, torch.Tensor]]:
-        """Instead of ``wait``: each rank's rows and where they stand among all, this rank's own first, then the
-        others' in the order of arrival, the current stream held until they are there. When it ends all are there and
-        counted, as after ``wait``: go through it to the end, or close it.
-        """
-        prepared = self._prepared
-        prepared.context.resume(self._started_on, self._sent)
-        try:
-            for source in arrival_order(prepared.context.rank, prepared.context.world_size).tolist():
-                prepared.wait_for(source)
-                starts = prepared.partition.starts
-                share = slice(starts[source], starts[source + 1])
-                yield share, self.rows[share]
-        finally:
-            prepared.wait()
-
-
-@outside_compile
-def start_all_gather(
-    x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None, in_turn: bool = False
-) -> StartedGather:
-    """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next. ``in_turn``:
-    peers get the rows one after the other, for consumers that go through ``arrivals``.
-
-    Raises:
-        NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
-    """
-    counts = None if row_counts is None else tuple(row_counts)
-    stream = context.enter("all_gather", x.shape if counts is None else counts, x.dtype)
-    prepared = context.prepare(AllGatherCall, x.shape, x.dtype, x.device, counts, in_turn)
-    return StartedGather(prepared, _sendable_rows(x), x.shape[-1], stream)
-
-
-@outside_compile
-def all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None) -> torch.Tensor:
-    """Rows of all ranks, [total rows, K], as a tensor of its own."""
-    return start_all_gather(x, context=context, row_counts=row_counts).wait().clone()
 
 
 @outside_compile
@@ -264,164 +160,3 @@ def gemm_ar(
     y = prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight)
     # No view of it: what an autograd function returns may be edited in place.
     return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], n])
-
-
-@outside_compile
-class StartedSum:
-    """A reduce-scatter or an all-reduce on its way; ``wait()``, once and before the next one starts, gives this rank's
-    rows, or all. ``out``: where they will be.
-
-    Args:
-        started_on: As of ``StartedGather``.
-    """
-
-    def __init__(
-        self,
-        prepared: PreparedScatter | PreparedAllReduce,
-        partial: torch.Tensor,
-        shape: tuple[int, ...],
-        started_on: torch.cuda.Stream | None,
-    ) -> None:
-        self._prepared = prepared
-        self._partial = partial
-        self._started_on = started_on
-        # Allocated before the communication stream forks off: memory that the current stream frees later is not free
-        # there.
-        self.out = partial.new_empty(shape)
-        prepared.start(partial)
-
-    def wait(self) -> torch.Tensor:
-        """The sum over ranks, in NCCL's order."""
-        self._prepared.context.resume(self._started_on, self._partial, self.out)
-        self._prepared.finish(self._partial, self.out, beside=True)
-        return self.out
-
-
-@outside_compile
-def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedSum:
-    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current
-    stream does next. One at a time: ``wait()`` before the next op of this context.
-
-    Raises:
-        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
-    """
-    stream = context.enter("reduce_scatter", partial.shape, partial.dtype)
-    _check_can_copy("reduce_scatter", context)
-    prepared = context.prepare(ReduceScatterCall, partial.shape, partial.dtype, partial.device)
-    shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
-    return StartedSum(prepared, partial.contiguous(), shape, stream)
-
-
-def reserve_reduce_scatter(shape: torch.Size, dtype: torch.dtype, *, context: TPContext) -> None:
-    """Makes what ``reduce_scatter_rows`` of this shape and type needs, before anything depends on it.
-
-    Raises:
-        ArenaError, NotSupportedError, MismatchError: It cannot be had; on every rank alike.
-    """
-    _check_can_copy("reduce_scatter", context)
-    context.prepare(ReduceScatterCall, shape, dtype, context.device)
-
-
-@outside_compile
-def reduce_scatter_rows(
-    like: torch.Tensor,
-    produce: Callable[[torch.Tensor, int], None],
-    *,
-    context: TPContext,
-    behind: Callable[[], None] | None = None,
-) -> torch.Tensor:
-    """The reduce-scatter of partial sums that are made rank by rank: copy engines send the rows of one while those of
-    the next are made.
-
-    Args:
-        like: [s, ..., N] of the partial sums' shape, type and device, contiguous; it is overwritten by them.
-        produce: ``(rows, owner)``: enqueues what writes the rows of ``owner`` [s / world, ..., N] on the current
-            stream; called once for each rank, this one last.
-        context: The group's context.
-        behind: Enqueues what is to run under the last transfer.
-
-    Returns:
-        [s / world, ..., N]: the sum over ranks, in NCCL's ring order.
-
-    Raises:
-        NotSupportedError, MismatchError, PeerTimeoutError: As ``start_reduce_scatter``.
-    """
-    context.enter("reduce_scatter", like.shape, like.dtype)
-    _check_can_copy("reduce_scatter", context)
-    prepared: PreparedScatter = context.prepare(ReduceScatterCall, like.shape, like.dtype, like.device)
-    out = like.new_empty(like.shape[0] // context.world_size, *like.shape[1:])
-    partial, starts = like.view(like.shape[0], -1), prepared.partition.starts
-    prepared.begin()
-    try:
-        for position, owner in enumerate([*prepared.peers, context.rank]):
-            rows = slice(starts[owner], starts[owner + 1])
-            produce(partial[rows], owner)
-            if owner != context.rank:
-                context.fork()
-                prepared.send(partial, position, rows, signals=True)
-        if behind is not None:
-            behind()
-    except BaseException:  # no memory, a kernel that does not compile
-        prepared.give_up()
-        raise
-    prepared.finish(partial, out)
-    return out
-
-
-@outside_compile
-def start_all_reduce(partial: torch.Tensor, *, context: TPContext) -> StartedSum:
-    """Starts the all-reduce of ``partial`` [..., N] by copy engines, beside what the current stream does next. One at
-    a time: ``wait()`` before the next op of this context.
-
-    Raises:
-        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_ar``; also without ``cuda-bindings`` on a GPU.
-    """
-    stream = context.enter("all_reduce", partial.shape, partial.dtype)
-    _check_can_copy("all_reduce", context)
-    prepared = context.prepare(AllReduceCall, partial.shape, partial.dtype, partial.device)
-    return StartedSum(prepared, partial.contiguous(), tuple(partial.shape), stream)
-
-
-@outside_compile
-def scatter_as_computed(
-    compute: Callable[[slice, torch.Tensor], None], shape: Sequence[int], dtype: torch.dtype, *, context: TPContext
-) -> torch.Tensor:
-    """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: each is
-    sent by copy engines while the next is computed, this rank's own last. Sums are those of ``gemm_rs``.
-
-    Args:
-        compute: Called with rows of [s * ..., N] and where they go, contiguous; enqueues on the current stream.
-        shape: Of the product.
-        dtype: Of the product.
-        context: The group's context.
-
-    Returns:
-        [s / world, ..., N].
-
-    Raises:
-        NotSupportedError, MismatchError, PeerTimeoutError: As ``start_reduce_scatter``.
-    """
-    context.enter("scatter_as_computed", tuple(shape), dtype)
-    _check_can_copy("scatter_as_computed", context)
-    prepared = context.prepare(ReduceScatterCall, torch.Size(shape), dtype, context.device)
-    starts, rank = prepared.partition.starts, context.rank
-    partial = torch.empty(starts[-1], shape[-1], dtype=dtype, device=context.device)
-    out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
-    prepared.begin()
-    try:
-        for position, owner in enumerate([*prepared.peers, rank]):
-            rows = slice(starts[owner], starts[owner + 1])
-            compute(rows, partial[rows])
-            if owner != rank:
-                context.fork()
-                prepared.send(partial, position, rows, signals=True)
-    except BaseException:  # no memory
-        prepared.give_up()
-        raise
-    prepared.finish(partial, out)
-    return out
-
-
-def _check_can_copy(name: str, context: TPContext) -> None:
-    if not can_copy(context):
-        raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")

@@ -47,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_FailuresOnly(config))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """What failed is told at once: where the ranks then wait for each other, the summary never comes."""
+    if report.failed:
+        lines = [line for line in str(report.longrepr).splitlines() if line.startswith(("E ", ">"))]
+        sys.__stderr__.write("".join(f"[rank {RANK}] {line}\n" for line in (report.nodeid, *lines[:12])))
+
+
 def _gpu_of_this_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
 

@@ -26,7 +26,7 @@ from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
-from ditron_train.tp.ops import StartedGather
+from ditron_train.tp.movement import StartedGather
 
 __all__ = ["DitronMoEAllGatherTokenDispatcher"]
 

@@ -19,7 +19,7 @@ from ditron_train.megatron.tp import te_tensor_passes as tensorwise
 from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
-from ditron_train.tp.ops import scatter_as_computed
+from ditron_train.tp.movement import scatter_as_computed
 
 __all__ = ["BLOCK", "ColumnBackward", "ColumnForward", "RowBackward", "RowForward"]
 

@@ -14,7 +14,8 @@ import torch
 from ditron_train.gemm.operands import TensorScales
 from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.ops import ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
+from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
+from ditron_train.tp.ops import ag_gemm, gemm_rs
 
 __all__ = ["ColumnBackward", "ColumnForward", "RowBackward", "RowForward"]
 

@@ -22,7 +22,7 @@ from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.soak import Soak, SoakMeter
 from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_ar, gemm_rs
-from ditron_train.tp.ops import start_reduce_scatter
+from ditron_train.tp.movement import start_reduce_scatter
 
 __all__ = ["endure"]
 
