@@ -28,6 +28,7 @@ _MOST_WAYS = 5  # of moving data, of an op
 
 
 def _peers() -> None:
+    os.environ["SHARED_GPUS_GLOO"] = "1"  # NCCL's own kernels are not what is looked at
     shared_gpus.set_up()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = datetime.timedelta(seconds=150)
@@ -158,3 +159,8 @@ if __name__ == "__main__":
         os._exit(1)  # the peer is told by its deadline
     finally:
         print("kernels", *sorted(_launched()), flush=True)
+    if dist.is_initialized():
+        from ditron_train.symm import close_all_arenas
+
+        close_all_arenas()
+        dist.destroy_process_group()

@@ -31,7 +31,7 @@ def is_needed() -> bool:
 
 
 def backend() -> str:
-    """What joins the ranks: NCCL, or gloo where NCCL cannot give the sums of one host."""
+    """What joins the ranks: NCCL, or gloo where NCCL cannot give the sums of one host, or SHARED_GPUS_GLOO is set."""
     if not is_needed():
         return "nccl"
     return "nccl" if os.environ["WORLD_SIZE"] == "2" and not os.environ.get("SHARED_GPUS_GLOO") else "gloo"
