@@ -64,7 +64,7 @@ def sum_rows(
             narrow = (offsets < hidden)[None, :]
             total = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
             if not FROM_ZERO:
-                total = -total  # -0 + -0 is -0
+                total = total * -1.0  # -0 + -0 is -0; a unary minus is 0 - x up to Triton 3.7
             for step in range(NUM_EXPERTS):
                 expert = NUM_EXPERTS - 1 - step if DESCENDING else step
                 row = tl.load(row_of_token + token * NUM_EXPERTS + expert, mask=inside, other=-1)

@@ -64,8 +64,9 @@ class Gate:
         return answer
 
     def knows(self, spec: OpSpec[Call, Context], call: Call) -> bool:
-        """Whether ``call`` would be answered without asking anybody."""
-        return _key_of(spec, call) in self._answers
+        """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
+        is_full = self._counts.get((spec.name, spec.group(call)), 0) >= self.most_shapes
+        return is_full or is_capturing(spec.device(call)) or _key_of(spec, call) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
         """Everything that was decided about one op (``tp column``), one room (``tp``) or all; of one group, if

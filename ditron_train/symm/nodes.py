@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import NotSupportedError, PeerTimeoutError
+from ditron_train.runtime.errors import DitronError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.flight_recorder import note_error
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
@@ -99,6 +99,7 @@ class NodeGroups:
         self.node_group = make_group(group, list(range(first, first + self.local_size)), "ditron_node")
         self.rail = make_group(group, list(range(self.local, len(nodes), self.local_size)), "ditron_rail")
         self._roll_call = _RollCall(group, self.local_size)
+        self._has_streams = "nccl" in str(dist.get_backend(group))
         self._error: PeerTimeoutError | None = None
 
     def exchange_along_rail(
@@ -134,7 +135,7 @@ class NodeGroups:
 
     def wait(self, work: Any, *, for_host: bool = False) -> None:
         """Waits for an operation of ``node_group`` or ``rail``: the current stream, or by the deadline the host."""
-        if for_host or not torch.cuda.is_available():
+        if for_host or not self._has_streams:
             deadline_s, pause_s, asked_s = time.monotonic() + get_settings().timeout_s, _POLL_S, time.monotonic()
             while not work.is_completed():
                 check_all(self.node_group.group_name)  # of kernels that have waited a deadline before this one
@@ -142,7 +143,7 @@ class NodeGroups:
                 if now_s > asked_s + _ASK_S:  # others may have given up, and will send nothing more
                     asked_s, deadline_s = now_s, 0.0 if self._roll_call.is_over() else deadline_s
                 if now_s > deadline_s:
-                    raise _LATE
+                    raise _Late("the deadline has passed")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_POLL_S)
         work.wait()
@@ -166,8 +167,10 @@ class NodeGroups:
             if error is self._error:
                 raise
             self._raise(op, error, begun_s)
+        except DitronError:
+            raise
         except RuntimeError as error:
-            if not (error is _LATE or _is_broken(error)):
+            if not (isinstance(error, _Late) or _is_broken(error)):
                 raise
             self._raise(op, error, begun_s)
 
@@ -187,7 +190,10 @@ class NodeGroups:
         raise self._error from cause
 
 
-_LATE = RuntimeError("the deadline has passed")
+class _Late(RuntimeError):
+    """The deadline has passed."""
+
+
 _BROKEN = ("connection", "closed by peer", "reset by peer", "timed out", "socket", "nccl")
 
 

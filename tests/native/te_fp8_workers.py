@@ -166,7 +166,7 @@ def different_calls(what: str) -> str:
 def recipes() -> dict[str, object]:
     """What scales of a recipe are for, by its class, and why others are not covered."""
     _classes()
-    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor import float8_blockwise_tensor
 
     from ditron_train.megatron.tp import te_fp8
 
@@ -187,11 +187,14 @@ def recipes() -> dict[str, object]:
     others = [made("MXFP8BlockScaling"), made("Precise", "Float8CurrentScaling", split=True)]
     others.append(made("Square", blocks, shape=(2, 1, 1)))
     said = {type(recipe).__name__: te_fp8.why_not_recipe(recipe) for recipe in others}
-    del tex.Float8BlockScaleTensorFormat
+    float8_blockwise_tensor.Float8BlockQuantizer = type("Float8BlockQuantizer", (), {})  # as from 2.12 on
+    override = made("Float8CurrentScaling")
+    override.backward_override = "high_precision"
     return {
         **said,
         "covered": {type(recipe).__name__: te_fp8.scaling_of(recipe) for recipe in covered},
         "newer": te_fp8.why_not_recipe(covered[2]),
+        "override": te_fp8.why_not_recipe(override),
     }
 
 

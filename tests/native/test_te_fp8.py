@@ -69,4 +69,5 @@ def test_recipes():
         "split accumulator" in said["Precise"]
         and "another shape" in said["Square"]
         and "another form" in said["newer"]
+        and "backward_override" in said["override"]
     )

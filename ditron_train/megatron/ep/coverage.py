@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ditron_train.ep import EPContext, RailContext, get_ep_context, get_rail_context
 from ditron_train.ep.launch import DTYPES
 from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
 
 #: Of a dispatcher that the policy compares with ours.
@@ -22,6 +24,8 @@ _NOT_OVER_NODES = (
     "moe_router_padding_for_quantization",
     "overlap_moe_expert_parallel_comm",
 )
+# Where peer memory was found not to reach all ranks: it is not tried again at every step.
+_by_rails: GroupCache[tuple[dist.ProcessGroup, torch.device], bool] = GroupCache()
 
 
 def why_not_kind(kind: str) -> str | None:
@@ -108,7 +112,8 @@ def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailC
     config, over_nodes = dispatcher.config, None
     arguments = (dispatcher.ep_group, device, dispatcher.num_experts, config.moe_router_topk)
     rails = get_settings().ep_rails
-    if rails == "on":
+    place = dispatcher.ep_group, device
+    if rails == "on" or (rails == "auto" and place in _by_rails):
         over_nodes = get_rail_context(*arguments)
     if over_nodes is None:
         try:
@@ -117,6 +122,7 @@ def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailC
             over_nodes = get_rail_context(*arguments) if rails == "auto" else None
             if over_nodes is None:
                 raise
+            _by_rails[place] = True
     for option in _NOT_OVER_NODES:
         if getattr(config, option):
             raise NotSupportedError(f"{option} is on in a group that spans nodes")

@@ -82,6 +82,8 @@ def _why_not_fp8(linear: Any) -> str | None:
     if linear.primary_weights_in_fp8:
         return "the parameters are FP8 (--fp8-param-gather)"
     recipe = FP8GlobalStateManager.get_fp8_recipe()
+    if getattr(recipe, "backward_override", None) is not None:
+        return "the backward is not in FP8 (backward_override)"
     if not any(owner.__name__ in FP8_RECIPES for owner in type(recipe).__mro__):
         return f"products expert by expert in the recipe {type(recipe).__name__}"
     if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:

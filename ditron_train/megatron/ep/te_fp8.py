@@ -88,10 +88,16 @@ class _Extension:
         return getattr(tex, name)
 
     @staticmethod
-    def split_quantize(tensor: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any]) -> list[Any]:
-        """See `OneProduct`."""
+    def split_quantize(
+        tensor: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any], **options: Any
+    ) -> list[Any]:
+        """See `OneProduct`; newer versions have options, which are off in what is covered."""
         active = _active.get()
-        found: list[Any] = (tex.split_quantize if active is None else active.split)(tensor, splits, quantizers)
+        found: list[Any]
+        if active is None or any(options.values()):
+            found = tex.split_quantize(tensor, splits, quantizers, **options)
+        else:
+            found = active.split(tensor, splits, quantizers)
         return found
 
 

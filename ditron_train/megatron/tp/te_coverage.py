@@ -8,11 +8,12 @@ import torch
 
 from ditron_train.megatron.compat import why_not_weight
 
-__all__ = ["FP8_RECIPES", "OFFLOADED", "why_not_options", "why_not_recipe_name"]
+__all__ = ["FP8_RECIPES", "OFFLOADED", "WITHOUT_SEQUENCE_PARALLEL", "why_not_options", "why_not_recipe_name"]
 
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
 FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
 OFFLOADED = "activations are offloaded to the CPU"
+WITHOUT_SEQUENCE_PARALLEL = "FP8 without --sequence-parallel"
 
 _USERBUFFERS = (
     "ub_overlap_rs_fprop",

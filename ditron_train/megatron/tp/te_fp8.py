@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor import float8_blockwise_tensor
 
 from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.megatron.tp import te_block_passes, te_passes, te_tensor_passes
 from ditron_train.megatron.tp.spec import Kind
+from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_recipe_name
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
@@ -41,8 +43,7 @@ __all__ = [
 #: What a scale is for: a tensor, blocks with scales that are powers of two, or blocks with any scales.
 Scaling = Literal["tensor", "block", "block fp32"]
 
-_PER_TENSOR = ("Float8CurrentScaling", "DelayedScaling")
-_BLOCKS = "Float8BlockScaling"
+*_PER_TENSOR, _BLOCKS = FP8_RECIPES
 
 
 class _Layer(NamedTuple):
@@ -64,14 +65,17 @@ def _is_a(recipe: Any, *names: str) -> bool:
 
 def why_not_recipe(recipe: Any) -> str | None:
     """Why layers are not overlapped that compute in FP8 by this recipe of Transformer Engine's, or None."""
+    if getattr(recipe, "backward_override", None) is not None:
+        return "the backward is not in FP8 (backward_override)"
     if _is_a(recipe, *_PER_TENSOR):
         is_split = hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator
         return "the forward product has a split accumulator" if is_split else None
     if not _is_a(recipe, _BLOCKS):
-        return f"FP8 by the recipe {type(recipe).__name__}"
+        return why_not_recipe_name(type(recipe).__name__)
     if (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) != (1, 2, 1):
         return "blocks of another shape than 128 of inputs and gradients, 128 x 128 of weights"
-    if not hasattr(tex, "Float8BlockScaleTensorFormat"):
+    quantizer = inspect.signature(float8_blockwise_tensor.Float8BlockQuantizer.__init__)
+    if "all_gather_usage" not in quantizer.parameters:  # from 2.12 on
         return "this version of Transformer Engine sends blocks in another form"
     return None
 

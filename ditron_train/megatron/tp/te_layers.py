@@ -24,7 +24,7 @@ from transformer_engine.pytorch.module._common import apply_normalization
 from ditron_train.megatron.shared.te_wgrad import wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_options
+from ditron_train.megatron.tp.te_coverage import OFFLOADED, WITHOUT_SEQUENCE_PARALLEL, why_not_options
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of, why_not_code, why_not_recipe
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -127,6 +127,8 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
             log_native(f"tp {kind} (TE, FP8)", reason)
         else:
             context = route_fp8(layer, kind, x)
+    elif layer.tp_size > 1:
+        log_native(f"tp {kind} (TE, FP8)", WITHOUT_SEQUENCE_PARALLEL)
     if context is None:
         return forward(x)
     with overlapping(kind, context, scaling_of(FP8GlobalStateManager.get_fp8_recipe())):

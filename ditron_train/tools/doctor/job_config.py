@@ -99,4 +99,4 @@ def _derive(values: dict[str, Any], given: dict[str, Any]) -> None:
     )
     chunks = given.get("num_virtual_stages_per_pipeline_rank")
     values["virtual_pipeline_model_parallel_size"] = chunks
-    values["moe_router_padding_for_quantization"] |= bool(values["moe_router_padding_for_fp8"])
+    values["moe_router_padding_for_quantization"] |= bool(values.get("moe_router_padding_for_fp8"))

@@ -24,7 +24,12 @@ from ditron_train.megatron.sp.linears import LocalLinears
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
 from ditron_train.megatron.tp.routing import spec_of
 from ditron_train.megatron.tp.spec import LinearCall
-from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_options, why_not_recipe_name
+from ditron_train.megatron.tp.te_coverage import (
+    OFFLOADED,
+    WITHOUT_SEQUENCE_PARALLEL,
+    why_not_options,
+    why_not_recipe_name,
+)
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tools.predict.megatron_arguments import Job
 
@@ -158,7 +163,7 @@ def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     if config.fp8:
         reason = why_not_recipe_name(_RECIPES.get(config.fp8_recipe, config.fp8_recipe))
         if reason is None and not config.sequence_parallel:
-            reason = "FP8 without --sequence-parallel"
+            reason = WITHOUT_SEQUENCE_PARALLEL
     return reason or why_not_options(layer, x) or (OFFLOADED if config.cpu_offloading else None)
 
 

@@ -56,7 +56,9 @@ def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, tr
     quantizer: Any
     if recipe == "blockwise":
         dimensions = 2 if is_weight else 1
-        options = dict(rowwise=True, columnwise=False, block_scaling_dim=dimensions, all_gather_usage=travels)
+        options = dict(rowwise=True, columnwise=False, block_scaling_dim=dimensions)
+        if travels and why_native(recipe) is None:  # versions whose blocks travel in another form do not know it
+            options["all_gather_usage"] = True
         quantizer = Float8BlockQuantizer(kind, **options)
     else:
         quantizer = Float8CurrentScalingQuantizer(kind, device, columnwise=False)
