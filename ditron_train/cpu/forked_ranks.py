@@ -119,6 +119,7 @@ def _live(body: Callable[[], None], log: Path, environment: Mapping[str, str]) -
     """What a fork does, to the end of its process."""
     status = 1
     try:
+        atexit._clear()  # what was registered before the fork belongs to the parent: folders that it still needs, say
         os.setsid()
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for target in (1, 2):

@@ -257,12 +257,13 @@ def test_moe_layer(name, fused):
         pytest.skip("the permutation does not depend on it")
     if "main_grad" in name and not HAVE_TE:
         pytest.skip("needs Transformer Engine")
-    # Of small weights cuBLAS splits sums that are added into main_grad (seen of [512, 256]): too wide for that.
-    ffn_hidden = 8448 if name == "main_grad" else 256
-    assert name != "main_grad" or own_wgrad_has_native_bits(512, ffn_hidden)
-    options = config(4 * dist.get_world_size(), 3, 512, fused=fused, ffn_hidden=ffn_hidden, **LAYERS[name])
+    # Of small weights cuBLAS splits sums that are added into main_grad (seen of [512, 256]): too wide for that, and
+    # not so deep that it splits those of the products (seen of [512, 8448]).
+    hidden, ffn_hidden = (4096, 1280) if name == "main_grad" else (512, 256)
+    assert name != "main_grad" or own_wgrad_has_native_bits(hidden, ffn_hidden)
+    options = config(4 * dist.get_world_size(), 3, hidden, fused=fused, ffn_hidden=ffn_hidden, **LAYERS[name])
     layers = layer_pair(options, torch.device("cuda"))
-    x, grad = (normals(700, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
+    x, grad = (normals(700, 1, hidden, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
     results = [one_step(layers[kind], x, grad, name == "main_grad") for kind in ("native", "native", "ditron")]
     dispatcher = layers["ditron"].token_dispatcher
     assert dispatcher.ep_context is not None, dispatcher._native_because

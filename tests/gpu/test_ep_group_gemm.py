@@ -9,6 +9,7 @@ import torch
 
 from ditron_train.ep import group_gemm as host_side
 from ditron_train.ep.arguments import ExpertScales
+from ditron_train.ep.expert_functions import FEWEST_ROWS
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.gemm.configs import GemmConfig
@@ -82,7 +83,7 @@ def test_products_in_fp8_have_the_bits_of_cublas(reveals):
         scales = ExpertScales(*(1 / limit for limit in limits))
         y = group_gemm(x, weights, row_tiles(torch.tensor(counts, device="cuda"), len(x)), scales=scales)
         for index, (part, x_part) in enumerate(zip(y.split(counts), x.split(counts))):
-            if not len(part):
+            if len(part) < FEWEST_ROWS:  # cuBLAS splits sums there: seen of 16 rows, 4096 x 7168
                 continue
             own = [scale[index].clone() for scale in scales]  # cuBLAS takes scales at whole 16 bytes alone
             scaled = dict(scale_a=own[0], scale_b=own[1], out_dtype=torch.bfloat16)

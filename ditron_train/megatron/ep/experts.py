@@ -214,7 +214,7 @@ class DitronTEGroupedMLP(TEGroupedMLP):
         if isinstance(tokens_per_expert, GatheredCall):
             return self._forward_gathered(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         if not isinstance(tokens_per_expert, ExpertCall):
-            with with_experts_of(self.ep_group):
+            with with_experts_of(getattr(self, "ep_group", None)):
                 return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, **kwargs)
         first, second = (_call_of(linear, tokens_per_expert) for linear in (self.linear_fc1, self.linear_fc2))
         # As calls of the two layers, whose hooks gather their weights with --overlap-param-gather.

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from ditron_train.megatron.compat import why_not_weight
 
-__all__ = ["FP8_RECIPES", "OFFLOADED", "WITHOUT_SEQUENCE_PARALLEL", "why_not_options", "why_not_recipe_name"]
+__all__ = [
+    "FP8_RECIPES",
+    "OFFLOADED",
+    "WITHOUT_SEQUENCE_PARALLEL",
+    "why_not_options",
+    "why_not_parameters",
+    "why_not_recipe_name",
+]
 
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
 FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
@@ -49,3 +57,12 @@ def why_not_options(layer: Any, x: torch.Tensor) -> str | None:
 def why_not_recipe_name(name: str) -> str | None:
     """Why layers of an FP8 recipe, as its class is called, run natively, or None."""
     return None if name in FP8_RECIPES else f"FP8 by the recipe {name}"
+
+
+def why_not_parameters(names: Collection[str]) -> str | None:
+    """Why layers whose parameters are FP8 run natively, or None; the state of delayed scaling was seen to differ.
+
+    Args:
+        names: Of the recipe's class and of those that it is derived from.
+    """
+    return None if FP8_RECIPES[0] in names else "the parameters are FP8 (--fp8-param-gather), not tensorwise"

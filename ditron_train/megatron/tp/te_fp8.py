@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-from transformer_engine.pytorch.tensor import float8_blockwise_tensor
 
 from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.megatron.tp import te_block_passes, te_passes, te_tensor_passes
@@ -74,8 +73,9 @@ def why_not_recipe(recipe: Any) -> str | None:
         return why_not_recipe_name(type(recipe).__name__)
     if (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) != (1, 2, 1):
         return "blocks of another shape than 128 of inputs and gradients, 128 x 128 of weights"
-    quantizer = inspect.signature(float8_blockwise_tensor.Float8BlockQuantizer.__init__)
-    if "all_gather_usage" not in quantizer.parameters:  # from 2.12 on
+    quantizers = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
+    options = inspect.signature(quantizers.Float8BlockQuantizer.__init__).parameters
+    if "all_gather_usage" not in options:  # from 2.12 on
         return "this version of Transformer Engine sends blocks in another form"
     return None
 

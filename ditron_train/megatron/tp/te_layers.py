@@ -24,7 +24,12 @@ from transformer_engine.pytorch.module._common import apply_normalization
 from ditron_train.megatron.shared.te_wgrad import wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_coverage import OFFLOADED, WITHOUT_SEQUENCE_PARALLEL, why_not_options
+from ditron_train.megatron.tp.te_coverage import (
+    OFFLOADED,
+    WITHOUT_SEQUENCE_PARALLEL,
+    why_not_options,
+    why_not_parameters,
+)
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of, why_not_code, why_not_recipe
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -109,7 +114,10 @@ def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
     """As ``why_not_covered``, where the layer computes in FP8."""
     if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
         return "FP8 is calibrated or captured"
-    reason = why_not_recipe(FP8GlobalStateManager.get_fp8_recipe())
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    reason = why_not_recipe(recipe)
+    if reason is None and layer.primary_weights_in_fp8:
+        reason = why_not_parameters([one.__name__ for one in type(recipe).__mro__])
     if reason is not None:
         return reason
     if torch.is_autocast_enabled(x.device.type):

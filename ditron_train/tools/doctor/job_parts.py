@@ -28,6 +28,7 @@ from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
     why_not_options,
+    why_not_parameters,
     why_not_recipe_name,
 )
 from ditron_train.runtime.errors import NotSupportedError
@@ -161,7 +162,10 @@ def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     """As ``te_layers`` ask."""
     reason = None
     if config.fp8:
-        reason = why_not_recipe_name(_RECIPES.get(config.fp8_recipe, config.fp8_recipe))
+        recipe = _RECIPES.get(config.fp8_recipe, config.fp8_recipe)
+        reason = why_not_recipe_name(recipe)
+        if reason is None and config.fp8_param:
+            reason = why_not_parameters([recipe])
         if reason is None and not config.sequence_parallel:
             reason = WITHOUT_SEQUENCE_PARALLEL
     return reason or why_not_options(layer, x) or (OFFLOADED if config.cpu_offloading else None)

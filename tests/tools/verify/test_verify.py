@@ -248,6 +248,9 @@ def test_every_room(tmp_path: Path) -> None:
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     ops = {
         "column_linear",
+        "gathered_experts",
+        "to_heads",
+        "to_sequence",
         "gemm_a2a",
         "a2a_gemm",
         "qkv_projection",
