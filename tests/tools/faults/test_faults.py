@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -172,6 +173,14 @@ def test_a_rank_that_ends_early_is_named_where_the_others_see_a_closed_connectio
 
 def test_a_failed_wait_of_one_channel_ends_the_waits_of_the_others() -> None:
     assert all("counts" in op for op in run_workers(2, bodies.layout_times_out))
+
+
+def test_a_fork_leaves_the_folders_of_its_parent(tmp_path: Path) -> None:
+    """Else a rank that ends would remove what the process that started it still needs."""
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+        ranks = ForkedRanks(1, lambda rank: None, tmp_path, {})
+        assert ranks.wait(lambda: ranks.ranks[0].status == 0, time.time() + 60.0)
+        assert not ranks.kill() and Path(folder).exists()
 
 
 def test_time_without_a_core_is_measured(tmp_path: Path) -> None:
