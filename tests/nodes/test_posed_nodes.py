@@ -46,6 +46,8 @@ def test_command(tmp_path):
         "names = [None] * dist.get_world_size()\n"
         "dist.all_gather_object(names, (socket.gethostname(), os.environ['LOCAL_RANK'], os.environ['NCCL_HOSTID']))\n"
         f"open(os.path.join({str(tmp_path)!r}, f'rank{{dist.get_rank()}}'), 'w').write(repr(names))\n"
+        "dist.barrier()\n"  # threads of a group that is not destroyed may end a process that has ended well
+        "dist.destroy_process_group()\n"
     )
     command = [sys.executable, str(ROOT / "scripts" / "posed_nodes.py"), "--ranks", "1", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
