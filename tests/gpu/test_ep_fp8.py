@@ -13,24 +13,15 @@ pytestmark = pytest.mark.skipif(
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
 
+from test_ep import world  # noqa: E402, F401
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # noqa: E402
 
 from ditron_train.megatron.ep.movement_spec import moe_config  # noqa: E402
 from ditron_train.policy import gate  # noqa: E402
-from ditron_train.tools.bench.megatron_ep import expert_parallel_world, layer_pair  # noqa: E402
+from ditron_train.tools.bench.megatron_ep import layer_pair  # noqa: E402
 from ditron_train.tools.fp8.recipes import fp8_context, fp8_options  # noqa: E402
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world(device):
-    if dist.get_world_size() == 1:
-        pytest.skip("needs at least two ranks")
-    with expert_parallel_world():
-        yield device
-        torch.cuda.synchronize()
-        dist.barrier()
 
 
 @pytest.fixture(autouse=True)

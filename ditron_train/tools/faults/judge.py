@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,12 @@ class Ending:
     report: dict[str, Any] | None
     said: str
     queued_s: float = 0.0
+
+
+def _without_folders(said: str) -> str:
+    """Where this package and others are installed says something about the machine, not about the fault."""
+    package, libraries = f"{Path(__file__).parents[3]}/", f"{Path(os.__file__).parent}/"
+    return said.replace(package, "").replace(libraries, "")
 
 
 @dataclass
@@ -124,7 +131,7 @@ def judge(
         _judge_survivors(fault, endings, records, outcome, native_timeout_s)
     if wrong:
         outcome.ended = "wrong"
-        outcome.said = [f"rank {one.rank}, {one.status}: {one.said[-4000:]}" for one in endings]
+        outcome.said = [f"rank {one.rank}, {one.status}: {_without_folders(one.said)[-4000:]}" for one in endings]
     return outcome
 
 

@@ -21,6 +21,7 @@ from ditron_train.cpu.forked_ranks import ForkedRanks  # noqa: E402
 from ditron_train.runtime.errors import SettingError  # noqa: E402
 from ditron_train.schedule.orders import arrival_order  # noqa: E402
 from ditron_train.tools.faults import campaign  # noqa: E402
+from ditron_train.tools.faults import judge as judge_module  # noqa: E402
 from ditron_train.tools.faults.fault import HARMLESS, KINDS, Fault, draw  # noqa: E402
 from ditron_train.tools.faults.jobs import MODULES, PATIENCE  # noqa: E402
 from ditron_train.tools.faults.judge import Ending, judge  # noqa: E402
@@ -181,6 +182,13 @@ def test_a_fork_leaves_the_folders_of_its_parent(tmp_path: Path) -> None:
         ranks = ForkedRanks(1, lambda rank: None, tmp_path, {})
         assert ranks.wait(lambda: ranks.ranks[0].status == 0, time.time() + 60.0)
         assert not ranks.kill() and Path(folder).exists()
+
+
+def test_results_name_no_folders_of_the_machine() -> None:
+    said = f'File "{campaign.__file__}", File "{json.__file__}"'
+    assert (
+        judge_module._without_folders(said) == 'File "ditron_train/tools/faults/campaign.py", File "json/__init__.py"'
+    )
 
 
 def test_time_without_a_core_is_measured(tmp_path: Path) -> None:
