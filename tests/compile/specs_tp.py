@@ -41,7 +41,7 @@ def _unscaled(dtype):
     return {"scales": None} if dtype == "bf16" else {}
 
 
-def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16"):
+def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16", has_bias=False):
     return KernelSpec(
         name=name,
         kernel="ditron_train.tp.ag_gemm_kernel:ag_gemm_kernel",
@@ -55,9 +55,11 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16"):
             **_MNK,
             "granule_rows": "i32",
             "num_whole_tiles": "i32",
+            **({"bias": "*bf16"} if has_bias else {}),
         },
         constexprs={
             **_unscaled(dtype),
+            **({} if has_bias else {"bias": None}),
             "OP": {
                 "tile": _tile(*block, transpose_b),
                 "flags_per_rank": 1024,
