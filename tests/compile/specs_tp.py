@@ -229,6 +229,8 @@ SPECS = [
         for build in (_ag_gemm, _gemm_rs)
         for size, arguments in (("wide", _WIDE_FP8), ("square", _SQUARE_FP8))
     ),
+    _ag_gemm("tp_ag_gemm_bias_wide", True, True, *_WIDE, has_bias=True),
+    _ag_gemm("tp_ag_gemm_bias_square", True, True, *_SQUARE[:2], ("sm_80", "sm_90"), has_bias=True),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),
 ]

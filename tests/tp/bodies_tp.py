@@ -235,7 +235,7 @@ def check_bias_inside(shape: tuple[int, int], n: int, k: int) -> None:
 
     sequence, batch = shape
     x = integers((sequence // world, batch, k), rank, torch.bfloat16)
-    weight = integers((n, k), 10 + rank, torch.bfloat16)
+    weight = 13 * integers((n, k), 10 + rank, torch.bfloat16)
     bias = (integers((n,), 20 + rank, torch.bfloat16) * 13.5).requires_grad_()
     plain = column_linear(x, weight, context=context, bias=bias)  # the same shape, without a bias inside: other code
     y = column_linear(x, weight, context=context, bias=bias, rounds_once=True, wgrad=WgradWithBias())
