@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ditron_train.schedule.tiles import grouped_tile
 
-__all__ = ["gemm_kernel", "scaled", "store_tile", "tile_product"]
+__all__ = ["biased", "gemm_kernel", "scaled", "store_tile", "tile_product"]
 
 
 @triton.jit
@@ -56,6 +56,20 @@ def scaled(acc, scale):
     """acc * scale, in fp32, as cuBLAS scales FP8 operands: ``scale`` is the product of both scales, or None."""
     if scale is not None:
         acc = acc * scale
+    return acc
+
+
+@triton.jit
+def biased(acc, scale, bias, col, num_columns, BLOCK_N: tl.constexpr):
+    """acc * scale + bias[col + j], each rounded to fp32, as cuBLAS's epilogue does; without ``bias`` (None) as
+    ``scaled``. ``num_columns``: how many ``bias`` has."""
+    if bias is None:
+        acc = scaled(acc, scale)
+    else:
+        columns = col + tl.arange(0, BLOCK_N)
+        # With the sum behind it a plain product would become one instruction, which rounds once.
+        acc = tl.fma(acc, scale, 0.0)
+        acc += tl.load(bias + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
     return acc
 
 

@@ -30,6 +30,16 @@ def _check_scaled(name: str, x: torch.Tensor, scales: TensorScales | None) -> No
         check_scales(name, scales, x.device)
 
 
+def _check_bias(name: str, x: torch.Tensor, bias: torch.Tensor | None, num_columns: int) -> None:
+    if bias is None:
+        return
+    kind = tuple(bias.shape), bias.dtype, bias.device, bias.is_contiguous()
+    if x.dtype not in FP8_DTYPES or kind != ((num_columns,), result_dtype(x.dtype), x.device, True):
+        raise NotSupportedError(
+            f"{name}: a bias {tuple(bias.shape)} {bias.dtype} on {bias.device} for {num_columns} columns of {x.dtype}"
+        )
+
+
 @outside_compile
 def ag_gemm(
     x: torch.Tensor,
@@ -41,6 +51,7 @@ def ag_gemm(
     return_gathered: bool = False,
     plan: GatherPlan | None = None,
     scales: TensorScales | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """All-gather of ``x`` along dimension 0, times ``weight``: Megatron's column-linear forward and row-linear dgrad.
 
@@ -54,6 +65,8 @@ def ag_gemm(
             overwrites.
         plan: How to move the rows; chosen by the shape where None (``tp.choices``).
         scales: Of FP8 operands; that of ``x`` is the same on all ranks.
+        bias: [N], bf16, of FP8 operands alone: added in fp32 to the scaled product, which is rounded then, as
+            cuBLAS's epilogue does.
 
     Returns:
         [s, ..., N] ([total rows, N] with ``row_counts``), bf16 of FP8 operands (``gemm.fp8.matmul_fp8`` with fast
@@ -66,6 +79,7 @@ def ag_gemm(
     """
     counts = None if row_counts is None else tuple(row_counts)
     _check_scaled("ag_gemm", x, scales)
+    _check_bias("ag_gemm", x, bias, weight.shape[0])
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
     prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered)
@@ -74,7 +88,7 @@ def ag_gemm(
         shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
         empty = x.new_empty(*shape, n, dtype=result_dtype(x.dtype))
         return (empty, x.new_empty(0, k)) if return_gathered else empty
-    y = prepared(sendable_rows(x), weight, scales)
+    y = prepared(sendable_rows(x), weight, scales, bias)
     if counts is None and x.dim() > 2:
         y = y.view(x.shape[0] * context.world_size, *x.shape[1:-1], prepared.n)
     return (y, prepared.gathered) if return_gathered else y

@@ -78,19 +78,34 @@ class PreparedAgGemm:
         """Of two with the same one the GEMM's kernel is compiled once."""
         return self._launch.identity
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
         context = self.context
         out = x.new_empty(self.m, self._out_columns, dtype=self._out_dtype)
-        key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr(), *(scales.addresses if scales else ()))
+        added = 0 if bias is None else bias.data_ptr()
+        scaled_by = scales.addresses if scales else ()
+        key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr(), added, *scaled_by)
+        given = x, weight, scales, bias, out, key
         if not self._is_recorded:
-            self._enqueue(x, weight, scales, out, key)
-        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(x, weight, scales, out, key):
-            context.remember_op((self, *key), lambda: self._enqueue(x, weight, scales, out, key), (x.data_ptr(),))
+            self._enqueue(*given)
+        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(*given):
+            context.remember_op((self, *key), lambda: self._enqueue(*given), (x.data_ptr(),))
         return out if self._out_columns == self.n else out[:, : self.n].contiguous()
 
     def _enqueue(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, out: torch.Tensor, key: tuple
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        key: tuple,
     ) -> bool:
         """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
         is_as_given = True
@@ -99,7 +114,7 @@ class PreparedAgGemm:
             try:
                 operand = aligned_operand(weight)
                 is_as_given = operand is weight
-                arguments = self._arguments(x, operand, scales, out[:, : self.n])
+                arguments = self._arguments(x, operand, scales, bias, out[:, : self.n])
                 self._launch(*arguments, key=key if is_as_given else None)
             except BaseException:  # no memory, a kernel that does not compile
                 self.gather.give_up()
@@ -110,7 +125,12 @@ class PreparedAgGemm:
         return is_as_given
 
     def _arguments(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> tuple:
         return (
             self._a,
@@ -121,6 +141,7 @@ class PreparedAgGemm:
             self.gather.pointers,
             self._tables,
             scales,
+            bias,
             self.m,
             self.n,
             self.k,
@@ -131,5 +152,5 @@ class PreparedAgGemm:
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
         """Compiles what a call with these would run, without running it; nothing is sent."""
         out = empty_aligned(self.m, self.n, self._out_dtype, x.device)
-        self._launch.compile(*self._arguments(x, aligned_operand(weight), scales, out))
+        self._launch.compile(*self._arguments(x, aligned_operand(weight), scales, None, out))
         self.gather.compile(x)

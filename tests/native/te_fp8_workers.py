@@ -63,8 +63,9 @@ def _passes(layer: torch.nn.Module, shape: tuple[int, ...], run: object) -> tupl
         found.append(y.detach().clone())
         if of_x or of_weight:
             y.backward(_integers(y.shape, 100 + step + rank))
-            found += [tensor.grad.clone() for tensor in (x, layer.weight) if tensor.grad is not None]
-        layer.weight.grad = None
+            given = (x, *layer.parameters())
+            found += [tensor.grad.clone() for tensor in given if tensor.grad is not None]
+        layer.zero_grad()
         for one in (layer.inputs, layer.weights, layer.grads):
             states += [list(one.history), one.rowwise_usage, one.columnwise_usage]
             states += [getattr(one, name).item() for name in ("amax", "scale") if hasattr(one, name)]
@@ -94,7 +95,10 @@ def compare_layers(mode: str, recipe: str) -> tuple[list[tuple[str, tuple[int, i
     products, results, states = [], [], []
     for made, run in ((native, lambda layer, x: layer(x)), (ours, lambda layer, x: layer(x)), (ours, overlapped)):
         weight = _integers((256 if recipe == "blockwise" else 48, block), 7 + dist.get_rank())
-        layer = made(weight, mode, dist.group.WORLD, recipe)
+        bias = (
+            _integers((len(weight),), 9 + dist.get_rank()) if mode == "column" else None
+        )  # of rows it is added later
+        layer = made(weight, mode, dist.group.WORLD, recipe, bias)
         calls.clear()
         for kept, one in zip((results, states), _passes(layer, shape, run)):
             kept.append(one)
@@ -121,9 +125,10 @@ def spec_on_cpu(kind: str, scaling: str) -> list[str]:
 
     spec, said = {"column": FP8_COLUMN, "row": FP8_ROW}[kind], []
     group, size = dist.group.WORLD, 1 if scaling == "tensor" else 8
-    for rows, frozen in ((32 * size, False), (32 * size, True), (8 * size, False)):
+    for rows, frozen, bias in ((32, False, False), (32, True, kind == "column"), (8, False, False)):
+        rows *= size
         x, weight = torch.empty(rows, 64 * size).bfloat16(), torch.empty(48 * size, 64 * size).bfloat16()
-        call = Fp8Call(x, weight, group, "E5M2", frozen, scaling)
+        call = Fp8Call(x, weight, group, "E5M2", frozen, scaling, has_bias=bias)
         reason = spec.why_not(call)
         if reason is not None:
             said.append(reason)

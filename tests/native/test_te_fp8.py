@@ -51,6 +51,7 @@ def test_what_the_policy_compares(kind, scaling):
     sizes = f"{32 * size}x{64 * size} {48 * size}x{64 * size}"
     assert first == second
     assert first[0].startswith(f"tp {kind} fp8 {sizes} gradients E5M2{words}: [") and "frozen" in first[1]
+    assert ("bias" in first[1]) == (kind == "column")
     assert f"multiples of {alignment}" in first[2]
 
 

@@ -27,6 +27,7 @@ from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
+    why_not_bias,
     why_not_options,
     why_not_parameters,
 )
@@ -98,7 +99,7 @@ def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
         or layer.primary_weights_in_fp8
     ):
         return "the layer computes in FP8"
-    return _why_not_options(layer, x)
+    return _why_not_options(layer, x) or why_not_bias(layer)
 
 
 def _why_not_options(layer: Any, x: torch.Tensor) -> str | None:
@@ -154,7 +155,8 @@ def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     recipe, weight = FP8GlobalStateManager.get_fp8_recipe(), layer.weight
     grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
     what = (grad_format, not weight.requires_grad, scaling_of(recipe), type(recipe).__name__)
-    call = Fp8Call(x, weight, layer.tp_group, *what)
+    has_bias = bool(kind == "column" and layer.use_bias and layer.apply_bias)
+    call = Fp8Call(x, weight, layer.tp_group, *what, has_bias)
     spec = FP8_COLUMN if kind == "column" else FP8_ROW
     if not gate.knows(spec, call):
         spec.check_ranks_agree(call)

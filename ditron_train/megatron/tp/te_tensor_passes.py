@@ -71,7 +71,7 @@ class ColumnForward(Pass):
         if not isinstance(rows, Sharded):
             return super().multiply(weight, rows, *args, **kwargs)
         x, w, scales = _operands(rows.rows, weight)
-        y = ag_gemm(x, w, context=self._context, scales=scales)
+        y = ag_gemm(x, w, context=self._context, scales=scales, bias=kwargs.get("bias"))
         return y, None, None, None
 
 
