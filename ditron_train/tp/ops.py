@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_train.gemm.fp8 import check_scales
-from ditron_train.gemm.operands import FP8_DTYPES, TensorScales, result_dtype
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.gemm.fp8 import check_bias, check_scaled
+from ditron_train.gemm.operands import TensorScales, result_dtype
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import sendable_rows
@@ -21,23 +20,6 @@ from ditron_train.tp.prepared import AgGemmCall, GemmArCall, GemmRsCall
 from ditron_train.tp.problem import Choice, GatherPlan, Layout, ScatterMode
 
 __all__ = ["ag_gemm", "gemm_ar", "gemm_rs"]
-
-
-def _check_scaled(name: str, x: torch.Tensor, scales: TensorScales | None) -> None:
-    if (x.dtype in FP8_DTYPES) != (scales is not None):
-        raise NotSupportedError(f"{name}: {x.dtype} {'without' if scales is None else 'with'} scales")
-    if scales is not None:
-        check_scales(name, scales, x.device)
-
-
-def _check_bias(name: str, x: torch.Tensor, bias: torch.Tensor | None, num_columns: int) -> None:
-    if bias is None:
-        return
-    kind = tuple(bias.shape), bias.dtype, bias.device, bias.is_contiguous()
-    if x.dtype not in FP8_DTYPES or kind != ((num_columns,), result_dtype(x.dtype), x.device, True):
-        raise NotSupportedError(
-            f"{name}: a bias {tuple(bias.shape)} {bias.dtype} on {bias.device} for {num_columns} columns of {x.dtype}"
-        )
 
 
 @outside_compile
@@ -78,8 +60,8 @@ def ag_gemm(
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     counts = None if row_counts is None else tuple(row_counts)
-    _check_scaled("ag_gemm", x, scales)
-    _check_bias("ag_gemm", x, bias, weight.shape[0])
+    check_scaled("ag_gemm", x, scales)
+    check_bias("ag_gemm", x, bias, weight.shape[0])
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
     prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered)
@@ -127,7 +109,7 @@ def gemm_rs(
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
     counts = None if row_counts is None else tuple(row_counts)
-    _check_scaled("gemm_rs", x, scales)
+    check_scaled("gemm_rs", x, scales)
     context.enter("gemm_rs", x.shape, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
     prepared, dtype = context.prepare(GemmRsCall, *operands, layout, counts, scatter), result_dtype(x.dtype)
@@ -164,7 +146,7 @@ def gemm_ar(
         NotSupportedError: As ``ag_gemm``; also where NCCL's order cannot be had (``policy.all_reduce_order``).
         MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
-    _check_scaled("gemm_ar", x, None)
+    check_scaled("gemm_ar", x, None)
     context.enter("gemm_ar", x.shape, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
     prepared = context.prepare(GemmArCall, *operands, layout, choice)

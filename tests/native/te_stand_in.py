@@ -242,7 +242,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, inp, bias, layer):
         total = layer.inputs
-        total.set_usage(rowwise=True, columnwise=layer.mode == "row" or layer.has_blocks)
+        total.set_usage(rowwise=True, columnwise=layer.mode != "column" or layer.has_blocks)
         rows = total(inp)
         matrix = layer.weights(weight)
         gathered = rows
@@ -252,7 +252,7 @@ class _Linear(torch.autograd.Function):
         out, *_ = general_gemm(matrix, gathered, out_dtype=torch.bfloat16, bias=bias)
         if layer.mode == "column":
             gathered.clear()
-        else:
+        elif layer.mode == "row":
             out, _ = reduce_scatter_along_first_dim(out, layer.group)
         if ctx is not None:
             ctx.layer, ctx.group, ctx.shape, ctx.kept = layer, layer.group, inp.shape, (rows, matrix)
@@ -265,7 +265,9 @@ class _Linear(torch.autograd.Function):
         layer, (rows, matrix) = ctx.layer, ctx.kept
         is_column, options = layer.mode == "column", dict(grad=True, out_dtype=torch.bfloat16)
         layer.grads.set_usage(rowwise=True, columnwise=True)
-        grad, grad_bias = TransformerEngineBaseModule.grad_output_preprocess(ctx, grad_output, not is_column, layer.grads)
+        grad, grad_bias = TransformerEngineBaseModule.grad_output_preprocess(
+            ctx, grad_output, layer.mode == "row", layer.grads
+        )
         total, work, dgrad, wgrad = rows, None, None, None
         if is_column and ctx.requires_wgrad:
             layer.inputs.set_usage(rowwise=not layer.has_blocks, columnwise=layer.has_blocks)
@@ -302,7 +304,7 @@ class Linear(torch.nn.Module):
 
     def made(self, recipe, index):
         dtype = DType.kFloat8E5M2 if index == 2 else DType.kFloat8E4M3
-        travels = index == (0 if self.mode == "column" else 2)
+        travels = (self.mode, index) in (("column", 0), ("row", 2))
         if recipe == "blockwise":
             options = dict(block_scaling_dim=2 if index == 1 else 1, all_gather_usage=travels)
             return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, **options)

@@ -25,7 +25,17 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection
 from ditron_train.symm.nodes import spans_nodes
 
-__all__ = ["SPECS", "EXCHANGE", "OUTPUT", "PROJECTIONS", "route_exchange", "route_output", "route_projections"]
+__all__ = [
+    "SPECS",
+    "EXCHANGE",
+    "OUTPUT",
+    "PROJECTIONS",
+    "UlyssesCall",
+    "route_exchange",
+    "route_output",
+    "route_projections",
+    "split_by_heads",
+]
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -240,7 +250,7 @@ class ProjectionsSpec(_UlyssesSpec):
             (attended, revealing_out), (grad,) = _revealing_output(exchange, call, out, rank)
             x = revealing_like(call.like.new_empty(self._lead(call)), 81 + rank, "rows")
             mixed = revealing_like(call.like.new_empty(*call.rows, qkv.shape[0]), 82 + rank, "columns")
-            grads = exchange.to_heads(*_split_by_heads(mixed, layout, context.world_size))
+            grads = exchange.to_heads(*split_by_heads(mixed, layout, context.world_size))
             values = (x, revealing_like(qkv, 83 + rank, "columns"), revealing_out, attended)
         return [call._replace(values=values, grads=(*grads, grad))]
 
@@ -250,7 +260,7 @@ class ProjectionsSpec(_UlyssesSpec):
         layout = call.shape.qkv_layout(world)
 
         def function(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> _Tensors:
-            parts = _split_by_heads(torch.matmul(x, qkv.t()), layout, world)
+            parts = split_by_heads(torch.matmul(x, qkv.t()), layout, world)
             return [*exchange.to_heads(*parts), torch.matmul(exchange.to_sequence(attended.flatten(2)), out.t())]
 
         return function
@@ -292,7 +302,7 @@ def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tenso
         return like.clone() if like.is_inference() else like.detach()
 
 
-def _split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
+def split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
     """[s / W, b, columns of a QKV projection] -> q, k, v [s / W, b, heads, d]."""
     lead = mixed.shape[:2]
     parts = torch.split(mixed.view(*lead, world_size * layout.num_groups, -1), list(layout.widths), dim=3)

@@ -30,7 +30,7 @@ from ditron_train.stream.driver import has_driver
 from ditron_train.symm.exchange import exchange
 from ditron_train.tp.context import TPContext, get_tp_context
 
-__all__ = ["FP8_COLUMN", "FP8_ROW", "Fp8Call", "Fp8Spec"]
+__all__ = ["FP8_COLUMN", "FP8_ROW", "Fp8Call", "Fp8Spec", "tensor_quantizer", "why_not_device"]
 
 
 class Fp8Call(NamedTuple):
@@ -116,7 +116,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
     def why_not(self, call: Fp8Call) -> str | None:
         """See `OpSpec`."""
         sizes = call.x, call.weight, dist.get_world_size(call.group)
-        return why_not_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or _why_not_device(call.x.device)
+        return why_not_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or why_not_device(call.x.device)
 
     def context(self, call: Fp8Call) -> TPContext:
         """See `OpSpec`."""
@@ -242,23 +242,29 @@ def _quantizer(
     call: Fp8Call, name: str, *, columnwise: bool = True, travels: bool = False, num_dimensions: int = 1
 ) -> Any:
     """One that nobody else has, and that asks no peer."""
-    dtype = getattr(tex.DType, f"kFloat8{name}")
-    if call.has_blocks:
-        quantizer = Float8BlockQuantizer(
-            dtype,
-            rowwise=True,
-            columnwise=columnwise,
-            force_pow_2_scales=call.scaling == "block",
-            block_scaling_dim=num_dimensions,
-            all_gather_usage=travels,
-        )
-    else:
-        quantizer = Float8CurrentScalingQuantizer(dtype, call.x.device, columnwise=columnwise)
+    if not call.has_blocks:
+        return tensor_quantizer(name, call.x.device, columnwise=columnwise)
+    quantizer = Float8BlockQuantizer(
+        getattr(tex.DType, f"kFloat8{name}"),
+        rowwise=True,
+        columnwise=columnwise,
+        force_pow_2_scales=call.scaling == "block",
+        block_scaling_dim=num_dimensions,
+        all_gather_usage=travels,
+    )
     quantizer.internal = True
     return quantizer
 
 
-def _why_not_device(device: torch.device) -> str | None:
+def tensor_quantizer(name: str, device: torch.device, *, columnwise: bool) -> Any:
+    """One of one scale a tensor that nobody else has, and that asks no peer."""
+    quantizer = Float8CurrentScalingQuantizer(getattr(tex.DType, f"kFloat8{name}"), device, columnwise=columnwise)
+    quantizer.internal = True
+    return quantizer
+
+
+def why_not_device(device: torch.device) -> str | None:
+    """Why products of FP8 are not covered on a device, or None."""
     if device.type == "cpu":
         return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
     try:
