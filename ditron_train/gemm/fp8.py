@@ -19,7 +19,7 @@ from ditron_train.gemm.ops import launch_gemm, on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["SPLIT_CHAIN", "check_fp8_operands", "check_scales", "matmul_fp8"]
+__all__ = ["SPLIT_CHAIN", "check_bias", "check_fp8_operands", "check_scaled", "check_scales", "matmul_fp8"]
 
 #: Products that a split accumulator sums before it adds them in fp32.
 SPLIT_CHAIN = 128
@@ -51,6 +51,33 @@ def check_scales(name: str, scales: TensorScales, device: torch.device) -> None:
         if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device:
             shape = tuple(scale.shape)
             raise NotSupportedError(f"{name}: a scale {shape} {scale.dtype} on {scale.device}, needed is one fp32")
+
+
+def check_scaled(name: str, x: torch.Tensor, scales: TensorScales | None) -> None:
+    """Checks that FP8 operands, and no others, come with what they are scaled by.
+
+    Raises:
+        NotSupportedError: They do not, or the scales do not fit.
+    """
+    if (x.dtype in FP8_DTYPES) != (scales is not None):
+        raise NotSupportedError(f"{name}: {x.dtype} {'without' if scales is None else 'with'} scales")
+    if scales is not None:
+        check_scales(name, scales, x.device)
+
+
+def check_bias(name: str, x: torch.Tensor, bias: torch.Tensor | None, num_columns: int) -> None:
+    """Checks what is added to a product before it is rounded; None: nothing.
+
+    Raises:
+        NotSupportedError: It is not contiguous, of the result's type and ``num_columns``, on the operands' device.
+    """
+    if bias is None:
+        return
+    kind = tuple(bias.shape), bias.dtype, bias.device, bias.is_contiguous()
+    if kind != ((num_columns,), result_dtype(x.dtype), x.device, True):
+        raise NotSupportedError(
+            f"{name}: a bias {tuple(bias.shape)} {bias.dtype} on {bias.device} for {num_columns} columns of {x.dtype}"
+        )
 
 
 def matmul_fp8(

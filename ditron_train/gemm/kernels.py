@@ -60,11 +60,16 @@ def scaled(acc, scale):
 
 
 @triton.jit
-def biased(acc, bias_ptr, col, N, BLOCK_N: tl.constexpr):
-    """acc + bias[col + j], in fp32 in front of the only rounding, as cuBLASLt's epilogue adds it; None: acc."""
-    if bias_ptr is not None:
+def biased(acc, scale, bias, col, num_columns, BLOCK_N: tl.constexpr):
+    """acc * scale + bias[col + j], each rounded to fp32, as cuBLAS's epilogue does; without ``bias`` (None) as
+    ``scaled``, and without ``scale`` the sum alone. ``num_columns``: how many ``bias`` has."""
+    if bias is None:
+        acc = scaled(acc, scale)
+    else:
         columns = col + tl.arange(0, BLOCK_N)
-        acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        if scale is not None:  # with the sum behind it a plain product would become one instruction, rounded once
+            acc = tl.fma(acc, scale, 0.0)
+        acc += tl.load(bias + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
     return acc
 
 

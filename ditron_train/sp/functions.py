@@ -16,8 +16,9 @@ An attention that has both projections may leave the output projection's dW to t
 (``late_wgrad``): there it hides the exchange of dq, dk and dv, for which nothing else stands ready, and dx is a plain
 GEMM. dy and P^T(o) live that much longer (times: ``docs/measurements/sp.md``).
 
-wgrad is one GEMM over all local rows in order, as Megatron computes it; the bias c is added after the product was
-rounded, and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does.
+wgrad is one GEMM over all local rows in order, as Megatron computes it. The bias c is added after the product was
+rounded, and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does; or, as
+Transformer Engine does, c is rounded with the product, and its gradient is what the weight gradient's GEMM gives.
 """
 
 from __future__ import annotations
@@ -123,13 +124,15 @@ class _QkvProjection(torch.autograd.Function):
         shards: InputShards | None,
         late: LateWgrad | None,
         late_weight: torch.Tensor | None,  # an input, so that its gradient is a result of this backward
+        rounds_once: bool,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(x, weight)
         ctx.late = late
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
         ctx.shards = shards
-        parts = gemm_a2a(x if shards is None else shards.start_gather(x)(), weight, **ctx.options)
-        if bias is not None:
+        inside = bias if rounds_once else None
+        parts = gemm_a2a(x if shards is None else shards.start_gather(x)(), weight, bias=inside, **ctx.options)
+        if bias is not None and not rounds_once:
             own = bias.view(context.world_size, layout.num_groups, -1)[context.rank]
             for part, width, part_bias in zip(parts, layout.widths, own.split(list(layout.widths), dim=1)):
                 part.view(*part.shape[:-2], layout.num_groups, width).add_(part_bias)
@@ -165,10 +168,11 @@ class _QkvProjection(torch.autograd.Function):
         if needs_weight:
             grad_weight = ctx.wgrad(grad_rows, _rows(total_x()))
         if needs_bias:
-            grad_bias = grad_rows.sum(dim=0)
+            of_bias = getattr(ctx.wgrad, "bias_gradient", None)
+            grad_bias = grad_rows.sum(dim=0) if of_bias is None else of_bias(grad_rows)
         if needs_x and ctx.shards is not None:
             grad_x = grad_x()
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, grad_late
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, grad_late, None
 
 
 @outside_compile
@@ -252,6 +256,7 @@ def qkv_projection(
     wgrad: Wgrad | None = None,
     shards: InputShards | None = None,
     late: LateWgrad | None = None,
+    rounds_once: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v of this rank's heads for the whole sequence; differentiable.
 
@@ -266,6 +271,7 @@ def qkv_projection(
         shards: How x is held by the ranks of a tensor parallel group; None where this rank has all of it and no other
             needs its gradient.
         late: What the output projection of the same attention is given, too: its weight's gradient is computed here.
+        rounds_once: The bias is added inside the GEMM, in front of its rounding, as Transformer Engine does it.
 
     Returns:
         One tensor a part, [s, b, heads of this rank, head size].
@@ -279,7 +285,7 @@ def qkv_projection(
         )
     late_weight = None if late is None else late.weight
     return _QkvProjection.apply(
-        x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, late_weight
+        x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, late_weight, rounds_once
     )
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
-from ditron_train.gemm.kernels import store_tile, tile_product
+from ditron_train.gemm.kernels import biased, store_tile, tile_product
 from ditron_train.schedule.tiles import grouped_tile
 from ditron_train.sp.kernels import next_work, push_item, start_epoch
 
@@ -23,6 +23,8 @@ def gemm_a2a_kernel(
     b_desc,
     c_desc,
     channel,
+    scales,
+    bias,
     M,
     N,
     K,
@@ -45,10 +47,16 @@ def gemm_a2a_kernel(
     complete (``bulk_store_wait``), by a release after a block barrier; tiles and K blocks are one flattened, pipelined
     loop all the same (``dl.notify_stored``). Waits for nothing but start signals, which every rank sends first: all
     launches make progress.
+
+    ``scales``: ``TensorScales`` of FP8 operands, and ``bias`` [columns of all ranks] what is added to their product
+    before it is rounded; else None.
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
     start_epoch(channel, epoch, rank, WORLD_SIZE, TARGET)
+    scale = None
+    if scales is not None:
+        scale = tl.load(scales.a) * tl.load(scales.b)
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
@@ -59,9 +67,9 @@ def gemm_a2a_kernel(
         tile_m, tile_n = grouped_tile(tile_id % tiles_per_rank, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = tile_product(
-            a_desc, b_desc, row, peer * columns_per_rank + col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B
-        )
+        first_col = peer * columns_per_rank + col
+        acc = tile_product(a_desc, b_desc, row, first_col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        acc = biased(acc, scale, bias, first_col, WORLD_SIZE * columns_per_rank, BLOCK_N)
         if pending != 0:
             dl.notify_stored(pending, epoch, True, TARGET)
         else:

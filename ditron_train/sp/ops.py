@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from ditron_train.gemm.fp8 import check_bias, check_fp8_operands, check_scaled
+from ditron_train.gemm.operands import FP8_DTYPES, TensorScales
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -115,7 +117,14 @@ def _check_gemm(
         raise NotSupportedError(f"{name}: weight must have 2 dimensions, has {weight.dim()}")
     if x.device != context.device:
         raise NotSupportedError(f"{name}: the input is on {x.device}, the context on {context.device}")
-    check_operands(name, x, weight)
+    if x.dtype in FP8_DTYPES:
+        check_fp8_operands(name, x, weight)
+        if name != "gemm_a2a" or weight_layout != "nt" or x.dtype != weight.dtype:
+            raise NotSupportedError(
+                f"{name}: FP8 operands of {x.dtype} and {weight.dtype}, {weight_layout}: only nt of one type, gemm_a2a"
+            )
+    else:
+        check_operands(name, x, weight)
     n, weight_k = weight.shape if weight_layout == "nt" else weight.shape[::-1]
     if weight_k != k or (num_columns >= 0 and n != num_columns) or n == 0 or k == 0:
         wanted = num_columns if num_columns >= 0 else "any"
@@ -136,6 +145,8 @@ def gemm_a2a(
     row_table: torch.Tensor | None = None,
     choice: ProjectionChoice | None = None,
     meanwhile: Callable[[], object] | None = None,
+    scales: TensorScales | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Projects ``x`` and gives every rank its heads of the whole sequence: QKV's forward, the output projection's
     dgrad.
@@ -144,8 +155,9 @@ def gemm_a2a(
     chunks.
 
     Args:
-        x: [s / world, ..., K], this rank's two chunks of the sequence; bf16 or fp16 (on CPU fp32 too), any strides.
-        weight: [world * layout.num_columns, K] (``nt``) or its transpose (``nn``).
+        x: [s / world, ..., K], this rank's two chunks of the sequence; bf16, fp16 or, on Hopper, FP8 (on CPU fp32
+            too), any strides.
+        weight: [world * layout.num_columns, K] (``nt``) or its transpose (``nn``; not of FP8).
         context: The group's context.
         layout: Columns of one rank.
         weight_layout: How ``weight`` lies.
@@ -154,6 +166,8 @@ def gemm_a2a(
         choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
         meanwhile: Called when all is enqueued; what it enqueues runs beside the last transfers, and may use what is
             given here but not what is returned.
+        scales: Of FP8 operands, this rank's own. The product is ``gemm.fp8.matmul_fp8`` with fast accumulation, bf16.
+        bias: [world * layout.num_columns] with ``nt``, added before the product is rounded, as of ``tp.ag_gemm``.
 
     Returns:
         One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -163,6 +177,8 @@ def gemm_a2a(
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
+    check_scaled("gemm_a2a", x, scales)
+    check_bias("gemm_a2a", x, bias, weight.shape[0])
     context.enter("gemm_a2a", x.shape, weight.shape, x.dtype)
     kinds = x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     key = ("gemm_a2a", *kinds, layout, weight_layout, choice, _kind_of(row_table))
@@ -178,7 +194,8 @@ def gemm_a2a(
         prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen, row_table is not None)
         context.prepared[key] = prepared
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return prepared(rows, weight, (x.shape[0] * context.world_size, *x.shape[1:-1]), row_table, meanwhile)
+    lead = (x.shape[0] * context.world_size, *x.shape[1:-1])
+    return prepared(rows, weight, lead, row_table, meanwhile, scales, bias)
 
 
 @outside_compile

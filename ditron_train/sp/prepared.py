@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 import torch
 
-from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor, padded_columns
+from ditron_train.gemm.operands import (
+    TensorScales,
+    aligned_operand,
+    empty_aligned,
+    make_descriptor,
+    padded_columns,
+    result_dtype,
+)
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.sp import transfer_sizes
@@ -105,7 +112,7 @@ class PreparedGemmA2A:
         choice: ProjectionChoice,
         packed: bool,
     ) -> None:
-        config, programs = choice.config, choice.programs
+        config, programs, dtype = choice.config, choice.programs, result_dtype(dtype)
         self.config, self.k, self.weight_layout = config, k, weight_layout
         sizes: dict[str, Any] = dict(granule_rows=config.block_m, block_n=config.block_n, copy=transfer_sizes.PULL)
         self._transfer = transfer = Transfer(context, GEMM_A2A, layout, m, dtype, k=k, packed=packed, **sizes)
@@ -143,6 +150,8 @@ class PreparedGemmA2A:
         lead: Sequence[int],
         table: torch.Tensor | None,
         meanwhile: Callable[[], object] | None,
+        scales: TensorScales | None,
+        bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         """``rows`` [m, k]; ``lead``: leading dimensions of the parts; ``meanwhile``: enqueued while the last ones
         arrive."""
@@ -155,6 +164,8 @@ class PreparedGemmA2A:
             self._weight(weight),
             self._slots,
             channel.pointers(transfer.signature),
+            scales,
+            bias,
             transfer.m,
             transfer.layout.num_columns,
             self.k,

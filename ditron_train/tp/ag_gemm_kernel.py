@@ -13,7 +13,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.gemm.configs import Tile
-from ditron_train.gemm.kernels import biased, scaled, store_tile, tile_product
+from ditron_train.gemm.kernels import biased, store_tile, tile_product
 from ditron_train.schedule.tiles import gather_tile
 
 __all__ = ["AgGemmConstants", "ag_gemm_kernel"]
@@ -110,7 +110,7 @@ def _gathered_product(
     acc = tile_product(
         desc, b_desc, source_row, col, num_k_tiles, TILE.block_m, PART_N, TILE.block_k, TILE.transpose_b
     )
-    return biased(scaled(acc, scale), bias, col, N, PART_N), row, col
+    return biased(acc, scale, bias, col, N, PART_N), row, col
 
 
 @triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_whole_tiles"])
@@ -147,7 +147,7 @@ def ag_gemm_kernel(
         channel: ``ChannelPointers``.
         tables: ``RowTables``.
         scales: ``TensorScales`` of FP8 operands (of A one for the rows of all ranks), else None.
-        bias: [N], added in front of the rounding, or None.
+        bias: [N], added before the result is rounded, or None.
         M, N, K, granule_rows, num_whole_tiles: Sizes; a flag stands for ``granule_rows`` rows.
         OP: ``AgGemmConstants``. ``even``: every rank owns the same whole number of row tiles, and own rows are read
             through ``own_desc``, so that nobody copies them in front of the GEMM; else the order is a table, a tile

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_train.gemm.fp8 import check_scales
-from ditron_train.gemm.operands import FP8_DTYPES, TensorScales, result_dtype
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.gemm.fp8 import check_bias, check_scaled
+from ditron_train.gemm.operands import TensorScales, result_dtype
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import sendable_rows
@@ -21,13 +20,6 @@ from ditron_train.tp.prepared import AgGemmCall, GemmArCall, GemmRsCall
 from ditron_train.tp.problem import Choice, GatherPlan, Layout, ScatterMode
 
 __all__ = ["ag_gemm", "gemm_ar", "gemm_rs"]
-
-
-def _check_scaled(name: str, x: torch.Tensor, scales: TensorScales | None) -> None:
-    if (x.dtype in FP8_DTYPES) != (scales is not None):
-        raise NotSupportedError(f"{name}: {x.dtype} {'without' if scales is None else 'with'} scales")
-    if scales is not None:
-        check_scales(name, scales, x.device)
 
 
 @outside_compile
@@ -55,7 +47,8 @@ def ag_gemm(
             overwrites.
         plan: How to move the rows; chosen by the shape where None (``tp.choices``).
         scales: Of FP8 operands; that of ``x`` is the same on all ranks.
-        bias: [N], contiguous, of ``x``'s type (not of FP8), added in fp32 in front of the rounding, or None.
+        bias: [N], of the result's type: added in fp32 to the (scaled) product, which is rounded then, as cuBLAS's
+            epilogue does.
 
     Returns:
         [s, ..., N] ([total rows, N] with ``row_counts``), bf16 of FP8 operands (``gemm.fp8.matmul_fp8`` with fast
@@ -67,11 +60,11 @@ def ag_gemm(
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     counts = None if row_counts is None else tuple(row_counts)
-    _check_scaled("ag_gemm", x, scales)
+    check_scaled("ag_gemm", x, scales)
+    check_bias("ag_gemm", x, bias, weight.shape[0 if layout == "nt" else -1])
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
-    kind = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
-    prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered, kind)
+    prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered)
     if prepared is None:
         n, k = weight.shape if layout == "nt" else weight.shape[::-1]
         shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
@@ -116,7 +109,7 @@ def gemm_rs(
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
     counts = None if row_counts is None else tuple(row_counts)
-    _check_scaled("gemm_rs", x, scales)
+    check_scaled("gemm_rs", x, scales)
     context.enter("gemm_rs", x.shape, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
     prepared, dtype = context.prepare(GemmRsCall, *operands, layout, counts, scatter), result_dtype(x.dtype)
@@ -153,7 +146,7 @@ def gemm_ar(
         NotSupportedError: As ``ag_gemm``; also where NCCL's order cannot be had (``policy.all_reduce_order``).
         MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
-    _check_scaled("gemm_ar", x, None)
+    check_scaled("gemm_ar", x, None)
     context.enter("gemm_ar", x.shape, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
     prepared = context.prepare(GemmArCall, *operands, layout, choice)

@@ -52,10 +52,10 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16", has_
             "c_desc": _store(*block[:2]),
             "channel": _CHANNEL,
             "tables": _TABLES,
+            **({"bias": "*bf16"} if has_bias else {}),
             **_MNK,
             "granule_rows": "i32",
             "num_whole_tiles": "i32",
-            **({"bias": "*bf16"} if has_bias else {}),
         },
         constexprs={
             **_unscaled(dtype),
@@ -231,6 +231,7 @@ SPECS = [
     ),
     _ag_gemm("tp_ag_gemm_bias_wide", True, True, *_WIDE, has_bias=True),
     _ag_gemm("tp_ag_gemm_bias_square", True, True, *_SQUARE[:2], ("sm_80", "sm_90"), has_bias=True),
+    _ag_gemm("tp_ag_gemm_fp8_wide_bias", True, True, *_WIDE_FP8, dtype="fp8e4nv", has_bias=True),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),
 ]

@@ -63,8 +63,9 @@ def _passes(layer: torch.nn.Module, shape: tuple[int, ...], run: object) -> tupl
         found.append(y.detach().clone())
         if of_x or of_weight:
             y.backward(_integers(y.shape, 100 + step + rank))
-            found += [tensor.grad.clone() for tensor in (x, layer.weight) if tensor.grad is not None]
-        layer.weight.grad = None
+            given = (x, *layer.parameters())
+            found += [tensor.grad.clone() for tensor in given if tensor.grad is not None]
+        layer.zero_grad()
         for one in (layer.inputs, layer.weights, layer.grads):
             states += [list(one.history), one.rowwise_usage, one.columnwise_usage]
             states += [getattr(one, name).item() for name in ("amax", "scale") if hasattr(one, name)]
@@ -94,7 +95,10 @@ def compare_layers(mode: str, recipe: str) -> tuple[list[tuple[str, tuple[int, i
     products, results, states = [], [], []
     for made, run in ((native, lambda layer, x: layer(x)), (ours, lambda layer, x: layer(x)), (ours, overlapped)):
         weight = _integers((256 if recipe == "blockwise" else 48, block), 7 + dist.get_rank())
-        layer = made(weight, mode, dist.group.WORLD, recipe)
+        bias = (
+            _integers((len(weight),), 9 + dist.get_rank()) if mode == "column" else None
+        )  # of rows it is added later
+        layer = made(weight, mode, dist.group.WORLD, recipe, bias)
         calls.clear()
         for kept, one in zip((results, states), _passes(layer, shape, run)):
             kept.append(one)
@@ -104,6 +108,67 @@ def compare_layers(mode: str, recipe: str) -> tuple[list[tuple[str, tuple[int, i
         assert state == states[0]
     assert products[1] == products[0], "it is overlapped only where it is asked for"
     return products[0], products[2]
+
+
+def compare_projections(recipe: str, has_bias: bool) -> list[tuple[str, tuple[int, int], bool]]:
+    """Asserts that a QKV projection whose columns go to their heads has the results, gradients and states of the
+    layer and the exchange behind it; returns the products of Transformer Engine's."""
+    native, _ = _classes()
+    from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
+    from ditron_train.megatron.sp.spec import split_by_heads
+    from ditron_train.megatron.sp.te_fp8_passes import qkv_in_heads
+    from ditron_train.sp import get_sp_context
+
+    class Layer(native):
+        __module__ = "megatron.core.a_layer"
+
+        def forward(self, x):
+            return super().forward(x), None
+
+    world, context, shape = 2, get_sp_context(None, torch.device("cpu")), AttentionShape(8, 4, 16, 16)
+    exchange, layout = Exchange(dist.group.WORLD, shape, None), shape.qkv_layout(world)
+
+    def natively(layer, x):
+        return exchange.to_heads(*split_by_heads(layer(x)[0], layout, world))
+
+    def fused(layer, x):
+        return qkv_in_heads(layer, x, (x.shape[0], x.shape[1]), context=context, layout=layout)
+
+    calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
+    for run in (natively, fused):
+        calls.clear()
+        weight = _integers((layout.num_columns * world, 32), 7)
+        bias = _integers((len(weight),), 9) if has_bias else None
+        layer = Layer(weight, "local", dist.group.WORLD, recipe, bias)
+        found = _passes(layer, (16, 2, 32), lambda layer, x: torch.cat([one.flatten(2) for one in run(layer, x)], -1))
+        seen.append((found, list(calls)))
+    (expected, states), (results, ours) = (one[0] for one in seen)
+    assert len(expected) == len(results) and all(map(torch.equal, expected, results)) and states == ours
+    assert [call for call in seen[0][1] if call[0] != "TN"] == seen[1][1], "forward is ours"
+    return seen[1][1]
+
+
+def projection_spec_on_cpu() -> list[str]:
+    """As ``spec_on_cpu``, of a QKV projection and its exchange."""
+    _classes()
+    from ditron_train.megatron.sp.exchange import AttentionShape
+    from ditron_train.megatron.sp.fp8_spec import FP8_PROJECTION, Fp8ProjectionCall
+
+    said, shape = [], AttentionShape(8, 4, 16, 16)
+    for length, has_bias in ((16, False), (16, True), (2, False)):
+        weight = torch.empty(256, 64, dtype=torch.bfloat16)
+        call = Fp8ProjectionCall(dist.group.WORLD, shape, (length, 2), weight, weight, has_bias)
+        reason = FP8_PROJECTION.why_not(call)
+        if reason is not None:
+            said.append(reason)
+            continue
+        trial = FP8_PROJECTION.trial(call, FP8_PROJECTION.context(call))
+        for first, second in [(trial.megatron, trial.fused), *trial.also]:
+            expected, found = first(), second()
+            assert [one.shape for one in expected] == [one.shape for one in found]
+            assert torch.equal(expected[-1], found[-1]) and all(torch.isfinite(one).all() for one in found)
+        said.append(trial.words)
+    return said
 
 
 def refused_code(change: tuple[str, str]) -> str | None:
@@ -121,9 +186,10 @@ def spec_on_cpu(kind: str, scaling: str) -> list[str]:
 
     spec, said = {"column": FP8_COLUMN, "row": FP8_ROW}[kind], []
     group, size = dist.group.WORLD, 1 if scaling == "tensor" else 8
-    for rows, frozen in ((32 * size, False), (32 * size, True), (8 * size, False)):
+    for rows, frozen, bias in ((32, False, False), (32, True, kind == "column"), (8, False, False)):
+        rows *= size
         x, weight = torch.empty(rows, 64 * size).bfloat16(), torch.empty(48 * size, 64 * size).bfloat16()
-        call = Fp8Call(x, weight, group, "E5M2", frozen, scaling)
+        call = Fp8Call(x, weight, group, "E5M2", frozen, scaling, has_bias=bias)
         reason = spec.why_not(call)
         if reason is not None:
             said.append(reason)

@@ -205,8 +205,9 @@ _OPS = """
 CALLS = []
 
 
-def general_gemm(A, B, layout="TN", grad=False, out_dtype=None, out=None, use_split_accumulator=False):
+def general_gemm(A, B, layout="TN", grad=False, out_dtype=None, out=None, use_split_accumulator=False, bias=None):
     product = B.values(layout[1] == "N") @ A.values(layout[0] == "T").t()
+    product = product if bias is None else product + bias.float()
     CALLS.append((layout, tuple(product.shape), use_split_accumulator))
     if out is not None:
         return out.copy_(product), None, None, None
@@ -224,7 +225,7 @@ class TransformerEngineBaseModule:
         grad_output = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
         if row_parallel_mode:
             return gather_along_first_dim(grad_output, ctx.group, quantizer=quantizer)[0], None
-        return quantizer(grad_output), None
+        return quantizer(grad_output), grad_output.sum(dim=0)
 """
 
 _LINEAR = """
@@ -239,22 +240,23 @@ from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8Current
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, inp, layer):
+    def forward(ctx, weight, inp, bias, layer):
         total = layer.inputs
-        total.set_usage(rowwise=True, columnwise=layer.mode == "row" or layer.has_blocks)
+        total.set_usage(rowwise=True, columnwise=layer.mode != "column" or layer.has_blocks)
         rows = total(inp)
         matrix = layer.weights(weight)
         gathered = rows
         if layer.mode == "column":
             total.set_usage(columnwise=False)
             gathered, _ = gather_along_first_dim(rows, layer.group, quantizer=total)
-        out, *_ = general_gemm(matrix, gathered, out_dtype=torch.bfloat16)
+        out, *_ = general_gemm(matrix, gathered, out_dtype=torch.bfloat16, bias=bias)
         if layer.mode == "column":
             gathered.clear()
-        else:
+        elif layer.mode == "row":
             out, _ = reduce_scatter_along_first_dim(out, layer.group)
         if ctx is not None:
             ctx.layer, ctx.group, ctx.shape, ctx.kept = layer, layer.group, inp.shape, (rows, matrix)
+            ctx.has_bias = bias is not None
             ctx.requires_dgrad, ctx.requires_wgrad = inp.requires_grad, weight.requires_grad
         return out
 
@@ -263,7 +265,9 @@ class _Linear(torch.autograd.Function):
         layer, (rows, matrix) = ctx.layer, ctx.kept
         is_column, options = layer.mode == "column", dict(grad=True, out_dtype=torch.bfloat16)
         layer.grads.set_usage(rowwise=True, columnwise=True)
-        grad, _ = TransformerEngineBaseModule.grad_output_preprocess(ctx, grad_output, not is_column, layer.grads)
+        grad, grad_bias = TransformerEngineBaseModule.grad_output_preprocess(
+            ctx, grad_output, layer.mode == "row", layer.grads
+        )
         total, work, dgrad, wgrad = rows, None, None, None
         if is_column and ctx.requires_wgrad:
             layer.inputs.set_usage(rowwise=not layer.has_blocks, columnwise=layer.has_blocks)
@@ -281,7 +285,7 @@ class _Linear(torch.autograd.Function):
         if is_column and ctx.requires_dgrad:
             dgrad_work.wait()
         layer.update("backward")
-        return wgrad, None if dgrad is None else dgrad.view(ctx.shape), None
+        return wgrad, None if dgrad is None else dgrad.view(ctx.shape), grad_bias if ctx.has_bias else None, None
 
 
 def undecorated(function):
@@ -289,8 +293,9 @@ def undecorated(function):
 
 
 class Linear(torch.nn.Module):
-    def __init__(self, weight, mode, group, recipe):
+    def __init__(self, weight, mode, group, recipe, bias=None):
         super().__init__()
+        self.bias = None if bias is None else torch.nn.Parameter(bias)
         self.weight, self.mode, self.group = torch.nn.Parameter(weight), mode, group
         self.has_blocks = recipe == "blockwise"
         self.scales, self.amaxes = torch.ones(3), torch.zeros(2, 3)  # of delayed scaling alone
@@ -299,7 +304,7 @@ class Linear(torch.nn.Module):
 
     def made(self, recipe, index):
         dtype = DType.kFloat8E5M2 if index == 2 else DType.kFloat8E4M3
-        travels = index == (0 if self.mode == "column" else 2)
+        travels = (self.mode, index) in (("column", 0), ("row", 2))
         if recipe == "blockwise":
             options = dict(block_scaling_dim=2 if index == 1 else 1, all_gather_usage=travels)
             return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, **options)
@@ -319,10 +324,10 @@ class Linear(torch.nn.Module):
     @undecorated
     def forward(self, inp, is_first_microbatch=None):
         if torch.is_grad_enabled():
-            y = _Linear.apply(self.weight, inp, self)
+            y = _Linear.apply(self.weight, inp, self.bias, self)
             self.update("forward")
             return y
-        return _Linear.forward(None, self.weight, inp, self)
+        return _Linear.forward(None, self.weight, inp, self.bias, self)
 """
 
 #: By name, parents first.

@@ -29,6 +29,19 @@ def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_laye
             assert ours == dgrads
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_qkv_projection_in_heads_leaves_the_state_of_the_native_layer(recipe, has_bias):
+    first, second = workers.run(workers.compare_projections, recipe, has_bias)
+    assert first == second and [call[0] for call in first] == ["NN", "NT", "NN", "NT"]
+
+
+def test_what_the_policy_compares_of_a_qkv_projection():
+    first, second = workers.run(workers.projection_spec_on_cpu)
+    assert first == second and first[0] == "sp projection fp8 16x2x64x8x4x16x256" and first[1].endswith(", bias")
+    assert "4 tokens a rank" in first[2]
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -51,6 +64,7 @@ def test_what_the_policy_compares(kind, scaling):
     sizes = f"{32 * size}x{64 * size} {48 * size}x{64 * size}"
     assert first == second
     assert first[0].startswith(f"tp {kind} fp8 {sizes} gradients E5M2{words}: [") and "frozen" in first[1]
+    assert ("bias" in first[1]) == (kind == "column")
     assert f"multiples of {alignment}" in first[2]
 
 

@@ -143,7 +143,11 @@ def check_fp8_products(rows: int, n: int, k: int) -> None:
         plan = GatherPlan(mode, push_programs=1)
         y, gathered = ag_gemm(x, weight, context=context, scales=scales, plan=plan, return_gathered=True)
         assert torch.equal(gathered.view(torch.uint8), total.view(torch.uint8))
-        assert torch.equal(y, ((total.float() @ weight.float().t()) * factor).bfloat16())
+        product = (total.float() @ weight.float().t()) * factor
+        assert torch.equal(y, product.bfloat16())
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(repeat)).bfloat16()
+        y = ag_gemm(x, weight, context=context, scales=scales, plan=plan, bias=bias)
+        assert torch.equal(y, (product + bias.float()).bfloat16())
 
         started, places = start_all_gather(x.view(torch.uint8), context=context, in_turn=True), []
         for place, part in started.arrivals():
@@ -170,6 +174,12 @@ def refused_fp8_calls() -> list[str]:
     for op in (ag_gemm, gemm_rs):
         calls = [(x, weight, {}), (x.float(), weight.float(), {"scales": scales}), (x, weight, {"scales": pairs})]
         calls += [(x, weight.t(), {"scales": scales, "layout": "nn"}), (x, e5m2, {"scales": scales})]
+        if op is ag_gemm:
+            bias = torch.ones(16, dtype=torch.bfloat16)
+            calls += [
+                (x, weight, {"scales": scales, "bias": bias[:8]}),
+                (x, weight, {"scales": scales, "bias": bias.float()}),
+            ]
         for one, other, options in calls:
             try:
                 op(one, other, context=context, **options)

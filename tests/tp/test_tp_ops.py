@@ -51,9 +51,9 @@ def test_fp8_products_and_rows_as_they_arrive():
 
 def test_fp8_operands_that_do_not_fit_are_refused_alike():
     first, second = run_workers(2, bodies.refused_fp8_calls)
-    assert first == second and len(first) == 10
-    for name, words in zip(["ag_gemm"] * 5 + ["gemm_rs"] * 5, first):
-        assert words.startswith(f"{name}: ") and ("scale" in words or "FP8 operands" in words)
+    assert first == second and len(first) == 12
+    for name, words in zip(["ag_gemm"] * 7 + ["gemm_rs"] * 5, first):
+        assert words.startswith(f"{name}: ") and ("scale" in words or "FP8 operands" in words or "bias" in words)
 
 
 def test_four_ranks():

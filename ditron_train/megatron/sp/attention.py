@@ -31,7 +31,6 @@ from ditron_train.megatron.sp.nodes import forget_nodes
 from ditron_train.megatron.sp.output import output_fused
 from ditron_train.megatron.sp.packed import OneRank, packed_of, starts_of, table_of, why_not_packed
 from ditron_train.megatron.sp.rotary_tables import forget_tables, whole_rotary_table
-from ditron_train.megatron.sp.spec import route_projections
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import SPContext, late_wgrad
@@ -67,9 +66,8 @@ class DitronSelfAttention(SelfAttention):
         return hidden_states.shape[0] * (self.world_size if self.config.sequence_parallel else 1)
 
     def _route(self, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SPContext | None:
-        reason = self._why_not_fused(args, kwargs) or linears_of(self.linear_proj).why_not(
-            self.linear_qkv, self.linear_proj, hidden_states
-        )
+        linears, layers = linears_of(self.linear_proj), (self.linear_qkv, self.linear_proj)
+        reason = self._why_not_fused(args, kwargs) or linears.why_not(*layers, hidden_states)
         if reason is not None:
             log_native("sp projections", reason)
             return None
@@ -77,14 +75,7 @@ class DitronSelfAttention(SelfAttention):
         length = self._num_rows(hidden_states)
         if length % 2 or (kwargs.get("packed_seq_params") is not None and hidden_states.shape[1] != 1):
             return None  # the exchange says what is wrong
-        return route_projections(
-            group,
-            self._shape(),
-            (length, *hidden_states.shape[1:]),
-            self.linear_qkv.weight,
-            self.linear_proj.weight,
-            hidden_states,
-        )
+        return linears.route(group, self._shape(), (length, *hidden_states.shape[1:]), layers, hidden_states)
 
     def _why_not_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """What stands between a projection and its exchange, or is not training, in this call."""

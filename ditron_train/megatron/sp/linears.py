@@ -16,12 +16,16 @@ __all__ = ["LocalLinears", "linears_of"]
 
 
 def linears_of(layer: Any) -> Projections:
-    """``LocalLinears``, or ``TELinears`` for Transformer Engine's layers."""
+    """``LocalLinears``, or for Transformer Engine's layers ``TELinears``, in FP8 ``Fp8Linears``."""
     if isinstance(layer, RowParallelLinear) or not HAVE_TE:
         return LocalLinears()
-    from ditron_train.megatron.sp.te_linears import TELinears
+    from ditron_train.megatron.sp.te_linears import TELinears, computes_in_fp8
 
-    return TELinears()
+    if not computes_in_fp8():
+        return TELinears()
+    from ditron_train.megatron.sp.te_fp8_linears import Fp8Linears
+
+    return Fp8Linears()
 
 
 class LocalLinears(Projections):

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from ditron_train.megatron.plugin.patching import is_redirected
 from ditron_train.megatron.shared.forward_override import why_not_stand_in
 from ditron_train.megatron.sp.exchange import AttentionShape
+from ditron_train.megatron.sp.spec import route_projections
 from ditron_train.sp import InputShards, LateWgrad, SPContext, output_projection, qkv_projection
 
 __all__ = ["Projections", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
@@ -102,17 +103,22 @@ def _is_ours(kind: type) -> bool:
 class Projections(ABC):
     """The projections of one kind of layers: what speaks against them, their input, bias and weight gradients."""
 
+    rounds_bias_once: ClassVar[bool] = False  # whether the bias of q, k and v is added inside the product
+
     qkv_kinds: ClassVar[tuple[type[torch.nn.Module], ...]]
     out_kind: ClassVar[type[torch.nn.Module]]
 
     def why_not(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
         """Why these two layers cannot be fused with the exchanges, or None."""
+        return self.why_not_front(qkv, x) or self.why_not_out(out, x)
+
+    def why_not_front(self, qkv: Any, x: torch.Tensor) -> str | None:
+        """Why the QKV projection cannot be fused with its exchange, or None."""
         if not isinstance(qkv, self.qkv_kinds):
-            return f"projections are {type(qkv).__name__} and {type(out).__name__}"
+            return f"the QKV projection is {type(qkv).__name__}"
         if overlaps_tensor_parallelism(qkv):
             return "the projections overlap with tensor parallel communication"
-        reason = self._why_not_qkv(qkv) or why_not_stand_in(qkv) or self._why_not_layer(qkv, x)
-        return reason or self.why_not_out(out, x)
+        return self._why_not_qkv(qkv) or why_not_stand_in(qkv) or self._why_not_layer(qkv, x)
 
     def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
         """Why the output projection cannot be fused with its exchange, or None."""
@@ -121,6 +127,20 @@ class Projections(ABC):
         if overlaps_tensor_parallelism(out):
             return "the output projection overlaps with tensor parallel communication"
         return self._why_not_out(out) or why_not_stand_in(out) or self._why_not_layer(out, x)
+
+    def route(
+        self,
+        group: dist.ProcessGroup,
+        shape: AttentionShape,
+        input_shape: tuple[int, ...],
+        layers: tuple[Any, Any],
+        like: torch.Tensor,
+    ) -> SPContext | None:
+        """The context to run the projections (QKV, output) of an input of ``input_shape`` [s / W, b, hidden] with,
+        which is ``like`` or has its type and device; or None."""
+        qkv, out = layers
+        bias = self._qkv_bias(qkv) if self.rounds_bias_once else None
+        return route_projections(group, shape, input_shape, qkv.weight, out.weight, like, bias)
 
     def project_qkv(
         self,
@@ -133,8 +153,9 @@ class Projections(ABC):
     ) -> tuple[torch.Tensor, ...]:
         """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
         options: dict[str, Any] = dict(
-            bias=self._qkv_bias(layer), wgrad=self._wgrad(layer), shards=shards_of(layer), late=late
-        )
+            bias=self._qkv_bias(layer), wgrad=self._wgrad(layer), shards=shards_of(layer), late=late,
+            rounds_once=self.rounds_bias_once,
+        )  # fmt: skip
         layout = shape.qkv_layout(context.world_size)
         rows = self._qkv_input(layer, x)
         return qkv_projection(rows, layer.weight, context=context, layout=layout, row_table=row_table, **options)

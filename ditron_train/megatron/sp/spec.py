@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
-from ditron_train.megatron.shared.te_products import product_pairs
+from ditron_train.megatron.shared.te_products import product_pairs, product_with_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
@@ -25,7 +25,17 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection
 from ditron_train.symm.nodes import spans_nodes
 
-__all__ = ["SPECS", "EXCHANGE", "OUTPUT", "PROJECTIONS", "route_exchange", "route_output", "route_projections"]
+__all__ = [
+    "SPECS",
+    "EXCHANGE",
+    "OUTPUT",
+    "PROJECTIONS",
+    "UlyssesCall",
+    "route_exchange",
+    "route_output",
+    "route_projections",
+    "split_by_heads",
+]
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -41,6 +51,7 @@ class UlyssesCall(NamedTuple):
         weights: Of the projections that are fused: none, ``(out,)`` or ``(qkv, out)``.
         values: Inputs of a comparison; empty in a call to be decided.
         grads: Gradients of its results.
+        bias: Of q, k and v, where it is added inside the product, in front of its rounding.
     """
 
     group: dist.ProcessGroup
@@ -50,6 +61,7 @@ class UlyssesCall(NamedTuple):
     weights: tuple[torch.Tensor, ...] = ()
     values: tuple[torch.Tensor, ...] = ()
     grads: tuple[torch.Tensor, ...] = ()
+    bias: torch.Tensor | None = None
 
 
 class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
@@ -73,6 +85,7 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
             bool(call.weights) and torch.is_autocast_enabled(call.like.device.type),
             is_batch_invariant_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
+            call.bias is None,
         )
 
     def why_not(self, call: UlyssesCall) -> str | None:
@@ -111,7 +124,8 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         shape = call.shape
         heads = (shape.num_heads, shape.num_groups, shape.head_dim, shape.value_head_dim)
         sizes = "x".join(map(str, (*self._lead(call), *heads, *(weight.shape[0] for weight in call.weights[-1:]))))
-        return f"sp {self.word} {sizes} {str(call.like.dtype).removeprefix('torch.')}"
+        bias = "" if call.bias is None else ", bias inside"
+        return f"sp {self.word} {sizes} {str(call.like.dtype).removeprefix('torch.')}{bias}"
 
     def _lead(self, call: UlyssesCall) -> tuple[int, ...]:
         return call.rows
@@ -240,9 +254,31 @@ class ProjectionsSpec(_UlyssesSpec):
             (attended, revealing_out), (grad,) = _revealing_output(exchange, call, out, rank)
             x = revealing_like(call.like.new_empty(self._lead(call)), 81 + rank, "rows")
             mixed = revealing_like(call.like.new_empty(*call.rows, qkv.shape[0]), 82 + rank, "columns")
-            grads = exchange.to_heads(*_split_by_heads(mixed, layout, context.world_size))
+            grads = exchange.to_heads(*split_by_heads(mixed, layout, context.world_size))
             values = (x, revealing_like(qkv, 83 + rank, "columns"), revealing_out, attended)
         return [call._replace(values=values, grads=(*grads, grad))]
+
+    def more_pairs(self, call: UlyssesCall, context: SPContext) -> Sequence[tuple[Run, Run]]:
+        """See `OpSpec`: also the QKV projection whose bias is added inside its product."""
+        pairs, bias, world = list(super().more_pairs(call, context)), call.bias, context.world_size
+        if bias is None:
+            return pairs
+        exchange, layout = Exchange(call.group, call.shape, None), call.shape.qkv_layout(world)
+
+        def data() -> tuple[torch.Tensor, torch.Tensor]:
+            x = revealing_like(call.like.new_empty(self._lead(call)), 91 + context.rank, "rows")
+            return x, revealing_like(call.weights[0], 92, "columns")
+
+        def by_library() -> list[torch.Tensor]:
+            x, weight = data()
+            mixed = product_with_bias(x.flatten(0, 1), weight, bias).view(*call.rows, -1)
+            return list(exchange.to_heads(*_split_by_heads(mixed, layout, world)))
+
+        def by_op() -> list[torch.Tensor]:
+            x, weight = data()
+            return list(qkv_projection(x, weight, context=context, layout=layout, bias=bias, rounds_once=True))
+
+        return [*pairs, (by_library, by_op)]
 
     def megatron(self, call: UlyssesCall) -> Function:
         """See `OpSpec`."""
@@ -250,7 +286,7 @@ class ProjectionsSpec(_UlyssesSpec):
         layout = call.shape.qkv_layout(world)
 
         def function(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> _Tensors:
-            parts = _split_by_heads(torch.matmul(x, qkv.t()), layout, world)
+            parts = split_by_heads(torch.matmul(x, qkv.t()), layout, world)
             return [*exchange.to_heads(*parts), torch.matmul(exchange.to_sequence(attended.flatten(2)), out.t())]
 
         return function
@@ -292,7 +328,7 @@ def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tenso
         return like.clone() if like.is_inference() else like.detach()
 
 
-def _split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
+def split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
     """[s / W, b, columns of a QKV projection] -> q, k, v [s / W, b, heads, d]."""
     lead = mixed.shape[:2]
     parts = torch.split(mixed.view(*lead, world_size * layout.num_groups, -1), list(layout.widths), dim=3)
@@ -345,8 +381,9 @@ def route_projections(
     weight_qkv: torch.Tensor,
     weight_out: torch.Tensor,
     like: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> SPContext | None:
     """The context to run the projections of an input of ``input_shape`` [s / W, b, hidden], which is ``like`` or has
     its type and device, fused with their exchanges, or None."""
     rows = (input_shape[0], input_shape[1])
-    return gate.context_for(PROJECTIONS, UlyssesCall(group, shape, rows, like, (weight_qkv, weight_out)))
+    return gate.context_for(PROJECTIONS, UlyssesCall(group, shape, rows, like, (weight_qkv, weight_out), bias=bias))

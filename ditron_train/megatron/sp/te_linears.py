@@ -13,13 +13,19 @@ from megatron.core.extensions.transformer_engine import (
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from ditron_train.megatron.shared.te_wgrad import TELinearWgrad, wgrad_of
 from ditron_train.megatron.sp.projections import Projections
-from ditron_train.megatron.tp.te_coverage import why_not_bias, why_not_delayed
+from ditron_train.megatron.tp.te_coverage import why_not_delayed
 from ditron_train.megatron.tp.te_layers import normalised, why_not_covered
 
-__all__ = ["TELinears"]
+__all__ = ["TELinears", "computes_in_fp8"]
+
+
+def computes_in_fp8() -> bool:
+    """Whether Transformer Engine's layers are called in FP8 here."""
+    return bool(FP8GlobalStateManager.is_fp8_enabled())
 
 
 class TELinears(Projections):
@@ -27,11 +33,10 @@ class TELinears(Projections):
 
     qkv_kinds = (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
     out_kind = TERowParallelLinear
+    rounds_bias_once = True
 
     def _why_not_qkv(self, layer: Any) -> str | None:
-        if layer.te_return_bias:
-            return "the bias of q, k and v is not added by their layer"
-        return why_not_bias(layer)
+        return "the bias of q, k and v is not added by their layer" if layer.te_return_bias else None
 
     def _why_not_out(self, layer: Any) -> str | None:
         kind = layer.symmetric_ar_type

@@ -18,9 +18,8 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from ditron_train.gemm.revealing import revealing_matrix
-from ditron_train.megatron.shared.values import why_hidden
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_block_passes import BLOCK
+from ditron_train.megatron.tp.te_coverage import why_not_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Decision, Function, OpSpec
@@ -31,9 +30,7 @@ from ditron_train.stream.driver import has_driver
 from ditron_train.symm.exchange import exchange
 from ditron_train.tp.context import TPContext, get_tp_context
 
-__all__ = ["FP8_COLUMN", "FP8_ROW", "Fp8Call", "Fp8Spec"]
-
-_ROW_ALIGNMENT = 16  # of the tokens of a rank: cuBLAS multiplies each rank's by themselves, and wgrad sums over them
+__all__ = ["FP8_COLUMN", "FP8_ROW", "Fp8Call", "Fp8Spec", "tensor_quantizer", "why_not_device"]
 
 
 class Fp8Call(NamedTuple):
@@ -47,6 +44,7 @@ class Fp8Call(NamedTuple):
         is_frozen: Whether the weight needs no gradient.
         scaling: What a scale is for.
         recipe: Its name: by some, quantizing asks the peers.
+        has_bias: Whether a bias is added to the product before it is rounded.
     """
 
     x: torch.Tensor
@@ -56,6 +54,7 @@ class Fp8Call(NamedTuple):
     is_frozen: bool
     scaling: Scaling = "tensor"
     recipe: str = ""
+    has_bias: bool = False
 
     @property
     def has_blocks(self) -> bool:
@@ -72,6 +71,7 @@ class _Operands:
     weight: Any
     grad: Any
     quantizer: Any
+    bias: torch.Tensor | None
 
 
 class Fp8Spec(OpSpec[Fp8Call, TPContext]):
@@ -96,6 +96,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             call.is_frozen,
             call.scaling,
             call.recipe,
+            call.has_bias,
         )
 
     def check_ranks_agree(self, call: Fp8Call) -> None:
@@ -106,7 +107,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             MismatchError: They do not; the same on every rank.
         """
         shapes = f"{tuple(call.x.shape)} {call.x.dtype} x {tuple(call.weight.shape)} {call.weight.dtype}"
-        options = f"{call.recipe or call.scaling}, gradients {call.grad_format}{', frozen' if call.is_frozen else ''}"
+        options = f"{call.recipe or call.scaling}, gradients {call.grad_format}{self._switches(call)}"
         said = exchange(call.group, f"{shapes}, {options}")
         if len(set(said)) > 1:
             ranks = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
@@ -114,23 +115,8 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
 
     def why_not(self, call: Fp8Call) -> str | None:
         """See `OpSpec`."""
-        x, weight, world_size = call.x, call.weight, dist.get_world_size(call.group)
-        if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-            return f"the input is {x.dtype} and the weight {weight.dtype}; covered is bfloat16"
-        reason = _why_not_device(x.device)
-        if reason is not None:
-            return reason
-        if x.dim() < 2 or 0 in x.shape or x.shape[-1] != weight.shape[1]:
-            return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
-        if self.kind == "row" and x.shape[0] % world_size:
-            return f"the sequence of {x.shape[0]} does not divide by {world_size}"
-        rows_of_a_rank = x.shape[:-1].numel() // (world_size if self.kind == "row" else 1)
-        if rows_of_a_rank % _ROW_ALIGNMENT or weight.shape[0] % _ROW_ALIGNMENT or weight.shape[1] % _ROW_ALIGNMENT:
-            return f"{rows_of_a_rank} tokens a rank and {tuple(weight.shape)} are not multiples of {_ROW_ALIGNMENT}"
-        gathered_columns = weight.shape[self.kind == "column"]
-        if call.has_blocks and (rows_of_a_rank % BLOCK or gathered_columns % BLOCK):
-            return f"{rows_of_a_rank} tokens a rank and {gathered_columns} columns are not multiples of {BLOCK}"
-        return why_hidden(x.device, rows_of_a_rank, *weight.shape)
+        sizes = call.x, call.weight, dist.get_world_size(call.group)
+        return why_not_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or why_not_device(call.x.device)
 
     def context(self, call: Fp8Call) -> TPContext:
         """See `OpSpec`."""
@@ -156,7 +142,11 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         """See `OpSpec`."""
         sizes = f"{call.x.shape[:-1].numel()}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
         scaling = f", {call.scaling}" if call.has_blocks else ""
-        return f"{self.name} {sizes} gradients {call.grad_format}{scaling}{', frozen' if call.is_frozen else ''}"
+        return f"{self.name} {sizes} gradients {call.grad_format}{scaling}{self._switches(call)}"
+
+    @staticmethod
+    def _switches(call: Fp8Call) -> str:
+        return f"{', frozen' if call.is_frozen else ''}{', bias' if call.has_bias else ''}"
 
     def where(self, call: Fp8Call) -> str:
         """See `OpSpec`."""
@@ -197,7 +187,9 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         x = made((rows, k), 1 + rank, "rows", block, of_x)
         weight = made((n, k), 101 + rank, "columns", n, _quantizer(call, "E4M3", num_dimensions=2))
         grad = made((grad_rows, n), 201 + rank, "columns", block, of_grad)
-        return _Operands(call, x, weight, grad, of_x if is_column else of_grad)
+        generator = torch.Generator(device).manual_seed(301 + rank)
+        bias = torch.empty(n, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+        return _Operands(call, x, weight, grad, of_x if is_column else of_grad, bias if call.has_bias else None)
 
     def _run(self, operands: _Operands, context: TPContext | None) -> Sequence[torch.Tensor]:
         """Results and gradients, step by step as Transformer Engine's layers have them; None: natively."""
@@ -207,7 +199,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             if self.kind == "column":
                 quantizer.set_usage(rowwise=True, columnwise=False)
                 total, _ = gather(operands.x, call.group, quantizer=quantizer)
-                y, *_ = multiply(operands.weight, total, **fast)
+                y, *_ = multiply(operands.weight, total, bias=operands.bias, **fast)
             else:
                 y, *_ = multiply(operands.weight, operands.x, **fast)
                 y, _ = scatter(y, call.group)
@@ -250,23 +242,29 @@ def _quantizer(
     call: Fp8Call, name: str, *, columnwise: bool = True, travels: bool = False, num_dimensions: int = 1
 ) -> Any:
     """One that nobody else has, and that asks no peer."""
-    dtype = getattr(tex.DType, f"kFloat8{name}")
-    if call.has_blocks:
-        quantizer = Float8BlockQuantizer(
-            dtype,
-            rowwise=True,
-            columnwise=columnwise,
-            force_pow_2_scales=call.scaling == "block",
-            block_scaling_dim=num_dimensions,
-            all_gather_usage=travels,
-        )
-    else:
-        quantizer = Float8CurrentScalingQuantizer(dtype, call.x.device, columnwise=columnwise)
+    if not call.has_blocks:
+        return tensor_quantizer(name, call.x.device, columnwise=columnwise)
+    quantizer = Float8BlockQuantizer(
+        getattr(tex.DType, f"kFloat8{name}"),
+        rowwise=True,
+        columnwise=columnwise,
+        force_pow_2_scales=call.scaling == "block",
+        block_scaling_dim=num_dimensions,
+        all_gather_usage=travels,
+    )
     quantizer.internal = True
     return quantizer
 
 
-def _why_not_device(device: torch.device) -> str | None:
+def tensor_quantizer(name: str, device: torch.device, *, columnwise: bool) -> Any:
+    """One of one scale a tensor that nobody else has, and that asks no peer."""
+    quantizer = Float8CurrentScalingQuantizer(getattr(tex.DType, f"kFloat8{name}"), device, columnwise=columnwise)
+    quantizer.internal = True
+    return quantizer
+
+
+def why_not_device(device: torch.device) -> str | None:
+    """Why products of FP8 are not covered on a device, or None."""
     if device.type == "cpu":
         return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
     try:

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from ditron_train.megatron.compat import why_not_weight
+from ditron_train.megatron.shared.values import why_hidden
 
 __all__ = [
+    "BLOCK",
     "FP8_RECIPES",
     "OFFLOADED",
     "WITHOUT_SEQUENCE_PARALLEL",
-    "why_not_bias",
     "why_not_delayed",
+    "why_not_fp8_sizes",
     "why_not_options",
     "why_not_parameters",
     "why_not_recipe_name",
@@ -22,9 +24,11 @@ __all__ = [
 
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
 FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
+BLOCK = 128  # values that share a scale in the last of them
 OFFLOADED = "activations are offloaded to the CPU"
 WITHOUT_SEQUENCE_PARALLEL = "FP8 without --sequence-parallel"
 
+_ROW_ALIGNMENT = 16  # of the tokens of a rank: cuBLAS multiplies each rank's by themselves, and wgrad sums over them
 _USERBUFFERS = (
     "ub_overlap_rs_fprop",
     "ub_overlap_ag_dgrad",
@@ -53,14 +57,35 @@ def why_not_options(layer: Any, x: torch.Tensor) -> str | None:
 
 
 def why_not_delayed(layer: Any) -> str | None:
-    """Why a layer whose op computes the weight gradient at once is native, or None."""
+    """Why a layer in FP8, or of ``sp``, is native: it computes the weight gradient at once. Or None."""
     return "the weight gradient is delayed" if layer.wgrad_store.delay_wgrad_compute() else None
 
 
-def why_not_bias(layer: Any) -> str | None:
-    """Why a layer whose op adds a bias to the rounded product is native, or None."""
-    is_inside = layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add
-    return "the bias is added inside the GEMM, with one rounding less" if is_inside else None
+def why_not_fp8_sizes(
+    kind: str, x: torch.Tensor, weight: torch.Tensor, world_size: int, *, has_blocks: bool
+) -> str | None:
+    """Why a ``column`` or a ``row`` layer that computes in FP8 runs natively, by types and sizes alone, or None.
+
+    Args:
+        kind: Of the layer.
+        x: Input ``[s, b, K]`` or ``[tokens, K]``: of ``column`` the local part of the sequence.
+        weight: This rank's ``[N, K]``.
+        world_size: Of the tensor parallel group.
+        has_blocks: Whether blocks of values have scales, not tensors.
+    """
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return f"the input is {x.dtype} and the weight {weight.dtype}; covered is bfloat16"
+    if x.dim() < 2 or 0 in x.shape or x.shape[-1] != weight.shape[1]:
+        return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
+    if kind == "row" and x.shape[0] % world_size:
+        return f"the sequence of {x.shape[0]} does not divide by {world_size}"
+    rows_of_a_rank = x.shape[:-1].numel() // (world_size if kind == "row" else 1)
+    if rows_of_a_rank % _ROW_ALIGNMENT or weight.shape[0] % _ROW_ALIGNMENT or weight.shape[1] % _ROW_ALIGNMENT:
+        return f"{rows_of_a_rank} tokens a rank and {tuple(weight.shape)} are not multiples of {_ROW_ALIGNMENT}"
+    gathered_columns = weight.shape[kind == "column"]
+    if has_blocks and (rows_of_a_rank % BLOCK or gathered_columns % BLOCK):
+        return f"{rows_of_a_rank} tokens a rank and {gathered_columns} columns are not multiples of {BLOCK}"
+    return why_hidden(x.device, rows_of_a_rank, *weight.shape)
 
 
 def why_not_recipe_name(name: str) -> str | None:

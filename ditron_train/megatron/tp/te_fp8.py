@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -29,8 +29,10 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
 __all__ = [
+    "Passes",
     "Scaling",
     "backward_pass",
+    "call_with",
     "forward_pass",
     "overlapped_base",
     "overlapping",
@@ -45,16 +47,34 @@ Scaling = Literal["tensor", "block", "block fp32"]
 *_PER_TENSOR, _BLOCKS = FP8_RECIPES
 
 
+class Passes(Protocol):
+    """What a call of a layer communicates and multiplies by."""
+
+    def forward(self) -> te_passes.Pass | None:
+        """Its forward; None: natively."""
+
+    def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
+        """Its backward; None: natively."""
+
+
 class _Layer(NamedTuple):
-    """Where and how a layer's call runs."""
+    """Where and how a tensor parallel layer's call runs."""
 
     kind: Kind
     context: TPContext
     scaling: Scaling
 
+    def forward(self) -> te_passes.Pass | None:
+        """See `Passes`."""
+        return forward_pass(*self)
+
+    def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
+        """See `Passes`."""
+        return backward_pass(*self, needs_dgrad=needs_dgrad)
+
 
 _standing: set[type] = set()  # what ``overlapped_base`` has made
-_chosen: ContextVar[_Layer | None] = ContextVar("ditron_train_te_layer", default=None)
+_chosen: ContextVar[Passes | None] = ContextVar("ditron_train_te_layer", default=None)
 
 
 def _is_a(recipe: Any, *names: str) -> bool:
@@ -117,7 +137,13 @@ def backward_pass(
 @contextlib.contextmanager
 def overlapping(kind: Kind, context: TPContext, scaling: Scaling = "tensor") -> Iterator[None]:
     """Inside, a layer on ``overlapped_base`` is overlapped in its forward, and later in its backward."""
-    token = _chosen.set(_Layer(kind, context, scaling))
+    with _choosing(_Layer(kind, context, scaling)):
+        yield
+
+
+@contextlib.contextmanager
+def _choosing(passes: Passes) -> Iterator[None]:
+    token = _chosen.set(passes)
     try:
         yield
     finally:
@@ -170,14 +196,13 @@ def _function_of(native: type) -> type:
             assert chosen is not None, "the layer's forward was called without ``overlapping``"
             if ctx is not None:  # None where no gradient is wanted
                 ctx.ditron_layer = chosen
-            with te_passes.passing(forward_pass(*chosen)):
+            with te_passes.passing(chosen.forward()):
                 return run_forward(ctx, *args)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             refuse_second_derivatives("a linear layer in FP8")
-            active = backward_pass(*ctx.ditron_layer, needs_dgrad=ctx.requires_dgrad)
-            with te_passes.passing(active):
+            with te_passes.passing(ctx.ditron_layer.backward(ctx.requires_dgrad)):
                 return run_backward(ctx, *grads)
 
     return outside_compile(Overlapped)
@@ -197,6 +222,30 @@ class _Namespace:
 def _forward_of(native: type) -> Any:
     """The forward of a layer of Transformer Engine with ours for its autograd function."""
     return with_names(native.forward, {f"_{native.__name__}": _function_of(native)})  # type: ignore[attr-defined]
+
+
+class _Super:
+    """``super()`` in megatron-core's forward of a layer: Transformer Engine's forward, with ours in its code."""
+
+    def __init__(self, layer: torch.nn.Module, native: type) -> None:
+        self._layer, self._native = layer, native
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See above."""
+        return _forward_of(self._native)(self._layer, *args, **kwargs)
+
+
+def call_with(layer: torch.nn.Module, x: torch.Tensor, passes: Passes) -> Any:
+    """What megatron-core's forward of a layer on Transformer Engine's returns, communicated and multiplied by
+    ``passes``; its class may be native."""
+    native = _native_layer(type(layer))
+    owner = next(
+        one for one in type(layer).__mro__ if one.__module__.startswith("megatron.") and "forward" in vars(one)
+    )
+    assert native is not None, "``why_not_code`` has said so"
+    forward = with_names(vars(owner)["forward"], {"super": lambda *of: _Super(layer, native)})
+    with _choosing(passes):
+        return forward(layer, x)
 
 
 def overlapped_base(layer_class: type) -> type:

@@ -27,7 +27,6 @@ from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
-    why_not_bias,
     why_not_delayed,
     why_not_options,
     why_not_parameters,
@@ -124,8 +123,7 @@ def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
         return reason
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    reason = _why_not_options(layer, x) or why_not_delayed(layer) or why_not_bias(layer)
-    return reason or why_not_code(layer.__class__)
+    return _why_not_options(layer, x) or why_not_delayed(layer) or why_not_code(layer.__class__)
 
 
 def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torch.Tensor], Any]) -> Any:
@@ -157,7 +155,8 @@ def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     recipe, weight = FP8GlobalStateManager.get_fp8_recipe(), layer.weight
     grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
     what = (grad_format, not weight.requires_grad, scaling_of(recipe), type(recipe).__name__)
-    call = Fp8Call(x, weight, layer.tp_group, *what)
+    has_bias = bool(kind == "column" and layer.use_bias and layer.apply_bias)
+    call = Fp8Call(x, weight, layer.tp_group, *what, has_bias)
     spec = FP8_COLUMN if kind == "column" else FP8_ROW
     if not gate.knows(spec, call):
         spec.check_ranks_agree(call)

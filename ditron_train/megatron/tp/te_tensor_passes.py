@@ -17,12 +17,12 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
 from ditron_train.tp.ops import ag_gemm, gemm_rs
 
-__all__ = ["ColumnBackward", "ColumnForward", "RowBackward", "RowForward"]
+__all__ = ["ColumnBackward", "ColumnForward", "RowBackward", "RowForward", "operands"]
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
-def _operands(rows: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor, TensorScales]:
+def operands(rows: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor, TensorScales]:
     """The data of two quantized tensors as torch's FP8, and their scales."""
     parts = [operand.get_metadata() for operand in (rows, weight)]
     x, w = (part["data"].view(_DTYPES[part["fp8_dtype"].name]) for part in parts)
@@ -70,8 +70,8 @@ class ColumnForward(Pass):
         """See `Pass`."""
         if not isinstance(rows, Sharded):
             return super().multiply(weight, rows, *args, **kwargs)
-        x, w, scales = _operands(rows.rows, weight)
-        y = ag_gemm(x, w, context=self._context, scales=scales)
+        x, w, scales = operands(rows.rows, weight)
+        y = ag_gemm(x, w, context=self._context, scales=scales, bias=kwargs.get("bias"))
         return y, None, None, None
 
 
@@ -84,7 +84,7 @@ class RowForward(Pass):
 
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
         """See `Pass`."""
-        x, w, scales = _operands(partial.rows, partial.weight)
+        x, w, scales = operands(partial.rows, partial.weight)
         return gemm_rs(x, w, context=self._context, scales=scales), None
 
 

@@ -27,6 +27,8 @@ from ditron_train.megatron.tp.spec import LinearCall
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
+    why_not_delayed,
+    why_not_fp8_sizes,
     why_not_options,
     why_not_parameters,
     why_not_recipe_name,
@@ -155,12 +157,16 @@ def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
             if name.startswith("shared") and config.moe_shared_expert_overlap:
                 layer.parallel_mode = None
             reason = _why_not_te(layer, x, config)
+            if config.fp8:
+                has_blocks = config.fp8_recipe == "blockwise"
+                yield name, reason or why_not_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
+                continue
         yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _ranks(tp)))
 
 
 def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     """As ``te_layers`` ask."""
-    reason = None
+    reason = why_not_delayed(layer) if config.fp8 else None
     if config.fp8:
         recipe = _RECIPES.get(config.fp8_recipe, config.fp8_recipe)
         reason = why_not_recipe_name(recipe)

@@ -75,6 +75,43 @@ def test_a_flag_keeps_a_part_native_in_the_words_of_the_log(words: str, part: st
     assert says in (reasons(words)[part] or "")
 
 
+FP8 = f"{TP} --ditron tp --fp8-format hybrid"
+LINEARS = {QKV, PROJ, "MLP: linear_fc1", "MLP: linear_fc2"}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("sizes", ["", "--add-qkv-bias", "--fp8-format e4m3", "--ffn-hidden-size 10880"])
+def test_every_layer_of_a_usual_job_in_fp8_is_fast(recipe: str, sizes: str) -> None:
+    found = reasons(f"{FP8} --fp8-recipe {recipe} {sizes}")
+    assert set(found) > LINEARS and set(found.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("words", "native", "says"),
+    [
+        ("--fp8-recipe tensorwise --seq-length 8208", LINEARS, "4104 tokens a rank and (6144, 4096)"),
+        ("--fp8-recipe delayed --ffn-hidden-size 10896", {"MLP: linear_fc2"}, "multiples of 16"),
+        ("--fp8-recipe tensorwise --seq-length 8256", set(), ""),
+        ("--fp8-recipe blockwise --seq-length 8256", LINEARS, "4128 tokens a rank and 4096 columns"),
+        ("--fp8-recipe blockwise --seq-length 8256", LINEARS, "are not multiples of 128"),
+        ("--fp8-recipe mxfp8", LINEARS, "FP8 by the recipe MXFP8BlockScaling"),
+        ("--fp8-recipe custom", LINEARS, "FP8 by the recipe custom"),
+        ("--fp8-recipe tensorwise --fp8-param-gather", set(), ""),
+        ("--fp8-recipe blockwise --fp8-param-gather", LINEARS, "(--fp8-param-gather)"),
+        ("--fp8-recipe delayed --tp-comm-overlap", LINEARS, "userbuffers"),
+    ],
+)
+def test_in_fp8_each_layer_is_asked_about_its_recipe_and_its_sizes(words: str, native: set[str], says: str) -> None:
+    found = reasons(f"{FP8} {words}")
+    assert {name for name, reason in found.items() if reason is not None} == native
+    assert not says or any(says in (found[name] or "") for name in native)
+
+
+def test_without_sequence_parallelism_layers_in_fp8_are_native() -> None:
+    found = reasons(f"{FP8} --fp8-recipe tensorwise".replace("--sequence-parallel", ""))
+    assert all(found[name] == "FP8 without --sequence-parallel" for name in LINEARS)
+
+
 def test_other_parts_stay_fast_beside_one_that_is_native() -> None:
     found = reasons(f"{TP} --add-qkv-bias")
     assert found.pop(QKV) is not None and set(found.values()) == {None}
