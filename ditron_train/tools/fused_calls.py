@@ -12,7 +12,7 @@ from typing import Any
 _DECISIONS = (
     ("ditron_train.megatron.tp.layers", "route", "tp"),
     ("ditron_train.megatron.sp.attention_exchange", "route_exchange", "sp"),
-    ("ditron_train.megatron.sp.attention", "route_projections", "sp"),
+    ("ditron_train.megatron.sp.projections", "route_projections", "sp"),
     ("ditron_train.megatron.sp.output", "route_output", "sp"),
     ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._context_for", "ep"),
     ("ditron_train.megatron.pp.communicator", "DitronP2PCommunicator._context", "pp"),
@@ -20,6 +20,8 @@ _DECISIONS = (
 )
 _TE_DECISIONS = (
     ("ditron_train.megatron.tp.te_layers", "route", "tp"),
+    ("ditron_train.megatron.tp.te_layers", "route_fp8", "tp"),
+    ("ditron_train.megatron.sp.te_fp8_linears", "Fp8Linears.route", "sp"),
     ("ditron_train.megatron.sp.te_attention", "route_exchange", "sp"),
 )
 #: What tries ours to compare it.

@@ -1,5 +1,5 @@
-"""Ulysses with linear layers in FP8 on Hopper GPUs under torchrun: the exchanges are ours, results, gradients and the
-state of scales those of Transformer Engine's own ``a2a`` attention."""
+"""Ulysses with linear layers in FP8 on Hopper GPUs under torchrun: the exchanges, and with one scale a tensor the QKV
+projection, are ours; results, gradients and the state of scales those of Transformer Engine's own ``a2a`` attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ditron_train.tools.fp8.recipes import fp8_context, fp8_options  # noqa: E40
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
-@pytest.mark.parametrize("options", [{}, RECOMPUTE], ids=["plain", "recompute"])
+@pytest.mark.parametrize("options", [{}, RECOMPUTE, {"add_qkv_bias": True}], ids=["plain", "recompute", "bias"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_attention_around_linear_layers_in_fp8(world, all_equal, recipe, options):  # noqa: F811
     import ditron_train.megatron as plugin
@@ -50,6 +50,8 @@ def test_attention_around_linear_layers_in_fp8(world, all_equal, recipe, options
             for key, value in states[0][name].items():
                 assert same(all_equal, value, states[1][name][key]), (name, key, value, states[1][name][key])
         assert num_routes("exchange") == 1, "the exchanges are ours"
+        in_heads = sum(answer.context is not None for answer in gate.answers("sp projection fp8"))
+        assert in_heads == (recipe != "blockwise"), "with one scale a tensor the QKV projection is fused with its own"
     finally:
         plugin.restore()
 

@@ -140,7 +140,9 @@ def compare_projections(recipe: str, has_bias: bool) -> list[tuple[str, tuple[in
         weight = _integers((layout.num_columns * world, 32), 7)
         bias = _integers((len(weight),), 9) if has_bias else None
         layer = Layer(weight, "local", dist.group.WORLD, recipe, bias)
-        found = _passes(layer, (16, 2, 32), lambda layer, x: torch.cat([one.flatten(2) for one in run(layer, x)], -1))
+        found = _passes(
+            layer, (16, 2, 32), lambda layer, x, run=run: torch.cat([one.flatten(2) for one in run(layer, x)], -1)
+        )
         seen.append((found, list(calls)))
     (expected, states), (results, ours) = (one[0] for one in seen)
     assert len(expected) == len(results) and all(map(torch.equal, expected, results)) and states == ours
