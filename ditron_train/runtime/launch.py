@@ -124,7 +124,6 @@ class KernelLaunch:
         else:
             with torch.cuda.stream(stream):
                 compiled = self._kernel[(self._num_programs,)](*arguments, **self._constants, **self._options)
-        compiled = _finished(compiled)
         if not is_interpreter() and _runs_directly(compiled):
             if len(self._compiled) >= _MAX_KEPT:
                 self._compiled.clear()
@@ -150,12 +149,6 @@ def compiled_together(device: torch.device) -> Iterator[None]:
             yield
             futures = list(mode.future_kernels.values())  # Triton 3.9 forgets them at the end of the mode
         list(executor.map(load, futures))
-
-
-def _finished(compiled: Any) -> Any:
-    """The kernel itself: from Triton 3.9 on, one that was asked for twice while kernels compile together may stay a
-    stand-in that has its attributes and lacks its operators."""
-    return compiled.result() if hasattr(type(compiled), "result") else compiled
 
 
 def _current_device() -> int:

@@ -193,21 +193,6 @@ def _preloaded(recording: _Recording) -> dict[str, Any]:
     return {"functions": loaded, "launches": recording.num_launches}
 
 
-def _asked_for_twice(recording: _Recording) -> dict[str, Any]:
-    """Two launches with options in another order are one kernel to compile and two in Triton's memory."""
-    launches = [KernelLaunch(without_descriptors, 7, {"BLOCK": 512}) for _ in range(2)]
-    launches[1]._options = dict(reversed(launches[1]._options.items()))
-    arguments = _arguments("without_descriptors")
-    with compiled_together(torch.device("cpu")):
-        for launch in launches:
-            launch.compile(*arguments)
-    recording.expect("")
-    for launch in launches:
-        launch(*arguments)
-        launch(*arguments, key="again")
-    return {"repeated": [launch.repeat("again", 5) for launch in launches]}
-
-
 def _main(folder: str) -> None:
     recording = _Recording(folder)
     driver = CudaDriver()
@@ -222,7 +207,6 @@ def _main(folder: str) -> None:
         name = kernel.__name__
         answer[name] = _seen(name, kernel, recording)
     answer["compiled_by_field"] = _compiled_by_field(recording)
-    answer["asked_for_twice"] = _asked_for_twice(recording)
     answer["kept"] = _kept(recording, launching)
     print(json.dumps(answer))
 

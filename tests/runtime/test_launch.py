@@ -74,10 +74,6 @@ def test_kernels_compiled_together_are_loaded_at_once(seen: dict[str, Any]) -> N
     assert seen["preloaded"]["functions"] == [0x77] and seen["preloaded"]["launches"] == 0
 
 
-def test_a_kernel_asked_for_twice_is_launched_as_any_other(seen: dict[str, Any]) -> None:
-    assert seen["asked_for_twice"]["repeated"] == [True, True]
-
-
 def test_products_and_sums_are_fused_whatever_the_default(seen: dict[str, Any]) -> None:
     assert seen["with_descriptors"]["fp_fusion"] and seen["without_descriptors"]["fp_fusion"]
 
