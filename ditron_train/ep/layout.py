@@ -18,8 +18,6 @@ from ditron_train.ep.arguments import Destinations, Tables
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["HostCounts", "Layout", "LayoutShape", "Room"]
-
 
 @dataclass(frozen=True)
 class LayoutShape:

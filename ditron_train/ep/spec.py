@@ -25,22 +25,6 @@ from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.transformer_engine import grouped_gemm
 
-__all__ = [
-    "SPECS",
-    "GroupGemmSpec",
-    "MoeSpec",
-    "Product",
-    "layers_of_model",
-    "moe_layer",
-    "moe_layers",
-    "native_products",
-    "products_of_native_bits",
-    "routing_of",
-    "why_not_layer",
-    "with_routings",
-    "zipf_routing",
-]
-
 Product = Literal["forward", "dgrad", "wgrad"]
 _NAMES: dict[Product, GroupOp] = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
 _SKEWED = 1.0  # exponent of the skewed routing

@@ -30,8 +30,6 @@ from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
 from ditron_train.sp.ops import WeightLayout, a2a_gemm, gemm_a2a
 
-__all__ = ["BEHIND", "FRONT", "SPECS", "ProjectionCall", "ProjectionSpec", "Side", "attention_shapes"]
-
 _LONG_FLOP = 8e12  # of one GEMM: some 10 ms, which vary less
 _MOST_OF_LONG = 5
 

@@ -11,23 +11,6 @@ from typing import Any, Literal
 
 from ditron_train.runtime.files import parse_json, read_regular, replace_file
 
-__all__ = [
-    "MEGATRON_TESTS",
-    "FP8_PREFIX",
-    "Pass",
-    "RESULTS",
-    "Row",
-    "Stamp",
-    "TRAINING",
-    "TRAINING_STEP",
-    "kept_rows",
-    "measurement_files",
-    "read_results",
-    "result_path",
-    "write_beside",
-    "write_results",
-]
-
 RESULTS = Path("benchmarks") / "results"
 #: The file of ``compare``, and what the op of its rows begins with; the features stand behind it.
 TRAINING = "training"

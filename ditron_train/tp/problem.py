@@ -9,10 +9,7 @@ import torch
 
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import FP8_DTYPES, result_dtype
-from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.tuning_table import shape_class
-
-__all__ = ["PUSH_BYTES", "Choice", "GatherPlan", "Layout", "Machine", "Op", "Problem", "ScatterMode"]
 
 Op = Literal["ag_gemm", "gemm_rs", "gemm_ar"]
 #: Of a result: so much of it a GEMM-AR can exchange by stores.

@@ -22,19 +22,6 @@ from ditron_train.tp.ops import ag_gemm, gemm_ar, gemm_rs
 from ditron_train.tp.prepared import PreparedAgGemm, can_copy, gemm_rs_by
 from ditron_train.tp.problem import Choice, Layout, Op, Problem
 
-__all__ = [
-    "AG_GEMM",
-    "GEMM_AR",
-    "GEMM_RS",
-    "SPECS",
-    "GemmCall",
-    "GemmSpec",
-    "linear_shapes",
-    "local_shapes",
-    "traced_linear",
-    "why_not_linear",
-]
-
 
 class GemmCall(NamedTuple):
     """Operands of this rank: ``x`` [M / W, K] (AG-GEMM) or [M, K], ``weight`` [N, K] (nt) or [K, N] (nn)."""

@@ -30,8 +30,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
 
-__all__ = ["GATHERED", "GATHERED_EXPERTS", "SPECS", "ExpertsCall"]
-
 
 class GatheredSpec(MovementSpec):
     """Gather and reduce-scatter, forward and backward, around experts that scale their rows."""

@@ -22,8 +22,6 @@ from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape
 from ditron_train.runtime.settings import under_policy
 
-__all__ = ["SPECS", "DispatcherPair", "busiest_link", "moe_config", "repeating"]
-
 
 def moe_config(
     *,

@@ -19,8 +19,6 @@ from ditron_train.policy import Function, OpSpec, gate
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["SPECS", "PairCall", "PairSpec", "fused_pairs_here"]
-
 _DECIDED = object()
 
 

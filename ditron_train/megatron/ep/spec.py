@@ -24,8 +24,6 @@ from ditron_train.policy import Function, OpSpec, Trial
 from ditron_train.runtime.logs import log_once
 from ditron_train.symm.nodes import num_nodes
 
-__all__ = ["SPECS", "MOVEMENT", "MovementCall", "MovementSpec", "deterministic", "random_inputs", "warns_of_few_rows"]
-
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:

@@ -18,8 +18,6 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.spec import AG_GEMM, GEMM_AR, local_shapes, why_not_linear
 
-__all__ = ["COLUMN_AR", "ROW_AR", "ReducedLinearSpec"]
-
 _MOST_RANKS_IN_ONE_ROUND = 4  # with 8, 3.5 times NCCL's bytes, and slots of 7 times the gradient for a probe to try it
 
 

@@ -34,8 +34,6 @@ from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.nodes import NodesTPContext, get_nodes_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, traced_linear, why_not_linear
 
-__all__ = ["COLUMN", "ROW", "Kind", "LinearCall", "LinearSpec", "native_column", "native_linear", "native_row"]
-
 Kind = Literal["column", "row"]
 
 _GPU_DTYPES = (torch.bfloat16, torch.float16)

@@ -36,17 +36,6 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
-__all__ = [
-    "DitronTEColumnParallelLinear",
-    "DitronTELayerNormColumnParallelLinear",
-    "DitronTERowParallelLinear",
-    "class_map",
-    "normalised",
-    "route_fp8",
-    "why_not_covered",
-    "why_not_fp8",
-]
-
 _COLUMN_BASE: Any = overlapped_base(TEColumnParallelLinear)
 _NORM_COLUMN_BASE: Any = overlapped_base(TELayerNormColumnParallelLinear)
 _ROW_BASE: Any = overlapped_base(TERowParallelLinear)
