@@ -9,6 +9,27 @@ import triton.language as tl
 
 from ditron_train.runtime.device import is_interpreter
 
+__all__ = [
+    "Destinations",
+    "ExpertScales",
+    "GemmSizes",
+    "Inbox",
+    "LayoutSizes",
+    "MoveSizes",
+    "Placed",
+    "Produced",
+    "Returned",
+    "RowBuffers",
+    "RowInbox",
+    "Starts",
+    "SumSizes",
+    "Sums",
+    "Tables",
+    "TileTasks",
+    "TokenBuffers",
+    "as_constant",
+]
+
 
 def as_constant(value: Any) -> Any:
     """A constant as a launch takes it: of a tuple each field for itself, but in the interpreter, which knows no

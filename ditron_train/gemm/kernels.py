@@ -5,6 +5,8 @@ import triton.language as tl
 
 from ditron_train.schedule.tiles import grouped_tile
 
+__all__ = ["gemm_kernel", "scaled", "store_tile", "tile_product"]
+
 
 @triton.jit
 def tile_product(

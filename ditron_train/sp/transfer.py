@@ -15,6 +15,8 @@ from ditron_train.sp.context import SPContext
 from ditron_train.sp.kernels import CopyBlocks, CopyPointers, CopyShape, receive_kernel
 from ditron_train.sp.layouts import HeadsLayout
 
+__all__ = ["A2A_GEMM", "GATHER", "GEMM_A2A", "TO_HEADS", "TO_SEQUENCE", "Receiver", "Transfer"]
+
 GEMM_A2A, TO_HEADS, A2A_GEMM, TO_SEQUENCE, GATHER = 1, 2, 3, 4, 5  # first word of a signature
 
 

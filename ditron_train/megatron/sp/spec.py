@@ -25,6 +25,8 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection
 from ditron_train.symm.nodes import spans_nodes
 
+__all__ = ["SPECS", "EXCHANGE", "OUTPUT", "PROJECTIONS", "route_exchange", "route_output", "route_projections"]
+
 _Tensors = Sequence[torch.Tensor]
 
 

@@ -18,6 +18,8 @@ from ditron_train.megatron.shared.te_wgrad import TELinearWgrad, wgrad_of
 from ditron_train.megatron.sp.projections import Projections
 from ditron_train.megatron.tp.te_layers import normalised, why_not_covered
 
+__all__ = ["TELinears"]
+
 
 class TELinears(Projections):
     """The projections of Transformer Engine's spec."""

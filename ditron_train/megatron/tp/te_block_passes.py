@@ -21,6 +21,8 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
 from ditron_train.tp.movement import scatter_as_computed
 
+__all__ = ["BLOCK", "ColumnBackward", "ColumnForward", "RowBackward", "RowForward"]
+
 BLOCK = 128  # values that share a scale
 
 _ROWS, _COLUMNS = "rowwise", "columnwise"

@@ -9,6 +9,15 @@ import torch
 
 from ditron_train.megatron.compat import why_not_weight
 
+__all__ = [
+    "FP8_RECIPES",
+    "OFFLOADED",
+    "WITHOUT_SEQUENCE_PARALLEL",
+    "why_not_options",
+    "why_not_parameters",
+    "why_not_recipe_name",
+]
+
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
 FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
 OFFLOADED = "activations are offloaded to the CPU"

@@ -161,8 +161,24 @@ def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     return route(kind, x, layer.weight, group=layer.tp_group, **options)
 
 
-def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torch.Tensor:
-    return linear_of(kind, layer.sequence_parallel)(x, layer.weight, context=context, wgrad=wgrad_of(layer))
+def _run(
+    layer: Any,
+    kind: Kind,
+    x: torch.Tensor,
+    forward: Callable[[torch.Tensor], Any],
+    before: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A call of a layer, whose own is ``forward``; ``before``: makes what is multiplied from its input."""
+    if FP8GlobalStateManager.is_fp8_enabled():
+        return _run_in_fp8(layer, kind, x, forward)
+    context = _route(layer, kind, x)
+    if context is None:
+        return forward(x)
+    multiplied, linear = x if before is None else before(layer, x), linear_of(kind, layer.sequence_parallel)
+    out = linear(multiplied, layer.weight, context=context, wgrad=wgrad_of(layer))
+    if kind == "row" and layer.gemm_bias_unfused_add:
+        out = out + layer.bias
+    return out, layer.bias if layer.te_return_bias else None
 
 
 @outside_compile
@@ -170,13 +186,7 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear, _COLUMN_BASE):
     """``TEColumnParallelLinear`` with the gather of its input and the reduce-scatter of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if FP8GlobalStateManager.is_fp8_enabled():
-            return _run_in_fp8(self, "column", x, super().forward)
-        context = _route(self, "column", x)
-        if context is None:
-            return super().forward(x)
-        out = _linear(self, "column", x, context)
-        return out, self.bias if self.te_return_bias else None
+        return _run(self, "column", x, super().forward)
 
 
 @outside_compile
@@ -185,13 +195,7 @@ class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear, _NO
     linear."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if FP8GlobalStateManager.is_fp8_enabled():
-            return _run_in_fp8(self, "column", x, super().forward)
-        context = _route(self, "column", x)
-        if context is None:
-            return super().forward(x)
-        out = _linear(self, "column", normalised(self, x), context)
-        return out, self.bias if self.te_return_bias else None
+        return _run(self, "column", x, super().forward, normalised)
 
 
 @outside_compile
@@ -199,15 +203,7 @@ class DitronTERowParallelLinear(TERowParallelLinear, _ROW_BASE):
     """``TERowParallelLinear`` with the reduce-scatter of its output and the gather of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if FP8GlobalStateManager.is_fp8_enabled():
-            return _run_in_fp8(self, "row", x, super().forward)
-        context = _route(self, "row", x)
-        if context is None:
-            return super().forward(x)
-        out = _linear(self, "row", x, context)
-        if self.gemm_bias_unfused_add:
-            out = out + self.bias
-        return out, self.bias if self.te_return_bias else None
+        return _run(self, "row", x, super().forward)
 
 
 def class_map() -> dict[type, type]:
