@@ -132,6 +132,25 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
         return forward(x)
 
 
+def _run(
+    layer: Any,
+    kind: Kind,
+    x: torch.Tensor,
+    forward: Callable[[torch.Tensor], Any],
+    before: Callable[[Any, torch.Tensor], torch.Tensor] = lambda layer, x: x,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A call of a layer, whose own is ``forward``; ``before`` makes what is multiplied from its input."""
+    if FP8GlobalStateManager.is_fp8_enabled():
+        return _run_in_fp8(layer, kind, x, forward)
+    context = _route(layer, kind, x)
+    if context is None:
+        return forward(x)
+    out = _linear(layer, kind, before(layer, x), context)
+    if kind == "row" and layer.gemm_bias_unfused_add:
+        out = out + layer.bias
+    return out, layer.bias if layer.te_return_bias else None
+
+
 def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     """The context to run this call of a layer in FP8 with, or None for Megatron's path.
 
@@ -161,24 +180,8 @@ def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     return route(kind, x, layer.weight, group=layer.tp_group, **options)
 
 
-def _run(
-    layer: Any,
-    kind: Kind,
-    x: torch.Tensor,
-    forward: Callable[[torch.Tensor], Any],
-    before: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A call of a layer, whose own is ``forward``; ``before``: makes what is multiplied from its input."""
-    if FP8GlobalStateManager.is_fp8_enabled():
-        return _run_in_fp8(layer, kind, x, forward)
-    context = _route(layer, kind, x)
-    if context is None:
-        return forward(x)
-    multiplied, linear = x if before is None else before(layer, x), linear_of(kind, layer.sequence_parallel)
-    out = linear(multiplied, layer.weight, context=context, wgrad=wgrad_of(layer))
-    if kind == "row" and layer.gemm_bias_unfused_add:
-        out = out + layer.bias
-    return out, layer.bias if layer.te_return_bias else None
+def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torch.Tensor:
+    return linear_of(kind, layer.sequence_parallel)(x, layer.weight, context=context, wgrad=wgrad_of(layer))
 
 
 @outside_compile
