@@ -85,7 +85,8 @@ class Choice:
         scatter: Of a GEMM-RS: how partial sums travel.
         rounds: Of a GEMM-AR: in one every rank gets all partial sums; in two a GEMM-RS in chunks, then a gather.
         use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
-        ask. source: ``table``, ``model`` or ``default``.
+            ask.
+        source: ``table``, ``model`` or ``default``.
     """
 
     config: GemmConfig
