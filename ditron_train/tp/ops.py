@@ -20,8 +20,6 @@ from ditron_train.tp.movement import sendable_rows
 from ditron_train.tp.prepared import AgGemmCall, GemmArCall, GemmRsCall
 from ditron_train.tp.problem import Choice, GatherPlan, Layout, ScatterMode
 
-__all__ = ["ag_gemm", "gemm_ar", "gemm_rs"]
-
 
 def _check_scaled(name: str, x: torch.Tensor, scales: TensorScales | None) -> None:
     if (x.dtype in FP8_DTYPES) != (scales is not None):
