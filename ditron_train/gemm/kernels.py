@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ditron_train.schedule.tiles import grouped_tile
 
-__all__ = ["gemm_kernel", "scaled", "store_tile", "tile_product"]
+__all__ = ["biased", "gemm_kernel", "scaled", "store_tile", "tile_product"]
 
 
 @triton.jit
@@ -56,6 +56,15 @@ def scaled(acc, scale):
     """acc * scale, in fp32, as cuBLAS scales FP8 operands: ``scale`` is the product of both scales, or None."""
     if scale is not None:
         acc = acc * scale
+    return acc
+
+
+@triton.jit
+def biased(acc, bias_ptr, col, N, BLOCK_N: tl.constexpr):
+    """acc + bias[col + j], in fp32 in front of the only rounding, as cuBLASLt's epilogue adds it; None: acc."""
+    if bias_ptr is not None:
+        columns = col + tl.arange(0, BLOCK_N)
+        acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     return acc
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.gemm.configs import Tile
-from ditron_train.gemm.kernels import scaled, store_tile, tile_product
+from ditron_train.gemm.kernels import biased, scaled, store_tile, tile_product
 from ditron_train.schedule.tiles import gather_tile
 
 
@@ -73,7 +73,18 @@ def _rows_token(gathered, channel, row, last_row, OP: tl.constexpr, TARGET: tl.c
 
 @triton.jit
 def _gathered_product(
-    tile_id, part, gathered, b_desc, scale, channel, N, K, PART_N: tl.constexpr, OP: tl.constexpr, TARGET: tl.constexpr
+    tile_id,
+    part,
+    gathered,
+    b_desc,
+    scale,
+    bias,
+    channel,
+    N,
+    K,
+    PART_N: tl.constexpr,
+    OP: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
     """Columns ``part * PART_N`` on, PART_N of them, of tile ``tile_id``, once its rows are there: (product, row,
     column)."""
@@ -97,7 +108,7 @@ def _gathered_product(
     acc = tile_product(
         desc, b_desc, source_row, col, num_k_tiles, TILE.block_m, PART_N, TILE.block_k, TILE.transpose_b
     )
-    return scaled(acc, scale), row, col
+    return biased(scaled(acc, scale), bias, col, N, PART_N), row, col
 
 
 @triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_whole_tiles"])
@@ -110,6 +121,7 @@ def ag_gemm_kernel(
     channel,
     tables,
     scales,
+    bias,
     M,
     N,
     K,
@@ -133,6 +145,7 @@ def ag_gemm_kernel(
         channel: ``ChannelPointers``.
         tables: ``RowTables``.
         scales: ``TensorScales`` of FP8 operands (of A one for the rows of all ranks), else None.
+        bias: [N], added in front of the rounding, or None.
         M, N, K, granule_rows, num_whole_tiles: Sizes; a flag stands for ``granule_rows`` rows.
         OP: ``AgGemmConstants``. ``even``: every rank owns the same whole number of row tiles, and own rows are read
             through ``own_desc``, so that nobody copies them in front of the GEMM; else the order is a table, a tile
@@ -151,13 +164,15 @@ def ag_gemm_kernel(
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     for tile_id in tl.range(program, num_whole_tiles, num_programs, flatten=True):
-        acc, row, col = _gathered_product(tile_id, 0, gathered, b_desc, scale, channel, N, K, TILE.block_n, OP, TARGET)
+        acc, row, col = _gathered_product(
+            tile_id, 0, gathered, b_desc, scale, bias, channel, N, K, TILE.block_n, OP, TARGET
+        )
         store_tile(c_desc, acc, row, col, TILE.block_m, TILE.block_n, TILE.split_store)
     if OP.halve_tail:
         num_halves = 2 * (tl.cdiv(M, TILE.block_m) * tl.cdiv(N, TILE.block_n) - num_whole_tiles)
         for half_id in range(program, num_halves, num_programs):
             tile_id = num_whole_tiles + half_id // 2
             acc, row, col = _gathered_product(
-                tile_id, half_id % 2, gathered, half_b_desc, scale, channel, N, K, HALF_N, OP, TARGET
+                tile_id, half_id % 2, gathered, half_b_desc, scale, bias, channel, N, K, HALF_N, OP, TARGET
             )
             store_tile(c_desc, acc, row, col, TILE.block_m, HALF_N, False)

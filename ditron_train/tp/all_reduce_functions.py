@@ -33,10 +33,13 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 @outside_compile
 class _ColumnLinearAr(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, context, wgrad):
+    def forward(ctx, x, weight, bias, context, wgrad, rounds_once):
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
         ctx.context, ctx.wgrad = context, wgrad
+        if bias is not None and rounds_once:
+            y = torch.addmm(bias, _rows(x), weight.t())
+            return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
         y = torch.matmul(x, weight.t())
         return y if bias is None else y + bias
 
@@ -60,8 +63,8 @@ class _ColumnLinearAr(torch.autograd.Function):
                 grad_weight = ctx.wgrad(_rows(grad_output), _rows(x))
         finally:  # starts and waits are counted, and what copy engines read must not be freed under them
             grad_x = started.wait() if started is not None else grad_x
-        grad_bias = _rows(grad_output).sum(dim=0) if ctx.has_bias and needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        grad_bias = ctx.wgrad.bias_gradient(_rows(grad_output)) if ctx.has_bias and needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 @outside_compile
@@ -90,6 +93,7 @@ def column_linear_ar(
     context: TPContext,
     bias: torch.Tensor | None = None,
     wgrad: Wgrad | None = None,
+    rounds_once: bool = False,
 ) -> torch.Tensor:
     """x @ weight^T (+ bias), whose backward sums x's gradient over the ranks: the column-parallel linear layer without
     sequence parallelism. The sum travels by copy engines under the weight gradient's GEMM.
@@ -100,6 +104,7 @@ def column_linear_ar(
         context: The tensor-parallel group's context.
         bias: [N / W] or None; added after the GEMM's rounding.
         wgrad: Computes the weight gradient (None: ``PlainWgrad``).
+        rounds_once: The bias is added inside the GEMM, in front of its rounding: ``torch.addmm``.
 
     Returns:
         [s, ..., N / W].
@@ -110,7 +115,7 @@ def column_linear_ar(
     """
     if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise NotSupportedError(f"column_linear_ar: {tuple(x.shape)} and weight {tuple(weight.shape)} do not multiply")
-    return _ColumnLinearAr.apply(x, weight, bias, context, wgrad or PlainWgrad())
+    return _ColumnLinearAr.apply(x, weight, bias, context, wgrad or PlainWgrad(), rounds_once)
 
 
 @outside_compile

@@ -41,6 +41,9 @@ class Wgrad(Protocol):
     def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What autograd gets for a deferred gradient."""
 
+    def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor | None:
+        """Of a bias that the layer adds, from ``grad_output`` [rows, N]; asked for behind the weight's."""
+
 
 class PlainWgrad:
     """grad_output^T @ input, at once, as the native path without fused accumulation computes it."""
@@ -57,6 +60,10 @@ class PlainWgrad:
         """Nothing: it is never deferred."""
         return None
 
+    def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor:
+        """See ``Wgrad``: a sum of its own."""
+        return grad_output.sum(dim=0)
+
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0:
@@ -72,14 +79,14 @@ def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesT
 @outside_compile
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, context, wgrad):
+    def forward(ctx, x, weight, bias, context, wgrad, rounds_once):
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
         ctx.context, ctx.wgrad = context, wgrad
-        y = ag_gemm(_rows(x), weight, context=context)
+        y = ag_gemm(_rows(x), weight, context=context, bias=bias if rounds_once else None)
         # As rows, since what a Function returns must not be a view: Megatron's cross entropy edits the logits in
         # place.
-        return y if bias is None else y + bias
+        return y if bias is None or rounds_once else y + bias
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -105,8 +112,8 @@ class _ColumnLinear(torch.autograd.Function):
                 grad_weight = ctx.wgrad(grad_output, total_x)
             elif deferred:
                 grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
-        grad_bias = grad_output.sum(dim=0) if ctx.has_bias and needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        grad_bias = ctx.wgrad.bias_gradient(grad_output) if ctx.has_bias and needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _column_gradients(
@@ -165,6 +172,7 @@ def column_linear(
     context: TPContext | NodesTPContext,
     bias: torch.Tensor | None = None,
     wgrad: Wgrad | None = None,
+    rounds_once: bool = False,
 ) -> torch.Tensor:
     """AG(x) @ weight^T (+ bias): the column-parallel linear layer under sequence parallelism.
 
@@ -174,6 +182,7 @@ def column_linear(
         context: The tensor-parallel group's context, also of a group that spans nodes (``tp.nodes``).
         bias: [N / W] or None; added after the GEMM's rounding.
         wgrad: Computes the weight gradient from the gathered input (None: ``PlainWgrad``).
+        rounds_once: The bias is added inside the GEMM, in front of its rounding, as Transformer Engine does it.
 
     Returns:
         [s, ..., N / W].
@@ -181,8 +190,12 @@ def column_linear(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm`` and ``gemm_rs``, in backward too.
     """
-    function = ColumnOverNodes if isinstance(context, NodesTPContext) else _ColumnLinear
-    return _like_input(function.apply(x, weight, bias, context, wgrad or PlainWgrad()), x, context)
+    options = (x, weight, bias, context, wgrad or PlainWgrad())
+    if not isinstance(context, NodesTPContext):
+        return _like_input(_ColumnLinear.apply(*options, rounds_once), x, context)
+    if rounds_once and bias is not None:
+        raise NotSupportedError("column_linear: over nodes a bias is not added inside the GEMM")
+    return _like_input(ColumnOverNodes.apply(*options), x, context)
 
 
 @outside_compile

@@ -160,7 +160,7 @@ class ColumnOverNodes(torch.autograd.Function):
             grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
         if scatter is not None:
             scatter.wait()
-        grad_bias = grad_output.sum(dim=0) if ctx.has_bias and needs_bias else None
+        grad_bias = ctx.wgrad.bias_gradient(grad_output) if ctx.has_bias and needs_bias else None
         return None if grad_x is None else grad_x.view_as(x), grad_weight, grad_bias, None, None
 
 

@@ -39,6 +39,7 @@ def ag_gemm(
     return_gathered: bool = False,
     plan: GatherPlan | None = None,
     scales: TensorScales | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """All-gather of ``x`` along dimension 0, times ``weight``: Megatron's column-linear forward and row-linear dgrad.
 
@@ -52,6 +53,7 @@ def ag_gemm(
             overwrites.
         plan: How to move the rows; chosen by the shape where None (``tp.choices``).
         scales: Of FP8 operands; that of ``x`` is the same on all ranks.
+        bias: [N], contiguous, of ``x``'s type (not of FP8), added in fp32 in front of the rounding, or None.
 
     Returns:
         [s, ..., N] ([total rows, N] with ``row_counts``), bf16 of FP8 operands (``gemm.fp8.matmul_fp8`` with fast
@@ -66,13 +68,14 @@ def ag_gemm(
     _check_scaled("ag_gemm", x, scales)
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
-    prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered)
+    kind = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
+    prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered, kind)
     if prepared is None:
         n, k = weight.shape if layout == "nt" else weight.shape[::-1]
         shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
         empty = x.new_empty(*shape, n, dtype=result_dtype(x.dtype))
         return (empty, x.new_empty(0, k)) if return_gathered else empty
-    y = prepared(sendable_rows(x), weight, scales)
+    y = prepared(sendable_rows(x), weight, scales, bias)
     if counts is None and x.dim() > 2:
         y = y.view(x.shape[0] * context.world_size, *x.shape[1:-1], prepared.n)
     return (y, prepared.gathered) if return_gathered else y

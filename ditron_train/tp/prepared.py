@@ -110,10 +110,13 @@ class AgGemmCall(NamedTuple):
     counts: tuple[int, ...] | None
     plan: GatherPlan | None
     keeps_gathered: bool
+    bias: tuple[torch.Size, torch.dtype, torch.device, bool] | None = None
 
     def prepare(self, context: TPContext) -> PreparedAgGemm | None:
         """See above."""
         n, k = _check(context, self)
+        if self.bias is not None and (self.bias != ((n,), self.dtype, self.device, True) or self.dtype in FP8_DTYPES):
+            raise NotSupportedError(f"{self.op}: a bias {self.bias} to {n} columns of {self.dtype} on {self.device}")
         partition = _partition(self.op, context, self.x_shape, self.counts, total=False)
         if partition.num_rows == 0:
             columns = padded_columns(k, self.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ditron_train.gemm.operands import (
@@ -78,19 +80,29 @@ class PreparedAgGemm:
         """Of two with the same one the GEMM's kernel is compiled once."""
         return self._launch.identity
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> torch.Tensor:
-        """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous.
+
+        ``bias``: in all calls or in none."""
         context = self.context
         out = x.new_empty(self.m, self._out_columns, dtype=self._out_dtype)
-        key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr(), *(scales.addresses if scales else ()))
+        added = (scales, bias)
+        addresses = scales.addresses if scales else () if bias is None else (bias.data_ptr(),)
+        key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr(), *addresses)
         if not self._is_recorded:
-            self._enqueue(x, weight, scales, out, key)
-        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(x, weight, scales, out, key):
-            context.remember_op((self, *key), lambda: self._enqueue(x, weight, scales, out, key), (x.data_ptr(),))
+            self._enqueue(x, weight, added, out, key)
+        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(x, weight, added, out, key):
+            context.remember_op((self, *key), lambda: self._enqueue(x, weight, added, out, key), (x.data_ptr(),))
         return out if self._out_columns == self.n else out[:, : self.n].contiguous()
 
     def _enqueue(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, out: torch.Tensor, key: tuple
+        self, x: torch.Tensor, weight: torch.Tensor, added: tuple[Any, ...], out: torch.Tensor, key: tuple
     ) -> bool:
         """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
         is_as_given = True
@@ -99,7 +111,7 @@ class PreparedAgGemm:
             try:
                 operand = aligned_operand(weight)
                 is_as_given = operand is weight
-                arguments = self._arguments(x, operand, scales, out[:, : self.n])
+                arguments = self._arguments(x, operand, added, out[:, : self.n])
                 self._launch(*arguments, key=key if is_as_given else None)
             except BaseException:  # no memory, a kernel that does not compile
                 self.gather.give_up()
@@ -109,9 +121,8 @@ class PreparedAgGemm:
         self.gather.finish()
         return is_as_given
 
-    def _arguments(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, out: torch.Tensor
-    ) -> tuple:
+    def _arguments(self, x: torch.Tensor, weight: torch.Tensor, added: tuple[Any, ...], out: torch.Tensor) -> tuple:
+        """``added``: scales and bias, each a value or None."""
         return (
             self._a,
             make_descriptor(x[:, : self.k], self._a_block) if self._reads_own else self._a,
@@ -120,7 +131,7 @@ class PreparedAgGemm:
             make_descriptor(out, self.config.store_block),
             self.gather.pointers,
             self._tables,
-            scales,
+            *added,
             self.m,
             self.n,
             self.k,
@@ -131,5 +142,5 @@ class PreparedAgGemm:
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
         """Compiles what a call with these would run, without running it; nothing is sent."""
         out = empty_aligned(self.m, self.n, self._out_dtype, x.device)
-        self._launch.compile(*self._arguments(x, aligned_operand(weight), scales, out))
+        self._launch.compile(*self._arguments(x, aligned_operand(weight), (scales, None), out))
         self.gather.compile(x)

@@ -10,7 +10,7 @@ from megatron_tests.campaign import add_arguments, run
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("ditron_train").setLevel(logging.INFO)
+    logging.getLogger("megatron_tests").setLevel(logging.INFO)
     parser = argparse.ArgumentParser(description=description)
     add_arguments(parser)
     try:

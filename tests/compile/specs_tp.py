@@ -41,7 +41,7 @@ def _unscaled(dtype):
     return {"scales": None} if dtype == "bf16" else {}
 
 
-def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16"):
+def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16", has_bias=False):
     return KernelSpec(
         name=name,
         kernel="ditron_train.tp.ag_gemm_kernel:ag_gemm_kernel",
@@ -55,9 +55,11 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16"):
             **_MNK,
             "granule_rows": "i32",
             "num_whole_tiles": "i32",
+            **({"bias": "*bf16"} if has_bias else {}),
         },
         constexprs={
             **_unscaled(dtype),
+            **({} if has_bias else {"bias": None}),
             "OP": {
                 "tile": _tile(*block, transpose_b),
                 "flags_per_rank": 1024,
@@ -227,6 +229,8 @@ SPECS = [
         for build in (_ag_gemm, _gemm_rs)
         for size, arguments in (("wide", _WIDE_FP8), ("square", _SQUARE_FP8))
     ),
+    _ag_gemm("tp_ag_gemm_bias_wide", True, True, *_WIDE, has_bias=True),
+    _ag_gemm("tp_ag_gemm_bias_square", True, True, *_SQUARE[:2], ("sm_80", "sm_90"), has_bias=True),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),
     _gemm_rs("tp_gemm_rs_pointers", True, True, *_SQUARE, world_size=16),
 ]

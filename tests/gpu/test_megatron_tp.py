@@ -267,6 +267,46 @@ def test_te_weight_gradient_into_main_grad(tensor_parallel, all_equal, kind, nor
     _assert_same(all_equal, *found, (kind, flags))
 
 
+@pytest.mark.parametrize(
+    "kind, sequence_parallel", [("te_column", True), ("te_norm_column", True), ("te_column", False)]
+)
+def test_te_bias_inside_the_product(tensor_parallel, all_equal, kind, sequence_parallel):
+    """Rounded once with the product, and its gradient out of the weight gradient's GEMM: QKV of Qwen2, GPT."""
+    for seed, (m, n, k) in enumerate(((4096, 4608, 3584), (2048, 6144, 4096), (1032, 1016, 520))):
+        options = dict(bias=True, seed=seed, sequence_parallel=sequence_parallel)
+        _compare(all_equal, kind, m, n, k, **options)
+        assert _num_ops() == 1 or seed == 2
+    _compare(all_equal, kind, 2048, 3072, 2048, is_frozen=True, **options)
+
+
+@pytest.mark.parametrize("with_main_grad", [False, True])
+@pytest.mark.parametrize("kind", ["te_column", "te_norm_column", "te_row"])
+def test_te_delayed_weight_gradients(tensor_parallel, all_equal, kind, with_main_grad):
+    """--delay-wgrad-compute: two backwards, then both weight gradients, with gathers of others between."""
+    _import_te()
+    found = []
+    for index in (0, 1):
+        config = _config(1024, gradient_accumulation_fusion=with_main_grad)
+        config.delay_wgrad_compute = True  # its own check wants the schedule that calls backward_dw
+        layer, other = (_build(kind, index, 2048, 1024, config, "column" in kind, False) for _ in range(2))
+        for one in (layer, other):
+            one.weight.main_grad = torch.full(one.weight.shape, 3.0, device="cuda")
+        results = {}
+        for microbatch in range(2):
+            step = _forward_backward(kind, layer, 2048, 1024, torch.bfloat16, microbatch)
+            _forward_backward(kind, other, 2048, 1024, torch.bfloat16, 7 + microbatch)
+            assert layer.weight.grad is None
+            results.update({f"{microbatch} {name}": step[name] for name in ("y", "dx")})
+        for microbatch in range(2):
+            layer.backward_dw()
+            results[f"{microbatch} dw"] = None if layer.weight.grad is None else layer.weight.grad.clone()
+            results[f"{microbatch} main"] = layer.weight.main_grad.clone()
+            results[f"{microbatch} db"] = layer.bias.grad if "column" in kind else None
+        found.append(results)
+    _assert_same(all_equal, *found, (kind, with_main_grad))
+    assert _num_ops() == 1
+
+
 def test_recomputation_and_several_forwards_before_backward(tensor_parallel, all_equal):
     from megatron.core import tensor_parallel as megatron_tp
 

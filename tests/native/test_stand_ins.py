@@ -350,7 +350,7 @@ import torch
 from ditron_train.megatron.shared import te_wgrad
 
 given = []
-te_wgrad.te_ops.general_gemm = lambda rows, of, **options: given.append(options) or (None,)
+te_wgrad.te_ops.general_gemm = lambda rows, of, **options: given.append(options) or (None, options["bias"])
 weight = torch.nn.Parameter(torch.zeros(2, 3))
 wgrad = te_wgrad.TELinearWgrad(weight, True, None)  # a model for evaluation has no main_grad, and none is asked for
 weight.main_grad = torch.zeros(2, 3, dtype=torch.float64)
@@ -361,6 +361,67 @@ weight.get_main_grad, weight.grad_added_to_main_grad = lambda: buffer, False
 assert wgrad(torch.ones(4, 2), torch.ones(4, 3)).shape == (2, 3) and weight.grad_added_to_main_grad
 assert given[-1]["out"] is weight.main_grad is buffer and not given[-1]["accumulate"]
 """
+
+
+_BIAS_AND_DELAY = """
+import queue
+import torch
+
+from ditron_train.megatron.shared import te_wgrad
+
+
+class Store:  # as Transformer Engine's
+    def __init__(self):
+        self.kept = queue.Queue()
+
+    def delay_wgrad_compute(self):
+        return self.is_on
+
+    def put(self, tensors, function):
+        self.kept.put((tensors, function))
+
+
+def general_gemm(rows, grads, **options):
+    product = grads.t() @ rows
+    if options["out"] is not None:
+        product = options["out"].add_(product) if options["accumulate"] else options["out"].copy_(product)
+    return product, None if options["bias"] is None else grads.sum(0), None, None
+
+
+te_wgrad.te_ops.general_gemm = general_gemm
+layer = native.TEColumnParallelLinear()
+layer.weight, layer.bias, layer.wgrad_store = torch.nn.Parameter(torch.zeros(2, 3)), torch.ones(2), Store()
+layer.disable_parameter_transpose_cache, layer.fuse_wgrad_accumulation = True, False
+grads, rows = torch.arange(8.0).view(4, 2), torch.arange(12.0).view(4, 3)
+expected = grads.t() @ rows
+layer.use_bias = layer.apply_bias = True
+layer.wgrad_store.is_on = False
+assert te_wgrad.bias_in_product(layer) is layer.bias
+wgrad = te_wgrad.wgrad_of(layer)
+assert torch.equal(wgrad(grads, rows), expected) and torch.equal(wgrad.bias_gradient(grads), grads.sum(0))
+assert te_wgrad.wgrad_of(layer).bias_gradient(grads) is None, "natively a frozen weight takes its bias along"
+layer.wgrad_store.is_on = True
+for fused in (False, True):
+    layer.fuse_wgrad_accumulation, layer.weight.main_grad = fused, torch.ones(2, 3)
+    for borrowed in ("input", "grad"):
+        own = {"input": rows.clone(), "grad": grads.clone()}
+        wgrad = te_wgrad.wgrad_of(layer, borrowed)
+        assert wgrad(own["grad"], own["input"]) is None and wgrad.bias_gradient(grads) is None
+        own[borrowed].fill_(float("nan"))  # the next gather writes there
+        tensors, function = layer.wgrad_store.kept.get()
+        gradient, bias_gradient = function(*tensors)
+        assert torch.equal(bias_gradient, grads.sum(0))
+        if not fused:
+            assert torch.equal(gradient, expected)
+if fused:
+    assert torch.equal(layer.weight.main_grad, 1 + 2 * expected), "added to main_grad when asked for, not before"
+layer.gemm_bias_unfused_add = True
+assert te_wgrad.bias_in_product(layer) is None, "a row layer's is added behind the sum"
+"""
+
+
+def test_a_bias_inside_the_product_and_a_delayed_gradient():
+    _run_beside_transformer_engine(_BIAS_AND_DELAY)
 
 
 def test_main_grad_is_asked_for_in_backward():

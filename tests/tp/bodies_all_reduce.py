@@ -145,6 +145,13 @@ def check_layers(shape: tuple[int, int], n: int, k: int) -> None:
         if not frozen:
             assert torch.equal(weight.grad, grad.view(-1, n // world).t() @ x.detach().view(-1, k))
 
+    x, weight, bias = (
+        integers(size, index, torch.bfloat16)
+        for index, size in enumerate(((*shape, k), (n // world, k), (n // world,)))
+    )
+    inside = column_linear_ar(x, weight, context=context, bias=bias * 13.5, rounds_once=True)
+    assert torch.equal(inside, (x.float() @ weight.float().t() + 13.5 * bias.float()).bfloat16())
+
     x = integers((*shape, k // world), 40 + rank).requires_grad_()
     weight = integers((n, k // world), 50 + rank).requires_grad_()
     y = row_linear_ar(x, weight, context=context)

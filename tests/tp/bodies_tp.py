@@ -223,6 +223,30 @@ def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:
     assert torch.equal(weight.grad, total.t() @ x.detach().view(-1, k // world))
 
 
+def check_bias_inside(shape: tuple[int, int], n: int, k: int) -> None:
+    """A bias inside the product is added in front of the only rounding; its gradient is the weight gradient's word."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context, given = get_tp_context(None, CPU), []
+
+    class WgradWithBias(PlainWgrad):
+        def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor:
+            given.append(grad_output)
+            return 2 * grad_output.sum(dim=0)
+
+    sequence, batch = shape
+    x = integers((sequence // world, batch, k), rank, torch.bfloat16)
+    weight = 13 * integers((n, k), 10 + rank, torch.bfloat16)
+    bias = (integers((n,), 20 + rank, torch.bfloat16) * 13.5).requires_grad_()
+    plain = column_linear(x, weight, context=context, bias=bias)  # the same shape, without a bias inside: other code
+    y = column_linear(x, weight, context=context, bias=bias, rounds_once=True, wgrad=WgradWithBias())
+    total = gather_rows(x.reshape(-1, k), [sequence * batch // world] * world).view(sequence, batch, k).float()
+    once = (total @ weight.float().t() + bias.detach().float()).bfloat16()
+    assert torch.equal(y.detach(), once) and not torch.equal(plain.detach(), once)
+    grad = integers(tuple(y.shape), 30 + rank, torch.bfloat16)
+    y.backward(grad)
+    assert len(given) == 1 and torch.equal(bias.grad, 2 * grad.view(-1, n).sum(0))
+
+
 def check_empty_layers(shape: tuple[int, int]) -> None:
     """Layers on no token, of no sequence or of no batch: shapes as on tokens, gradients of zeros."""
     world, (sequence, batch) = dist.get_world_size(), shape
@@ -499,6 +523,8 @@ def bad_calls() -> list[str]:
             ((x, weight), {"row_counts": (5,) * 2}),
             ((x, weight), {"row_counts": (-4, 12)}),
             ((x, weight), {"row_counts": []}),
+            ((x, weight), {"bias": integers((9,), 3)}),
+            ((x, weight), {"bias": integers((8,), 3).bfloat16()}),
         ],
         "gemm_rs": [((x[:3], weight), {}), ((x, integers((8, 17), 2)), {}), ((meta, weight), {})],
         "all_gather": [((meta,), {}), ((x[:0],), {}), ((x[0],), {}), ((x.to(torch.complex64),), {})],

@@ -75,6 +75,11 @@ def test_linear_layers_and_all_gradients():
     run_workers(2, bodies.check_linear_layers, (64, 2), 64, 48)
 
 
+@pytest.mark.parametrize("n", [24, 300])
+def test_a_bias_inside_the_product_is_rounded_with_it(n):
+    run_workers(2, bodies.check_bias_inside, (32, 2), n, 96)
+
+
 @pytest.mark.parametrize("shape", [(0, 2), (4, 0)])
 def test_layers_on_no_token(shape):
     run_workers(2, bodies.check_empty_layers, shape)
@@ -142,7 +147,7 @@ def test_nothing_on_one_rank_is_the_same_error_on_every_rank(op: str, is_known: 
 
 def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled():
     words, words_1 = run_workers(2, bodies.bad_calls)
-    assert words == words_1 and len(words) == 24
+    assert words == words_1 and len(words) == 26
     assert [
         text for text in words if not text.startswith(("ag_gemm: ", "gemm_rs: ", "all_gather: ", "reduce_scatter: "))
     ] == []

@@ -57,13 +57,15 @@ def captures_iteration(config: Any) -> bool:
 def padded_routing(config: Any, routing_map: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The routing map as Megatron's dispatcher pads it, and how many entries that adds at most: with
     ``moe_router_padding_for_quantization`` each expert gets whole multiples of rows from every rank."""
-    from megatron.core.transformer.moe import token_dispatcher
-
     if not config.moe_router_padding_for_quantization:
         return routing_map, 0
-    multiple: int = token_dispatcher.get_align_size_for_quantization(config)
-    is_fused = config.moe_permute_fusion and token_dispatcher.is_experimental_enabled()
-    pad = token_dispatcher.fused_pad_routing_map if is_fused else token_dispatcher.pad_routing_map
+    from megatron.core.config import is_experimental_enabled
+    from megatron.core.fusions.fused_pad_routing_map import fused_pad_routing_map
+    from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, pad_routing_map
+
+    multiple: int = get_align_size_for_quantization(config)
+    is_fused = config.moe_permute_fusion and is_experimental_enabled()
+    pad = fused_pad_routing_map if is_fused else pad_routing_map
     return pad(routing_map, multiple), routing_map.shape[1] * (multiple - 1)
 
 

@@ -15,6 +15,16 @@ from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.policy.probe import Run
 
 
+def product_with_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x @ weight.T + bias``, rounded once, by the library whose layers add it so."""
+    if not HAVE_TE:
+        return torch.nn.functional.linear(x, weight, bias)
+    import transformer_engine.pytorch.cpp_extensions as te_ops
+
+    product, *_ = te_ops.general_gemm(weight, x, out_dtype=x.dtype, bias=bias)
+    return product
+
+
 def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
     """What to compare beside native and ours, for ``decide(also=)``: forward's and dgrad's product of one rank by both
     libraries, on data that shows the order of sums. Nothing where Transformer Engine is not installed.

@@ -5,7 +5,7 @@ Imported only where Transformer Engine is installed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformer_engine.pytorch.cpp_extensions as te_ops
@@ -20,40 +20,84 @@ class TELinearWgrad:
     ``dw [N, K] = grad_output [tokens, N].T @ total_input [tokens, K]``: returned in the activation's type, or with
     ``fuse_wgrad_accumulation`` added to ``main_grad`` (written over it for the first microbatch, if the layer counts
     microbatches, and where ``overwrite_main_grad`` is set).
+
+    Args:
+        weight: The parameter.
+        fused: ``fuse_wgrad_accumulation`` of the layer.
+        is_first_microbatch: Whether the call is of one, or None where the layer does not count them.
+        bias: What the layer adds inside its product: its gradient comes out of the same GEMM.
+        store: Where a delayed gradient waits (``--delay-wgrad-compute``) for the layer's ``backward_dw``, or None.
+        borrowed: Which operand lies in memory that the next op overwrites; a delayed gradient copies it.
     """
 
-    def __init__(self, weight: torch.Tensor, fused: bool, is_first_microbatch: bool | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        fused: bool,
+        is_first_microbatch: bool | None,
+        bias: torch.Tensor | None = None,
+        store: Any = None,
+        borrowed: Literal["input", "grad"] | None = None,
+    ) -> None:
         self._weight: Any = weight
         self._fused = fused
         self._accumulates = fused and not is_first_microbatch
+        self._bias, self._bias_gradient = bias, None
+        self._store, self._borrowed = store, borrowed
 
     def defer(self, grad_output: torch.Tensor) -> bool:
-        """Never: layers with a delayed weight gradient run natively."""
+        """Never: a delayed gradient has its operands gathered at once, as natively."""
         return False
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
-        """Computes the gradient; both arguments are 2-D with the tokens of the whole group in order."""
+        """Computes the gradient, or leaves it in the store; both arguments are 2-D with the tokens of the whole group
+        in order."""
         weight = self._weight
         out = main_grad_of(weight) if self._fused else None
-        gradient, *_ = te_ops.general_gemm(
-            total_input,
-            grad_output,
+        options = dict(
             out_dtype=total_input.dtype if out is None else out.dtype,
             accumulate=self._accumulates and not getattr(weight, "overwrite_main_grad", False),
             layout="NT",
             out=out,
+            bias=self._bias,
             use_split_accumulator=_2X_ACC_WGRAD,
             grad=True,
         )
+
+        def product(rows: torch.Tensor, grads: torch.Tensor) -> tuple[Any, Any]:
+            gradient, bias_gradient, *_ = te_ops.general_gemm(rows, grads, **options)
+            return gradient, bias_gradient
+
+        gradient = None
+        if self._store is None:
+            gradient, self._bias_gradient = product(total_input, grad_output)
+        else:
+            operands = {"input": total_input, "grad": grad_output}
+            if self._borrowed is not None:
+                kept = operands[self._borrowed].clone(memory_format=torch.contiguous_format)
+                operands[self._borrowed] = kept
+            self._store.put(list(operands.values()), product)
         return self.result_without_gemm(total_input.dtype) if self._fused else gradient
 
     def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What autograd gets as the weight's gradient when ``main_grad`` holds it."""
         return gradient_in_main_grad(self._weight, self._weight.dtype)
 
+    def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor | None:
+        """What the weight gradient's GEMM has given for the bias: None where the weight is frozen, or its gradient
+        delayed."""
+        return self._bias_gradient
 
-def wgrad_of(layer: Any) -> TELinearWgrad:
-    """The weight gradient of one call of ``layer``, which counts as the microbatch's."""
+
+def bias_in_product(layer: Any) -> torch.Tensor | None:
+    """The bias that ``layer`` adds inside its GEMM, in front of the rounding, or None."""
+    return layer.bias if layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add else None
+
+
+def wgrad_of(layer: Any, borrowed: Literal["input", "grad"] | None = None) -> TELinearWgrad:
+    """The weight gradient of one call of ``layer``, which counts as the microbatch's; ``borrowed`` as above."""
     first = None if layer.disable_parameter_transpose_cache else layer.is_first_microbatch
     layer.is_first_microbatch = False
-    return TELinearWgrad(layer.weight, layer.fuse_wgrad_accumulation, first)
+    store = layer.wgrad_store if layer.wgrad_store.delay_wgrad_compute() else None
+    fused, bias = layer.fuse_wgrad_accumulation, bias_in_product(layer)
+    return TELinearWgrad(layer.weight, fused, first, bias, store, borrowed)

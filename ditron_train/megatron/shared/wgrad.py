@@ -99,6 +99,10 @@ class NativeWgrad:
             weight.main_grad = self._main_grad
         return self._result(dtype)
 
+    def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor:
+        """That of a bias, which native adds up by itself."""
+        return grad_output.sum(dim=0)
+
     def _result(self, dtype: torch.dtype) -> torch.Tensor | None:
         return gradient_in_main_grad(self._weight, dtype) if self._fused else None
 

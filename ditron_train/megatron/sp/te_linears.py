@@ -16,6 +16,7 @@ from megatron.core.extensions.transformer_engine import (
 
 from ditron_train.megatron.shared.te_wgrad import TELinearWgrad, wgrad_of
 from ditron_train.megatron.sp.projections import Projections
+from ditron_train.megatron.tp.te_coverage import why_not_bias, why_not_delayed
 from ditron_train.megatron.tp.te_layers import normalised, why_not_covered
 
 __all__ = ["TELinears"]
@@ -28,7 +29,9 @@ class TELinears(Projections):
     out_kind = TERowParallelLinear
 
     def _why_not_qkv(self, layer: Any) -> str | None:
-        return "the bias of q, k and v is not added by their layer" if layer.te_return_bias else None
+        if layer.te_return_bias:
+            return "the bias of q, k and v is not added by their layer"
+        return why_not_bias(layer)
 
     def _why_not_out(self, layer: Any) -> str | None:
         kind = layer.symmetric_ar_type
@@ -37,7 +40,7 @@ class TELinears(Projections):
         return None
 
     def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
-        return why_not_covered(layer, x)
+        return why_not_covered(layer, x) or why_not_delayed(layer)
 
     def _qkv_input(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         return normalised(layer, x) if isinstance(layer, TELayerNormColumnParallelLinear) else x

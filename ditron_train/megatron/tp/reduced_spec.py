@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,14 @@ class ReducedLinearSpec(LinearSpec):
     def summed_dtype(self, call: LinearCall) -> torch.dtype | None:
         """See `OpSpec`: NCCL's all-reduce has orders of its own, which the op looks at (`all_reduce_order`)."""
         return None
+
+    def _whole_input(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return x
+
+    def _product_with_bias(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: Any
+    ) -> torch.Tensor:
+        return column_linear_ar(x, weight, context=context, bias=bias, rounds_once=True)
 
     def megatron(self, call: LinearCall) -> Function:
         group = call.group

@@ -39,15 +39,16 @@ def route(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
     is_frozen: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> TPContext | None:
     """The context to run this call with, or None for Megatron's path.
 
     Args:
         kind: Of the layer.
-        x, weight, group, is_frozen: As of `LinearCall`; without sequence parallelism ``x`` holds all tokens.
+        x, weight, group, is_frozen, bias: As of `LinearCall`; without sequence parallelism ``x`` holds all tokens.
         sequence_parallel: Whether activations outside the layer are split along the sequence.
     """
-    return gate.context_for(spec_of(kind, sequence_parallel), LinearCall(x, weight, group, is_frozen))
+    return gate.context_for(spec_of(kind, sequence_parallel), LinearCall(x, weight, group, is_frozen, bias=bias))
 
 
 def spec_of(kind: Kind, sequence_parallel: bool) -> LinearSpec:

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
-from ditron_train.megatron.shared.te_products import product_pairs
+from ditron_train.megatron.shared.te_products import product_pairs, product_with_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Pass, Place, Run, Shape
 from ditron_train.runtime.device import is_interpreter, kernel_target
@@ -50,6 +50,7 @@ class LinearCall(NamedTuple):
         is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another
             kernel.
         grad_y: Gradient of the result, for comparisons.
+        bias: What is added inside the product of ``column``, in front of its rounding (Transformer Engine's layers).
     """
 
     x: torch.Tensor
@@ -57,6 +58,7 @@ class LinearCall(NamedTuple):
     group: dist.ProcessGroup
     is_frozen: bool = False
     grad_y: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 class LinearSpec(OpSpec[LinearCall, Any]):
@@ -85,6 +87,7 @@ class LinearSpec(OpSpec[LinearCall, Any]):
             is_batch_invariant_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             call.is_frozen and self.kind == "column",
+            call.bias is None,
         )
 
     def why_not(self, call: LinearCall) -> str | None:
@@ -101,6 +104,8 @@ class LinearSpec(OpSpec[LinearCall, Any]):
             return reason
         if x.dim() < 2 or 0 in x.shape or 0 in weight.shape or x.shape[-1] != weight.shape[1]:
             return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
+        if call.bias is not None and spans_nodes(call.group):
+            return "the bias is added inside the GEMM, in a group over nodes"
         return self._why_not_rows(call, world_size)
 
     def _why_not_rows(self, call: LinearCall, world_size: int) -> str | None:
@@ -133,6 +138,7 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         rows = call.x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
         sizes = f"{rows}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
         frozen = ", frozen" if call.is_frozen and self.kind == "column" else ""
+        frozen += "" if call.bias is None else ", bias inside"
         nodes = f", over {context.nodes.num_nodes} nodes" if isinstance(context, NodesTPContext) else ""
         return f"{self.name} {sizes} {str(call.x.dtype).removeprefix('torch.')}{frozen}{nodes}"
 
@@ -144,10 +150,36 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         return None if isinstance(self.context(call), NodesTPContext) else call.x.dtype
 
     def more_pairs(self, call: LinearCall, context: TPContext) -> Sequence[tuple[Run, Run]]:
-        """See `OpSpec`: both libraries' products."""
+        """See `OpSpec`: both libraries' products, and with a bias inside the product that of the op."""
         x = call.x
         rows = max(x.shape[0], self._output_rows(x.shape[0], context.world_size)) * x.shape[1:-1].numel()
-        return product_pairs(rows, call.weight)
+        pairs = product_pairs(rows, call.weight)
+        if call.bias is None:
+            return pairs
+
+        def data() -> tuple[torch.Tensor, torch.Tensor]:
+            return revealing_like(x, 304 + context.rank, "rows"), revealing_like(call.weight, 404, "columns")
+
+        def by_library() -> list[torch.Tensor]:
+            rows, weight = data()
+            return [product_with_bias(self._whole_input(rows, call.group).flatten(0, -2), weight, call.bias)]
+
+        def by_op() -> list[torch.Tensor]:
+            rows, weight = data()
+            return [self._product_with_bias(rows, weight, call.bias, context).flatten(0, -2)]
+
+        return [*pairs, (by_library, by_op)]
+
+    def _whole_input(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Rows of all ranks."""
+        total = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+        dist.all_gather_into_tensor(total, x.contiguous(), group=group)
+        return total
+
+    def _product_with_bias(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: Any
+    ) -> torch.Tensor:
+        return column_linear(x, weight, context=context, bias=bias, rounds_once=True)
 
     def inputs(self, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
         return call.x, call.weight

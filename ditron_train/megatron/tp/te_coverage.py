@@ -13,6 +13,8 @@ __all__ = [
     "FP8_RECIPES",
     "OFFLOADED",
     "WITHOUT_SEQUENCE_PARALLEL",
+    "why_not_bias",
+    "why_not_delayed",
     "why_not_options",
     "why_not_parameters",
     "why_not_recipe_name",
@@ -47,11 +49,18 @@ def why_not_options(layer: Any, x: torch.Tensor) -> str | None:
         return "its all-reduce is another's (symmetric_ar_type)"
     if getattr(layer, "return_layernorm_output", False):
         return "the layer returns what it has normalised, too"
-    if layer.wgrad_store.delay_wgrad_compute():
-        return "the weight gradient is delayed"
-    if layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add:
-        return "the bias is added inside the GEMM, with one rounding less"
     return why_not_weight(layer.weight)
+
+
+def why_not_delayed(layer: Any) -> str | None:
+    """Why a layer whose op computes the weight gradient at once is native, or None."""
+    return "the weight gradient is delayed" if layer.wgrad_store.delay_wgrad_compute() else None
+
+
+def why_not_bias(layer: Any) -> str | None:
+    """Why a layer whose op adds a bias to the rounded product is native, or None."""
+    is_inside = layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add
+    return "the bias is added inside the GEMM, with one rounding less" if is_inside else None
 
 
 def why_not_recipe_name(name: str) -> str | None:

@@ -7,7 +7,7 @@ own GEMM (into ``main_grad`` where it would). Imported only where Transformer En
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformer_engine.pytorch.cpp_extensions as te_ops
@@ -21,12 +21,14 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module._common import apply_normalization
 
-from ditron_train.megatron.shared.te_wgrad import wgrad_of
+from ditron_train.megatron.shared.te_wgrad import bias_in_product, wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
+    why_not_bias,
+    why_not_delayed,
     why_not_options,
     why_not_parameters,
 )
@@ -111,7 +113,8 @@ def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
         return reason
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    return _why_not_options(layer, x) or why_not_code(layer.__class__)
+    reason = _why_not_options(layer, x) or why_not_delayed(layer) or why_not_bias(layer)
+    return reason or why_not_code(layer.__class__)
 
 
 def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torch.Tensor], Any]) -> Any:
@@ -177,11 +180,15 @@ def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
         log_native(f"tp {kind} (TE)", reason)
         return None
     options = {"sequence_parallel": bool(layer.sequence_parallel), "is_frozen": not layer.weight.requires_grad}
-    return route(kind, x, layer.weight, group=layer.tp_group, **options)
+    return route(kind, x, layer.weight, group=layer.tp_group, bias=bias_in_product(layer), **options)
 
 
 def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torch.Tensor:
-    return linear_of(kind, layer.sequence_parallel)(x, layer.weight, context=context, wgrad=wgrad_of(layer))
+    gathered: Literal["input", "grad"] = "input" if kind == "column" else "grad"
+    options: dict[str, Any] = {"wgrad": wgrad_of(layer, gathered if layer.sequence_parallel else None)}
+    if bias_in_product(layer) is not None:
+        options.update(bias=layer.bias, rounds_once=True)
+    return linear_of(kind, layer.sequence_parallel)(x, layer.weight, context=context, **options)
 
 
 @outside_compile
