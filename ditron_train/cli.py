@@ -17,8 +17,6 @@ from typing import Any
 
 import ditron_train
 
-__all__ = ["command_parsers", "main"]
-
 _REQUIRED = ("torch", "triton", "numpy", "packaging", "rich")
 #: By command: its module, with ``add_arguments(parser)`` and ``run(arguments)``, and what it does.
 _TOOLS = {

@@ -24,8 +24,6 @@ from ditron_train.stream.op_context import OpContext
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.channel import Channel
 
-__all__ = ["EPContext", "FusedConfig", "MoveConfig", "get_ep_context"]
-
 _HEADROOM = 1.125  # routing drifts from step to step: what must grow grows by a little more
 
 

@@ -17,8 +17,6 @@ from ditron_train.costs import Estimate, Span, all_to_all_us, beside_us, grouped
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 
-__all__ = ["Experts", "Load", "combine", "dispatch", "even_load", "expert_product", "moe_layer", "skewed_load"]
-
 _ITEMSIZE = 2
 _LAYOUT_US = 100.0  # who gets what, where: counted, exchanged and added up before a row leaves
 _COMBINE_SHARE = (

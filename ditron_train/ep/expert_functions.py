@@ -27,19 +27,6 @@ from ditron_train.ep.orders import SumOrder
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = [
-    "FEWEST_ROWS",
-    "PAIRS",
-    "ExpertCall",
-    "Gemm",
-    "Pair",
-    "Wgrad",
-    "dispatch_linear",
-    "linear_combine",
-    "own_wgrad_has_native_bits",
-    "pairs_of_native_bits",
-]
-
 Pair = Literal["gemm_combine", "dgrad_combine", "beside_wgrad", "own_wgrad"]
 #: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of
 #: ``dgrad_combine``; ``own_wgrad`` is dW2 by our grouped GEMM, whoever computes the others.

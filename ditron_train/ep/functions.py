@@ -19,8 +19,6 @@ from ditron_train.ep.rails import RailContext, RailLayout
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["combine_rows", "dispatch_tokens"]
-
 AnyLayout = Union[Layout, RailLayout]
 AnyContext = Union[EPContext, RailContext]
 

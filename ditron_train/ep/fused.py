@@ -14,8 +14,6 @@ from ditron_train.ep.launch import Kind, check_tokens, launch, pointers, sum_siz
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 
-__all__ = ["PLAN_BLOCK", "gemm_combine", "layout_tiles", "new_board", "num_programs"]
-
 _BOARD_WORDS = 128  # in front of the counters, see fused_kernels
 #: Row tiles that a program of a plan orders.
 PLAN_BLOCK = 128

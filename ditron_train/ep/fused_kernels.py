@@ -14,8 +14,6 @@ from ditron_train.ep.return_kernels import sum_tokens
 from ditron_train.ep.task_kernels import complete, complete_stored, need, serve
 from ditron_train.schedule.tiles import ordered_tile
 
-__all__ = ["gemm_combine_kernel", "plan_tiles", "sort_tiles", "tile_span"]
-
 # Words of a board: a head for each queue, then counters of the whole, then one counter for each tile or block of rows.
 HEAD_FIRST = tl.constexpr(0)
 HEAD_SECOND = tl.constexpr(32)

@@ -21,8 +21,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["GatheredLayout", "RowLayout", "SlicedLayout", "place", "sum_to_tokens"]
-
 _TILE_ELEMENTS = 8192
 _MOST_COLUMNS = 1024
 

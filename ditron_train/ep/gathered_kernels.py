@@ -6,8 +6,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["place_tokens", "sum_rows"]
-
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def place_tokens(

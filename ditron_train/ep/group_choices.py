@@ -13,8 +13,6 @@ from ditron_train.runtime.device import device_name, num_sms
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.tuning_table import active_table, class_of_size
 
-__all__ = ["GroupOp", "choose_group_config", "default_group_config", "group_class"]
-
 GroupOp = Literal["group_gemm", "group_dgrad", "group_wgrad"]
 
 

@@ -17,8 +17,6 @@ import triton.language as tl
 
 from ditron_train.schedule.tiles import grouped_tile
 
-__all__ = ["group_gemm_kernel", "group_product", "group_wgrad_kernel", "list_tiles", "store_block", "tile_at"]
-
 
 @triton.jit(do_not_specialize=["max_tiles", "num_rows"])
 def list_tiles(

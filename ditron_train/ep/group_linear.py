@@ -11,8 +11,6 @@ from ditron_train.ep.group_gemm import RowTiles, group_gemm, group_wgrad
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["GroupWgrad", "group_linear"]
-
 #: Where the gradients of weights go: (grad of the output rows, input rows, their tiles) -> gradient of each weight, or
 #: None where it has gone elsewhere.
 GroupWgrad = Callable[[torch.Tensor, torch.Tensor, RowTiles], Sequence["torch.Tensor | None"]]

@@ -17,8 +17,6 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.ep.arguments import Inbox
 
-__all__ = ["place_arrived", "place_rows", "push_ahead", "push_tokens", "send_chunk", "start"]
-
 
 @triton.jit
 def start(channel, epoch, rank, SIZES: tl.constexpr):

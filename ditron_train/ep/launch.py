@@ -18,8 +18,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch, compiled_together
 from ditron_train.symm.channel import Channel, ChannelPointers
 
-__all__ = ["DTYPES", "Kind", "check_tokens", "compiling", "launch", "move_sizes", "pointers", "sum_sizes"]
-
 #: Types of tokens, and their code in a signature.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -18,8 +18,6 @@ from ditron_train.ep.arguments import Destinations, Tables
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["HostCounts", "Layout", "LayoutShape", "Room"]
-
 
 @dataclass(frozen=True)
 class LayoutShape:
@@ -162,7 +160,8 @@ class Layout:
         tables: Counts and offsets.
         expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [places].
         token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not
-        looked at. ragged: Whether a token may have any number of experts (a padded map), and so as many places.
+            looked at.
+        ragged: Whether a token may have any number of experts (a padded map), and so as many places.
         dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
         send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
         entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
@@ -171,10 +170,12 @@ class Layout:
         entry_capacity: Rows that every rank has room for.
         place_capacity: Places that every rank has room for.
         ahead: The tokens, where they were sent before the sizes were known (``ops.dispatch_ahead``) and are not placed
-        yet. tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
+            yet.
+        tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
         fewest_rows: Rows of the expert that has fewest, of those on any rank that have some; None where the host does
-        not know. kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None
-        where there is neither.
+            not know.
+        kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None where there
+            is neither.
     """
 
     shape: LayoutShape

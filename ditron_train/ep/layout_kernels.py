@@ -15,8 +15,6 @@ from ditron_train.symm import control as control_layout
 KIND_OVERFLOW = tl.constexpr(control_layout.KIND_OVERFLOW)
 TICKET_UNIT_LOG2 = tl.constexpr(control_layout.TICKET_UNIT_LOG2)
 
-__all__ = ["count_chunks", "exchange_counts", "list_entries"]
-
 
 @triton.jit
 def _load_map(pointer, tokens, last_token, S: tl.constexpr):

@@ -15,8 +15,6 @@ from ditron_train.ep.return_kernels import return_rows, sum_returned
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["PendingCombine", "begin_combine", "combine", "dispatch", "dispatch_ahead"]
-
 
 @outside_compile
 def dispatch(

@@ -7,8 +7,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["SumOrder", "index_add_order"]
-
 #: ``ascending_rounded``: by ascending expert, rounded to the rows' type after each addition. ``ascending``: the same
 #: in fp32 with one rounding at the end. ``descending``: by descending expert in fp32, one rounding: Transformer
 #: Engine's fused permutation.

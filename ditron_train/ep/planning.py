@@ -17,8 +17,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.events import current_stream
 
-__all__ = ["PendingLayout", "SentAhead", "begin_layout", "fewest_rows_before"]
-
 
 @dataclass(frozen=True)
 class SentAhead:

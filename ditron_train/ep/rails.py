@@ -28,8 +28,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.symm.nodes import NodeGroups, node_groups
 
-__all__ = ["PendingRailLayout", "RailContext", "RailLayout", "begin_layout", "combine", "dispatch", "get_rail_context"]
-
 
 @dataclass(frozen=True)
 class RailContext:

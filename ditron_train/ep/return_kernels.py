@@ -15,8 +15,6 @@ from ditron_train.symm import control as control_layout
 
 TICKET_UNIT_LOG2 = tl.constexpr(control_layout.TICKET_UNIT_LOG2)
 
-__all__ = ["return_rows", "sum_returned", "sum_tokens"]
-
 
 @triton.jit
 def _send_rows(sent, begin, end, target, grad_target, hidden, num_rows, place_capacity, SUM: tl.constexpr):

@@ -17,8 +17,6 @@ from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["RowTiles", "group_launch", "host_tiles", "row_tiles"]
-
 _TILE_WORDS = 4
 _LIST_BLOCK = 128  # tiles that a program lists
 _SLACK_WORDS = 1024  # a loop that runs ahead may look at entries behind the last, whose values it then drops

@@ -25,22 +25,6 @@ from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.transformer_engine import grouped_gemm
 
-__all__ = [
-    "SPECS",
-    "GroupGemmSpec",
-    "MoeSpec",
-    "Product",
-    "layers_of_model",
-    "moe_layer",
-    "moe_layers",
-    "native_products",
-    "products_of_native_bits",
-    "routing_of",
-    "why_not_layer",
-    "with_routings",
-    "zipf_routing",
-]
-
 Product = Literal["forward", "dgrad", "wgrad"]
 _NAMES: dict[Product, GroupOp] = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
 _SKEWED = 1.0  # exponent of the skewed routing
@@ -161,17 +145,14 @@ class MoeSpec(OpSpec[Call, Context]):
         return [layer]
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`."""
         layers = moe_layers(world_size, on_gpu)
         routed = with_routings(layers, deterministic=[layer.model for layer in layers[:1]])
         return [shape for layer in routed for shape in self.shapes_of_layer(layer)]
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
         return [shape for layer in layers_of_model(model, world_size) for shape in self.shapes_of_layer(layer)]
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
         return why_not_layer(shape, world_size)
 
 
@@ -216,7 +197,6 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
         return self
 
     def inputs(self, call: GroupCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.grad
 
     def shapes_of_layer(self, layer: Shape) -> list[Shape]:
@@ -255,7 +235,6 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
         return GroupCall(x, grad, weights, torch.tensor(counts, device=device), counts, fewest, native, place.group)
 
     def megatron(self, call: GroupCall) -> Function:
-        """See `OpSpec`."""
 
         def function(x: torch.Tensor, grad: torch.Tensor) -> Sequence[torch.Tensor]:
             result: Any = call.native(x, grad, call.weights)
@@ -268,15 +247,12 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
         return None if self.product == "forward" else self.megatron(call)
 
     def fused_backward(self, call: GroupCall, context: object) -> Function | None:
-        """See `OpSpec`."""
         return None if self.product == "forward" else self.fused(call, context)
 
     def fused(self, call: GroupCall, context: object) -> Function:
-        """See `OpSpec`."""
         return self.fused_as(call, context, None)
 
     def fused_as(self, call: GroupCall, context: object, candidate: GemmConfig | None) -> Function:
-        """See `OpSpec`."""
         weights = call.weights
 
         def function(x: torch.Tensor, grad: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -308,7 +284,6 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
         return group_class(num_experts, int(most.item()), n, k)
 
     def candidates(self, call: GroupCall, context: object, ranked: Sequence[Any]) -> Sequence[GemmConfig]:
-        """See `OpSpec`."""
         if ranked:
             return []
         target, device = kernel_target(call.x.device), call.x.device
@@ -316,7 +291,6 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
         return [default, *config_variants(default, target)]
 
     def entry(self, call: GroupCall, candidate: GemmConfig, *, is_native: bool) -> dict[str, Any]:
-        """See `OpSpec`."""
         return {**config_entry(candidate), "native": is_native}
 
 

@@ -26,8 +26,6 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["complete", "complete_stored", "draw", "need", "serve"]
-
 
 @triton.jit
 def draw(head):

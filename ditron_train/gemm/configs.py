@@ -12,18 +12,6 @@ from ditron_train.gemm.operands import FP8_DTYPES
 from ditron_train.runtime.device import HOPPER_AND_NEWER
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = [
-    "HOPPER_SQUARE_RATE",
-    "GemmConfig",
-    "Tile",
-    "as_count",
-    "as_power_of_two",
-    "choose_config",
-    "config_entry",
-    "config_of_entry",
-    "config_variants",
-]
-
 
 class Tile(NamedTuple):
     """A ``GemmConfig`` as one constexpr of a kernel; ``transpose_b``: B is given as it lies in a Linear's weight."""

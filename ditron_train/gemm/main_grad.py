@@ -10,8 +10,6 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["add_wgrad", "product_of_transformer_engine"]
-
 # Of multiplications: below, the host takes 9 us longer for Transformer Engine's call (docs/measurements/tp.md).
 _FEWEST_PRODUCTS = 1 << 32
 _HALVES = (torch.bfloat16, torch.float16)

@@ -8,18 +8,6 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = [
-    "FP8_DTYPES",
-    "Operand",
-    "TensorScales",
-    "aligned_operand",
-    "empty_aligned",
-    "is_aligned",
-    "make_descriptor",
-    "padded_columns",
-    "result_dtype",
-]
-
 #: Types of FP8 operands.
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 

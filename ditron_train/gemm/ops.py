@@ -24,17 +24,6 @@ from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 
-__all__ = [
-    "GemmLaunch",
-    "check_operands",
-    "gemm_launch",
-    "launch_gemm",
-    "matmul_nn",
-    "matmul_nt",
-    "matmul_tn",
-    "on_device",
-]
-
 _DTYPES = {"interpreter": (torch.float32, torch.bfloat16, torch.float16), "gpu": (torch.bfloat16, torch.float16)}
 
 

@@ -8,8 +8,6 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile
 
-__all__ = ["MAX_DESCRIPTOR_RANKS", "PeerTiles", "store_tile_to_peer"]
-
 MAX_DESCRIPTOR_RANKS = 8  # a kernel takes one descriptor a peer, each an argument of its own
 
 

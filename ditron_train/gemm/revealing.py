@@ -16,8 +16,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["HIDDEN_TERMS", "revealing_matrix"]
-
 HIDDEN_TERMS = 32  # two steps of the tensor cores: one more than was seen
 
 _SPREAD_LOG2 = 8  # of magnitudes: sums of few terms have to round, too

@@ -24,8 +24,6 @@ from ditron_train.megatron.plugin.switch import apply_options
 from ditron_train.runtime.errors import SettingError, VersionError
 from ditron_train.runtime.logs import get_logger, log_once
 
-__all__ = ["hook_argument_parser", "main"]
-
 _ARGUMENTS = "megatron.training.arguments"
 _USAGE = "torchrun ... -m ditron_train.megatron.run SCRIPT.py [its arguments] --ditron NAME[,NAME]"
 _DESCRIPTION = (

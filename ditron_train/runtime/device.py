@@ -11,20 +11,6 @@ from functools import cache
 import torch
 
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.nvidia_driver import driver_version
-
-__all__ = [
-    "HOPPER_AND_NEWER",
-    "assuming_gpu",
-    "device_name",
-    "driver_version",
-    "is_capturing",
-    "is_interpreter",
-    "kernel_target",
-    "num_sms",
-    "replays_compiled_graphs",
-    "with_index",
-]
 
 #: Of ``kernel_target``: GPUs with TMA and tensor cores that take operands from shared memory.
 HOPPER_AND_NEWER = ("sm_90", "sm_100")

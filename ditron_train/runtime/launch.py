@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 from ditron_train.runtime.device import is_interpreter
-from ditron_train.runtime.triton_launcher import CallRecorder, RecordedCall, has_launch_hooks, recorder_of
+from ditron_train.runtime.triton_launcher import (
+    CallRecorder,
+    RecordedCall,
+    compiled_kernel,
+    has_launch_hooks,
+    recorder_of,
+)
 
 # Of every kernel, since bits depend on it: a product and a sum become one instruction (Triton to 3.9 does it unasked).
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
@@ -119,12 +125,10 @@ class KernelLaunch:
 
     def _first(self, key: tuple[Any, ...], arguments: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
         """The launch through Triton, which compiles; the interpreter takes it every time."""
-        if stream is None:
-            compiled = self._kernel[(self._num_programs,)](*arguments, **self._constants, **self._options)
-        else:
-            with torch.cuda.stream(stream):
-                compiled = self._kernel[(self._num_programs,)](*arguments, **self._constants, **self._options)
-        if not is_interpreter() and _runs_directly(compiled):
+        with torch.cuda.stream(stream):  # None: the current one
+            launched = self._kernel[(self._num_programs,)](*arguments, **self._constants, **self._options)
+        compiled = None if is_interpreter() else compiled_kernel(launched)
+        if compiled is not None and _runs_directly(compiled):
             if len(self._compiled) >= _MAX_KEPT:
                 self._compiled.clear()
                 self._repeated.clear()

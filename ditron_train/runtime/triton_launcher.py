@@ -48,6 +48,13 @@ class _Standing:
         """None: it is made for hooks alone."""
 
 
+def compiled_kernel(launched: Any) -> Any:
+    """The compiled kernel of what a launch gave back: inside ``AsyncCompileMode`` Triton 3.9 gives a promise of it."""
+    from triton import FutureKernel
+
+    return launched.result() if isinstance(launched, FutureKernel) else launched
+
+
 def has_launch_hooks() -> bool:
     """Whether somebody wants to hear of launches: a profiler."""
     return any(getattr(hook, "calls", hook) for hook in _hooks())

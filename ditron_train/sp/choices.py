@@ -26,19 +26,6 @@ from ditron_train.runtime.tuning_table import active_table, class_of_size, shape
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.transfer_sizes import EXCHANGE_PROGRAMS, NUM_PUSH, PULL_GROUP_M, receive_programs
 
-__all__ = [
-    "Product",
-    "ProjectionChoice",
-    "ProjectionOp",
-    "choice_entry",
-    "choose",
-    "default_choice",
-    "exchange_class",
-    "exchange_programs",
-    "tiles",
-    "transfers",
-]
-
 ProjectionOp = Literal["gemm_a2a", "a2a_gemm"]
 
 

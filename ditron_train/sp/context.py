@@ -8,8 +8,6 @@ import torch.distributed as dist
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 
-__all__ = ["SPContext", "get_sp_context"]
-
 
 class SPContext(OpContext):
     """Buffers and channels of one sequence parallel (Megatron: context parallel) group; collective to make.

@@ -17,8 +17,6 @@ from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.sp.transfer_sizes import deal_of, receive_programs
 
-__all__ = ["AttentionSizes", "exchanged_us", "output_backward", "output_forward", "qkv_backward", "qkv_forward"]
-
 _ITEMSIZE = 2
 _PASSES = 2  # of what is exchanged: packed before, put in order behind
 

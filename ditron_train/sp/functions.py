@@ -36,17 +36,6 @@ from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.ops import a2a_gemm, gather_sequence, gemm_a2a, to_heads, to_sequence
 from ditron_train.sp.transfer_sizes import hides_gather
 
-__all__ = [
-    "InputShards",
-    "LateWgrad",
-    "Wgrad",
-    "heads_exchange",
-    "late_wgrad",
-    "output_projection",
-    "qkv_projection",
-    "sequence_exchange",
-]
-
 
 class InputShards(Protocol):
     """How a tensor parallel rank holds the input of its QKV projection: what stands between ``x`` and the GEMM."""

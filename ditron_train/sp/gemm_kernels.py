@@ -14,8 +14,6 @@ from ditron_train.gemm.kernels import biased, store_tile, tile_product
 from ditron_train.schedule.tiles import grouped_tile
 from ditron_train.sp.kernels import next_work, push_item, start_epoch
 
-__all__ = ["a2a_gemm_kernel", "gemm_a2a_kernel"]
-
 
 @triton.jit(do_not_specialize=["M", "slot_rows"])
 def gemm_a2a_kernel(

@@ -22,18 +22,6 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = [
-    "CopyBlocks",
-    "CopyPointers",
-    "CopyShape",
-    "arrived_kernel",
-    "next_work",
-    "push_item",
-    "push_kernel",
-    "receive_kernel",
-    "start_epoch",
-]
-
 
 class CopyPointers(NamedTuple):
     """What a copy reads and writes.

@@ -10,8 +10,6 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["HeadsLayout", "chunks_of_rank", "global_rows", "output_layout", "packed_rows", "qkv_layout"]
-
 
 def chunks_of_rank(rank: int, world_size: int) -> tuple[int, int]:
     """The two of the sequence's ``2 * world_size`` chunks that ``rank`` holds: causal attention costs every rank the

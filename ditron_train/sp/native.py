@@ -14,8 +14,6 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp.layouts import HeadsLayout
 
-__all__ = ["AllToAlls", "exchange_natively"]
-
 Reorder = Callable[[torch.Tensor], torch.Tensor]
 
 

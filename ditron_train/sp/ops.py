@@ -29,8 +29,6 @@ from ditron_train.sp.prepared import (
     WeightLayout,
 )
 
-__all__ = ["WeightLayout", "a2a_gemm", "gather_sequence", "gemm_a2a", "to_heads", "to_sequence"]
-
 
 def _check_parts(
     name: str,

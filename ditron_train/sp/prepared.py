@@ -25,8 +25,6 @@ from ditron_train.sp.kernels import arrived_kernel, push_kernel
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.transfer import A2A_GEMM, GATHER, GEMM_A2A, TO_HEADS, TO_SEQUENCE, Receiver, Transfer
 
-__all__ = ["DTYPES", "PreparedA2AGemm", "PreparedExchange", "PreparedGather", "PreparedGemmA2A", "WeightLayout"]
-
 WeightLayout = Literal["nt", "nn"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -30,8 +30,6 @@ from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
 from ditron_train.sp.ops import WeightLayout, a2a_gemm, gemm_a2a
 
-__all__ = ["BEHIND", "FRONT", "SPECS", "ProjectionCall", "ProjectionSpec", "Side", "attention_shapes"]
-
 _LONG_FLOP = 8e12  # of one GEMM: some 10 ms, which vary less
 _MOST_OF_LONG = 5
 
@@ -120,19 +118,15 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         self.measured = "backward" if backward else "forward"
 
     def context(self, call: ProjectionCall) -> SPContext:
-        """See `OpSpec`."""
         return get_sp_context(call.group, call.x.device)
 
     def inputs(self, call: ProjectionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.weight
 
     def grads(self, call: ProjectionCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return call.gradients
 
     def megatron(self, call: ProjectionCall) -> Function:
-        """See `OpSpec`."""
         exchange, layout, factor = call.exchange, call.layout, self._factor
         if self.side.towards_heads:
             return lambda x, weight: exchange_natively(
@@ -163,7 +157,6 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         return of_front if self.side.towards_heads else behind
 
     def fused(self, call: ProjectionCall, context: SPContext) -> Function:
-        """See `OpSpec`."""
         options: dict[str, Any] = dict(context=context, layout=call.layout)
         if not self._is_backward:
             return self.fused_as(call, context, None)
@@ -172,11 +165,9 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         return lambda x, weight: [output_projection(x, weight, **options)]
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`."""
         return attention_shapes(world_size, on_gpu)
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
         return [_shape("custom", model.seq_length, model.heads, model.groups, model.channels)]
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
@@ -194,7 +185,6 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         return _MOST_OF_LONG if flops > _LONG_FLOP else None
 
     def sample(self, shape: Shape, place: Place, seed: int) -> ProjectionCall:
-        """See `OpSpec`."""
         why = self.why_not_shape(shape, place.world_size)
         if why is not None:
             raise SettingError(why)
@@ -253,7 +243,6 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         return rows if self.side.towards_heads else rows // call.exchange.world_size, n, k
 
     def parts(self, call: ProjectionCall, context: SPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`."""
         if self._is_backward:
             return {}
         x, factor, exchange = call.x, self._factor(call.weight), call.exchange
@@ -265,7 +254,6 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         return {"gemm": lambda: torch.matmul(gathered, factor), "comm": lambda: exchange.to_sequence([x])}
 
     def peers(self, call: ProjectionCall, context: SPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`."""
         if self._is_backward or not self.side.towards_heads or not self.has_rows:
             return {}
         x, weight, exchange = call.x, call.weight, call.exchange
@@ -292,7 +280,6 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         return self.shapes(world_size, on_gpu)[:1]
 
     def shape_class(self, call: ProjectionCall) -> str:
-        """See `OpSpec`."""
         return self._tuned(call).shape_class
 
     def candidates(
@@ -315,7 +302,6 @@ class ProjectionSpec(OpSpec[ProjectionCall, SPContext]):
         return lambda x, weight: [behind((x,), weight, **options)]
 
     def entry(self, call: ProjectionCall, candidate: ProjectionChoice, *, is_native: bool) -> dict[str, Any]:
-        """See `OpSpec`."""
         sizes = "x".join(map(str, self._product(call)))
         return {**choice_entry(candidate), "native": is_native, "shape": sizes}
 

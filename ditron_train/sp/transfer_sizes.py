@@ -7,21 +7,6 @@ from dataclasses import dataclass
 
 from ditron_train.gemm.configs import GemmConfig
 
-__all__ = [
-    "EXCHANGE_PROGRAMS",
-    "GATHER_PROGRAMS",
-    "GRANULE_ROWS",
-    "NUM_PUSH",
-    "PULL",
-    "PUSH",
-    "CopyShape",
-    "deal_of",
-    "granule_rows",
-    "hides_gather",
-    "receive_programs",
-    "tiles_of_program",
-]
-
 
 @dataclass(frozen=True)
 class CopyShape:

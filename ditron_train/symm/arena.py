@@ -18,8 +18,6 @@ from ditron_train.symm.exchange import exchange
 from ditron_train.symm.transport import Segment, Transport
 from ditron_train.symm.transport_choice import select_transport
 
-__all__ = ["SymmetricArena", "SymmetricTensor", "close_all_arenas", "get_arena"]
-
 _ALIGNMENT_BYTES = 256
 
 

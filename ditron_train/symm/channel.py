@@ -43,8 +43,6 @@ from ditron_train.symm.control import (
     cyclic_difference,
 )
 
-__all__ = ["Channel", "ChannelPointers", "check_all", "forget_failed"]
-
 _READY_READ_S = 2.0  # start signals are read for an error's words; the error must not be late
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

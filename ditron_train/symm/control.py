@@ -9,30 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = [
-    "CONTROL_ABORT",
-    "CONTROL_RANK",
-    "CONTROL_RECORD_ADDRESS",
-    "CONTROL_TIMEOUT_NS",
-    "CONTROL_WORDS",
-    "CONTROL_WORLD_SIZE",
-    "DTYPES",
-    "KIND_MISMATCH",
-    "KIND_OVERFLOW",
-    "KIND_TIMEOUT",
-    "READY_WORDS",
-    "RECORD_CHUNK",
-    "RECORD_EXPECTED",
-    "RECORD_KIND",
-    "RECORD_PEER",
-    "RECORD_SEEN",
-    "RECORD_STATE",
-    "RECORD_WORDS",
-    "TICKET_ROLES",
-    "TICKET_UNIT_LOG2",
-    "cyclic_difference",
-]
-
 #: Types by the number that stands for them in signatures and headers.
 DTYPES = (
     torch.float32,

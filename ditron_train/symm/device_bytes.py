@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DeviceBytes"]
-
 
 class DeviceBytes:
     """``torch.as_tensor`` of it is a uint8 tensor over the memory; the tensor's storage holds this object until it is

@@ -31,8 +31,6 @@ from ditron_train.runtime.groups import GroupCache, check_member
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.plain import from_plain, to_plain
 
-__all__ = ["exchange", "first_missing", "on_all_ranks", "store_of"]
-
 _LEAST_TIMEOUT_S = 30.0  # whatever DITRON_TIMEOUT_S says: ranks come here from imports and compilation
 _POLL_S = 0.001  # at first; twice as long each time, up to
 _MOST_POLL_S = 0.05

@@ -18,8 +18,6 @@ from torch.distributed import distributed_c10d
 from ditron_train.runtime.groups import belongs_to
 from ditron_train.symm.exchange import exchange
 
-__all__ = ["make_group"]
-
 
 def make_group(
     parent: dist.ProcessGroup, members: list[int], description: str, options: Any = None

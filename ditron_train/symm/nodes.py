@@ -25,8 +25,6 @@ from ditron_train.symm.exchange import exchange, first_missing, store_of
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
-__all__ = ["NodeGroups", "forget_nodes", "node_groups", "node_of_each_rank", "num_nodes", "spans_nodes"]
-
 _ROLL_CALL_S = 2.0  # after the deadline of what was waited for: the last to notice began to wait a little later
 _ASK_S = 0.5  # how often who waits asks whether the others have given up
 _POLL_S, _MOST_POLL_S = 1e-4, 0.05

@@ -28,8 +28,6 @@ from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.reserve import Reserve, first_common_gap
 from ditron_train.symm.transport import Segment
 
-__all__ = ["NvshmemTransport", "start_nvshmem"]
-
 _ALIGNMENT_BYTES = 4096
 _DEFAULT_RESERVE_BYTES = 2 << 30
 

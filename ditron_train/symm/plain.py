@@ -12,8 +12,6 @@ from typing import Any
 
 from ditron_train.runtime.errors import DitronError
 
-__all__ = ["from_plain", "to_plain"]
-
 _TUPLE, _BYTES, _DICT = "tuple", "bytes", "dict"
 
 

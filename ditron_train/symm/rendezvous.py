@@ -21,8 +21,6 @@ import torch.distributed as dist
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.symm.exchange import exchange, store_of
 
-__all__ = ["RenumberedStore", "rendezvous"]
-
 _COUNTED = re.compile(r"([^/]+)/(\d+)(/.*)?")
 
 #: How many times this process has been through a rendezvous: each adds as much to torch's counter, whatever the group.

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Reserve", "first_common_gap"]
-
 Gap = tuple[int, int]  # from, to
 
 

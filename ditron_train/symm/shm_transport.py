@@ -13,8 +13,6 @@ import torch.distributed as dist
 from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.transport import Segment
 
-__all__ = ["FOLDER", "ShmTransport", "discard_file", "map_file"]
-
 FOLDER = "/dev/shm"  # where shared memory is a file
 
 

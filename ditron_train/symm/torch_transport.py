@@ -14,8 +14,6 @@ from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.rendezvous import rendezvous
 from ditron_train.symm.transport import Segment
 
-__all__ = ["TorchTransport"]
-
 
 class TorchTransport:
     """``symm_mem.empty`` plus a rendezvous (`symm.rendezvous`).

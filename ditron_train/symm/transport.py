@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError
 
-__all__ = ["Mapping", "Segment", "Transport", "is_one_node", "node_of_process"]
-
 
 class Mapping(Protocol):
     """Memory that is mapped once more."""

@@ -13,8 +13,6 @@ from ditron_train.symm.shm_transport import ShmTransport
 from ditron_train.symm.torch_transport import TorchTransport
 from ditron_train.symm.transport import Transport, node_of_process
 
-__all__ = ["select_transport"]
-
 
 def _spans_nodes(group: dist.ProcessGroup) -> bool:
     return len(set(exchange(group, node_of_process()))) > 1

@@ -16,16 +16,6 @@ from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.results import RESULTS
 
-__all__ = [
-    "add_common_arguments",
-    "add_shape_argument",
-    "check_counts",
-    "check_folder",
-    "check_matplotlib",
-    "check_sizes",
-    "choose_models",
-]
-
 _LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "warmup": 0}
 
 

@@ -13,8 +13,6 @@ from ditron_train.policy.spec import MegatronGroups
 if TYPE_CHECKING:
     from ditron_train.tools.session import BenchSession
 
-__all__ = ["ROOMS", "add_spec", "megatron_groups", "remove_spec", "specs_of"]
-
 #: Modules whose ``SPECS`` make up a room; those that need megatron-core count where it is installed.
 ROOMS: dict[str, tuple[str, ...]] = {
     "tp": ("ditron_train.tp.spec", "ditron_train.megatron.tp.routing"),

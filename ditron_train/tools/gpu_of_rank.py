@@ -6,8 +6,6 @@ import os
 
 import torch
 
-__all__ = ["share_gpus"]
-
 
 def share_gpus(local_rank: int, local_world_size: int) -> str:
     """Makes one of this machine's GPUs the current one; returns the backend for the job's process group.

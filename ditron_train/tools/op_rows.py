@@ -18,8 +18,6 @@ from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender, Timing
 
-__all__ = ["WIRE_GBPS", "OpCalls", "add_row", "parts_of", "planned_rows", "shapes_for"]
-
 WIRE_GBPS = 370.0  # what a copy engine moves over NVLink on an H200, the link speed that limits are computed with
 _COMPARED = 2  # sets of inputs
 

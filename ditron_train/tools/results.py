@@ -11,23 +11,6 @@ from typing import Any, Literal
 
 from ditron_train.runtime.files import parse_json, read_regular, replace_file
 
-__all__ = [
-    "MEGATRON_TESTS",
-    "FP8_PREFIX",
-    "Pass",
-    "RESULTS",
-    "Row",
-    "Stamp",
-    "TRAINING",
-    "TRAINING_STEP",
-    "kept_rows",
-    "measurement_files",
-    "read_results",
-    "result_path",
-    "write_beside",
-    "write_results",
-]
-
 RESULTS = Path("benchmarks") / "results"
 #: The file of ``compare``, and what the op of its rows begins with; the features stand behind it.
 TRAINING = "training"
@@ -50,7 +33,8 @@ class Row:
         world_size: Ranks of the group.
         dtype: Of the activations, such as ``bfloat16``, or ``fp8_`` and the recipe.
         shape: Sizes by name (``m``, ``n``, ``k``, or the names of ``workloads.json``); global, before division over
-        ranks. native_us: The path that Megatron runs.
+            ranks.
+        native_us: The path that Megatron runs.
         ditron_us: Ours.
         bitwise_equal: Whether every output of ours has native's bits, on every rank.
         comm_sms: Multiprocessors that ours takes for communication alone.
@@ -62,7 +46,8 @@ class Row:
         wire_gbps: Bytes that cross a link, per second of ours (10^9).
         logical_gbps: Bytes in the convention of the field's tables, where it differs from ``wire_gbps``.
         tflops: Operations of the whole algorithm (products that ours computes by half count whole), per second of ours
-        (10^12). model_native_us: The cost model's prediction of ``native_us``.
+            (10^12).
+        model_native_us: The cost model's prediction of ``native_us``.
         model_us: The cost model's prediction of ``ditron_us``.
         spread: Largest relative difference between the two measurements of one of the columns.
         commit: Of the working tree, where it is not the stamp's.

@@ -26,8 +26,6 @@ from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
 from ditron_train.tools.timing import Contender, Timing, measure, num_input_sets
 
-__all__ = ["BenchSession", "Sink", "bench_session"]
-
 _TIMEOUT_S = 300
 
 

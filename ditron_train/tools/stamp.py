@@ -7,8 +7,6 @@ import torch
 from ditron_train.runtime.provenance import collect_provenance
 from ditron_train.tools.results import Stamp
 
-__all__ = ["collect_stamp"]
-
 
 def collect_stamp(device: torch.device, count: int, **settings: object) -> Stamp:
     """Returns the stamp of a benchmark that runs here, now.

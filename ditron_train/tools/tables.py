@@ -9,8 +9,6 @@ from rich.table import Table
 
 from ditron_train.tools.results import Row, Stamp
 
-__all__ = ["markdown_table", "model_words", "show_rows", "terminal"]
-
 _PASS_NAMES = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 
 

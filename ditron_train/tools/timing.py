@@ -25,8 +25,6 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device_hold import DeviceHold
 
-__all__ = ["Contender", "Timing", "measure", "num_input_sets"]
-
 Contender = Callable[[int], object]
 """Runs once on the current stream; its argument counts up, and chooses the set of inputs."""
 

@@ -16,8 +16,6 @@ from ditron_train.gemm.configs import Tile
 from ditron_train.gemm.kernels import biased, store_tile, tile_product
 from ditron_train.schedule.tiles import gather_tile
 
-__all__ = ["AgGemmConstants", "ag_gemm_kernel"]
-
 
 class AgGemmConstants(NamedTuple):
     """What ``ag_gemm_kernel`` is compiled for; see there."""

@@ -25,8 +25,6 @@ from ditron_train.tp.context import MOST_CHUNKS, MOST_PUSH_PROGRAMS, TPContext
 from ditron_train.tp.problem import PUSH_BYTES
 from ditron_train.tp.scatter import FOLD_BLOCK, SentPartials
 
-__all__ = ["PreparedAllReduce", "PreparedPush", "order_tables", "sums_of"]
-
 _PUSH_BLOCK = 2048
 _MOST_ELEMENTS = 1 << 31  # tables hold int32
 

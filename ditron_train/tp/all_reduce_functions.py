@@ -25,8 +25,6 @@ from ditron_train.tp.movement import start_all_reduce
 from ditron_train.tp.ops import gemm_ar
 from ditron_train.tp.prepared import can_copy
 
-__all__ = ["column_linear_ar", "row_linear_ar"]
-
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -8,8 +8,6 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["OrderTables", "fold_all_kernel", "fold_own_rows_kernel", "push_and_fold_kernel"]
-
 
 class OrderTables(NamedTuple):
     """A ``SumMap`` on the device, int32.

@@ -21,28 +21,11 @@ from ditron_train.gemm.configs import (
     config_variants,
 )
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.tuning_table import active_table
 from ditron_train.tp.cost_model import predict, rates_of
-from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Layout, Machine, Op, Problem, ScatterMode
-
-__all__ = [
-    "Choice",
-    "GatherPlan",
-    "Layout",
-    "Machine",
-    "Op",
-    "Problem",
-    "ScatterMode",
-    "choose",
-    "default_choice",
-    "entry_of",
-    "modelled_choice",
-    "prefers_native",
-    "rates_of",
-    "tile_variants",
-    "transfer_variants",
-]
+from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Layout, Op, Problem
 
 
 def default_choice(problem: Problem, machine: Machine) -> Choice:

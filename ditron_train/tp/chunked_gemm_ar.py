@@ -21,8 +21,6 @@ from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Problem
 from ditron_train.tp.scatter import FOLD_BLOCK
 
-__all__ = ["PreparedChunkedGemmAr", "PreparedGemmArInTwoRounds", "PreparedPushedGemmAr", "gemm_ar_by"]
-
 
 class PreparedPushedGemmAr:
     """cuBLAS's product, then ``PreparedPush``; collective to make."""

@@ -22,8 +22,6 @@ from ditron_train.tp.cost_model import first_rows, is_short, links_are_last, sum
 from ditron_train.tp.problem import Choice, Layout, Problem
 from ditron_train.tp.scatter import PreparedScatter
 
-__all__ = ["ChunkedGemm", "PreparedChunkedGemmRs", "covers"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:

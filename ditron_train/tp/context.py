@@ -14,20 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.device import device_name
+from ditron_train.runtime.profiles import Machine
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.problem import PUSH_BYTES, Machine
-
-__all__ = [
-    "FLAGS_PER_RANK",
-    "MOST_CHUNKS",
-    "MOST_PUSH_PROGRAMS",
-    "RowPartition",
-    "RowTables",
-    "TPContext",
-    "get_tp_context",
-]
+from ditron_train.tp.problem import PUSH_BYTES
 
 MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
 MOST_PUSH_PROGRAMS = 128  # in one of stores

@@ -28,20 +28,6 @@ from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.tuning_table import active_table
 from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Problem
 
-__all__ = [
-    "Prediction",
-    "chunk_rows_of",
-    "collective_us",
-    "first_rows",
-    "is_short",
-    "links_are_last",
-    "native_us",
-    "predict",
-    "rates_of",
-    "sums_in_parts",
-    "wire_bytes",
-]
-
 _PUSH_BESIDE_GEMM = 0.72  # of its rate alone is what a multiprocessor pushes while the others multiply
 _PUSH_OF_LINK = 0.79  # of a copy engine's rate is the most that multiprocessors push then
 _PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next granule

@@ -28,8 +28,6 @@ from ditron_train.tp.nodes import ColumnOverNodes, NodesTPContext, RowOverNodes
 from ditron_train.tp.ops import ag_gemm, gemm_rs
 from ditron_train.tp.prepared import can_copy
 
-__all__ = ["PlainWgrad", "Wgrad", "column_linear", "row_linear"]
-
 
 class Wgrad(Protocol):
     """Computes the weight gradient of one call of a layer, and says where it goes."""

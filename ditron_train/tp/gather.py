@@ -22,8 +22,6 @@ from ditron_train.tp.gather_kernels import (
 )
 from ditron_train.tp.problem import GatherPlan
 
-__all__ = ["CopiedGather", "PreparedGather"]
-
 _PUSH_WARPS = 32  # docs/measurements/tp.md
 _PUSH_BLOCK = 16384
 _COPY_BLOCK = 4096

@@ -9,14 +9,6 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = [
-    "copy_rows_kernel",
-    "gather_start_kernel",
-    "gather_wait_kernel",
-    "gather_wait_one_kernel",
-    "push_shard_kernel",
-]
-
 
 @triton.jit
 def _in_vectors(num_elements, ptr):

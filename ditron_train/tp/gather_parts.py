@@ -22,8 +22,6 @@ from ditron_train.tp.context import FLAGS_PER_RANK, TPContext
 from ditron_train.tp.gather import CopiedGather
 from ditron_train.tp.prepared import can_copy
 
-__all__ = ["PreparedParts", "StartedParts", "start_gather_of_parts"]
-
 _ALIGNMENT = 16  # bytes
 
 

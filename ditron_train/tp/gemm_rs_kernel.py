@@ -17,8 +17,6 @@ from ditron_train.gemm.kernels import scaled, tile_product
 from ditron_train.gemm.peers import PeerTiles, store_tile_to_peer
 from ditron_train.schedule.tiles import ordered_tile, scatter_tile
 
-__all__ = ["GemmRsConstants", "Slots", "gemm_rs_kernel"]
-
 
 class Slots(NamedTuple):
     """Where peers store partial tiles: this rank's slots, and the addresses of every rank's, int64."""

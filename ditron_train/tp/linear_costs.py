@@ -19,8 +19,6 @@ from ditron_train.tp.choices import choose
 from ditron_train.tp.cost_model import predict
 from ditron_train.tp.problem import Layout, Op, Problem
 
-__all__ = ["Kind", "linear_backward", "linear_forward", "op_estimate", "reduced"]
-
 Kind = Literal["column", "row"]
 _ITEMSIZE = 2
 

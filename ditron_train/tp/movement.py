@@ -18,19 +18,6 @@ from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared import AllGatherCall, AllReduceCall, ReduceScatterCall, can_copy
 from ditron_train.tp.scatter import PreparedScatter
 
-__all__ = [
-    "StartedGather",
-    "StartedSum",
-    "all_gather",
-    "reduce_scatter_rows",
-    "reserve_reduce_scatter",
-    "scatter_as_computed",
-    "sendable_rows",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_reduce_scatter",
-]
-
 
 def sendable_rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, K] with rows of whole 16 bytes, contiguous: symmetric memory must be describable as it is."""

@@ -19,8 +19,6 @@ from ditron_train.tp.movement import sendable_rows
 from ditron_train.tp.prepared import AgGemmCall, GemmArCall, GemmRsCall
 from ditron_train.tp.problem import Choice, GatherPlan, Layout, ScatterMode
 
-__all__ = ["ag_gemm", "gemm_ar", "gemm_rs"]
-
 
 @outside_compile
 def ag_gemm(

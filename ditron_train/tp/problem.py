@@ -9,10 +9,7 @@ import torch
 
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import FP8_DTYPES, result_dtype
-from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.tuning_table import shape_class
-
-__all__ = ["PUSH_BYTES", "Choice", "GatherPlan", "Layout", "Machine", "Op", "Problem", "ScatterMode"]
 
 Op = Literal["ag_gemm", "gemm_rs", "gemm_ar"]
 #: Of a result: so much of it a GEMM-AR can exchange by stores.
@@ -88,7 +85,8 @@ class Choice:
         scatter: Of a GEMM-RS: how partial sums travel.
         rounds: Of a GEMM-AR: in one every rank gets all partial sums; in two a GEMM-RS in chunks, then a gather.
         use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
-        ask. source: ``table``, ``model`` or ``default``.
+            ask.
+        source: ``table``, ``model`` or ``default``.
     """
 
     config: GemmConfig

@@ -26,8 +26,6 @@ from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gather_kernels import gather_start_kernel
 from ditron_train.tp.scatter_kernels import fold_rows_kernel
 
-__all__ = ["FOLD_BLOCK", "SUM_DTYPES", "PreparedScatter", "SentPartials"]
-
 #: What is added up: in fp32, each sum rounded.
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

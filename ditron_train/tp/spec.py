@@ -22,19 +22,6 @@ from ditron_train.tp.ops import ag_gemm, gemm_ar, gemm_rs
 from ditron_train.tp.prepared import PreparedAgGemm, can_copy, gemm_rs_by
 from ditron_train.tp.problem import Choice, Layout, Op, Problem
 
-__all__ = [
-    "AG_GEMM",
-    "GEMM_AR",
-    "GEMM_RS",
-    "SPECS",
-    "GemmCall",
-    "GemmSpec",
-    "linear_shapes",
-    "local_shapes",
-    "traced_linear",
-    "why_not_linear",
-]
-
 
 class GemmCall(NamedTuple):
     """Operands of this rank: ``x`` [M / W, K] (AG-GEMM) or [M, K], ``weight`` [N, K] (nt) or [K, N] (nn)."""
@@ -100,20 +87,16 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         self.name = f"tp {op}" if layout == "nt" else f"tp {op} {layout}"
 
     def context(self, call: GemmCall) -> TPContext:
-        """See `OpSpec`."""
         return get_tp_context(call.group, call.x.device)
 
     def words(self, call: GemmCall, context: TPContext) -> str:
-        """See `OpSpec`."""
         m, n, k = self._sizes(call)
         return f"{self.name} {m}x{n}x{k} {str(call.x.dtype).removeprefix('torch.')}"
 
     def summed_dtype(self, call: GemmCall) -> torch.dtype | None:
-        """See `OpSpec`."""
         return call.x.dtype if self.op == "gemm_rs" else None
 
     def inputs(self, call: GemmCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.weight
 
     def _sizes(self, call: GemmCall) -> tuple[int, int, int]:
@@ -131,7 +114,6 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return torch.matmul(x, weight.t() if self.layout == "nt" else weight)
 
     def megatron(self, call: GemmCall) -> Function:
-        """See `OpSpec`."""
         if self.op == "gemm_ar":
             return lambda x, weight: [_sum(self._multiply(x, weight), call.group)]
         if self.op == "gemm_rs":
@@ -139,17 +121,14 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return lambda x, weight: [self._multiply(_gather(x, call.group), weight)]
 
     def fused(self, call: GemmCall, context: TPContext) -> Function:
-        """See `OpSpec`."""
         ops: dict[Op, Callable[..., Any]] = {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "gemm_ar": gemm_ar}
         op = ops[self.op]
         return lambda x, weight: [op(x, weight, context=context, layout=self.layout)]
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`."""
         return linear_shapes(self.op, world_size, on_gpu)
 
     def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
-        """See `OpSpec`."""
         return traced_linear(on_gpu)
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
@@ -159,11 +138,9 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return [Shape(name, {"m": model.tokens, "n": n, "k": k}) for name, n, k in matrices]
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
         return why_not_linear(self.op, shape, world_size)
 
     def sample(self, shape: Shape, place: Place, seed: int) -> GemmCall:
-        """See `OpSpec`."""
         x_shape, weight_shape = local_shapes(self.op, shape, place.world_size)
         if self.layout == "nn":
             weight_shape = weight_shape[::-1]
@@ -174,12 +151,10 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return GemmCall(x, weight, place.group)
 
     def cost(self, call: GemmCall, context: TPContext) -> Cost:
-        """See `OpSpec`."""
         m, n, k = self._sizes(call)
         return Cost(wire_bytes(self.problem(call)), 2.0 * m * n * k)
 
     def parts(self, call: GemmCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`."""
         (x, weight, group), (m, n, k) = call, self._sizes(call)
         parts: dict[str, Callable[[], object]] = {}
         if self.op == "ag_gemm":
@@ -195,7 +170,6 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return parts
 
     def peers(self, call: GemmCall, context: TPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`."""
         if self.layout != "nt" or self.op == "gemm_ar" or context.target == "interpreter":
             return {}
         return {"async-TP": lambda: self._async_tp(call.x, call.weight, call.group.group_name)}
@@ -216,7 +190,6 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return plan.push_programs if plan.mode == "push" else 1
 
     def shape_class(self, call: GemmCall) -> str:
-        """See `OpSpec`."""
         return self.problem(call).shape_class
 
     def candidates(self, call: GemmCall, context: TPContext, ranked: Sequence[Any]) -> list[Choice]:
@@ -251,7 +224,6 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return prepared
 
     def fused_as(self, call: GemmCall, context: TPContext, candidate: Choice) -> Function:
-        """See `OpSpec`."""
         problem = self.problem(call)
 
         def run(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
@@ -280,7 +252,6 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         return identity, lambda: prepared.compile(call.x, call.weight)
 
     def entry(self, call: GemmCall, candidate: Choice, *, is_native: bool) -> dict[str, Any]:
-        """See `OpSpec`."""
         problem = self.problem(call)
         entry = entry_of(problem, replace(candidate, use_native=is_native))
         return {**entry, "shape": f"{problem.m}x{problem.n}x{problem.k}"}

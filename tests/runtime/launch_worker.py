@@ -193,6 +193,23 @@ def _preloaded(recording: _Recording) -> dict[str, Any]:
     return {"functions": loaded, "launches": recording.num_launches}
 
 
+def _launched_while_compiling(recording: _Recording) -> dict[str, Any]:
+    """A kernel that is launched where others are compiled together runs there, and from then on directly."""
+    made, arguments = KernelLaunch(without_descriptors, 7, {"BLOCK": 512}), _arguments("without_descriptors")
+    recording.expect("")
+    before = recording.num_launches
+    with compiled_together(torch.device("cpu")):
+        made(*arguments)
+    launches = [recording.num_launches - before]
+    made(*arguments, key="key")
+    repeated = made.repeat("key", 5)
+    return {
+        "launches": [*launches, recording.num_launches - before],
+        "repeated": repeated,
+        "known": len(made._compiled),
+    }
+
+
 def _main(folder: str) -> None:
     recording = _Recording(folder)
     driver = CudaDriver()
@@ -206,6 +223,7 @@ def _main(folder: str) -> None:
     for kernel in (with_descriptors, without_descriptors, with_tuples):
         name = kernel.__name__
         answer[name] = _seen(name, kernel, recording)
+    answer["while_compiling"] = _launched_while_compiling(recording)
     answer["compiled_by_field"] = _compiled_by_field(recording)
     answer["kept"] = _kept(recording, launching)
     print(json.dumps(answer))

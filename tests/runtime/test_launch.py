@@ -74,6 +74,11 @@ def test_kernels_compiled_together_are_loaded_at_once(seen: dict[str, Any]) -> N
     assert seen["preloaded"]["functions"] == [0x77] and seen["preloaded"]["launches"] == 0
 
 
+def test_a_kernel_is_launched_while_others_are_compiled(seen: dict[str, Any]) -> None:
+    """Grouped GEMMs run while an expert layer compiles its kernels, and Triton 3.9 then gives back a promise."""
+    assert seen["while_compiling"] == {"launches": [1, 3], "repeated": True, "known": 1}
+
+
 def test_products_and_sums_are_fused_whatever_the_default(seen: dict[str, Any]) -> None:
     assert seen["with_descriptors"]["fp_fusion"] and seen["without_descriptors"]["fp_fusion"]
 

@@ -53,8 +53,6 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings, under_policy
 from ditron_train.symm.nodes import spans_nodes
 
-__all__ = ["DitronMoEAlltoAllTokenDispatcher"]
-
 
 @outside_compile
 class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):

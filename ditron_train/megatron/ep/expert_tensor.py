@@ -26,8 +26,6 @@ from ditron_train.policy import log_native
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.tp.context import get_tp_context
 
-__all__ = ["ExpertSlices", "all_true", "exchange_counts"]
-
 #: A sum of two is the same in either order. Of more ranks NCCL may add in an order that depends on where in the buffer
 #: a row lies.
 _RANKS_IN_ANY_PLACE = 2

@@ -31,18 +31,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.transformer_engine import grouped_gemm
 
-__all__ = [
-    "DitronTEGroupedMLP",
-    "TEGemm",
-    "TEWgrad",
-    "experts_group",
-    "own_wgrad_into",
-    "why_not_called",
-    "why_not_fused",
-    "with_experts_of",
-]
-
-
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("ditron_train_experts_group", default=None)
 
 

@@ -30,8 +30,6 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import StartedGather, reduce_scatter_rows, reserve_reduce_scatter, start_all_gather
 
-__all__ = ["GatheredCall", "gather_linear", "gather_to_rows", "linear_scatter", "scatter_rows", "start"]
-
 
 @dataclass
 class GatheredCall:

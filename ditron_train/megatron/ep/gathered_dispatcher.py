@@ -28,8 +28,6 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.movement import StartedGather
 
-__all__ = ["DitronMoEAllGatherTokenDispatcher"]
-
 
 @outside_compile
 class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):

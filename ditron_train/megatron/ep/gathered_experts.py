@@ -18,8 +18,6 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.tp.context import TPContext
 
-__all__ = ["fewest_suit", "fuses_here"]
-
 
 def fuses_here(
     experts: Any,

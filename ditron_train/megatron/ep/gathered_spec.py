@@ -30,8 +30,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
 
-__all__ = ["GATHERED", "GATHERED_EXPERTS", "SPECS", "ExpertsCall"]
-
 
 class GatheredSpec(MovementSpec):
     """Gather and reduce-scatter, forward and backward, around experts that scale their rows."""
@@ -101,31 +99,25 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         return (*kinds, len(call.firsts), call.x.dtype, call.sum_dtype, call.order, call.is_fused, call.x.device)
 
     def why_not(self, call: ExpertsCall) -> str | None:
-        """See `OpSpec`."""
         wrong = [one for one in (*call.firsts, *call.seconds) if one.dtype != call.x.dtype or not one.is_contiguous()]
         return "weights are not contiguous, or of another type than the tokens" if wrong else None
 
     def context(self, call: ExpertsCall) -> TPContext:
-        """See `OpSpec`."""
         return get_tp_context(call.group, call.x.device)
 
     def summed_dtype(self, call: ExpertsCall) -> torch.dtype | None:
-        """See `OpSpec`."""
         return None if call.x.dtype == torch.float32 else call.x.dtype
 
     def words(self, call: ExpertsCall, context: TPContext) -> str:
-        """See `OpSpec`."""
         sizes = " ".join(
             "x".join(map(str, one)) for one in (call.x.shape, call.firsts[0].shape, call.seconds[0].shape)
         )
         return f"{self.name} {sizes} {len(call.firsts)} experts, {call.x.dtype}, {call.order}, {call.sum_dtype}"
 
     def inputs(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, *call.firsts, *call.seconds
 
     def grads(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return (call.grad,)
 
     def megatron(self, call: ExpertsCall) -> Function:
@@ -162,11 +154,9 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         return replace(trial, megatron=megatron)
 
     def surroundings(self, shape: Shape) -> Any:
-        """See `OpSpec`."""
         return repeating(shape)
 
     def fused(self, call: ExpertsCall, context: TPContext) -> Function:
-        """See `OpSpec`."""
         num = len(call.firsts)
 
         def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:

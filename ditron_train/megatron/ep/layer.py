@@ -14,8 +14,6 @@ from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher
 from ditron_train.policy import gate, log_native
 
-__all__ = ["DitronMoELayer", "class_map", "stop"]
-
 _DISPATCHERS: dict[type, Any] = {
     MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
     MoEAllGatherTokenDispatcher: DitronMoEAllGatherTokenDispatcher,

@@ -22,8 +22,6 @@ from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape
 from ditron_train.runtime.settings import under_policy
 
-__all__ = ["SPECS", "DispatcherPair", "busiest_link", "moe_config", "repeating"]
-
 
 def moe_config(
     *,
@@ -171,7 +169,6 @@ class _MoveSpec(MoeSpec[TokensCall, EPContext]):
         return TokensCall(DispatcherPair(config), tokens, routed, probs, None, place.group)
 
     def comm_sms(self, call: TokensCall, context: EPContext) -> int:
-        """See `OpSpec`."""
         return 0 if context.target == "interpreter" else context.senders(self.row, call.tokens.shape[1])
 
     def tuned_shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
@@ -179,7 +176,6 @@ class _MoveSpec(MoeSpec[TokensCall, EPContext]):
         return self.shapes(world_size, on_gpu)[:1]
 
     def shape_class(self, call: TokensCall) -> str:
-        """See `OpSpec`."""
         config = call.pair.ditron.config
         return move_class(config.num_moe_experts, config.moe_router_topk, call.tokens.shape[1])
 
@@ -191,7 +187,6 @@ class _MoveSpec(MoeSpec[TokensCall, EPContext]):
         return list(dict.fromkeys([context.move.num_senders, *counts]))
 
     def fused_as(self, call: TokensCall, context: EPContext, candidate: int) -> Function:
-        """See `OpSpec`."""
 
         def function(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
             context.tried_senders = candidate
@@ -203,7 +198,6 @@ class _MoveSpec(MoeSpec[TokensCall, EPContext]):
         return function
 
     def entry(self, call: TokensCall, candidate: int, *, is_native: bool) -> dict[str, Any]:
-        """See `OpSpec`."""
         return {"senders": candidate, "native": is_native}
 
     def _moved_bytes(self, call: TokensCall, hidden: int) -> tuple[float, float, float]:
@@ -226,23 +220,18 @@ class DispatchSpec(_MoveSpec):
     name, row, table_op = "ep dispatch", "dispatch", "dispatch"
 
     def sample(self, shape: Shape, place: Place, seed: int) -> TokensCall:
-        """See `OpSpec`."""
         return self._tokens(shape, place, seed)
 
     def inputs(self, call: TokensCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return call.tokens, call.routed, call.probs
 
     def megatron(self, call: TokensCall) -> Function:
-        """See `OpSpec`."""
         return lambda *inputs: call.pair.dispatch("native", *inputs)
 
     def fused(self, call: TokensCall, context: EPContext) -> Function:
-        """See `OpSpec`."""
         return lambda *inputs: call.pair.dispatch("ditron", *inputs)
 
     def cost(self, call: TokensCall, context: EPContext) -> Cost:
-        """See `OpSpec`."""
         link, most, _ = self._moved_bytes(call, call.tokens.shape[1])
         return Cost(link, 0.0, most)
 
@@ -259,21 +248,17 @@ class CombineSpec(_MoveSpec):
         return call._replace(tokens=rows, dispatched=call.tokens)
 
     def inputs(self, call: TokensCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return (call.tokens,)
 
     def megatron(self, call: TokensCall) -> Function:
-        """See `OpSpec`."""
         return lambda rows: [call.pair.combine("native", rows)]
 
     def fused(self, call: TokensCall, context: EPContext) -> Function:
-        """See `OpSpec`."""
         dispatched: Any = call.pair.ditron.dispatched
         layout, order = dispatched
         return lambda rows: [combine(rows, layout, context, order=order)[0]]
 
     def cost(self, call: TokensCall, context: EPContext) -> Cost:
-        """See `OpSpec`."""
         return Cost(self._moved_bytes(call, call.tokens.shape[1])[2], 0.0)
 
 

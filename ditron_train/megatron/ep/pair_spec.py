@@ -19,8 +19,6 @@ from ditron_train.policy import Function, OpSpec, gate
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.settings import get_settings
 
-__all__ = ["SPECS", "PairCall", "PairSpec", "fused_pairs_here"]
-
 _DECIDED = object()
 
 
@@ -52,11 +50,9 @@ class PairSpec(OpSpec[PairCall, Any]):
         self.pair, self.name, self.row = pair, f"ep {pair}", pair
 
     def device(self, call: PairCall) -> torch.device:
-        """See `OpSpec`."""
         return call.runs.device
 
     def key(self, call: PairCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
         return (call.others, *call.kind)
 
     def context(self, call: PairCall) -> Any:
@@ -65,7 +61,6 @@ class PairSpec(OpSpec[PairCall, Any]):
         return _DECIDED
 
     def words(self, call: PairCall, context: Any) -> str:
-        """See `OpSpec`."""
         return f"ep {self.pair} {call.runs.words}"
 
     def inputs(self, call: PairCall) -> Sequence[torch.Tensor]:
@@ -73,11 +68,9 @@ class PairSpec(OpSpec[PairCall, Any]):
         return ()
 
     def megatron(self, call: PairCall) -> Function:
-        """See `OpSpec`."""
         return functools.partial(call.runs.run, self.pair, call.others)
 
     def fused(self, call: PairCall, context: Any) -> Function:
-        """See `OpSpec`."""
         return functools.partial(call.runs.run, self.pair, frozenset({self.pair}))
 
 

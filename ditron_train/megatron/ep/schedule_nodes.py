@@ -13,8 +13,6 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 
-__all__ = ["in_schedule_node", "watch_schedule_nodes"]
-
 _running = threading.local()
 _run_native = ScheduleNode._forward
 

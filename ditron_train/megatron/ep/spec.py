@@ -24,8 +24,6 @@ from ditron_train.policy import Function, OpSpec, Trial
 from ditron_train.runtime.logs import log_once
 from ditron_train.symm.nodes import num_nodes
 
-__all__ = ["SPECS", "MOVEMENT", "MovementCall", "MovementSpec", "deterministic", "random_inputs", "warns_of_few_rows"]
-
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
@@ -122,11 +120,9 @@ class MovementSpec(OpSpec[MovementCall, Any]):
     name, log_name, row, measured = "ep movement", "ep", "dispatch_combine", "forward_backward"
 
     def device(self, call: MovementCall) -> torch.device:
-        """See `OpSpec`."""
         return call.hidden_states.device
 
     def key(self, call: MovementCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
         hidden, probs = call.hidden_states, call.probs
         layer = (hidden.shape[-1], hidden.dtype, probs.shape[1], probs.dtype)
         return (*layer, call.topk, call.is_fused, call.pad_factor)
@@ -136,7 +132,6 @@ class MovementSpec(OpSpec[MovementCall, Any]):
         return _DECIDED
 
     def words(self, call: MovementCall, context: Any) -> str:
-        """See `OpSpec`."""
         raise AssertionError("a trial's words name the largest number of tokens of any rank")
 
     def trial(self, call: MovementCall, context: Any) -> Trial:
@@ -176,15 +171,12 @@ class MovementSpec(OpSpec[MovementCall, Any]):
         return Trial(words, megatron, fused, also=[(megatron_given, fused_given)])
 
     def inputs(self, call: MovementCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return call.hidden_states, call.routing_map, call.probs
 
     def megatron(self, call: MovementCall) -> Function:
-        """See `OpSpec`."""
         return functools.partial(_rows_and_results, call.make(True))
 
     def fused(self, call: MovementCall, context: Any) -> Function:
-        """See `OpSpec`."""
         return functools.partial(_rows_and_results, call.make(False))
 
 

@@ -22,7 +22,8 @@ class TraceRequest:
 
     Attributes:
         step: Number of the step as Megatron counts, from 1; None: the one in the middle of those that ``compare``
-        times. rank: That is recorded.
+            times.
+        rank: That is recorded.
     """
 
     step: int | None

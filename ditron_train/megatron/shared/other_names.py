@@ -6,8 +6,6 @@ import inspect
 import types
 from typing import Any
 
-__all__ = ["called", "with_names"]
-
 
 def with_names(function: Any, names: dict[str, Any]) -> Any:
     """The same code, in which global ``names`` are others; without what decorates it."""

@@ -35,8 +35,6 @@ from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import SPContext, late_wgrad
 
-__all__ = ["DitronMLASelfAttention", "DitronSelfAttention", "class_map", "stop"]
-
 
 @outside_compile
 class DitronSelfAttention(SelfAttention):

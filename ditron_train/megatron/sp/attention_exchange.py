@@ -13,8 +13,6 @@ from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.spec import route_exchange
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["LeftInHeads", "config_of_one_rank", "exchanged", "shape_of"]
-
 
 class LeftInHeads(NamedTuple):
     """An attention's output that was not exchanged: its shape, and the rows of packed sequences."""

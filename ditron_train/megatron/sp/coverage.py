@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["why_not_comm_type", "why_not_te_attention"]
-
 
 def why_not_comm_type(cp_comm_type: str | None) -> str | None:
     """Why context parallelism of this kind is Megatron's, or None."""

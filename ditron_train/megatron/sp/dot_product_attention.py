@@ -16,8 +16,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.cached_tensor import CachedTensor
 
-__all__ = ["DitronDotProductAttention"]
-
 
 def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
     """What the native softmax masks by where it gets no mask, on the tensors' own device: True above the diagonal."""

@@ -11,8 +11,6 @@ from ditron_train.megatron.sp.nodes import NodesContext
 from ditron_train.sp import HeadsLayout, SPContext, heads_exchange, output_layout, qkv_layout, sequence_exchange
 from ditron_train.sp.native import AllToAlls, exchange_natively
 
-__all__ = ["AttentionShape", "Exchange"]
-
 
 @dataclass(frozen=True)
 class AttentionShape:

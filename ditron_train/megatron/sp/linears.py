@@ -12,8 +12,6 @@ from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.sp.projections import Projections
 
-__all__ = ["LocalLinears", "linears_of"]
-
 
 def linears_of(layer: Any) -> Projections:
     """``LocalLinears``, or for Transformer Engine's layers ``TELinears``, in FP8 ``Fp8Linears``."""

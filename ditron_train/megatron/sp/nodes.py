@@ -34,8 +34,6 @@ from ditron_train.symm import nodes as symm_nodes
 from ditron_train.symm.exchange import on_all_ranks
 from ditron_train.symm.nodes import NodeGroups, node_groups
 
-__all__ = ["NodesContext", "forget_nodes", "get_nodes_context"]
-
 _Result = TypeVar("_Result")
 
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesContext] = GroupCache()

@@ -23,8 +23,6 @@ from ditron_train.megatron.sp.spec import route_output
 from ditron_train.policy import log_native
 from ditron_train.sp import SPContext
 
-__all__ = ["output_fused"]
-
 
 @contextlib.contextmanager
 def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, packed: Any) -> Iterator[None]:

@@ -11,8 +11,6 @@ from ditron_train.runtime.device import is_capturing
 from ditron_train.sp import packed_rows
 from ditron_train.stream.cached_tensor import CachedTensor
 
-__all__ = ["OneRank", "packed_of", "starts_of", "table_of", "why_not_packed"]
-
 
 class OneRank:
     """What RoPE takes for the context parallel group where every sequence is whole."""

@@ -22,8 +22,6 @@ from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.spec import route_projections
 from ditron_train.sp import InputShards, LateWgrad, SPContext, output_projection, qkv_projection
 
-__all__ = ["Projections", "overlaps_tensor_parallelism", "reduced_output", "shards_of"]
-
 
 class _SequenceShards:
     """Sequence parallelism: every tensor parallel rank holds its rows [s / (W * T), b, hidden]."""

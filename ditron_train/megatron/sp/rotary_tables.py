@@ -11,8 +11,6 @@ import torch.distributed as dist
 from ditron_train.runtime.device import is_capturing
 from ditron_train.stream.cached_tensor import CachedTensor
 
-__all__ = ["forget_tables", "whole_rotary_table"]
-
 
 def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """RoPE's table of the whole sequence from the local one [s / W, ...]; gathered once for each table object."""

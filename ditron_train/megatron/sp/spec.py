@@ -71,11 +71,9 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
     word: str
 
     def device(self, call: UlyssesCall) -> torch.device:
-        """See `OpSpec`."""
         return call.like.device
 
     def key(self, call: UlyssesCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
         return (
             call.rows,
             call.shape,
@@ -89,7 +87,6 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         )
 
     def why_not(self, call: UlyssesCall) -> str | None:
-        """See `OpSpec`."""
         reason = self.why_not_tensors(call)
         return reason or ("the group spans nodes" if call.weights and spans_nodes(call.group) else None)
 
@@ -108,7 +105,6 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         return why_hidden(call.like.device, math.prod(call.rows), *features)
 
     def context(self, call: UlyssesCall) -> SPContext | NodesContext:
-        """See `OpSpec`."""
         if not call.weights and spans_nodes(call.group):
             return get_nodes_context(call.group, call.like.device)
         return get_sp_context(call.group, call.like.device)
@@ -120,7 +116,6 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         return decision
 
     def words(self, call: UlyssesCall, context: Any) -> str:
-        """See `OpSpec`."""
         shape = call.shape
         heads = (shape.num_heads, shape.num_groups, shape.head_dim, shape.value_head_dim)
         sizes = "x".join(map(str, (*self._lead(call), *heads, *(weight.shape[0] for weight in call.weights[-1:]))))
@@ -135,15 +130,12 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         return [pair for weight in call.weights for pair in product_pairs(math.prod(call.rows), weight)]
 
     def inputs(self, call: UlyssesCall) -> _Tensors:
-        """See `OpSpec`."""
         return call.values
 
     def needs_grad(self, call: UlyssesCall) -> list[bool]:
-        """See `OpSpec`."""
         return [True] * len(call.values)
 
     def grads(self, call: UlyssesCall) -> _Tensors:
-        """See `OpSpec`."""
         return call.grads
 
 
@@ -153,7 +145,6 @@ class ExchangeSpec(_UlyssesSpec):
     name, row, word = "sp exchange", "attention_exchange", "exchange"
 
     def where(self, call: UlyssesCall) -> str:
-        """See `OpSpec`."""
         return f"at {tuple(call.like.shape)} "
 
     def given(self, call: UlyssesCall, context: Any) -> UlyssesCall:
@@ -167,11 +158,9 @@ class ExchangeSpec(_UlyssesSpec):
         return call._replace(values=tuple(values), grads=tuple(grads))
 
     def megatron(self, call: UlyssesCall) -> Function:
-        """See `OpSpec`."""
         return self._both(Exchange(call.group, call.shape, None))
 
     def fused(self, call: UlyssesCall, context: SPContext | NodesContext) -> Function:
-        """See `OpSpec`."""
         return self._both(Exchange(call.group, call.shape, context))
 
     def _both(self, exchange: Exchange) -> Function:
@@ -187,7 +176,6 @@ class OutputSpec(_UlyssesSpec):
     name, row, word = "sp output projection", "output_projection", "output"
 
     def where(self, call: UlyssesCall) -> str:
-        """See `OpSpec`."""
         return f"at {call.rows} x {tuple(call.weights[0].shape)} "
 
     def given(self, call: UlyssesCall, context: SPContext) -> UlyssesCall:
@@ -199,7 +187,6 @@ class OutputSpec(_UlyssesSpec):
         return call._replace(values=(*attended, _given(weight.shape, weight, 0)), grads=(grad,))
 
     def revealing(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
-        """See `OpSpec`."""
         exchange = Exchange(call.group, call.shape, None)
         with torch.inference_mode(False):
             values, grads = _revealing_output(exchange, call, call.weights[-1], context.rank)
@@ -216,7 +203,6 @@ class OutputSpec(_UlyssesSpec):
         return function
 
     def fused(self, call: UlyssesCall, context: SPContext) -> Function:
-        """See `OpSpec`."""
         layout = call.shape.output_layout(context.world_size)
         return lambda attended, weight: [output_projection(attended, weight, context=context, layout=layout)]
 
@@ -227,7 +213,6 @@ class ProjectionsSpec(_UlyssesSpec):
     name, row, word = "sp projections", "projections", "projections"
 
     def where(self, call: UlyssesCall) -> str:
-        """See `OpSpec`."""
         return f"at {self._lead(call)} x {tuple(call.weights[0].shape)} "
 
     def _lead(self, call: UlyssesCall) -> tuple[int, ...]:
@@ -247,7 +232,6 @@ class ProjectionsSpec(_UlyssesSpec):
         return call._replace(values=tuple(values), grads=tuple(grads))
 
     def revealing(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
-        """See `OpSpec`."""
         rank, (qkv, out), exchange = context.rank, call.weights, Exchange(call.group, call.shape, None)
         layout = call.shape.qkv_layout(context.world_size)
         with torch.inference_mode(False):
@@ -281,7 +265,6 @@ class ProjectionsSpec(_UlyssesSpec):
         return [*pairs, (by_library, by_op)]
 
     def megatron(self, call: UlyssesCall) -> Function:
-        """See `OpSpec`."""
         exchange, world = Exchange(call.group, call.shape, None), dist.get_world_size(call.group)
         layout = call.shape.qkv_layout(world)
 
@@ -292,7 +275,6 @@ class ProjectionsSpec(_UlyssesSpec):
         return function
 
     def fused(self, call: UlyssesCall, context: SPContext) -> Function:
-        """See `OpSpec`."""
         layout = call.shape.qkv_layout(context.world_size)
         out_layout = call.shape.output_layout(context.world_size)
 

@@ -23,8 +23,6 @@ from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["DitronTEDotProductAttention", "class_map"]
-
 
 @outside_compile
 class DitronTEDotProductAttention(TEDotProductAttention):

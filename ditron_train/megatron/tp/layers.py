@@ -19,8 +19,6 @@ from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["DitronColumnParallelLinear", "DitronRowParallelLinear", "class_map", "stop"]
-
 
 @outside_compile
 class DitronColumnParallelLinear(ColumnParallelLinear):

@@ -19,8 +19,6 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.spec import AG_GEMM, GEMM_AR, local_shapes, why_not_linear
 
-__all__ = ["COLUMN_AR", "ROW_AR", "ReducedLinearSpec"]
-
 _MOST_RANKS_IN_ONE_ROUND = 4  # with 8, 3.5 times NCCL's bytes, and slots of 7 times the gradient for a probe to try it
 
 
@@ -58,7 +56,6 @@ class ReducedLinearSpec(LinearSpec):
         return column_linear_ar(x, weight, context=context, bias=bias, rounds_once=True)
 
     def megatron(self, call: LinearCall) -> Function:
-        """See `OpSpec`."""
         group = call.group
         if self.kind == "column":
             options = {"sequence_parallel": False, "is_frozen": call.is_frozen, "allreduce_dgrad": True}
@@ -70,16 +67,13 @@ class ReducedLinearSpec(LinearSpec):
         )
 
     def fused(self, call: LinearCall, context: TPContext) -> Function:
-        """See `OpSpec`."""
         linear = column_linear_ar if self.kind == "column" else row_linear_ar
         return lambda x, weight: (linear(x, weight, context=context),)
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
         return (AG_GEMM if self.kind == "column" else GEMM_AR).shapes_of_model(model, world_size)
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
         return why_not_linear("ag_gemm" if self.kind == "column" else "gemm_ar", shape, world_size)
 
     def sample(self, shape: Shape, place: Place, seed: int) -> LinearCall:

@@ -15,8 +15,6 @@ from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import column_linear, row_linear
 
-__all__ = ["SPECS", "linear_of", "route", "spec_of"]
-
 SPECS: Sequence[OpSpec[Any, Any]] = (COLUMN, ROW, COLUMN_AR, ROW_AR)
 
 _SPECS: dict[tuple[Kind, bool], LinearSpec] = {

@@ -34,8 +34,6 @@ from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.nodes import NodesTPContext, get_nodes_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, traced_linear, why_not_linear
 
-__all__ = ["COLUMN", "ROW", "Kind", "LinearCall", "LinearSpec", "native_column", "native_linear", "native_row"]
-
 Kind = Literal["column", "row"]
 
 _GPU_DTYPES = (torch.bfloat16, torch.float16)
@@ -77,7 +75,6 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         self.row = f"{kind}_linear"
 
     def key(self, call: LinearCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
         x, weight = call.x, call.weight
         return (
             tuple(x.shape),
@@ -94,7 +91,6 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         )
 
     def why_not(self, call: LinearCall) -> str | None:
-        """See `OpSpec`."""
         x, weight = call.x, call.weight
         world_size = dist.get_world_size(call.group)
         if world_size == 1:
@@ -139,7 +135,6 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         return decision
 
     def words(self, call: LinearCall, context: TPContext) -> str:
-        """See `OpSpec`."""
         rows = call.x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
         sizes = f"{rows}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
         frozen = ", frozen" if call.is_frozen and self.kind == "column" else ""
@@ -148,7 +143,6 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         return f"{self.name} {sizes} {str(call.x.dtype).removeprefix('torch.')}{frozen}{nodes}"
 
     def where(self, call: LinearCall) -> str:
-        """See `OpSpec`."""
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
 
     def summed_dtype(self, call: LinearCall) -> torch.dtype | None:
@@ -188,26 +182,21 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         return column_linear(x, weight, context=context, bias=bias, rounds_once=True)
 
     def inputs(self, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.weight
 
     def needs_grad(self, call: LinearCall) -> tuple[bool, bool]:
-        """See `OpSpec`."""
         return True, not (call.is_frozen and self.kind == "column")
 
     def grads(self, call: LinearCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         assert call.grad_y is not None
         return (call.grad_y,)
 
     def megatron(self, call: LinearCall) -> Function:
-        """See `OpSpec`."""
         if self.kind == "column":
             return lambda x, weight: (native_column(x, weight, group=call.group, is_frozen=call.is_frozen),)
         return lambda x, weight: (native_row(x, weight, group=call.group),)
 
     def fused(self, call: LinearCall, context: TPContext) -> Function:
-        """See `OpSpec`."""
         if self.kind == "column":
             return lambda x, weight: (column_linear(x, weight, context=context),)
         return lambda x, weight: (row_linear(x, weight, context=context),)
@@ -217,19 +206,15 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         return linear_shapes(self._op, world_size, on_gpu)
 
     def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
-        """See `OpSpec`."""
         return traced_linear(on_gpu)
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
         return (AG_GEMM if self.kind == "column" else GEMM_RS).shapes_of_model(model, world_size)
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
         return why_not_linear(self._op, shape, world_size)
 
     def sample(self, shape: Shape, place: Place, seed: int) -> LinearCall:
-        """See `OpSpec`."""
         x_shape, weight_shape = local_shapes(self._op, shape, place.world_size)
         y_shape = (self._output_rows(x_shape[0], place.world_size), weight_shape[0])
         x, weight, grad_y = (
@@ -313,7 +298,6 @@ class LinearSpec(OpSpec[LinearCall, Any]):
             return call._replace(x=x, weight=weight, grad_y=self._revealing_grad(call, context))
 
     def revealing(self, call: LinearCall, context: TPContext) -> list[LinearCall]:
-        """See `OpSpec`."""
         x, weight = call.x, call.weight
         with torch.inference_mode(False):
             revealing_x = revealing_like(x, 1 + context.rank, "rows", self._rows_of_a_rank(x, context))

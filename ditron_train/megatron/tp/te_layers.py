@@ -37,17 +37,6 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
-__all__ = [
-    "DitronTEColumnParallelLinear",
-    "DitronTELayerNormColumnParallelLinear",
-    "DitronTERowParallelLinear",
-    "class_map",
-    "normalised",
-    "route_fp8",
-    "why_not_covered",
-    "why_not_fp8",
-]
-
 _COLUMN_BASE: Any = overlapped_base(TEColumnParallelLinear)
 _NORM_COLUMN_BASE: Any = overlapped_base(TELayerNormColumnParallelLinear)
 _ROW_BASE: Any = overlapped_base(TERowParallelLinear)
@@ -144,6 +133,25 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
         return forward(x)
 
 
+def _run(
+    layer: Any,
+    kind: Kind,
+    x: torch.Tensor,
+    forward: Callable[[torch.Tensor], Any],
+    before: Callable[[Any, torch.Tensor], torch.Tensor] = lambda layer, x: x,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A call of a layer, whose own is ``forward``; ``before`` makes what is multiplied from its input."""
+    if FP8GlobalStateManager.is_fp8_enabled():
+        return _run_in_fp8(layer, kind, x, forward)
+    context = _route(layer, kind, x)
+    if context is None:
+        return forward(x)
+    out = _linear(layer, kind, before(layer, x), context)
+    if kind == "row" and layer.gemm_bias_unfused_add:
+        out = out + layer.bias
+    return out, layer.bias if layer.te_return_bias else None
+
+
 def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     """The context to run this call of a layer in FP8 with, or None for Megatron's path.
 
@@ -187,13 +195,7 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear, _COLUMN_BASE):
     """``TEColumnParallelLinear`` with the gather of its input and the reduce-scatter of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if FP8GlobalStateManager.is_fp8_enabled():
-            return _run_in_fp8(self, "column", x, super().forward)
-        context = _route(self, "column", x)
-        if context is None:
-            return super().forward(x)
-        out = _linear(self, "column", x, context)
-        return out, self.bias if self.te_return_bias else None
+        return _run(self, "column", x, super().forward)
 
 
 @outside_compile
@@ -202,13 +204,7 @@ class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear, _NO
     linear."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if FP8GlobalStateManager.is_fp8_enabled():
-            return _run_in_fp8(self, "column", x, super().forward)
-        context = _route(self, "column", x)
-        if context is None:
-            return super().forward(x)
-        out = _linear(self, "column", normalised(self, x), context)
-        return out, self.bias if self.te_return_bias else None
+        return _run(self, "column", x, super().forward, normalised)
 
 
 @outside_compile
@@ -216,15 +212,7 @@ class DitronTERowParallelLinear(TERowParallelLinear, _ROW_BASE):
     """``TERowParallelLinear`` with the reduce-scatter of its output and the gather of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if FP8GlobalStateManager.is_fp8_enabled():
-            return _run_in_fp8(self, "row", x, super().forward)
-        context = _route(self, "row", x)
-        if context is None:
-            return super().forward(x)
-        out = _linear(self, "row", x, context)
-        if self.gemm_bias_unfused_add:
-            out = out + self.bias
-        return out, self.bias if self.te_return_bias else None
+        return _run(self, "row", x, super().forward)
 
 
 def class_map() -> dict[type, type]:

@@ -20,8 +20,6 @@ import transformer_engine.pytorch.distributed as te_distributed
 
 from ditron_train.tp.context import TPContext
 
-__all__ = ["STAND_INS", "Pass", "Sharded", "Unreduced", "gather", "like_quantized", "multiply", "passing", "scatter"]
-
 
 class Pass:
     """A pass in which nothing is overlapped; the others replace what they do otherwise."""

@@ -24,8 +24,6 @@ from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import add_row, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
 
-__all__ = ["add_arguments", "run"]
-
 _MOST_ZIPF = 8.0  # above, all tokens go to the same experts
 
 

@@ -17,8 +17,6 @@ from ditron_train.tools.arguments import add_common_arguments, add_shape_argumen
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession, bench_session
 
-__all__ = ["add_arguments", "run"]
-
 _TP = 8
 
 

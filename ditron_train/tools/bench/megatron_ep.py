@@ -25,8 +25,6 @@ from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
 from ditron_train.tools.results import FP8_PREFIX, Pass, Row
 from ditron_train.tools.session import BenchSession
 
-__all__ = ["HAVE_TE", "expert_parallel_world", "layer_pair", "layer_rows", "moe_contenders"]
-
 
 @contextmanager
 def expert_parallel_world() -> Iterator[None]:

@@ -25,8 +25,6 @@ from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
 from ditron_train.tools.results import FP8_PREFIX, Pass, Row
 from ditron_train.tools.session import BenchSession
 
-__all__ = ["attention_contenders", "attention_rows"]
-
 _LENGTHS = (16384, 32768, 65536)
 _TRACED_LENGTH = 16384
 _MOST_ROWS = 8192  # of a rank: more, and the deterministic backward of the attention does not fit in 140 GB

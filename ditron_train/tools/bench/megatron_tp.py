@@ -26,8 +26,6 @@ from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
 from ditron_train.tools.results import FP8_PREFIX, Pass, Row
 from ditron_train.tools.session import BenchSession
 
-__all__ = ["LAYER_SHAPE", "layer_contenders", "layer_rows", "megatron_world", "native_linear"]
-
 _LLAMA_70B = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8)
 _TOKENS = 8192
 LAYER_SHAPE = {

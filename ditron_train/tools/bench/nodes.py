@@ -23,8 +23,6 @@ from ditron_train.symm.nodes import NodeGroups, node_groups
 from ditron_train.tools.arguments import add_common_arguments
 from ditron_train.tools.session import BenchSession, bench_session
 
-__all__ = ["PARTS", "add_arguments", "run"]
-
 PARTS = ("tp", "sp", "ep", "pp")
 _LINK_BYTES = 8 << 20
 

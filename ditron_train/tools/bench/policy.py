@@ -31,8 +31,6 @@ from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
 
-__all__ = ["MODES", "ProbeCost", "Ratio", "add_arguments", "compare_policies", "probe_cost", "ratio_of", "run"]
-
 MODES = ("strict", "force")
 Run = Callable[[int], object]
 

@@ -31,8 +31,6 @@ from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tp import get_tp_context, start_all_gather
 
-__all__ = ["add_arguments", "run"]
-
 _GEMMS = ((8192, 1792, 4096), (8192, 3584, 8192), (8192, 8192, 4096), (4096, 4096, 4096), (8192, 14336, 8192))
 _ATTENTION = ((4096, 16), (8192, 8), (16384, 8))
 _CHANNELS = 128

@@ -18,8 +18,6 @@ from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import add_row, parts_of, planned_rows
 from ditron_train.tools.session import BenchSession, bench_session
 
-__all__ = ["add_arguments", "run"]
-
 
 def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
     """Ops by ``--part``; a layer has no spec."""

@@ -26,8 +26,6 @@ from ditron_train.tp.choices import choose, rates_of
 from ditron_train.tp.cost_model import predict
 from ditron_train.tp.spec import GemmSpec, linear_shapes
 
-__all__ = ["add_arguments", "run"]
-
 
 def _parts(fp8: str | None = None) -> dict[str, list[OpSpec[Any, Any]]]:
     """Ops by ``--part``; a layer has no spec. In FP8 the linear layers are measured forward and backward."""

@@ -27,8 +27,6 @@ from ditron_train.tools.compare.steps import Job, Runs, differences, read_job
 from ditron_train.tools.compare.traces import StepTrace, is_traced, read_step_trace, show_traces, trace_table
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 
-__all__ = ["add_arguments", "run"]
-
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.fp8.recipes import fp8_format
 
-__all__ = ["run_job", "with_fp8", "with_launcher"]
-
 LAUNCHER = "ditron_train.megatron.run"
 _END_S = 60.0  # that a job which is interrupted gets to end by itself; torchrun kills what has not ended after 30 s
 _ERROR = re.compile(r"(\[rank\d+\]: )?([\w.]+(Error|Exception): |error: |\S+\.py: error: )")

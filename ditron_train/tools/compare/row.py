@@ -13,8 +13,6 @@ from ditron_train.tools.compare.side_by_side import clocks_mhz, spread_of
 from ditron_train.tools.compare.steps import Job, Runs
 from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, kept_rows, result_path, write_results
 
-__all__ = ["Story", "write_row"]
-
 _VERSIONS = (
     "driver",
     "torch",

@@ -10,8 +10,6 @@ from rich.table import Table
 from ditron_train.tools.compare.steps import Difference, Job, Runs, Step, count_figures
 from ditron_train.tools.tables import terminal
 
-__all__ = ["clocks_mhz", "show", "spread_of"]
-
 _SHOWN = 12
 
 

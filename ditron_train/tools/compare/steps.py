@@ -12,8 +12,6 @@ from ditron_train.megatron.plugin.arguments import WGRAD
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular
 
-__all__ = ["Difference", "Job", "Runs", "Step", "count_figures", "differences", "read_job"]
-
 
 @dataclass(frozen=True)
 class Step:

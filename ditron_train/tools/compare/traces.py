@@ -27,19 +27,6 @@ from ditron_train.tools.trace.timeline import (
     union,
 )
 
-__all__ = [
-    "KernelTime",
-    "StepTrace",
-    "alike_us",
-    "is_traced",
-    "kernel_differences",
-    "phases_us",
-    "read_step_trace",
-    "short_name",
-    "show_traces",
-    "trace_table",
-]
-
 _KERNELS = 10
 _NAME_LENGTH = 56
 _TOUCH_US = 0.5  # kernels behind each other overlap by this much at most in a trace's times

@@ -19,8 +19,6 @@ from ditron_train.tools.results import FP8_PREFIX
 from ditron_train.tp.problem import Op
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, local_shapes, traced_linear
 
-__all__ = ["Fp8LinearSpec", "LayerCall", "used_state"]
-
 
 class LayerCall(NamedTuple):
     """One call of a layer on this rank.

@@ -23,8 +23,6 @@ from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.problem import Op, Problem
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, local_shapes
 
-__all__ = ["Fp8GemmSpec", "Fp8Operands", "data_of"]
-
 
 class Fp8Operands(NamedTuple):
     """Quantised operands of this rank, as Transformer Engine holds them.

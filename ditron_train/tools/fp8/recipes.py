@@ -13,17 +13,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tp.problem import Op
 
-__all__ = [
-    "RECIPES",
-    "add_fp8_argument",
-    "check_fp8",
-    "fp8_context",
-    "fp8_format",
-    "fp8_options",
-    "why_native",
-    "why_not_aligned",
-]
-
 #: Recipes by Megatron's name, and the names of Transformer Engine's classes.
 RECIPES = {"tensorwise": "Float8CurrentScaling", "delayed": "DelayedScaling", "blockwise": "Float8BlockScaling"}
 #: Of a rank's tokens and of features, by recipe: what cuBLAS multiplies, and blocks of scales.

@@ -18,17 +18,6 @@ from ditron_train.tp.spec import local_shapes
 if TYPE_CHECKING:  # megatron-core need not be there for what is asked of this module alone
     from ditron_train.megatron.tp.spec import Kind
 
-__all__ = [
-    "Case",
-    "ModelSizes",
-    "add_case_arguments",
-    "add_model_arguments",
-    "model_cases",
-    "model_sizes",
-    "random_cases",
-    "shape_cases",
-]
-
 # A LLaMA-70B-like layer, and one that the interpreter computes in seconds.
 _GPU_MODEL = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, seq_length=8192)
 _CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=16, num_query_groups=8, seq_length=64)

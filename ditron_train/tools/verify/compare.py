@@ -15,8 +15,6 @@ from ditron_train.tools.verify.cases import Case
 from ditron_train.tools.verify.outcome import RESULTS, Outcome, Stress
 from ditron_train.tp import TPContext
 
-__all__ = ["compare"]
-
 _BUFFERS = ("tp.gathered", "tp.partials")
 
 

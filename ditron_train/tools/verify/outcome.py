@@ -11,8 +11,6 @@ import torch
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.cases import Case
 
-__all__ = ["RESULTS", "Outcome", "Stress"]
-
 RESULTS = ("forward", "dgrad", "wgrad")
 
 

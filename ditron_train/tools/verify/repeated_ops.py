@@ -24,8 +24,6 @@ from ditron_train.tools.verify.soak import Soak, SoakMeter
 from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_ar, gemm_rs
 from ditron_train.tp.movement import start_reduce_scatter
 
-__all__ = ["endure"]
-
 _SETS = 8  # of inputs, in turn
 _KERNEL_EVERY = 100  # one op in so many is a kernel
 _READS = 20  # of the count of differences: gloo keeps some 500 bytes of every all-reduce

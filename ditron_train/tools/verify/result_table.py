@@ -17,8 +17,6 @@ from ditron_train.tools.tables import terminal
 from ditron_train.tools.verify.outcome import RESULTS, Outcome
 from ditron_train.tools.verify.soak import Soak, write_soak
 
-__all__ = ["Report"]
-
 
 class Report:
     """What ``verify`` found so far: named cases, rows of the other rooms' benchmarks, long runs.

@@ -25,8 +25,6 @@ from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.result_table import Report
 from ditron_train.tp.problem import Op
 
-__all__ = ["check_fp8_case", "check_rooms", "parse_rooms", "verify_fp8_layers", "verify_rooms"]
-
 
 def parse_rooms(text: str | None) -> list[str]:
     """Names between commas, or ``all``.

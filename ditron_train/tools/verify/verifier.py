@@ -39,8 +39,6 @@ from ditron_train.tools.verify.result_table import Report
 from ditron_train.tools.verify.rooms import check_fp8_case, check_rooms, parse_rooms, verify_fp8_layers, verify_rooms
 from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter, add_piece
 
-__all__ = ["add_arguments", "run"]
-
 _FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
 _MOST_STRAGGLER_MS = 1e6
 
