@@ -112,8 +112,8 @@ class _QkvProjection(torch.autograd.Function):
         wgrad: Wgrad,
         shards: InputShards | None,
         late: LateWgrad | None,
-        late_weight: torch.Tensor | None,  # an input, so that its gradient is a result of this backward
         rounds_once: bool,
+        late_weight: torch.Tensor | None,  # an input, so that its gradient is a result of this backward
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(x, weight)
         ctx.late = late
@@ -161,7 +161,7 @@ class _QkvProjection(torch.autograd.Function):
             grad_bias = grad_rows.sum(dim=0) if of_bias is None else of_bias(grad_rows)
         if needs_x and ctx.shards is not None:
             grad_x = grad_x()
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, grad_late, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None, grad_late
 
 
 @outside_compile
@@ -274,7 +274,7 @@ def qkv_projection(
         )
     late_weight = None if late is None else late.weight
     return _QkvProjection.apply(
-        x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, late_weight, rounds_once
+        x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, rounds_once, late_weight
     )
 
 

@@ -1,5 +1,5 @@
 """Ulysses with linear layers in FP8 on Hopper GPUs under torchrun: the exchanges, and with one scale a tensor the QKV
-projection, are ours; results, gradients and the state of scales those of Transformer Engine's own ``a2a`` attention."""
+projection, are ours; results, gradients and the state of scales those of Transformer Engine's own attention."""
 
 from __future__ import annotations
 

@@ -100,10 +100,10 @@ def num_routes(kind):
 @contextlib.contextmanager
 def native_routes(monkeypatch):
     """Our attentions by GEMMs and all-to-alls of the process group, where native has no attention to compare with."""
-    from ditron_train.megatron.sp import attention, attention_exchange, output
+    from ditron_train.megatron.sp import attention_exchange, output, projections
 
     with monkeypatch.context() as patch:
-        where = {"projections": attention, "exchange": attention_exchange, "output": output}
+        where = {"projections": projections, "exchange": attention_exchange, "output": output}
         for name, module in where.items():
             patch.setattr(module, f"route_{name}", lambda *args: None)
         yield
@@ -120,7 +120,7 @@ CASES = {
         {"qk_layernorm": True, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         [0, 1, 0],
     ),
-    "qkv_bias": ({"add_qkv_bias": True}, LAST),
+    "qkv_bias": ({"add_qkv_bias": True}, BOTH),
 }
 
 

@@ -44,9 +44,9 @@ def groups(context_parallel, tensor_parallel=1, features="sp"):
 @contextlib.contextmanager
 def without(*names):
     """The fused projections (``projections``, ``output``) or the exchanges (``exchange``) run natively."""
-    from ditron_train.megatron.sp import attention, attention_exchange, output
+    from ditron_train.megatron.sp import attention_exchange, output, projections
 
-    where = {"projections": attention, "exchange": attention_exchange, "output": output}
+    where = {"projections": projections, "exchange": attention_exchange, "output": output}
     saved = {name: getattr(where[name], f"route_{name}") for name in names}
     for name in names:
         setattr(where[name], f"route_{name}", lambda *args: None)

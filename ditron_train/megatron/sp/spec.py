@@ -256,7 +256,7 @@ class ProjectionsSpec(_UlyssesSpec):
         def by_library() -> list[torch.Tensor]:
             x, weight = data()
             mixed = product_with_bias(x.flatten(0, 1), weight, bias).view(*call.rows, -1)
-            return list(exchange.to_heads(*_split_by_heads(mixed, layout, world)))
+            return list(exchange.to_heads(*split_by_heads(mixed, layout, world)))
 
         def by_op() -> list[torch.Tensor]:
             x, weight = data()

@@ -166,7 +166,7 @@ def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
 
 def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     """As ``te_layers`` ask."""
-    reason = why_not_delayed(layer) if config.fp8 else None
+    reason = None
     if config.fp8:
         recipe = _RECIPES.get(config.fp8_recipe, config.fp8_recipe)
         reason = why_not_recipe_name(recipe)
@@ -174,6 +174,7 @@ def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
             reason = why_not_parameters([recipe])
         if reason is None and not config.sequence_parallel:
             reason = WITHOUT_SEQUENCE_PARALLEL
+        reason = reason or why_not_delayed(layer)
     return reason or why_not_options(layer, x) or (OFFLOADED if config.cpu_offloading else None)
 
 
