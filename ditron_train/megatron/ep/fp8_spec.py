@@ -1,5 +1,5 @@
-"""The forward of Transformer Engine's experts in FP8, quantising and products, declared for the policy. Imported only
-where Transformer Engine is installed."""
+"""Products of Transformer Engine's experts in FP8, forward's and those of gradients of rows, declared for the policy.
+Imported only where Transformer Engine is installed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from ditron_train.ep.expert_functions import FEWEST_ROWS
+from ditron_train.ep.group_gemm_fp8 import SCALE_BLOCK
 from ditron_train.gemm.revealing import revealing_matrix
-from ditron_train.megatron.ep.te_fp8 import OneProduct
+from ditron_train.megatron.ep.te_fp8 import ExpertProduct, multiply
 from ditron_train.policy import Function, OpSpec
 from ditron_train.policy.probe import Run
 from ditron_train.policy.spec import Trial
@@ -29,36 +31,49 @@ _MOST_ROWS = 4096  # of one
 
 
 class Fp8ExpertsCall(NamedTuple):
-    """One forward of a layer of experts on this rank.
+    """One call of a layer of experts on this rank.
 
     Attributes:
-        x: Rows of all experts [..., K], bf16.
+        x: Its input: rows of all experts [..., K], bf16.
         weight: Of one expert [N, K].
         num_experts: Of this rank.
         group: Expert parallel group.
+        product: Forward's, or the gradients of ``x``.
+        scaling: What a scale is for, see ``te_fp8.scaling_of``. The recipes tensorwise and delayed are one op.
+        grad_format: Of gradients: ``E4M3`` or ``E5M2``. The others are E4M3.
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     num_experts: int
     group: dist.ProcessGroup
+    product: ExpertProduct = "forward"
+    scaling: str = "tensor"
+    grad_format: str = "E4M3"
+
+    @property
+    def row_format(self) -> str:
+        """Of the rows that are multiplied."""
+        return "E4M3" if self.product == "forward" else self.grad_format
 
 
 class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
-    """Rows quantised by expert with a scale each, times their weights: one kernel against a call an expert."""
+    """Quantised rows by expert times the experts' weights: one kernel against a call an expert."""
 
     name, row = "ep experts fp8", "group_gemm"
 
     def key(self, call: Fp8ExpertsCall) -> tuple[Hashable, ...]:
         """See `OpSpec`: ranks have different rows."""
-        return (tuple(call.weight.shape), call.num_experts, call.x.dtype, call.weight.dtype, call.x.device)
+        sizes = (tuple(call.weight.shape), call.num_experts, call.x.dtype, call.weight.dtype, call.x.device)
+        return (*sizes, call.product, call.scaling, call.row_format)
 
     def why_not(self, call: Fp8ExpertsCall) -> str | None:
         """See `OpSpec`."""
         if call.x.dtype != torch.bfloat16 or call.weight.dtype != torch.bfloat16:
             return f"rows are {call.x.dtype} and weights {call.weight.dtype}; covered is bfloat16"
-        if call.weight.shape[0] % _STEP or call.weight.shape[1] % _STEP:
-            return f"weights {tuple(call.weight.shape)} are no multiples of {_STEP}"
+        step = _STEP if call.scaling == "tensor" else SCALE_BLOCK
+        if call.weight.shape[0] % step or call.weight.shape[1] % step:
+            return f"weights {tuple(call.weight.shape)} are no multiples of {step}"
         if call.x.device.type == "cpu":
             return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
         try:
@@ -73,7 +88,13 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
 
     def words(self, call: Fp8ExpertsCall, context: object) -> str:
         """See `OpSpec`."""
-        return f"{self.name} {call.num_experts} experts {'x'.join(map(str, call.weight.shape))}"
+        sizes = "x".join(map(str, call.weight.shape))
+        scaling = "" if call.scaling == "tensor" else f", {call.scaling}"
+        return f"{self.name} {call.product} {call.num_experts} experts {sizes} {call.row_format}{scaling}"
+
+    def where(self, call: Fp8ExpertsCall) -> str:
+        """See `OpSpec`."""
+        return f"{call.product} at {tuple(call.weight.shape)} {call.row_format} "
 
     def trial(self, call: Fp8ExpertsCall, context: object) -> Trial:
         """See `OpSpec`: random values, which are timed, and values that show the order of sums, for experts of several
@@ -87,7 +108,7 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return Trial(self.words(call, context), *pairs[0], also=pairs[1:])
 
     def _pair(self, call: Fp8ExpertsCall, splits: list[int], *, reveals: bool) -> tuple[Run, Run]:
-        (n, k), device = call.weight.shape, call.x.device
+        (n, k), device, is_dgrad = call.weight.shape, call.x.device, call.product == "dgrad"
 
         def made(shape: tuple[int, int], seed: int, signed: Any) -> torch.Tensor:
             if reveals:
@@ -95,24 +116,27 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
             generator = torch.Generator(device).manual_seed(seed)
             return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
 
-        def quantizer() -> Any:
-            return Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device, columnwise=False)
+        # The sum's index is signed in one operand alone: the other way round of a weight that is taken transposed.
+        values = made((sum(splits), n if is_dgrad else k), 1, "columns" if is_dgrad else "rows")
+        quantizers = [_quantizer(call, call.row_format, 1, columnwise=False) for _ in splits]
+        rows = tex.split_quantize(values, splits, quantizers)
+        weights = [
+            _quantizer(call, "E4M3", 2, columnwise=is_dgrad)(made((n, k), 2 + i, "columns"))
+            for i in range(len(splits))
+        ]
+        split_accumulator = is_dgrad or call.scaling != "tensor"
 
-        x = made((sum(splits), k), 1, "rows")
-        weights = [quantizer()(made((n, k), 2 + index, "columns")) for index in range(len(splits))]
-        quantizers = [quantizer() for _ in splits]
-
-        def run(product: OneProduct | None) -> list[torch.Tensor]:
+        def run(is_ours: bool) -> list[torch.Tensor]:
             with torch.no_grad():
-                out = torch.empty(len(x), n, dtype=torch.bfloat16, device=device)
-                split = tex.split_quantize if product is None else product.split
-                rows = split(x, splits, quantizers)
-                if product is None or not product.multiply(weights, splits, out):
-                    options: dict[str, Any] = dict(single_output=True, use_split_accumulator=False)
+                out = torch.empty(len(values), k if is_dgrad else n, dtype=torch.bfloat16, device=device)
+                options: dict[str, Any] = dict(single_output=True, use_split_accumulator=split_accumulator)
+                if is_dgrad:
+                    options.update(layout="NN", grad=True)
+                if not (is_ours and multiply(call.product, weights, rows, out, split_accumulator=split_accumulator)):
                     grouped_gemm(weights, rows, [out], out.dtype, m_splits=splits, **options)
             return [out]
 
-        return lambda: run(None), lambda: run(OneProduct())
+        return lambda: run(False), lambda: run(True)
 
     def inputs(self, call: Fp8ExpertsCall) -> Sequence[torch.Tensor]:
         """See `OpSpec`."""
@@ -125,6 +149,14 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
     def fused(self, call: Fp8ExpertsCall, context: object) -> Function:
         """See `OpSpec`: on operands of its own."""
         return lambda x, weight: self.trial(call, context).fused()
+
+
+def _quantizer(call: Fp8ExpertsCall, name: str, num_dimensions: int, *, columnwise: bool) -> Any:
+    dtype, device = getattr(tex.DType, f"kFloat8{name}"), call.x.device
+    if call.scaling == "tensor":
+        return Float8CurrentScalingQuantizer(dtype, device, columnwise=columnwise)
+    options = dict(force_pow_2_scales=call.scaling == "block", block_scaling_dim=num_dimensions)
+    return Float8BlockQuantizer(dtype, rowwise=True, columnwise=columnwise, **options)
 
 
 _DECIDED = object()
