@@ -24,9 +24,20 @@ from ditron_train.tools.fp8.recipes import fp8_context, fp8_options  # noqa: E40
 STEPS = 4
 
 
-@pytest.fixture(autouse=True)
-def forced(monkeypatch):
-    monkeypatch.setenv("DITRON_POLICY", "bits")
+@pytest.fixture
+def products(monkeypatch):
+    """``forward`` or ``dgrad`` of every grouped product of ours."""
+    from ditron_train.megatron.ep import te_fp8
+
+    found, multiply = [], te_fp8.multiply
+
+    def counted(product, *args, **options):
+        is_ours = multiply(product, *args, **options)
+        found.extend([product] * is_ours)
+        return is_ours
+
+    monkeypatch.setattr(te_fp8, "multiply", counted)
+    return found
 
 
 def state_of(layer):
@@ -60,6 +71,9 @@ def steps_of(layer, config, unusual=None):
     """Everything that a few steps give, then the state."""
     FP8GlobalStateManager.reset()  # under delayed scaling a step updates the state of all layers that it knows
     found = []
+    if config.gradient_accumulation_fusion:
+        for parameter in layer.experts.parameters():
+            parameter.main_grad = torch.full(parameter.shape, 0.5, device="cuda")
     for step in range(STEPS):
         generator = torch.Generator("cuda").manual_seed(10 * step + dist.get_rank())
         tokens = (1517, 1300, 1256, 2000)[(step + dist.get_rank()) % 4]
@@ -70,30 +84,50 @@ def steps_of(layer, config, unusual=None):
         with fp8_context(config):
             y, _ = layer(x)
         y.backward(grad)
-        found += [("y", y.detach()), ("dx", x.grad), *((name, p.grad) for name, p in layer.named_parameters())]
+        found += [("y", y.detach()), ("dx", x.grad)]
+        for name, parameter in layer.named_parameters():
+            main_grad = getattr(parameter, "main_grad", None)
+            found += [(name, parameter.grad), (f"{name} main_grad", None if main_grad is None else main_grad.clone())]
         layer.zero_grad()
+        if step == 1:  # a new step begins: cached weights are quantised anew
+            for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+                linear.is_first_microbatch = True
+                for weight in linear.parameters():
+                    weight.data.mul_(0.75)
     return [*found, *state_of(layer).items()]
 
 
-CASES = [(recipe, padded, None) for recipe in ("tensorwise", "delayed", "blockwise") for padded in (False, True)]
-CASES += [("tensorwise", False, value) for value in (float("nan"), float("inf"), 3e38)]
+RECIPES = ("tensorwise", "delayed", "blockwise")
+CASES = [(recipe, "bits", {"padded": padded}) for recipe in RECIPES for padded in (False, True)]
+CASES += [(recipe, "bits", {"main_grad": True}) for recipe in RECIPES]
+CASES += [(recipe, "force", {}) for recipe in RECIPES[:2]]
+CASES += [("tensorwise", "bits", {"unusual": value}) for value in (float("nan"), float("inf"), 3e38)]
 
 
-@pytest.mark.parametrize("recipe, padded, unusual", CASES)
-def test_layers_with_experts_in_fp8(all_equal, monkeypatch, recipe, padded, unusual):
-    from ditron_train.megatron.ep import te_experts
-
-    monkeypatch.setattr(te_experts, "FP8_RECIPES", ("Float8CurrentScaling",))
+@pytest.mark.parametrize("recipe, policy, options", CASES)
+def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, recipe, policy, options):
+    """Equal, and both products of both layers in every step are ours; in the policy ``bits`` they were proved."""
+    monkeypatch.setenv("DITRON_POLICY", policy)
     gate.forget("ep")
-    options = {**fp8_options(recipe), "moe_router_padding_for_quantization": padded}
     config = moe_config(
-        hidden=1024, ffn_hidden=512, num_experts=4 * dist.get_world_size(), topk=3, dtype=torch.bfloat16, **options
+        hidden=1024,
+        ffn_hidden=512,
+        num_experts=4 * dist.get_world_size(),
+        topk=3,
+        dtype=torch.bfloat16,
+        gradient_accumulation_fusion=options.get("main_grad", False),
+        moe_router_padding_for_quantization=options.get("padded", False),
+        **fp8_options(recipe),
     )
     layers = layer_pair(config, torch.device("cuda", torch.cuda.current_device()))
-    native, ours = (steps_of(layers[name], config, unusual) for name in ("native", "ditron"))
+    native = steps_of(layers["native"], config, options.get("unusual"))
+    assert not products
+    ours = steps_of(layers["ditron"], config, options.get("unusual"))
     assert layers["ditron"].token_dispatcher.ep_context is not None, "the movement is ours"
-    assert bool(gate.answers("ep experts fp8")) == (recipe == "tensorwise"), "the policy was asked about products"
     assert len(native) == len(ours)
     for index, ((name, expected), (_, found)) in enumerate(zip(native, ours)):
         assert (expected is None) == (found is None), (recipe, index, name)
         assert expected is None or all_equal(bits(found), bits(expected)), (recipe, index, name)
+    answers = gate.answers("ep experts fp8")
+    assert len(answers) == 4 and all(answer.reason is None for answer in answers), answers
+    assert [products.count(name) for name in ("forward", "dgrad")] == [2 * STEPS] * 2

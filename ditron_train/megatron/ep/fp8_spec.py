@@ -103,11 +103,13 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         fewest = -(-FEWEST_ROWS // _STEP) * _STEP
         mean = max(fewest, min(call.x.shape[:-1].numel() // call.num_experts // _STEP * _STEP, _MOST_ROWS))
         sizes = [fewest + (mean - fewest) * index // count // _STEP * _STEP for index in range(count)]
-        pairs = [self._pair(call, [mean] * count, reveals=False)]
-        pairs += [self._pair(call, sizes, reveals=reveals) for reveals in (False, True)]
+        pairs = [self.pair(call, [mean] * count, reveals=False)]
+        pairs += [self.pair(call, sizes, reveals=reveals) for reveals in (False, True)]
         return Trial(self.words(call, context), *pairs[0], also=pairs[1:])
 
-    def _pair(self, call: Fp8ExpertsCall, splits: list[int], *, reveals: bool) -> tuple[Run, Run]:
+    def pair(self, call: Fp8ExpertsCall, splits: list[int], *, reveals: bool) -> tuple[Run, Run]:
+        """Transformer Engine's products and ours of experts with so many rows; ``reveals``: of values that show the
+        order of sums. Ours are Transformer Engine's where an expert has too few rows."""
         (n, k), device, is_dgrad = call.weight.shape, call.x.device, call.product == "dgrad"
 
         def made(shape: tuple[int, int], seed: int, signed: Any) -> torch.Tensor:
