@@ -211,15 +211,13 @@ class SumSizes(NamedTuple):
 
 class ExpertPlaces(NamedTuple):
     """Where the FP8 operands of each expert lie, int64 [experts] each: its first row among all; its rows and its
-    weight as counts of their descriptors' first units; addresses of its scales; elements from one 128 columns' scales
-    of its rows to the next."""
+    weight as counts of their descriptors' first units; addresses of its two scales."""
 
     starts: torch.Tensor
     rows: torch.Tensor
     weights: torch.Tensor
     row_scales: torch.Tensor
     weight_scales: torch.Tensor
-    row_scale_strides: torch.Tensor
 
 
 class GemmSizes(NamedTuple):

@@ -20,10 +20,8 @@ from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["SCALE_BLOCK", "ExpertRows", "group_gemm_fp8"]
+__all__ = ["ExpertRows", "group_gemm_fp8"]
 
-#: Elements of a row that share a scale, and rows and columns of a weight, where scales are of blocks.
-SCALE_BLOCK = 128
 _ALIGNMENT = 16  # of N and K
 # With a split accumulator a tile's sums are there twice: a wide tile's do not fit the registers.
 _SPLIT = GemmConfig(128, 128, 128, num_warps=8, num_stages=4, operand_bytes=1)
@@ -35,8 +33,7 @@ class ExpertRows(NamedTuple):
 
     Attributes:
         data: Rows [m, K], or weights [N, K], in e4m3 or e5m2; contiguous, anywhere in memory.
-        scales: fp32, what the values are multiplied by: one number each, or one a block: of rows [K / 128, at least
-            m], of weights [N / 128, at least K / 128]; contiguous.
+        scales: fp32, one number each, what the values are multiplied by.
     """
 
     data: Sequence[torch.Tensor]
@@ -52,16 +49,16 @@ def group_gemm_fp8(
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
     """y[rows of e] = bf16((rows[e] @ weights[e].T in fp32) * both scales): Transformer Engine's
-    ``general_grouped_gemm`` on FP8 tensors, in one kernel.
+    ``general_grouped_gemm`` on FP8 tensors with one scale each, in one kernel.
 
-    Plain equivalent, with one scale each: ``torch.cat([torch._scaled_mm(x, w.t(), scale_a=a, scale_b=b,
+    Plain equivalent: ``torch.cat([torch._scaled_mm(x, w.t(), scale_a=a, scale_b=b,
     out_dtype=torch.bfloat16, use_fast_accum=not split_accumulator) for x, w, a, b in zip(...)])``.
 
     Args:
         rows: Of each expert, none or as many as a tile has (at most 128): a tile reads nothing behind them.
         weights: Of each expert, in e4m3, of one shape.
         out: [rows of all experts, N], bf16, contiguous; None: a new tensor.
-        split_accumulator: Whether sums are added in fp32 every 128 products. Of blocks they always are.
+        split_accumulator: Whether sums are added in fp32 every 128 products.
         config: Tile sizes; by rule where None. They do not change bits.
 
     Returns:
@@ -71,7 +68,7 @@ def group_gemm_fp8(
         NotSupportedError: Shapes, types, strides or a device that are not covered.
     """
     name = "group_gemm_fp8"
-    target, has_blocks = _check(name, rows, weights)
+    target = _check(name, rows, weights)
     n, k = weights.data[0].shape
     device, num_rows = weights.data[0].device, sum(map(len, rows.data))
     if out is None:
@@ -81,10 +78,10 @@ def group_gemm_fp8(
     if num_rows == 0:
         return out
     if config is None:
-        config = _chosen(target, num_rows, n, k, rows.data[0].dtype, device, splits=has_blocks or split_accumulator)
+        config = _chosen(target, num_rows, n, k, rows.data[0].dtype, device, splits=split_accumulator)
     if min(len(one) for one in rows.data if len(one)) < config.block_m:
         raise NotSupportedError(f"{name}: an expert has fewer rows than a tile, which has {config.block_m}")
-    _launch(rows, weights, out, config, has_blocks, SPLIT_CHAIN if split_accumulator else None)
+    _launch(rows, weights, out, config, SPLIT_CHAIN if split_accumulator else None)
     return out
 
 
@@ -96,44 +93,34 @@ def _chosen(
     return _SPLIT if splits else choose_config(num_rows, n, k, dtype, target, num_sms(device))
 
 
-def _check(name: str, rows: ExpertRows, weights: ExpertRows) -> tuple[str, bool]:
-    """The target of the operands' device, and whether scales are of blocks."""
+def _check(name: str, rows: ExpertRows, weights: ExpertRows) -> str:
+    """The target of the operands' device."""
     first, count = weights.data[0], len(weights.data)
     if {*map(len, rows), *map(len, weights)} != {count}:
         raise NotSupportedError(f"{name}: operands or scales of {len(rows.data)} experts, weights of {count}")
     target = check_fp8_operands(name, rows.data[0], first)
     n, k = first.shape
-    has_blocks = weights.scales[0].numel() > 1
-    step = SCALE_BLOCK if has_blocks else _ALIGNMENT
-    if n % step or k % step:
-        raise NotSupportedError(f"{name}: weights {tuple(first.shape)} are no multiples of {step}")
-    _check_side(name, "rows", rows, rows.data[0].dtype, k, None, has_blocks)
-    _check_side(name, "weights", weights, torch.float8_e4m3fn, k, n, has_blocks)
-    return target, has_blocks
+    if n % _ALIGNMENT or k % _ALIGNMENT:
+        raise NotSupportedError(f"{name}: weights {tuple(first.shape)} are no multiples of {_ALIGNMENT}")
+    _check_side(name, "rows", rows, rows.data[0].dtype, k, None)
+    _check_side(name, "weights", weights, torch.float8_e4m3fn, k, n)
+    return target
 
 
-def _check_side(
-    name: str, which: str, side: ExpertRows, dtype: torch.dtype, k: int, num_rows: int | None, has_blocks: bool
-) -> None:
+def _check_side(name: str, which: str, side: ExpertRows, dtype: torch.dtype, k: int, num_rows: int | None) -> None:
     """``num_rows``: None where experts differ."""
-    device, columns = side.data[0].device, k // SCALE_BLOCK
+    device = side.data[0].device
     for one, scale in zip(side.data, side.scales):
         if not len(one):
             continue
         found = (one.dim(), one.shape[-1], one.dtype, one.device, one.is_contiguous())
         if found != (2, k, dtype, device, True) or len(one) != (num_rows or len(one)):
             raise NotSupportedError(f"{name}: {which} {tuple(one.shape)} {one.dtype}; all need {k} columns of {dtype}")
-        least = (columns, len(one)) if num_rows is None else (num_rows // SCALE_BLOCK, columns)
-        fits = scale.numel() == 1
-        if has_blocks:
-            fits = scale.dim() == 2 and all(map(int.__ge__, scale.shape, least))
-        if not fits or scale.dtype != torch.float32 or scale.device != device or not scale.is_contiguous():
+        if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, device):
             raise NotSupportedError(f"{name}: scales {tuple(scale.shape)} {scale.dtype} of {which} {tuple(one.shape)}")
 
 
-def _launch(
-    rows: ExpertRows, weights: ExpertRows, out: torch.Tensor, config: GemmConfig, has_blocks: bool, chain: int | None
-) -> None:
+def _launch(rows: ExpertRows, weights: ExpertRows, out: torch.Tensor, config: GemmConfig, chain: int | None) -> None:
     (n, k), device, dtype = weights.data[0].shape, out.device, rows.data[0].dtype
     rows_desc, row_places = _spanning(rows.data, config.block_m, config.block_k)
     weights_desc, weight_places = _spanning(weights.data, config.block_n, config.block_k)
@@ -144,19 +131,17 @@ def _launch(
     for count in counts[:-1]:
         starts.append(starts[-1] + count)
     addresses = [[one.data_ptr() for one in side.scales] for side in (rows, weights)]
-    strides = [one.shape[-1] if has_blocks else 0 for one in rows.scales]
-    lines = [counts, starts, row_places, weight_places, *addresses, strides]
+    lines = [counts, starts, row_places, weight_places, *addresses]
     on_host = torch.tensor(lines, dtype=torch.int64, pin_memory=device.type == "cuda")
     row_counts, *places = on_host.to(device, non_blocking=True).unbind(0)
     tiles = row_tiles(row_counts, len(out), config.block_m)
     sizes = GemmSizes(config.block_m, config.block_n, config.block_k, config.group_m, config.split_store)
-    constants = (("CHAIN", chain), ("BLOCKS", has_blocks), ("GEMM", sizes))
+    constants = (("CHAIN", chain), ("GEMM", sizes))
     num_programs = min(num_sms(device), tiles.max_tiles * -(-n // config.block_n))
     launch = group_launch(group_gemm_fp8_kernel, num_programs, constants, config.num_warps, config.num_stages, dtype)
     store = make_descriptor(out, config.store_block)
-    stride = weights.scales[0].shape[-1] if has_blocks else 0
     with on_device(device):
-        launch(rows_desc, weights_desc, half_desc, store, ExpertPlaces(*places), tiles.tiles, n, k, stride)
+        launch(rows_desc, weights_desc, half_desc, store, ExpertPlaces(*places), tiles.tiles, n, k)
 
 
 def _spanning(

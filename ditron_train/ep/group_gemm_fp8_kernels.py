@@ -16,11 +16,9 @@ from ditron_train.schedule.tiles import grouped_tile
 
 __all__ = ["group_gemm_fp8_kernel"]
 
-_BLOCK = tl.constexpr(128)  # elements of a row, or rows and columns of a weight, that share a scale
-
 
 @triton.jit
-def _scales_at(addresses, expert):
+def _scale_at(addresses, expert):
     return tl.cast(tl.load(addresses + expert), tl.pointer_type(tl.float32))
 
 
@@ -33,34 +31,22 @@ def _product(
     row,
     col,
     num_k_tiles,
-    weight_scale_stride,
     BLOCK_N: tl.constexpr,
     CHAIN: tl.constexpr,
-    BLOCKS: tl.constexpr,
     GEMM: tl.constexpr,
 ):
     """One tile of A[expert] @ B[expert].T from ``row`` of the expert's on, scaled, in fp32."""
     a_place = tl.load(experts.rows + expert).to(tl.int32)
     b_place = tl.load(experts.weights + expert).to(tl.int32)
-    a_scales = _scales_at(experts.row_scales, expert)
-    b_scales = _scales_at(experts.weight_scales, expert)
-    if BLOCKS:
-        stride = tl.load(experts.row_scale_strides + expert).to(tl.int32)
-        a_scales += row + tl.arange(0, GEMM.BLOCK_M)
-        b_scales += col // _BLOCK * weight_scale_stride
+    a_scale = _scale_at(experts.row_scales, expert)
+    b_scale = _scale_at(experts.weight_scales, expert)
     acc = tl.zeros((GEMM.BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k_tile in range(num_k_tiles):
         k = k_tile * GEMM.BLOCK_K
         a = a_desc.load([a_place, row, k]).reshape(GEMM.BLOCK_M, GEMM.BLOCK_K)
         b = b_desc.load([b_place, col, k]).reshape(BLOCK_N, GEMM.BLOCK_K).T
-        if BLOCKS:
-            scale = tl.load(a_scales + k_tile * stride) * tl.load(b_scales + k_tile)
-            acc += tl.dot(a, b) * scale[:, None]
-        else:
-            acc = tl.dot(a, b, acc, max_num_imprecise_acc=CHAIN)
-    if not BLOCKS:
-        acc *= tl.load(a_scales) * tl.load(b_scales)
-    return acc
+        acc = tl.dot(a, b, acc, max_num_imprecise_acc=CHAIN)
+    return acc * (tl.load(a_scale) * tl.load(b_scale))
 
 
 @triton.jit
@@ -73,32 +59,18 @@ def _tile_at(tiles, experts, row_tile, BLOCK_M: tl.constexpr):
     return expert, row - tl.load(experts.starts + expert).to(tl.int32), row
 
 
-@triton.jit(do_not_specialize=["N", "K", "weight_scale_stride"])
+@triton.jit(do_not_specialize=["N", "K"])
 def group_gemm_fp8_kernel(
-    a_desc,
-    b_desc,
-    half_b_desc,
-    c_desc,
-    experts,
-    tiles,
-    N,
-    K,
-    weight_scale_stride,
-    CHAIN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GEMM: tl.constexpr,
+    a_desc, b_desc, half_b_desc, c_desc, experts, tiles, N, K, CHAIN: tl.constexpr, GEMM: tl.constexpr
 ):
     """C[rows of e] = (A[e] @ B[e].T) * scales: bf16, rounded once.
 
-    With one scale for all rows of an expert and one for its weight (BLOCKS is False) K is one chain of the tensor
-    cores, cuBLAS's fast accumulation, where CHAIN is None; 128, with blocks as deep, is its split accumulator. With
-    BLOCKS scales are of 128 elements of a row, and of 128 x 128 of a weight: each block's product is scaled and added
-    in fp32, and a tile has 128 columns and steps of 128.
+    An expert has one scale for all its rows and one for its weight. K is one chain of the tensor cores, cuBLAS's fast
+    accumulation, where CHAIN is None; 128, with blocks as deep, is its split accumulator.
 
     a_desc: rows of all experts in blocks [1, BLOCK_M, BLOCK_K]. b_desc: weights [N, K] in blocks [1, BLOCK_N,
-    BLOCK_K]. c_desc: C [rows, N]. experts: an ``ExpertPlaces``. tiles: see ``list_tiles``. Scales of rows [K / 128,
-    stride of the expert], of weights [N / 128, weight_scale_stride]. Nobody waits: no signals. SPLIT_STORE: as in
-    ``group_gemm_kernel``.
+    BLOCK_K]. c_desc: C [rows, N]. experts: an ``ExpertPlaces``. tiles: see ``list_tiles``.
+    Nobody waits: no signals. SPLIT_STORE: as in ``group_gemm_kernel``.
     """
     HALF_N: tl.constexpr = GEMM.BLOCK_N // 2
     num_programs = tl.num_programs(0)
@@ -114,18 +86,12 @@ def group_gemm_fp8_kernel(
         row_tile, col_tile = grouped_tile(tile, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
         expert, row, out_row = _tile_at(tiles, experts, row_tile, GEMM.BLOCK_M)
         col = col_tile * GEMM.BLOCK_N
-        acc = _product(
-            a_desc, b_desc, experts, expert, row, col, num_k_tiles, weight_scale_stride, GEMM.BLOCK_N, CHAIN,
-            BLOCKS, GEMM,
-        )  # fmt: skip
+        acc = _product(a_desc, b_desc, experts, expert, row, col, num_k_tiles, GEMM.BLOCK_N, CHAIN, GEMM)
         store_tile(c_desc, acc, out_row, col, GEMM.BLOCK_M, GEMM.BLOCK_N, GEMM.SPLIT_STORE)
     if GEMM.SPLIT_STORE:
         for half in range(tl.program_id(0), 2 * (num_tiles - num_whole), num_programs):
             row_tile, col_tile = grouped_tile(num_whole + half // 2, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
             expert, row, out_row = _tile_at(tiles, experts, row_tile, GEMM.BLOCK_M)
             col = col_tile * GEMM.BLOCK_N + half % 2 * HALF_N
-            acc = _product(
-                a_desc, half_b_desc, experts, expert, row, col, num_k_tiles, weight_scale_stride, HALF_N, CHAIN,
-                BLOCKS, GEMM,
-            )  # fmt: skip
+            acc = _product(a_desc, half_b_desc, experts, expert, row, col, num_k_tiles, HALF_N, CHAIN, GEMM)
             store_tile(c_desc, acc, out_row, col, GEMM.BLOCK_M, HALF_N, False)

@@ -31,9 +31,9 @@ def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
     )
 
 
-def _gemm_fp8(name, m, n, stages, chain=None, blocks=False, rows="fp8e4nv"):
+def _gemm_fp8(name, m, n, stages, chain=None, rows="fp8e4nv"):
     half = n // 2 if n >= 256 else n
-    lines = ("starts", "rows", "weights", "row_scales", "weight_scales", "row_scale_strides")
+    lines = ("starts", "rows", "weights", "row_scales", "weight_scales")
     return KernelSpec(
         name=f"ep_group_gemm_fp8_{name}",
         kernel="ditron_train.ep.group_gemm_fp8_kernels:group_gemm_fp8_kernel",
@@ -46,9 +46,8 @@ def _gemm_fp8(name, m, n, stages, chain=None, blocks=False, rows="fp8e4nv"):
             "tiles": "*i32",
             "N": "i32",
             "K": "i32",
-            "weight_scale_stride": "i32",
         },
-        constexprs={"CHAIN": chain, "BLOCKS": blocks, "GEMM": _sizes(m, n, 128, False)},
+        constexprs={"CHAIN": chain, "GEMM": _sizes(m, n, 128, False)},
         num_warps=8,
         num_stages=stages,
         targets=("sm_90",),
@@ -124,7 +123,6 @@ SPECS = [
     _gemm_fp8("wide", 128, 256, 3),
     _gemm_fp8("square", 128, 128, 4),
     _gemm_fp8("split", 128, 128, 4, chain=128, rows="fp8e5"),
-    _gemm_fp8("blocks", 128, 128, 4, blocks=True),
     _gemm_fp8("split_tall", 256, 128, 3, chain=128, rows="fp8e5"),
     _wgrad("wide", 128, 256, 64, 4),
     _wgrad("square", 128, 128, 64, 4),

@@ -5,7 +5,6 @@ below 4 and scales powers of two: everything is exact."""
 from __future__ import annotations
 
 import sys
-import types
 
 import te_fp8_workers
 import torch
@@ -28,10 +27,6 @@ def empty(self, part):
 Float8CurrentScalingQuantizer.empty = Float8Quantizer.empty = empty
 """
 
-_MORE_BLOCKS = """
-Float8BlockQuantizer.empty = lambda self, part: self.quantize(part)
-"""
-
 _OPS = """
 import torch
 
@@ -52,7 +47,6 @@ _GROUPED = """
 import torch
 import transformer_engine.pytorch.tensor.float8_tensor as tex
 from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8CurrentScalingQuantizer, Float8Quantizer
 
 
@@ -90,12 +84,10 @@ class GroupedLinear(torch.nn.Module):
         self.num_gemms = len(weights)
         for index, weight in enumerate(weights):
             self.register_parameter(f"weight{index}", torch.nn.Parameter(weight))
-        kinds = [(DType.kFloat8E4M3, 1), (DType.kFloat8E4M3, 2), (DType.kFloat8E5M2, 1)]
-        self.inputs, self.weights, self.grads = ([self.made(recipe, *kind) for _ in weights] for kind in kinds)
+        kinds = [DType.kFloat8E4M3, DType.kFloat8E4M3, DType.kFloat8E5M2]
+        self.inputs, self.weights, self.grads = ([self.made(recipe, kind) for _ in weights] for kind in kinds)
 
-    def made(self, recipe, dtype, num_dimensions):
-        if recipe == "blockwise":
-            return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=num_dimensions)
+    def made(self, recipe, dtype):
         if recipe == "delayed":
             return Float8Quantizer(dtype, torch.tensor([0.5]), torch.zeros(1))
         return Float8CurrentScalingQuantizer(dtype, None)
@@ -118,7 +110,6 @@ def install(change=("", "")):
     interpreter.install()
     modules = dict(MODULES)
     modules["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS
-    modules["transformer_engine.pytorch.tensor.float8_blockwise_tensor"] += _MORE_BLOCKS
     modules["transformer_engine.pytorch.cpp_extensions"] += _OPS
     modules["transformer_engine.pytorch.module.grouped_linear"] = _GROUPED
     MODULES.update(modules)
@@ -129,16 +120,13 @@ def install(change=("", "")):
     return te_fp8
 
 
-#: Rows of the experts, whether gradients are wanted, whether forward has a split accumulator.
+#: Rows of the experts, whether gradients are wanted, whether forward has a split accumulator; the last has an expert
+#: with fewer rows than it needs.
 STEPS = (
-    ([128, 128, 256], True, False),
-    ([128, 0, 128], True, False),
-    ([128, 128, 256], False, False),
-    ([128, 128, 256], True, True),
-)
-#: The same where scales of rows are of no blocks; the last has an expert with fewer rows than it needs.
-STEPS_OF_TENSORS = (
-    *(([count // 4 + 16 * (count > 128) for count in splits], *others) for splits, *others in STEPS),
+    ([32, 32, 80], True, False),
+    ([32, 0, 32], True, False),
+    ([32, 32, 80], False, False),
+    ([32, 32, 80], True, True),
     ([32, 16, 48], True, False),
 )
 
@@ -151,13 +139,13 @@ def compare_layers(recipe):
     ours = type("Ours", (native, te_fp8.grouped_base()), {})
     assert te_fp8.why_not_code() is None
     calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
-    shape, steps = ((256, 128), STEPS) if recipe == "blockwise" else ((48, 32), STEPS_OF_TENSORS)
+    shape = (48, 32)
     for products in (None, "", "forward", "dgrad", "forward dgrad"):
         made = native if products is None else ours
         layer = made([te_fp8_workers._integers(shape, 7 + index) for index in range(3)], recipe)
         found = []
         calls.clear()
-        for step, (splits, has_grad, split_accumulator) in enumerate(steps):
+        for step, (splits, has_grad, split_accumulator) in enumerate(STEPS):
             x = te_fp8_workers._integers((sum(splits), shape[1]), step).requires_grad_(has_grad)
             with te_fp8.multiplying_at_once(frozenset((products or "").split())):
                 with torch.set_grad_enabled(has_grad):
@@ -189,12 +177,10 @@ def spec_on_cpu():
     calls = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS
     said, group, keys = [], dist.group.WORLD, set()
     for sizes, dtype, *options in (
-        ((48, 32), torch.bfloat16, "forward", "tensor", "E5M2"),
-        ((48, 32), torch.bfloat16, "dgrad", "tensor", "E5M2"),
-        ((256, 128), torch.bfloat16, "forward", "block", "E4M3"),
-        ((256, 128), torch.bfloat16, "dgrad", "block", "E4M3"),
+        ((48, 32), torch.bfloat16, "forward", "E5M2"),
+        ((48, 32), torch.bfloat16, "dgrad", "E5M2"),
+        ((48, 32), torch.bfloat16, "dgrad", "E4M3"),
         ((40, 32), torch.bfloat16),
-        ((48, 128), torch.bfloat16, "forward", "block"),
         ((48, 32), torch.float32),
     ):
         call = Fp8ExpertsCall(torch.empty(200, sizes[1]).to(dtype), torch.empty(sizes).to(dtype), 3, group, *options)
@@ -214,22 +200,9 @@ def spec_on_cpu():
 
 
 def recipes():
-    """What a scale of a recipe is for, by its class."""
+    """Whether a recipe has one scale a tensor, by its class."""
     te_fp8 = install()
-
-    def made(name, parent="", *, shape=(1, 2, 1), powers=True):
-        recipe = type(name, (type(parent, (), {}),) if parent else (), {})()
-        recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim = shape
-        for of in ("fwd_inp", "fwd_weight", "bwd_grad"):
-            setattr(recipe, f"fp8_quant_{of}", types.SimpleNamespace(power_2_scale=powers))
-        return te_fp8.scaling_of(recipe)
-
-    blocks = "Float8BlockScaling"
-    return {
-        "tensorwise": made("Float8CurrentScaling"),
-        "delayed": made("TEDelayedScaling", "DelayedScaling"),
-        "blockwise": made(blocks),
-        "of any scale": made(blocks, powers=False),
-        "square": made(blocks, shape=(2, 2, 2)),
-        "mxfp8": made("MXFP8BlockScaling"),
-    }
+    owners = {"TEDelayedScaling": "DelayedScaling"}
+    names = ("Float8CurrentScaling", "TEDelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling")
+    made = {name: type(name, (type(owners.get(name, "Recipe"), (), {}),), {})() for name in names}
+    return [name for name, recipe in made.items() if te_fp8.has_one_scale(recipe)]

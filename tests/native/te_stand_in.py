@@ -117,7 +117,7 @@ class BlockStorage:
         side = "_rowwise" if rowwise else "_columnwise"
         data, scales = getattr(self, f"{side}_data"), getattr(self, f"{side}_scale_inv")
         assert self._data_format == READY and data.is_contiguous() and scales.is_contiguous()
-        data = data.flatten(0, -2).view(TYPES[self._fp8_dtype]).float()
+        data = data.reshape(-1, data.shape[-1]).view(TYPES[self._fp8_dtype]).float()
         rows = scales.repeat_interleave(128, 0)[: len(data)] if self._is_2D_scaled else scales.t()
         return data * rows.repeat_interleave(128, 1)[:, : data.shape[1]]
 

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformer_engine_torch as tex
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from ditron_train.ep.expert_functions import FEWEST_ROWS
-from ditron_train.ep.group_gemm_fp8 import SCALE_BLOCK
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.ep.te_fp8 import ExpertProduct, multiply
 from ditron_train.policy import Function, OpSpec
@@ -39,7 +37,6 @@ class Fp8ExpertsCall(NamedTuple):
         num_experts: Of this rank.
         group: Expert parallel group.
         product: Forward's, or the gradients of ``x``.
-        scaling: What a scale is for, see ``te_fp8.scaling_of``. The recipes tensorwise and delayed are one op.
         grad_format: Of gradients: ``E4M3`` or ``E5M2``. The others are E4M3.
     """
 
@@ -48,7 +45,6 @@ class Fp8ExpertsCall(NamedTuple):
     num_experts: int
     group: dist.ProcessGroup
     product: ExpertProduct = "forward"
-    scaling: str = "tensor"
     grad_format: str = "E4M3"
 
     @property
@@ -65,15 +61,14 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
     def key(self, call: Fp8ExpertsCall) -> tuple[Hashable, ...]:
         """See `OpSpec`: ranks have different rows."""
         sizes = (tuple(call.weight.shape), call.num_experts, call.x.dtype, call.weight.dtype, call.x.device)
-        return (*sizes, call.product, call.scaling, call.row_format)
+        return (*sizes, call.product, call.row_format)
 
     def why_not(self, call: Fp8ExpertsCall) -> str | None:
         """See `OpSpec`."""
         if call.x.dtype != torch.bfloat16 or call.weight.dtype != torch.bfloat16:
             return f"rows are {call.x.dtype} and weights {call.weight.dtype}; covered is bfloat16"
-        step = _STEP if call.scaling == "tensor" else SCALE_BLOCK
-        if call.weight.shape[0] % step or call.weight.shape[1] % step:
-            return f"weights {tuple(call.weight.shape)} are no multiples of {step}"
+        if call.weight.shape[0] % _STEP or call.weight.shape[1] % _STEP:
+            return f"weights {tuple(call.weight.shape)} are no multiples of {_STEP}"
         if call.x.device.type == "cpu":
             return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
         try:
@@ -89,8 +84,7 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
     def words(self, call: Fp8ExpertsCall, context: object) -> str:
         """See `OpSpec`."""
         sizes = "x".join(map(str, call.weight.shape))
-        scaling = "" if call.scaling == "tensor" else f", {call.scaling}"
-        return f"{self.name} {call.product} {call.num_experts} experts {sizes} {call.row_format}{scaling}"
+        return f"{self.name} {call.product} {call.num_experts} experts {sizes} {call.row_format}"
 
     def where(self, call: Fp8ExpertsCall) -> str:
         """See `OpSpec`."""
@@ -120,21 +114,19 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
 
         # The sum's index is signed in one operand alone: the other way round of a weight that is taken transposed.
         values = made((sum(splits), n if is_dgrad else k), 1, "columns" if is_dgrad else "rows")
-        quantizers = [_quantizer(call, call.row_format, 1, columnwise=False) for _ in splits]
+        quantizers = [_quantizer(call, call.row_format, columnwise=False) for _ in splits]
         rows = tex.split_quantize(values, splits, quantizers)
         weights = [
-            _quantizer(call, "E4M3", 2, columnwise=is_dgrad)(made((n, k), 2 + i, "columns"))
-            for i in range(len(splits))
+            _quantizer(call, "E4M3", columnwise=is_dgrad)(made((n, k), 2 + i, "columns")) for i in range(len(splits))
         ]
-        split_accumulator = is_dgrad or call.scaling != "tensor"
 
         def run(is_ours: bool) -> list[torch.Tensor]:
             with torch.no_grad():
                 out = torch.empty(len(values), k if is_dgrad else n, dtype=torch.bfloat16, device=device)
-                options: dict[str, Any] = dict(single_output=True, use_split_accumulator=split_accumulator)
+                options: dict[str, Any] = dict(single_output=True, use_split_accumulator=is_dgrad)
                 if is_dgrad:
                     options.update(layout="NN", grad=True)
-                if not (is_ours and multiply(call.product, weights, rows, out, split_accumulator=split_accumulator)):
+                if not (is_ours and multiply(call.product, weights, rows, out, split_accumulator=is_dgrad)):
                     grouped_gemm(weights, rows, [out], out.dtype, m_splits=splits, **options)
             return [out]
 
@@ -153,12 +145,9 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return lambda x, weight: self.trial(call, context).fused()
 
 
-def _quantizer(call: Fp8ExpertsCall, name: str, num_dimensions: int, *, columnwise: bool) -> Any:
-    dtype, device = getattr(tex.DType, f"kFloat8{name}"), call.x.device
-    if call.scaling == "tensor":
-        return Float8CurrentScalingQuantizer(dtype, device, columnwise=columnwise)
-    options = dict(force_pow_2_scales=call.scaling == "block", block_scaling_dim=num_dimensions)
-    return Float8BlockQuantizer(dtype, rowwise=True, columnwise=columnwise, **options)
+def _quantizer(call: Fp8ExpertsCall, name: str, *, columnwise: bool) -> Any:
+    """Of the recipe tensorwise: products of delayed scaling are the same."""
+    return Float8CurrentScalingQuantizer(getattr(tex.DType, f"kFloat8{name}"), call.x.device, columnwise=columnwise)
 
 
 _DECIDED = object()

@@ -23,7 +23,13 @@ from ditron_train.ep.group_gemm import RowTiles, are_whole
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, experts_group, own_wgrad_into, why_not_called
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
-from ditron_train.megatron.ep.te_fp8 import ExpertProduct, grouped_base, multiplying_at_once, scaling_of, why_not_code
+from ditron_train.megatron.ep.te_fp8 import (
+    ExpertProduct,
+    grouped_base,
+    has_one_scale,
+    multiplying_at_once,
+    why_not_code,
+)
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
@@ -66,13 +72,9 @@ def _products_at_once(linear: Any, x: torch.Tensor) -> frozenset[ExpertProduct]:
     if reason is not None:
         log_native("ep experts (FP8)", reason)
         return frozenset()
-    recipe = FP8GlobalStateManager.get_fp8_recipe()
-    scaling, is_hybrid = scaling_of(recipe), recipe.fp8_format.name == "HYBRID"
+    grad_format = "E5M2" if FP8GlobalStateManager.get_fp8_recipe().fp8_format.name == "HYBRID" else "E4M3"
     asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
-    calls = [
-        Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, scaling, "E5M2" if is_hybrid else "E4M3")
-        for product in asked
-    ]
+    calls = [Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, grad_format) for product in asked]
     return frozenset(call.product for call in calls if gate.context_for(FP8_EXPERTS, call) is not None)
 
 
@@ -84,10 +86,9 @@ def _why_not_fp8(linear: Any) -> str | None:
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     if getattr(recipe, "backward_override", None) is not None:
         return "the backward is not in FP8 (backward_override)"
-    scaling = scaling_of(recipe)
-    if scaling is None:
+    if not has_one_scale(recipe):
         return f"products expert by expert in the recipe {type(recipe).__name__}"
-    if scaling == "tensor" and hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
+    if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
         return "the forward product has a split accumulator"
     if linear.te_quant_params is not None or linear.use_bias or is_cpu_offload_enabled():
         return "the layer has quantization parameters or a bias, or activations are offloaded"

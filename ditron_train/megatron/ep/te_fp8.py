@@ -4,6 +4,8 @@
 Quantizers, scales, what is kept for backward and gradients of weights are left to Transformer Engine: the code of its
 own ``GroupedLinear`` runs, in a copy in which the function that multiplies is replaced. It gets what was quantised,
 wherever that lies, and multiplies all experts at once where each has rows enough for cuBLAS's usual order of sums.
+Covered are recipes with one scale a tensor. With blocks of scales a Triton kernel was slower than Transformer Engine's
+calls, and not equal at every shape (docs/measurements/fp8.md).
 Imported only where Transformer Engine is installed.
 """
 
@@ -26,13 +28,13 @@ from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["ExpertProduct", "grouped_base", "multiply", "multiplying_at_once", "scaling_of", "why_not_code"]
+__all__ = ["ExpertProduct", "grouped_base", "multiply", "has_one_scale", "multiplying_at_once", "why_not_code"]
 
 #: A layer's products: of its rows and weights, and of the gradients of its results and weights.
 ExpertProduct = Literal["forward", "dgrad"]
 
 _LAYOUTS: dict[str, ExpertProduct] = {"TN": "forward", "NN": "dgrad"}
-_PER_TENSOR, _BLOCKS = ("Float8CurrentScaling", "DelayedScaling"), "Float8BlockScaling"
+_ONE_SCALE = ("Float8CurrentScaling", "DelayedScaling")
 # Options of ``general_grouped_gemm`` that say nothing of the product, or what ``multiply`` is told.
 _KNOWN = {"layout", "m_splits", "grad", "single_output", "use_split_accumulator", "out_dtype"}
 _OFF = {"bias", "use_bias", "accumulate", "gelu", "D_dtype"}
@@ -40,18 +42,9 @@ _OFF = {"bias", "use_bias", "accumulate", "gelu", "D_dtype"}
 _active: ContextVar[frozenset[ExpertProduct]] = ContextVar("ditron_train_experts_products", default=frozenset())
 
 
-def scaling_of(recipe: Any) -> str | None:
-    """What a scale of a recipe of Transformer Engine's is for: ``tensor``, ``block`` with powers of two, ``block
-    fp32``; None of a recipe that is not covered. Megatron has subclasses of some."""
-    names = {owner.__name__ for owner in type(recipe).__mro__}
-    if not names.isdisjoint(_PER_TENSOR):
-        return "tensor"
-    if _BLOCKS not in names:
-        return None
-    if (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) != (1, 2, 1):
-        return None
-    params = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
-    return "block" if all(one.power_2_scale for one in params) else "block fp32"
+def has_one_scale(recipe: Any) -> bool:
+    """Whether a recipe of Transformer Engine's has one scale a tensor. Megatron has subclasses of some."""
+    return any(owner.__name__ in _ONE_SCALE for owner in type(recipe).__mro__)
 
 
 def multiply(
@@ -65,8 +58,7 @@ def multiply(
     )
     if first is None or second is None or second.data[0].dtype != torch.float8_e4m3fn:
         return False
-    has_blocks = second.scales[0].numel() > 1  # whose sums are split in any case
-    if not (has_blocks or split_accumulator == (product == "dgrad")) or not _have_usual_order(first.data):
+    if split_accumulator != (product == "dgrad") or not _have_usual_order(first.data):
         return False
     try:
         group_gemm_fp8(first, second, out=out, split_accumulator=split_accumulator)
@@ -87,20 +79,11 @@ def _operands(side: Sequence[Any], columnwise: bool) -> ExpertRows | None:
     fields = [one.get_metadata() for one in side if hasattr(one, "get_metadata")]
     if len(fields) != len(side):
         return None
-    if "data_transpose" in fields[0]:
-        names = ("data_transpose" if columnwise else "data", "fp8_scale_inv")
-    else:
-        names = ("columnwise_data", "columnwise_scale_inv") if columnwise else ("rowwise_data", "rowwise_scale_inv")
+    names = ("data_transpose" if columnwise else "data", "fp8_scale_inv")
     values, scales = ([one.get(name) for one in fields] for name in names)
-    if any(one is None for one in (*values, *scales)) or any(not _is_ready(one) for one in fields):
+    if any(one is None for one in (*values, *scales)):
         return None
     return ExpertRows([_typed(value, one["fp8_dtype"]) for value, one in zip(values, fields)], scales)
-
-
-def _is_ready(fields: dict[str, Any]) -> bool:
-    """Whether blocks lie as products take them; newer versions of Transformer Engine know no other form."""
-    form = fields.get("data_format")
-    return form is None or form == tex.Float8BlockScaleTensorFormat.GEMM_READY
 
 
 def _typed(data: torch.Tensor, fp8_dtype: Any) -> torch.Tensor:
