@@ -1,5 +1,5 @@
-"""Grouped GEMMs of FP8 operands in the interpreter: exact on small integers and scales that are powers of two; operands
-lie anywhere in memory."""
+"""Grouped GEMMs of FP8 operands in the interpreter: exact on small integers and scales that are powers of two;
+operands lie anywhere in memory."""
 
 from __future__ import annotations
 
