@@ -11,7 +11,7 @@ from ditron_train.runtime.device import is_interpreter
 
 __all__ = [
     "Destinations",
-    "ExpertScales",
+    "ExpertPlaces",
     "GemmSizes",
     "Inbox",
     "LayoutSizes",
@@ -209,12 +209,15 @@ class SumSizes(NamedTuple):
     TILE_COUNT: int = 1
 
 
-class ExpertScales(NamedTuple):
-    """What the values of FP8 operands are multiplied by, fp32 [experts] each: one number for the rows of an expert,
-    one for its weight."""
+class ExpertPlaces(NamedTuple):
+    """Where the FP8 operands of each expert lie, int64 [experts] each: its first row among all; its rows and its
+    weight as counts of their descriptors' first units; addresses of its two scales."""
 
+    starts: torch.Tensor
     rows: torch.Tensor
     weights: torch.Tensor
+    row_scales: torch.Tensor
+    weight_scales: torch.Tensor
 
 
 class GemmSizes(NamedTuple):

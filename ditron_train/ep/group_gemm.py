@@ -12,18 +12,18 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ditron_train.ep.arguments import ExpertScales, GemmSizes
+from ditron_train.ep.arguments import GemmSizes
 from ditron_train.ep.group_choices import GroupOp, choose_group_config, default_group_config
 from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel
 from ditron_train.ep.row_tiles import RowTiles, group_launch, row_tiles
 from ditron_train.gemm.configs import GemmConfig
-from ditron_train.gemm.operands import FP8_DTYPES, make_descriptor, result_dtype
+from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.sizes import next_power_of_2
 
-__all__ = ["RowTiles", "are_whole", "group_gemm", "group_wgrad", "group_wgrad_into", "row_tiles"]
+__all__ = ["RowTiles", "are_whole", "group_gemm", "group_wgrad", "group_wgrad_into", "reach_of", "row_tiles"]
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40
@@ -49,7 +49,7 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
     return from_dlpack(to_dlpack(part))
 
 
-def _reach(weights: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int] | None:
+def reach_of(weights: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int] | None:
     """Distance of each weight from the lowest in units, and the unit in bytes; None where one descriptor cannot span
     them."""
     addresses = [w.data_ptr() for w in weights]
@@ -87,22 +87,9 @@ def _check(name: str, rows: torch.Tensor, tiles: RowTiles, columns: Sequence[int
     if not are_whole(columns, rows.dtype):
         raise NotSupportedError(f"{name}: rows of {tuple(columns)} elements are not whole 16 bytes")
     target = kernel_target(rows.device)
-    if rows.dtype in FP8_DTYPES:
-        if name != "group_gemm" or target not in ("interpreter", "sm_90"):
-            raise NotSupportedError(f"{name}: {rows.dtype} on {target}: FP8 forward products on Hopper alone")
-    elif target != "interpreter" and rows.dtype not in (torch.bfloat16, torch.float16):
+    if target != "interpreter" and rows.dtype not in (torch.bfloat16, torch.float16):
         raise NotSupportedError(f"{name}: {rows.dtype}; only bfloat16 and float16")
     return target
-
-
-def _check_scales(name: str, x: torch.Tensor, tiles: RowTiles, scales: ExpertScales | None, transpose: bool) -> None:
-    is_fp8 = x.dtype in FP8_DTYPES
-    if is_fp8 != (scales is not None) or (is_fp8 and not transpose):
-        raise NotSupportedError(f"{name}: {x.dtype} {'without' if scales is None else 'with'} scales, or K not last")
-    for scale in scales or ():
-        wanted, found = (tiles.num_experts,), (tuple(scale.shape), scale.dtype, scale.device)
-        if found != (wanted, torch.float32, x.device) or not scale.is_contiguous():
-            raise NotSupportedError(f"{name}: scales {found}, needed are {wanted[0]} fp32 on {x.device}")
 
 
 def _sizes(config: GemmConfig, block_m: int) -> GemmSizes:
@@ -156,21 +143,19 @@ def gemm_operands(
     x = x.contiguous()
     padded = into
     if padded is None:
-        padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=result_dtype(x.dtype), device=x.device)
+        padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
     assert padded.shape == (tiles.block_m + tiles.num_rows, n), "of the same rows and columns"
-    reach = _reach(weights)
+    reach = reach_of(weights)
     if reach is None:  # allocations too far apart, or not aligned to each other: copies side by side
         weights = torch.stack(tuple(weights)).unbind(0)
-        reach = _reach(weights)
+        reach = reach_of(weights)
     assert reach is not None, "slices of one allocation"
     distances, unit = reach
     if config is None:
         op: GroupOp = "group_gemm" if transpose else "group_dgrad"
         sizes = (tiles.num_experts, tiles.num_rows, n, k)
-        # A kernel that does more beside the product has its own need of memory, FP8 its own tiles: only the product of
-        # 16 bits alone was tuned.
-        is_tuned = name == "group_gemm" and x.dtype not in FP8_DTYPES
-        choose = choose_group_config if is_tuned else default_group_config
+        # A kernel that does more beside the product has its own need of memory: only the product alone was tuned.
+        choose = choose_group_config if name == "group_gemm" else default_group_config
         config = choose(op, *sizes, x.dtype, target, x.device)
     block_n, block_k = config.block_n, config.block_k
     spanning = TensorDescriptor(
@@ -198,29 +183,25 @@ def group_gemm(
     tiles: RowTiles,
     *,
     transpose: bool = True,
-    scales: ExpertScales | None = None,
     config: GemmConfig | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y[r] = x[r] @ weights[e(r)].T (``transpose``: forward), or x[r] @ weights[e(r)] (dgrad); of FP8 operands
-    (forward alone) that product in fp32 times both scales of the expert, rounded once to bf16.
+    """y[r] = x[r] @ weights[e(r)].T (``transpose``: forward), or x[r] @ weights[e(r)] (dgrad).
 
     Args:
-        x: [num_rows, K], rows by expert; bf16 or fp16 (fp32 too in the interpreter), on Hopper e4m3 or e5m2.
+        x: [num_rows, K], rows by expert; bf16 or fp16 (fp32 too in the interpreter).
         weights: One [N, K] (dgrad: [K, N]) for each expert, of one shape and type; contiguous, anywhere in memory.
         tiles: Of the rows.
         transpose: Whether weights are stored [N, K].
-        scales: Of FP8 operands.
         config: Tile sizes; by the shape where None.
         into: Of a result that is computed part by part (``host_tiles``): its memory [block_m + num_rows, N].
 
     Returns:
-        [num_rows, N], of FP8 operands bf16.
+        [num_rows, N].
 
     Raises:
         NotSupportedError: Shapes, types, strides or a device that are not covered.
     """
-    _check_scales("group_gemm", x, tiles, scales, transpose)
     operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose, config=config, into=into)
     if 0 in operands.y.shape:
         return operands.y
@@ -235,7 +216,7 @@ def group_gemm(
     constants = (("GEMM", operands.sizes),)
     launch = group_launch(group_gemm_kernel, num_programs, constants, chosen.num_warps, chosen.num_stages, x.dtype)
     with on_device(x.device):
-        launch(operands.a, b, half_b, operands.c, operands.places, scales, tiles.tiles, operands.n, operands.k)
+        launch(operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k)
     return operands.y
 
 

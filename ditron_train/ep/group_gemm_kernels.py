@@ -84,18 +84,8 @@ def group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_N: tl.cons
 
 
 @triton.jit
-def scaled_by_expert(acc, scales, tiles, row_tile):
-    """A tile of FP8 operands times both scales of its expert, in fp32, as cuBLAS scales it; ``scales`` may be None."""
-    if scales is not None:
-        expert = tl.load(tiles + 4 + row_tile * 4)
-        acc = acc * (tl.load(scales.rows + expert) * tl.load(scales.weights + expert))
-    return acc
-
-
-@triton.jit
-def group_gemm_kernel(a_desc, b_desc, half_b_desc, c_desc, places, scales, tiles, N, K, GEMM: tl.constexpr):
-    """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding; of FP8
-    operands cuBLAS's fast accumulation, times their ``scales`` (else None).
+def group_gemm_kernel(a_desc, b_desc, half_b_desc, c_desc, places, tiles, N, K, GEMM: tl.constexpr):
+    """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding.
 
     a_desc: A [rows, K] in blocks [BLOCK_M, BLOCK_K]. b_desc: all experts' weights, blocks [1, BLOCK_N, BLOCK_K]
     (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C behind BLOCK_M rows of padding,
@@ -120,7 +110,6 @@ def group_gemm_kernel(a_desc, b_desc, half_b_desc, c_desc, places, scales, tiles
         place, row, valid = tile_at(tiles, places, row_tile, GEMM.BLOCK_M)
         col = col_tile * GEMM.BLOCK_N
         acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
-        acc = scaled_by_expert(acc, scales, tiles, row_tile)
         store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
     if GEMM.SPLIT_STORE:
         for half in range(tl.program_id(0), 2 * (num_tiles - num_whole), num_programs):
@@ -128,7 +117,6 @@ def group_gemm_kernel(a_desc, b_desc, half_b_desc, c_desc, places, scales, tiles
             place, row, valid = tile_at(tiles, places, row_tile, GEMM.BLOCK_M)
             col = col_tile * GEMM.BLOCK_N + half % 2 * HALF_N
             acc = group_product(a_desc, half_b_desc, place, row, col, num_k_tiles, HALF_N, GEMM)
-            acc = scaled_by_expert(acc, scales, tiles, row_tile)
             store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, HALF_N, False, GEMM)
 
 

@@ -65,11 +65,10 @@ def _block_m(target: str) -> int:
     return 32 if target == "interpreter" else 128
 
 
-def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int) -> RowTiles:
+def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int, block_m: int | None = None) -> RowTiles:
     """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts]) that sum to ``num_rows`` at
-    most."""
-    target = kernel_target(tokens_per_expert.device)
-    num_experts, block_m = tokens_per_expert.numel(), _block_m(target)
+    most; of ``block_m`` rows, or as many as grouped GEMMs of 16 bits take."""
+    num_experts, block_m = tokens_per_expert.numel(), block_m or _block_m(kernel_target(tokens_per_expert.device))
     num_programs = -(-(-(-num_rows // block_m) + num_experts) // _LIST_BLOCK)
     max_tiles = num_programs * _LIST_BLOCK  # few different numbers, whatever the rows: launches are kept by number
     words = _TILE_WORDS * (max_tiles + 1) + num_experts

@@ -8,29 +8,49 @@ def _sizes(m, n, k, transpose_b):
     return {**blocks, "GROUP_M": 8, "SPLIT_STORE": n >= 256, "TRANSPOSE_B": transpose_b}
 
 
-def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100"), dtype="bf16"):
+def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
     split = n >= 256
     half = n // 2 if split else n
     return KernelSpec(
         name=f"ep_group_gemm_{name}",
         kernel="ditron_train.ep.group_gemm_kernels:group_gemm_kernel",
         signature={
-            "a_desc": f"tensordesc<{dtype}[{m},{k}]>",
-            "b_desc": f"tensordesc<{dtype}[1,{n},{k}]>" if transpose_b else f"tensordesc<{dtype}[1,{k},{n}]>",
-            "half_b_desc": f"tensordesc<{dtype}[1,{half},{k}]>"
-            if transpose_b
-            else f"tensordesc<{dtype}[1,{k},{half}]>",
+            "a_desc": f"tensordesc<bf16[{m},{k}]>",
+            "b_desc": f"tensordesc<bf16[1,{n},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{n}]>",
+            "half_b_desc": f"tensordesc<bf16[1,{half},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{half}]>",
             "c_desc": f"tensordesc<bf16[1,{m},{half}]>",
             "places": "*i32",
-            **({} if dtype == "bf16" else {"scales": {"rows": "*fp32", "weights": "*fp32"}}),
             "tiles": "*i32",
             "N": "i32",
             "K": "i32",
         },
-        constexprs={"GEMM": _sizes(m, n, k, transpose_b), **({"scales": None} if dtype == "bf16" else {})},
+        constexprs={"GEMM": _sizes(m, n, k, transpose_b)},
         num_warps=8,
         num_stages=stages,
         targets=targets,
+    )
+
+
+def _gemm_fp8(name, m, n, stages, chain=None, rows="fp8e4nv"):
+    half = n // 2 if n >= 256 else n
+    lines = ("starts", "rows", "weights", "row_scales", "weight_scales")
+    return KernelSpec(
+        name=f"ep_group_gemm_fp8_{name}",
+        kernel="ditron_train.ep.group_gemm_fp8_kernels:group_gemm_fp8_kernel",
+        signature={
+            "a_desc": f"tensordesc<{rows}[1,{m},128]>",
+            "b_desc": f"tensordesc<fp8e4nv[1,{n},128]>",
+            "half_b_desc": f"tensordesc<fp8e4nv[1,{half},128]>",
+            "c_desc": f"tensordesc<bf16[{m},{half}]>",
+            "experts": dict.fromkeys(lines, "*i64"),
+            "tiles": "*i32",
+            "N": "i32",
+            "K": "i32",
+        },
+        constexprs={"CHAIN": chain, "GEMM": _sizes(m, n, 128, False)},
+        num_warps=8,
+        num_stages=stages,
+        targets=("sm_90",),
     )
 
 
@@ -100,8 +120,10 @@ SPECS = [
             _gemm(f"{layout}_cdna", transpose_b, 128, 128, 64, 2, ("hip",)),
         )
     ),
-    _gemm("fp8_wide", True, 128, 256, 128, 3, ("sm_90",), "fp8e4nv"),
-    _gemm("fp8_square", True, 128, 128, 128, 4, ("sm_90",), "fp8e4nv"),
+    _gemm_fp8("wide", 128, 256, 3),
+    _gemm_fp8("square", 128, 128, 4),
+    _gemm_fp8("split", 128, 128, 4, chain=128, rows="fp8e5"),
+    _gemm_fp8("split_tall", 256, 128, 3, chain=128, rows="fp8e5"),
     _wgrad("wide", 128, 256, 64, 4),
     _wgrad("square", 128, 128, 64, 4),
     _wgrad("added", 128, 128, 64, 4, ("sm_90",), to=1),

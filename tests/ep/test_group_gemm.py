@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from ditron_train.cpu import interpreter
 from ditron_train.ep import group_gemm as host_side
-from ditron_train.ep.arguments import ExpertScales
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.gemm.configs import GemmConfig
-from ditron_train.gemm.operands import FP8_DTYPES
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 
@@ -55,40 +53,6 @@ def test_forward_and_all_gradients_are_exact(counts, n, k, dtype):
         assert torch.equal(part, (x_part.float() @ w.t()).to(dtype))
         assert torch.equal(dx_part, (g_part.float() @ w).to(dtype))
         assert torch.equal(weight.grad, (g_part.float().t() @ x_part.float()).to(dtype))
-
-
-@given(COUNTS, st.sampled_from([16, 48, 144]), st.sampled_from([16, 80, 128]), st.sampled_from(FP8_DTYPES))
-@settings(max_examples=20, deadline=None)
-def test_products_in_fp8_are_exact_and_have_the_scales_of_their_experts(counts, n, k, dtype):
-    rows, count = sum(counts), len(counts)
-    x = integers(rows, k, dtype=dtype, seed=99)
-    weights = [integers(n, k, dtype=torch.float8_e4m3fn, seed=i) for i in range(count)]
-    scales = ExpertScales(2.0 ** torch.arange(count), 0.5 ** torch.arange(count).flip(0))
-    if dtype != torch.float8_e4m3fn:
-        weights = [weight.to(dtype) for weight in weights]
-    y = group_gemm(x, weights, row_tiles(torch.tensor(counts), rows), scales=scales)
-    assert y.dtype == torch.bfloat16 and y.shape == (rows, n)
-    for index, (part, x_part) in enumerate(zip(y.split(counts), x.split(counts))):
-        expected = x_part.float() @ weights[index].float().t() * (scales.rows[index] * scales.weights[index])
-        assert torch.equal(part, expected.bfloat16())
-
-
-def test_fp8_operands_that_cannot_be():
-    x, tiles = integers(4, 16, dtype=torch.float8_e4m3fn, seed=1), row_tiles(torch.tensor([1, 3]), 4)
-    weights, ones = [integers(16, 16, dtype=torch.float8_e4m3fn, seed=i) for i in range(2)], torch.ones(2)
-    scales = ExpertScales(ones, ones)
-    for words, options in (
-        ("without scales", {}),
-        ("K not last", {"scales": scales, "transpose": False}),
-        ("needed are 2 fp32", {"scales": ExpertScales(ones, torch.ones(3))}),
-        ("needed are 2 fp32", {"scales": ExpertScales(ones.double(), ones)}),
-    ):
-        with pytest.raises(NotSupportedError, match=words):
-            group_gemm(x, weights, tiles, **options)
-    with pytest.raises(NotSupportedError, match="with scales"):
-        group_gemm(x.float(), [weight.float() for weight in weights], tiles, scales=scales)
-    with pytest.raises(NotSupportedError, match="FP8 forward products"):
-        group_wgrad(x, x, tiles)
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,37 @@ pytest.importorskip("transformer_engine", reason="Transformer Engine is not inst
 from test_ep import world  # noqa: E402, F401
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # noqa: E402
 
+from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS  # noqa: E402
 from ditron_train.megatron.ep.movement_spec import moe_config  # noqa: E402
 from ditron_train.policy import gate  # noqa: E402
 from ditron_train.tools.bench.megatron_ep import layer_pair  # noqa: E402
 from ditron_train.tools.fp8.recipes import fp8_context, fp8_options  # noqa: E402
 
-STEPS = 4
+STEPS = 3
+CASES = [
+    ("tensorwise", "bits", {}),
+    ("tensorwise", "force", {"padded": True, "main_grad": True}),
+    ("tensorwise", "force", {"unusual": (float("nan"), float("inf"), 3e38)}),
+    ("delayed", "bits", {"padded": True}),
+    ("delayed", "force", {"main_grad": True}),
+    ("blockwise", "bits", {"padded": True, "main_grad": True}),
+]
 
 
-@pytest.fixture(autouse=True)
-def forced(monkeypatch):
-    monkeypatch.setenv("DITRON_POLICY", "bits")
+@pytest.fixture
+def products(monkeypatch):
+    """``forward`` or ``dgrad`` of every grouped product of ours in layers; the policy's are not among them."""
+    from ditron_train.megatron.ep import te_fp8
+
+    found, multiply = [], te_fp8.multiply
+
+    def counted(product, *args, **options):
+        is_ours = multiply(product, *args, **options)
+        found.extend([product] * is_ours)
+        return is_ours
+
+    monkeypatch.setattr(te_fp8, "multiply", counted)
+    return found
 
 
 def state_of(layer):
@@ -56,44 +76,65 @@ def bits(tensor):
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def steps_of(layer, config, unusual=None):
-    """Everything that a few steps give, then the state."""
+def steps_of(layer, config, unusual):
+    """Everything that a few steps give, then the state; ``unusual``: a value of each step."""
     FP8GlobalStateManager.reset()  # under delayed scaling a step updates the state of all layers that it knows
     found = []
+    if config.gradient_accumulation_fusion:
+        for parameter in layer.experts.parameters():
+            parameter.main_grad = torch.full(parameter.shape, 0.5, device="cuda")
     for step in range(STEPS):
         generator = torch.Generator("cuda").manual_seed(10 * step + dist.get_rank())
         tokens = (1517, 1300, 1256, 2000)[(step + dist.get_rank()) % 4]
         x, grad = (torch.randn(tokens, 1, 1024, device="cuda", generator=generator).bfloat16() for _ in range(2))
-        if step == STEPS - 1 and unusual is not None:  # in a token of one rank
-            x[-1, 0, -1] = unusual if dist.get_rank() == 0 else 1.0
+        if unusual and dist.get_rank() == 0:  # in a token of one rank
+            x[-1, 0, -1] = unusual[step]
         x.requires_grad_()
         with fp8_context(config):
             y, _ = layer(x)
         y.backward(grad)
-        found += [("y", y.detach()), ("dx", x.grad), *((name, p.grad) for name, p in layer.named_parameters())]
+        found += [("y", y.detach()), ("dx", x.grad)]
+        for name, parameter in layer.named_parameters():
+            main_grad = getattr(parameter, "main_grad", None)
+            found += [(name, parameter.grad), (f"{name} main_grad", None if main_grad is None else main_grad.clone())]
         layer.zero_grad()
+        if step == 1:  # a new step begins: cached weights are quantised anew
+            for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+                linear.is_first_microbatch = True
+                for weight in linear.parameters():
+                    weight.data.mul_(0.75)
     return [*found, *state_of(layer).items()]
 
 
-CASES = [(recipe, padded, None) for recipe in ("tensorwise", "delayed", "blockwise") for padded in (False, True)]
-CASES += [("tensorwise", False, value) for value in (float("nan"), float("inf"), 3e38)]
-
-
-@pytest.mark.parametrize("recipe, padded, unusual", CASES)
-def test_layers_with_experts_in_fp8(all_equal, monkeypatch, recipe, padded, unusual):
-    from ditron_train.megatron.ep import te_experts
-
-    monkeypatch.setattr(te_experts, "FP8_RECIPES", ("Float8CurrentScaling",))
-    gate.forget("ep")
-    options = {**fp8_options(recipe), "moe_router_padding_for_quantization": padded}
+@pytest.mark.parametrize("recipe, policy, options", CASES)
+def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, recipe, policy, options):
+    """Equal; with one scale a tensor both products of both layers in every step are ours, in the policy ``bits``
+    proved; those of blocks are native."""
+    monkeypatch.setenv("DITRON_POLICY", policy)
+    gate.forget(FP8_EXPERTS.name)
     config = moe_config(
-        hidden=1024, ffn_hidden=512, num_experts=4 * dist.get_world_size(), topk=3, dtype=torch.bfloat16, **options
+        hidden=1024,
+        ffn_hidden=512,
+        num_experts=4 * dist.get_world_size(),
+        topk=3,
+        dtype=torch.bfloat16,
+        gradient_accumulation_fusion=options.get("main_grad", False),
+        moe_router_padding_for_quantization=options.get("padded", False),
+        **fp8_options(recipe),
     )
     layers = layer_pair(config, torch.device("cuda", torch.cuda.current_device()))
-    native, ours = (steps_of(layers[name], config, unusual) for name in ("native", "ditron"))
+    native = steps_of(layers["native"], config, options.get("unusual"))
+    assert not products
+    ours = steps_of(layers["ditron"], config, options.get("unusual"))
     assert layers["ditron"].token_dispatcher.ep_context is not None, "the movement is ours"
-    assert bool(gate.answers("ep experts fp8")) == (recipe == "tensorwise"), "the policy was asked about products"
     assert len(native) == len(ours)
-    for index, ((name, expected), (_, found)) in enumerate(zip(native, ours)):
-        assert (expected is None) == (found is None), (recipe, index, name)
-        assert expected is None or all_equal(bits(found), bits(expected)), (recipe, index, name)
+    different = [
+        (index, name)
+        for index, ((name, expected), (_, found)) in enumerate(zip(native, ours))
+        if (expected is None) != (found is None)
+        or (expected is not None and not torch.equal(bits(found), bits(expected)))
+    ]
+    assert all_equal(torch.tensor(len(different)), torch.tensor(0)), different
+    answers, is_covered = gate.answers(FP8_EXPERTS.name), recipe != "blockwise"
+    assert len(answers) == 4 * is_covered and all(answer.reason is None for answer in answers), answers
+    assert [products.count(name) for name in ("forward", "dgrad")] == [2 * STEPS * is_covered] * 2

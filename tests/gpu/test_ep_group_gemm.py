@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from ditron_train.ep import group_gemm as host_side
-from ditron_train.ep.arguments import ExpertScales
-from ditron_train.ep.expert_functions import FEWEST_ROWS
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.gemm.configs import GemmConfig
-from ditron_train.gemm.revealing import revealing_matrix
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -47,50 +44,6 @@ def test_published_layers(n, k):
         assert torch.equal(part, x_part @ weight.t()), index
         assert torch.equal(dx_part, g_part @ weight), index
         assert torch.equal(weights[index].grad, g_part.t() @ x_part), index
-
-
-def fp8_experts(counts, n, k, seed, reveals):
-    """Rows and weights in e4m3 with their scales; ``reveals``: pairs of values that cancel, which shows the order of
-    sums."""
-    rows, device = sum(counts), torch.device("cuda")
-    if reveals:
-        x = revealing_matrix((rows, k), torch.bfloat16, device, seed=seed, signed="rows")
-        weights = [
-            revealing_matrix((n, k), torch.bfloat16, device, seed=seed + 1 + i, signed="columns")
-            for i in range(len(counts))
-        ]
-    else:
-        x, weights = normals(rows, k, seed=seed), [normals(n, k, seed=seed + 1 + i) for i in range(len(counts))]
-    tops = [part.abs().max().float() if len(part) else torch.ones((), device=device) for part in x.split(counts)]
-    limits = [torch.stack([448 / top for top in tops]), torch.stack([448 / w.abs().max().float() for w in weights])]
-    parts = [(part.float() * limit).to(torch.float8_e4m3fn) for part, limit in zip(x.split(counts), limits[0])]
-    weights = [(weight.float() * limit).to(torch.float8_e4m3fn) for weight, limit in zip(weights, limits[1])]
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn), weights, limits
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
-@pytest.mark.parametrize("reveals", [False, True], ids=["random", "order_of_sums"])
-def test_products_in_fp8_have_the_bits_of_cublas(reveals):
-    """One product an expert by cuBLASLt with fast accumulation, rows padded to 16 as Megatron pads them."""
-    draw = random.Random(5)
-    layers = [(4096, 7168), (7168, 2048), (2816, 2048), (2048, 1408), (512, 1024)]
-    different = []
-    for seed, (n, k) in enumerate(layers * 2):
-        counts = [16 * draw.choice([0, 1, 2, 5, 9, 17, 40, 128]) for _ in range(8)]
-        x, weights, limits = fp8_experts(counts, n, k, 100 * seed, reveals)
-        scales = ExpertScales(*(1 / limit for limit in limits))
-        y = group_gemm(x, weights, row_tiles(torch.tensor(counts, device="cuda"), len(x)), scales=scales)
-        for index, (part, x_part) in enumerate(zip(y.split(counts), x.split(counts))):
-            if len(part) < FEWEST_ROWS:  # cuBLAS splits sums there: seen of 16 rows, 4096 x 7168
-                continue
-            own = [scale[index].clone() for scale in scales]  # cuBLAS takes scales at whole 16 bytes alone
-            scaled = dict(scale_a=own[0], scale_b=own[1], out_dtype=torch.bfloat16)
-            expected = torch._scaled_mm(x_part, weights[index].t(), use_fast_accum=True, **scaled)
-            if not torch.equal(part, expected):
-                different.append((counts[index], n, k))
-    assert not different
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["own_choice", "wide"])

@@ -4,7 +4,6 @@ below 4 and scales powers of two: everything is exact."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import te_fp8_workers
@@ -15,27 +14,17 @@ from te_stand_in import MODULES
 from ditron_train.cpu import interpreter
 
 _MORE_OPERANDS = """
-def make_empty(self, shape, *, dtype, device):
-    transpose = torch.empty(shape[1], shape[0], dtype=torch.uint8) if self.columnwise_usage else None
-    return Storage(torch.empty(shape, dtype=torch.uint8), torch.ones(1), self.dtype, transpose, self)
-
-
-def update_quantized(self, values, storage):
-    made = self(values)
-    storage._data.copy_(made._data)
-    storage._scale_inv.copy_(made._scale_inv)
-    if storage._transpose is not None:
-        storage._transpose.copy_(made._transpose)
-    return storage
-
-
-Float8CurrentScalingQuantizer.make_empty = make_empty
-Float8CurrentScalingQuantizer.update_quantized = update_quantized
-
-
 def split_quantize(tensor, splits, quantizers):
-    return [quantizer(part) if len(part) else quantizer.make_empty(part.shape, dtype=part.dtype, device=part.device)
-            for part, quantizer in zip(tensor.split(splits), quantizers)]
+    return [quantizer(part) if len(part) else quantizer.empty(part) for part, quantizer in
+            zip(tensor.split(splits), quantizers)]
+
+
+def empty(self, part):
+    transpose = torch.empty(part.shape[1], 0, dtype=torch.uint8) if self.columnwise_usage else None
+    return Storage(torch.empty(part.shape, dtype=torch.uint8), torch.ones(1), self.dtype, transpose, self)
+
+
+Float8CurrentScalingQuantizer.empty = Float8Quantizer.empty = empty
 """
 
 _OPS = """
@@ -58,7 +47,7 @@ _GROUPED = """
 import torch
 import transformer_engine.pytorch.tensor.float8_tensor as tex
 from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
-from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8CurrentScalingQuantizer, Float8Quantizer
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -90,20 +79,28 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class GroupedLinear(torch.nn.Module):
-    def __init__(self, weights):
+    def __init__(self, weights, recipe):
         super().__init__()
         self.num_gemms = len(weights)
         for index, weight in enumerate(weights):
             self.register_parameter(f"weight{index}", torch.nn.Parameter(weight))
-        make = lambda dtype: [Float8CurrentScalingQuantizer(dtype, None) for _ in weights]
-        self.inputs, self.weights = make(DType.kFloat8E4M3), make(DType.kFloat8E4M3)
-        self.grads = make(DType.kFloat8E5M2)
+        kinds = [DType.kFloat8E4M3, DType.kFloat8E4M3, DType.kFloat8E5M2]
+        self.inputs, self.weights, self.grads = ([self.made(recipe, kind) for _ in weights] for kind in kinds)
+
+    def made(self, recipe, dtype):
+        if recipe == "delayed":
+            return Float8Quantizer(dtype, torch.tensor([0.5]), torch.zeros(1))
+        return Float8CurrentScalingQuantizer(dtype, None)
 
     def forward(self, inp, m_splits, split_accumulator=False):
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         run, ctx = (_GroupedLinear.apply, []) if torch.is_grad_enabled() else (_GroupedLinear.forward, [None])
         return run(*ctx, inp, m_splits, self, split_accumulator, *weights)
 """
+
+
+#: Rows that every expert must have in these tests: as many as a tile in the interpreter.
+FEWEST_ROWS = 32
 
 
 def install(change=("", "")):
@@ -119,24 +116,38 @@ def install(change=("", "")):
     te_fp8_workers._install(change)
     from ditron_train.megatron.ep import fp8_spec, te_fp8
 
-    te_fp8.FEWEST_ROWS = fp8_spec.FEWEST_ROWS = 16
+    te_fp8.FEWEST_ROWS = fp8_spec.FEWEST_ROWS = FEWEST_ROWS
     return te_fp8
 
 
-def compare_layers():
-    """Native, ours asked for nothing, ours at once: equal results, gradients and states; the calls of each."""
+#: Rows of the experts, whether gradients are wanted, whether forward has a split accumulator; the last has an expert
+#: with fewer rows than it needs.
+STEPS = (
+    ([32, 32, 80], True, False),
+    ([32, 0, 32], True, False),
+    ([32, 32, 80], False, False),
+    ([32, 32, 80], True, True),
+    ([32, 16, 48], True, False),
+)
+
+
+def compare_layers(recipe):
+    """Native, ours asked for nothing, and with each product and both in one kernel: equal results, gradients and
+    states; the calls of each."""
     te_fp8 = install()
     native = type("Native", (sys.modules["transformer_engine.pytorch.module.grouped_linear"].GroupedLinear,), {})
     ours = type("Ours", (native, te_fp8.grouped_base()), {})
     assert te_fp8.why_not_code() is None
     calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
-    for made, at_once in ((native, False), (ours, False), (ours, True)):
-        layer = made([te_fp8_workers._integers((48, 32), 7 + index) for index in range(3)])
+    shape = (48, 32)
+    for products in (None, "", "forward", "dgrad", "forward dgrad"):
+        made = native if products is None else ours
+        layer = made([te_fp8_workers._integers(shape, 7 + index) for index in range(3)], recipe)
         found = []
         calls.clear()
-        for step, (splits, has_grad, split_accumulator) in enumerate(_STEPS):
-            x = te_fp8_workers._integers((sum(splits), 32), step).requires_grad_(has_grad)
-            with te_fp8.multiplying_at_once() if at_once else contextlib.nullcontext():
+        for step, (splits, has_grad, split_accumulator) in enumerate(STEPS):
+            x = te_fp8_workers._integers((sum(splits), shape[1]), step).requires_grad_(has_grad)
+            with te_fp8.multiplying_at_once(frozenset((products or "").split())):
                 with torch.set_grad_enabled(has_grad):
                     y = layer(x, splits, split_accumulator)
             found.append(y.detach().clone())
@@ -145,22 +156,12 @@ def compare_layers():
                 found += [x.grad, *(weight.grad.clone() for weight in layer.parameters())]
                 layer.zero_grad()
         quantizers = [*layer.inputs, *layer.weights, *layer.grads]
-        state = [(one.history, one.amax.item(), one.scale.item()) for one in quantizers]
-        seen.append((found, state, list(calls)))
+        kept = [[getattr(one, name).item() for name in ("amax", "scale") if hasattr(one, name)] for one in quantizers]
+        seen.append((found, (kept, [one.history for one in quantizers]), list(calls)))
     for found, state, _ in seen[1:]:
         assert len(found) == len(seen[0][0]) and all(map(torch.equal, found, seen[0][0]))
         assert state == seen[0][1]
     return [products for _, _, products in seen]
-
-
-#: Rows of the experts, whether gradients are wanted, whether forward has a split accumulator.
-_STEPS = (
-    ([32, 16, 48], True, False),
-    ([64, 0, 16], True, False),
-    ([32, 16, 48], False, False),
-    ([32, 16, 48], True, True),
-    ([32, 8, 48], True, False),
-)
 
 
 def refused_code(change):
@@ -169,19 +170,39 @@ def refused_code(change):
 
 
 def spec_on_cpu():
-    """The trial of the policy, and what it does not cover."""
+    """The trials of the policy, and what it does not cover."""
     install()
     from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
 
-    said, group = [], dist.group.WORLD
-    for weight, dtype in (((48, 32), torch.bfloat16), ((40, 32), torch.bfloat16), ((48, 32), torch.float32)):
-        call = Fp8ExpertsCall(torch.empty(200, 32).to(dtype), torch.empty(weight).to(dtype), 3, group)
+    calls = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS
+    said, group, keys = [], dist.group.WORLD, set()
+    for sizes, dtype, *options in (
+        ((48, 32), torch.bfloat16, "forward", "E5M2"),
+        ((48, 32), torch.bfloat16, "dgrad", "E5M2"),
+        ((48, 32), torch.bfloat16, "dgrad", "E4M3"),
+        ((40, 32), torch.bfloat16),
+        ((48, 32), torch.float32),
+    ):
+        call = Fp8ExpertsCall(torch.empty(200, sizes[1]).to(dtype), torch.empty(sizes).to(dtype), 3, group, *options)
+        keys.add(FP8_EXPERTS.key(call))
         said.append(FP8_EXPERTS.why_not(call))
         if said[-1] is None:
             context = FP8_EXPERTS.context(call)
             trial = FP8_EXPERTS.trial(call, context)
             for first, second in [(trial.megatron, trial.fused), *trial.also]:
-                (expected,), (found,) = first(), second()
-                assert expected.shape == found.shape and torch.isfinite(found).all()
-            said.append(trial.words)
+                (expected,) = first()
+                calls.clear()
+                (found,) = second()
+                assert expected.shape == found.shape and torch.isfinite(found).all() and not calls
+            said[-1] = trial.words
+    assert len(keys) == len(said)
     return said
+
+
+def recipes():
+    """Whether a recipe has one scale a tensor, by its class."""
+    te_fp8 = install()
+    owners = {"TEDelayedScaling": "DelayedScaling"}
+    names = ("Float8CurrentScaling", "TEDelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling")
+    made = {name: type(name, (type(owners.get(name, "Recipe"), (), {}),), {})() for name in names}
+    return [name for name, recipe in made.items() if te_fp8.has_one_scale(recipe)]

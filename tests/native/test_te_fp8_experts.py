@@ -13,31 +13,48 @@ import te_fp8_experts_workers as workers  # noqa: E402
 from te_fp8_workers import run  # noqa: E402
 
 
-def test_results_gradients_and_states_are_those_of_the_native_layer():
-    ((native, inherited, at_once),) = run(workers.compare_layers, num_workers=1)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_results_gradients_and_states_are_those_of_the_native_layer(recipe):
+    ((native, inherited, *others),) = run(workers.compare_layers, recipe, num_workers=1)
     assert native == inherited, "products are ours only where they are asked for"
-    forwards = [call for call in native if call[0] == "TN"]
+    passes = [("TN", tuple(splits), is_split) for splits, _, is_split in workers.STEPS]
+    backward = [
+        (layout, tuple(splits), True) for splits, has_grad, _ in workers.STEPS if has_grad for layout in ("NN", "NT")
+    ]
+    assert sorted(native) == sorted(passes + backward)
     # A split accumulator, and an expert with so few rows that cuBLAS may add up in another order, are left alone.
-    assert len(forwards) == 5
-    assert [call for call in at_once if call[0] == "TN"] == [("TN", (32, 16, 48), True), ("TN", (32, 8, 48), False)]
-    assert [call for call in native if call[0] != "TN"] == [call for call in at_once if call[0] != "TN"]
+    few = [call for call in native if min(filter(None, call[1])) < workers.FEWEST_ROWS]
+    left = [call for call in passes if call[2]]
+    assert few and left
+    for layouts, found in zip((("TN",), ("NN",), ("TN", "NN")), others):
+        kept = [call for call in native if call[0] not in layouts or call in few or call in left]
+        assert sorted(found) == sorted(kept), layouts
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        (("_ = general_grouped_gemm(", "_ = grouped_gemm_2("), "general_grouped_gemm"),
-        (("rows = tex.split_quantize(", "rows = tex.quantize_all("), "split_quantize"),
-        (("class _GroupedLinear(", "class _Experts("), "experts of another build"),
+        (("_ = general_grouped_gemm(", "_ = grouped_gemm_2("), "does not call general_grouped_gemm"),
+        (("class _GroupedLinear(", "class _Experts("), "has experts of another build"),
     ],
-    ids=["products", "quantising", "functions"],
+    ids=["products", "functions"],
 )
 def test_code_that_calls_others_is_left_alone(change, words):
     (reason,) = run(workers.refused_code, change, num_workers=1)
-    assert words in reason and reason.startswith("this version of Transformer Engine")
+    assert reason == f"this version of Transformer Engine {words}"
+
+
+def test_recipes():
+    (said,) = run(workers.recipes, num_workers=1)
+    assert said == ["Float8CurrentScaling", "TEDelayedScaling"]
 
 
 def test_what_the_policy_compares():
     first, second = run(workers.spec_on_cpu)
-    assert first == second and first[:2] == [None, "ep experts fp8 3 experts 48x32"]
-    assert "multiples of 16" in first[2] and "covered is bfloat16" in first[3]
+    assert first == second
+    assert first[:3] == [
+        "ep experts fp8 forward 3 experts 48x32 E4M3",
+        "ep experts fp8 dgrad 3 experts 48x32 E5M2",
+        "ep experts fp8 dgrad 3 experts 48x32 E4M3",
+    ]
+    assert "multiples of 16" in first[3] and "covered is bfloat16" in first[4]

@@ -8,7 +8,6 @@ layers run our grouped GEMMs for it. Imported only where Transformer Engine is i
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -24,7 +23,13 @@ from ditron_train.ep.group_gemm import RowTiles, are_whole
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, experts_group, own_wgrad_into, why_not_called
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
-from ditron_train.megatron.ep.te_fp8 import grouped_base, multiplying_at_once, why_not_code
+from ditron_train.megatron.ep.te_fp8 import (
+    ExpertProduct,
+    grouped_base,
+    has_one_scale,
+    multiplying_at_once,
+    why_not_code,
+)
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
@@ -57,23 +62,20 @@ class DeviceCounts:
         return layout_tiles(self._layout)
 
 
-#: Recipes whose forward products are one kernel: none until a GPU has shown the bits. Meant is
-#: ``Float8CurrentScaling``, for which tests/gpu/test_ep_fp8.py asks.
-FP8_RECIPES: tuple[str, ...] = ()
-
-
-def _multiplies_at_once(linear: Any, x: torch.Tensor) -> bool:
-    """Whether the experts of a layer in FP8 are multiplied in one kernel: covered, with the bits of Transformer
-    Engine's calls, and faster."""
+def _products_at_once(linear: Any, x: torch.Tensor) -> frozenset[ExpertProduct]:
+    """Which products of a layer in FP8 are one kernel for all experts: covered, with the bits of Transformer Engine's
+    calls, and faster."""
     group = experts_group()
     if group is None:
-        return False
+        return frozenset()
     reason = _why_not_fp8(linear)
     if reason is not None:
         log_native("ep experts (FP8)", reason)
-        return False
-    call = Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group)
-    return gate.context_for(FP8_EXPERTS, call) is not None
+        return frozenset()
+    grad_format = "E5M2" if FP8GlobalStateManager.get_fp8_recipe().fp8_format.name == "HYBRID" else "E4M3"
+    asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
+    calls = [Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, grad_format) for product in asked]
+    return frozenset(call.product for call in calls if gate.context_for(FP8_EXPERTS, call) is not None)
 
 
 def _why_not_fp8(linear: Any) -> str | None:
@@ -84,12 +86,10 @@ def _why_not_fp8(linear: Any) -> str | None:
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     if getattr(recipe, "backward_override", None) is not None:
         return "the backward is not in FP8 (backward_override)"
-    if not any(owner.__name__ in FP8_RECIPES for owner in type(recipe).__mro__):
+    if not has_one_scale(recipe):
         return f"products expert by expert in the recipe {type(recipe).__name__}"
     if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
         return "the forward product has a split accumulator"
-    if linear.disable_parameter_transpose_cache:
-        return "weights are quantised anew for every microbatch, in other memory"
     if linear.te_quant_params is not None or linear.use_bias or is_cpu_offload_enabled():
         return "the layer has quantization parameters or a bias, or activations are offloaded"
     if torch.is_autocast_enabled(linear.weight0.device.type):
@@ -105,8 +105,8 @@ class _TakesDeviceCounts:
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(m_splits, DeviceCounts):
-            at_once = FP8GlobalStateManager.is_fp8_enabled() and _multiplies_at_once(self, x)
-            with multiplying_at_once() if at_once else contextlib.nullcontext():
+            is_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+            with multiplying_at_once(_products_at_once(self, x) if is_fp8 else frozenset()):
                 return super().forward(x, m_splits)  # type: ignore[misc]
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         return group_linear(x, weights, m_splits.tiles, own_wgrad_into(self)), None
